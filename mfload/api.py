@@ -1,0 +1,171 @@
+"""What users call. Wiring only: every decision is made further down the street."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mfload import frameworks, mapping
+from mfload.formats import checkpoint
+from mfload.index import Index
+from mfload.io.deadline import Deadline
+from mfload.io.route import EngineName
+from mfload.io.source import LocalFile
+from mfload.lazy import LazyCheckpoint
+from mfload.loading import Landing, Loader, Preview, Settings
+from mfload.mapping import Dtypes, Names
+from mfload.placement import Need
+from mfload.progress import Progress, shown
+from mfload.report import Report
+
+Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def load(
+    path: Path,
+    *,
+    framework: str,
+    device: object = None,
+    names: Names = None,
+    dtype: Dtypes = None,
+    engine: EngineName = "auto",
+    landing: Landing = "auto",
+    max_host_overhead: int | None = None,
+    threads: int | None = None,
+    timeout: float | None = None,
+    progress: Progress = False,
+    report: Report | None = None,
+) -> dict[str, Any]:
+    """Loads a checkpoint into arrays of a framework.
+
+    Args:
+        path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of
+            files. In a directory the index counts if there is one, else all files do.
+        framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", or what people
+            type for them ("np", "flax", "pt", "pytorch", "tf").
+        device: A string such as "cpu:1" or "cuda:0", or the framework's own device; the
+            framework's default where None.
+        names: Which tensors: a regex that is searched for, a list of exact names, or a
+            function from a name to bool. All where None.
+        dtype: A dtype (of any framework, or its name) for all floating tensors, or
+            `{regex: dtype}` for those whose names match. What would lose values (float to
+            int, 64 to 32 bit ints) has to be asked for by name, in a mapping; and even then
+            a value out of range stops the load.
+        engine: "pread" (through the page cache), "direct" (O_DIRECT), "mmap" (a private map
+            of the file: nothing is copied, and a file cut short later kills whoever touches
+            it), or "auto", which takes pread where the page cache holds the file and direct
+            where it does not.
+        landing: Whose allocator holds the arrays: "mfload", "framework" (arrays that JAX can
+            donate), or "auto", which is mfload's on the host.
+        max_host_overhead: Bytes of host memory beside the result; 256 MiB where None, or one
+            tensor where a framework must copy a larger one.
+        threads: Readers at once; chosen where None.
+        timeout: Seconds after which the load gives up; never where None.
+        progress: True for a bar, or a function of (bytes done, bytes in all).
+        report: Filled with what happened.
+
+    Returns:
+        The arrays by name, in the order of the files. A dtype that the framework lacks
+        arrives as uint8 bytes (see `mfload.unpack` and the dtype table).
+
+    Raises:
+        MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
+    """
+    start = time.perf_counter()
+    deadline = Deadline(timeout)
+    settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+    frameworks.resolve(framework)
+    index, sources = _read_index(path, deadline)
+    needs = _needs(index, names, dtype)
+    headers = time.perf_counter() - start
+    start = time.perf_counter()
+    adapter = frameworks.get(framework, device)
+    loader = Loader(index, sources, adapter, settings)
+    if report is not None:
+        report.stages = {"headers": headers, "import": time.perf_counter() - start}
+    total = sum(need.info.nbytes for need in needs)
+    with shown(progress, total) as advance:
+        arrays = loader.load(needs, report=report, advance=advance)
+    return dict(zip([need.info.name for need in needs], arrays, strict=True))
+
+
+def open(
+    path: Path,
+    framework: str = "numpy",
+    device: object = None,
+    *,
+    engine: EngineName = "auto",
+    threads: int | None = None,
+    timeout: float | None = None,
+) -> LazyCheckpoint:
+    """Opens a checkpoint to take tensors and slices from; reads headers only.
+
+    Takes the place of `safetensors.safe_open`, for whole checkpoints too.
+
+    Args:
+        path: As for `load`.
+        framework: As for `load`.
+        device: As for `load`.
+        engine: As for `load`.
+        threads: As for `load`.
+        timeout: Seconds for the headers, and for each request.
+
+    Returns:
+        A context manager; usable from several threads, after a fork, and pickled.
+
+    Raises:
+        MfloadError: As `load` does.
+    """
+    Settings(engine, threads=threads)
+    index, sources = _read_index(path, Deadline(timeout))
+    adapter = frameworks.get(framework, device)
+    return LazyCheckpoint(
+        index, sources, adapter, device=device, engine=engine, threads=threads, timeout=timeout
+    )
+
+
+def plan(
+    path: Path,
+    *,
+    framework: str = "numpy",
+    device: object = None,
+    names: Names = None,
+    dtype: Dtypes = None,
+    engine: EngineName = "auto",
+    landing: Landing = "auto",
+    max_host_overhead: int | None = None,
+    threads: int | None = None,
+    timeout: float | None = None,
+) -> Preview:
+    """Says what `load` would do with the same arguments; reads headers only.
+
+    Returns:
+        The plan and this machine's route; prints well, and has `as_dict()`.
+
+    Raises:
+        MfloadError: As `load` does.
+    """
+    deadline = Deadline(timeout)
+    settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+    index, sources = _read_index(path, deadline)
+    loader = Loader(index, sources, frameworks.get(framework, device), settings)
+    return loader.preview(_needs(index, names, dtype))
+
+
+def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:
+    what = path if isinstance(path, str | os.PathLike) else None
+    return deadline.bound(
+        lambda: checkpoint.read(path), "reading headers", None if what is None else os.fspath(what)
+    )
+
+
+def _needs(index: Index, names: Names, dtype: Dtypes) -> list[Need]:
+    if dtype is None:
+        return [Need(info, info.dtype) for info in mapping.select(index, names)]
+    needs: list[Need] = []
+    for info in mapping.select(index, names):
+        wanted, checked = mapping.target(info, dtype)
+        needs.append(Need(info, wanted, None, checked))
+    return needs

@@ -1,0 +1,120 @@
+"""Views: typed windows on buffers, and the DLPack capsules that hand them to frameworks.
+
+NumPy makes the capsules: its exporter holds the memory and its deleter is C code that stays
+safe when the interpreter goes down. NumPy can't name the types it lacks (bfloat16, the 8-bit
+floats), but DLPack's struct is a public, fixed layout, so the view is exported as unsigned
+integers of the same width and the type field of the capsule is corrected before anybody has
+seen it. That costs a microsecond and needs no callback into Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mfload.dtypes import DType
+
+CPU = 1
+"""DLPack's device type of host memory (kDLCPU)."""
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+# Offsets in DLTensor (dlpack.h 1.1): void *data; DLDevice {int32 type, int32 id};
+# int32 ndim; DLDataType {uint8 code, uint8 bits, uint16 lanes}; …
+_DEVICE_ID = 12
+_TYPE = 20
+# DLManagedTensorVersioned puts {uint32 major, minor}, two pointers and uint64 flags first.
+_VERSIONED = 32
+
+
+class View(NamedTuple):
+    """A tensor's bytes in a buffer, and what they mean.
+
+    Attributes:
+        name: The tensor.
+        dtype: Row of the dtype table.
+        shape: In elements.
+        memory: The buffer, uint8.
+        at: First byte.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    memory: Any
+    at: int
+
+    @property
+    def address(self) -> int:
+        """Memory address of the first byte."""
+        return self.memory.ctypes.data + self.at
+
+    def storage(self) -> Any:
+        """The bytes as a uint8 array (see `DType.storage_shape`)."""
+        return np.ndarray(self.dtype.storage_shape(self.shape), np.uint8, self.memory, self.at)
+
+    def as_bytes(self) -> View:
+        """The same bytes as a view of dtype U8."""
+        from mfload.dtypes import TABLE
+
+        return View(
+            self.name, TABLE["U8"], self.dtype.storage_shape(self.shape), self.memory, self.at
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU, 0
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if stream is not None:
+            raise BufferError("host memory has no streams")
+        if dl_device is not None and dl_device != self.__dlpack_device__():
+            raise BufferError("a view of host memory can't be exported to another device")
+        if copy:
+            raise BufferError("a view is exported as it lies; copy what you get")
+        return capsule(self, versioned=max_version is not None and max_version >= (1, 0))
+
+
+def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
+    """A DLPack capsule over a view's memory, which lives until the consumer lets go.
+
+    Args:
+        view: What to export. Packed types are exported with their storage shape.
+        versioned: Whether to make the struct of DLPack 1.0 (it carries flags).
+        device_id: Which of the framework's CPU devices it is to appear on.
+
+    Returns:
+        The capsule; not consumed, it frees itself.
+    """
+    dtype = view.dtype
+    lanes = 1
+    if dtype.elements == 1:
+        unit, shape = _UNITS[dtype.nbytes], view.shape
+    else:
+        # Two F4 in a byte are one element of two lanes, as dlpack.h asks.
+        unit, shape, lanes = _UNITS[1], dtype.storage_shape(view.shape), dtype.elements
+    array = np.ndarray(shape, unit, view.memory, view.at)
+    if versioned:
+        made = array.__dlpack__(max_version=(1, 0))
+        start = _get_pointer(made, b"dltensor_versioned") + _VERSIONED
+    else:
+        made = array.__dlpack__()
+        start = _get_pointer(made, b"dltensor")
+    word = dtype.code | dtype.bits << 8 | lanes << 16
+    ctypes.c_uint32.from_address(start + _TYPE).value = word
+    if device_id:
+        ctypes.c_int32.from_address(start + _DEVICE_ID).value = device_id
+    return made
+
+
+_UNITS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}

@@ -1,0 +1,203 @@
+"""The errors mfload raises.
+
+    MfloadError
+    ├── UsageError (ValueError)                an argument makes no sense
+    ├── SourceError (OSError)                  bytes could not be had
+    │   ├── SourceNotFoundError (FileNotFoundError)
+    │   ├── SourcePermissionError (PermissionError)
+    │   ├── SourceChangedError                 shrank or was replaced under the read
+    │   ├── ReadError                          the device failed
+    │   └── LoadTimeoutError (TimeoutError)    `timeout=` ran out
+    ├── FormatError (ValueError)               bytes are not what the format says
+    │   ├── HeaderError                        one file's header is malformed
+    │   └── CheckpointError                    files disagree with each other or with an index
+    ├── TensorNotFoundError (KeyError)
+    ├── SliceError (IndexError)
+    ├── UnsupportedDtypeError (TypeError)      this tensor's dtype can't be handed out
+    ├── LossyCastError (TypeError)             `dtype=` would lose values
+    ├── MemoryLimitError (MemoryError)         the arrays or the work do not fit
+    ├── FrameworkMissingError (ImportError)    not installed; the message says how to
+    ├── FrameworkVersionError (ImportError)    installed, but outside what mfload works with
+    └── DeviceError (RuntimeError)             no such device here
+
+Each also derives from the built-in that callers already catch, and carries `file`,
+`tensor`, `expected` and `found` as attributes (None where they mean nothing).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+
+class MfloadError(Exception):
+    """Base of every error mfload raises on purpose.
+
+    Args:
+        message: What is wrong, without the fields below.
+        file: Path of the file concerned.
+        tensor: Name of the tensor concerned.
+        expected: What should have been there.
+        found: What was there.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = None if file is None else os.fspath(file)
+        self.tensor = tensor
+        self.expected = expected
+        self.found = found
+
+    def __str__(self) -> str:
+        fields = (
+            ("file", self.file),
+            ("tensor", None if self.tensor is None else _clip(repr(self.tensor))),
+            ("expected", self.expected),
+            ("found", self.found),
+        )
+        parts = [f"{key}: {_clip(str(value))}" for key, value in fields if value is not None]
+        return self.message if not parts else f"{self.message} [{'; '.join(parts)}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The built-in bases rebuild from args alone and would lose the fields.
+        fields = {k: getattr(self, k) for k in ("file", "tensor", "expected", "found")}
+        return _rebuild, (type(self), self.message, fields)
+
+
+def _rebuild(cls: type[MfloadError], message: str, fields: dict[str, Any]) -> MfloadError:
+    return cls(message, **fields)
+
+
+def _clip(text: str, limit: int = 400) -> str:
+    """Cuts text that a hostile header may have made megabytes long."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+class UsageError(MfloadError, ValueError):
+    """An argument, or a combination of arguments, that makes no sense."""
+
+
+class SourceError(MfloadError, OSError):
+    """The bytes of a source could not be had."""
+
+
+class SourceNotFoundError(SourceError, FileNotFoundError):
+    """There is nothing at the path, or nothing that mfload loads."""
+
+
+class SourcePermissionError(SourceError, PermissionError):
+    """The path may not be read."""
+
+
+class SourceChangedError(SourceError):
+    """The file shrank, grew, or was replaced between its header and its last byte."""
+
+
+class ReadError(SourceError):
+    """The operating system failed the read."""
+
+
+class LoadTimeoutError(SourceError, TimeoutError):
+    """`timeout=` ran out before the bytes had come."""
+
+
+class FormatError(MfloadError, ValueError):
+    """The bytes do not follow the format."""
+
+
+class HeaderError(FormatError):
+    """The header of one file is malformed."""
+
+
+class CheckpointError(FormatError):
+    """The files of a checkpoint disagree with each other or with their index.
+
+    Args:
+        problems: Every offender, one line each.
+    """
+
+    def __init__(self, message: str, *, problems: tuple[str, ...] = (), **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        shown = [f"\n  - {_clip(line)}" for line in self.problems[:50]]
+        if len(self.problems) > len(shown):
+            shown.append(f"\n  … and {len(self.problems) - len(shown)} more")
+        return super().__str__() + "".join(shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, fields) = super().__reduce__()
+        return rebuild, (cls, message, {**fields, "problems": self.problems})
+
+
+class TensorNotFoundError(MfloadError, KeyError):
+    """No tensor of that name."""
+
+
+class SliceError(MfloadError, IndexError):
+    """An index that does not fit the tensor."""
+
+
+class UnsupportedDtypeError(MfloadError, TypeError):
+    """A dtype that mfload does not know or that can't be handed out as asked."""
+
+
+class LossyCastError(MfloadError, TypeError):
+    """A conversion that would lose values and was not asked for by name."""
+
+
+class MemoryLimitError(MfloadError, MemoryError):
+    """The result, or the memory needed beside it, does not fit."""
+
+
+class FrameworkMissingError(MfloadError, ImportError):
+    """The framework is not installed."""
+
+
+class FrameworkVersionError(MfloadError, ImportError):
+    """The framework is installed in a version that mfload can't work with."""
+
+
+class DeviceError(MfloadError, RuntimeError):
+    """The device asked for does not exist on this machine."""
+
+
+def from_os(error: OSError, file: str | os.PathLike[str], action: str) -> SourceError:
+    """Maps an operating-system error to ours: the one seam between the two.
+
+    Args:
+        error: What the system call raised.
+        file: The path concerned.
+        action: What was being done, for the message ("open", "read").
+
+    Returns:
+        The error to raise; `errno` is carried over.
+    """
+    if isinstance(error, SourceError):
+        return error
+    kinds: dict[int | None, type[SourceError]] = {
+        errno.ENOENT: SourceNotFoundError,
+        errno.ENOTDIR: SourceNotFoundError,
+        errno.EACCES: SourcePermissionError,
+        errno.EPERM: SourcePermissionError,
+    }
+    if error.errno == errno.EIO or action == "read":
+        kind = kinds.get(error.errno, ReadError)
+    else:
+        kind = kinds.get(error.errno, SourceError)
+    reason = error.strerror or str(error) or type(error).__name__
+    mapped = kind(f"could not {action}: {reason}", file=file)
+    mapped.errno = error.errno
+    mapped.strerror = error.strerror
+    return mapped

@@ -1,0 +1,1 @@
+"""Formats: functions from a source to rows of the index. They don't know each other."""

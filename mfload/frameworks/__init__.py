@@ -1,0 +1,66 @@
+"""Adapters, one a framework: the only place that imports one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+from mfload import errors
+from mfload.frameworks.adapter import Adapter
+
+_ALIASES = {
+    "np": "numpy",
+    "flax": "jax",
+    "pt": "torch",
+    "pytorch": "torch",
+    "tf": "tensorflow",
+    "keras": "tensorflow",
+    "paddlepaddle": "paddle",
+}
+
+# The module to import, and what installs it.
+_EXTRAS = {
+    "numpy": ("numpy", "pip install numpy"),
+    "jax": ("jax", "pip install 'mfload[jax]'"),
+    "torch": ("torch", "pip install 'mfload[torch]'"),
+    "tensorflow": ("tensorflow", "pip install 'mfload[tensorflow]'"),
+    "paddle": ("paddle", "pip install 'mfload[paddle]'"),
+    "cupy": ("cupy", "pip install 'mfload[cuda13]'"),
+}
+
+NAMES = tuple(_EXTRAS)
+
+
+def resolve(name: str) -> str:
+    """The framework's own name for a name or an alias.
+
+    Raises:
+        UsageError: There is no such framework.
+    """
+    found = _ALIASES.get(str(name).lower(), str(name).lower())
+    if found not in _EXTRAS:
+        raise errors.UsageError("unknown framework", expected=" | ".join(NAMES), found=name)
+    return found
+
+
+def get(name: str, device: object = None) -> Adapter:
+    """The adapter of a framework for a device.
+
+    Args:
+        name: The framework's name or an alias.
+        device: A string, the framework's own device, or None for its default.
+
+    Raises:
+        UsageError: There is no such framework.
+        FrameworkMissingError: It is not installed.
+        FrameworkVersionError: It is installed in a version mfload can't work with.
+        DeviceError: There is no such device.
+    """
+    name = resolve(name)
+    module, command = _EXTRAS[name]
+    if importlib.util.find_spec(module) is None:
+        raise errors.FrameworkMissingError(
+            f"{name} is not installed; {command}", expected=module, found="no such module"
+        )
+    adapter = importlib.import_module(f"mfload.frameworks.{name}_adapter")
+    return adapter.make(device)

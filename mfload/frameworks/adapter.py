@@ -1,0 +1,148 @@
+"""What every adapter is: a few verbs, and a table of what becomes of each dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from mfload import dtypes, errors
+from mfload.dlpack import View
+from mfload.placement import Need
+
+
+class Form(NamedTuple):
+    """What a stored dtype becomes in a framework.
+
+    Attributes:
+        how: "alias", the framework's own dtype over mfload's memory; "copy", its own dtype
+            after one copy; "bytes", uint8 with the last dim in bytes (`mfload.unpack`).
+        type: The framework's name for it.
+    """
+
+    how: Literal["alias", "copy", "bytes"]
+    type: str
+
+
+Forms = Mapping[str, Form]
+
+
+class Lent(NamedTuple):
+    """An array of the framework's own allocator, to be filled in place.
+
+    Attributes:
+        array: The array.
+        memory: Its bytes, a writable uint8 array that keeps the array alive.
+    """
+
+    array: Any
+    memory: Any
+
+
+class Adapter(Protocol):
+    """Turns views into arrays of one framework on one device.
+
+    Attributes:
+        name: The framework.
+        forms: What each dtype becomes.
+        alignment: Bytes on which a tensor must lie to be taken without a copy; None where
+            the size of its element will do.
+        readonly_maps: Whether arrays over maps of files are to refuse writing.
+        on_host: Whether the arrays stay in host memory; elsewhere each is copied once.
+    """
+
+    name: str
+    forms: Forms
+    alignment: int | None
+    readonly_maps: bool
+    on_host: bool
+
+    def wrap(self, views: Sequence[View]) -> list[Any]:
+        """An array for each view, in order."""
+        ...
+
+    def lend(self, needs: Sequence[Need]) -> list[Lent]:
+        """Uninitialised arrays of the framework's own allocator, one for each need."""
+        ...
+
+
+def forms(
+    aliases: Mapping[str, str], copies: Mapping[str, str] | None = None, byte: str = "uint8"
+) -> Forms:
+    """The table of a framework: what it aliases, what it copies; the rest arrives as bytes."""
+    table: dict[str, Form] = {}
+    for name in dtypes.TABLE:
+        if name in aliases:
+            table[name] = Form("alias", aliases[name])
+        elif copies and name in copies:
+            table[name] = Form("copy", copies[name])
+        else:
+            table[name] = Form("bytes", byte)
+    return table
+
+
+COMMON = {
+    name: row.aliases[0]
+    for name, row in dtypes.TABLE.items()
+    if row.numpy is not None and row.numpy.kind in "biufc"
+}
+"""The dtypes that NumPy itself has, by the name that all frameworks share."""
+
+
+class _Owner:
+    """Memory at an address, as NumPy sees it, with whoever owns it."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (address, False),
+        }
+
+
+def memory_at(owner: Any, address: int, nbytes: int) -> Any:
+    """A writable uint8 array over foreign memory, which keeps its owner alive."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Owner(owner, address, nbytes))
+
+
+def check_version(name: str, found: str, oldest: str) -> None:
+    """Refuses a framework older than the oldest that mfload works with.
+
+    Raises:
+        FrameworkVersionError: It is older.
+    """
+    if _numbers(found) < _numbers(oldest):
+        raise errors.FrameworkVersionError(
+            f"{name} is too old", expected=f"{name} {oldest} or newer", found=found
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def split_device(device: str) -> tuple[str, int | None]:
+    """Takes "cuda:1" apart.
+
+    Raises:
+        DeviceError: It is no device name.
+    """
+    match = re.fullmatch(r"([A-Za-z_]+)(?::(\d+))?", device)
+    if match is None:
+        raise errors.DeviceError("not a device name", expected="cpu, cuda:0, …", found=device)
+    return match[1].lower(), None if match[2] is None else int(match[2])
+
+
+def no_device(framework: str, device: object, there: object) -> errors.DeviceError:
+    """The error for a device that is not there."""
+    return errors.DeviceError(
+        f"{framework} has no such device here", expected=str(device), found=str(there)
+    )

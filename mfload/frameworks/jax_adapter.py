@@ -1,0 +1,144 @@
+"""JAX: arrays over mfload's buffers on CPU devices, one copy to any other.
+
+XLA on the CPU takes memory on 64-byte boundaries only. 64-bit types keep their width also where
+`jax_enable_x64` is off: the values are exact, and JAX itself warns when a computation narrows
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mfload import dtypes, errors
+from mfload.dlpack import View, capsule
+from mfload.frameworks import adapter, seams
+from mfload.placement import Need
+
+OLDEST = "0.6.0"
+_ALIGNMENT = 64
+
+
+class JaxAdapter:
+    """See `adapter.Adapter`.
+
+    Args:
+        device: The `jax.Device` the arrays go to.
+    """
+
+    name = "jax"
+    alignment = _ALIGNMENT
+    readonly_maps = False
+    forms = adapter.forms(
+        {
+            name: row.numpy.name
+            for name, row in dtypes.TABLE.items()
+            if row.numpy is not None and hasattr(jnp, row.numpy.name)
+        }
+        # jnp.bool is spelled with an underscore in the versions before 0.4.34.
+        | {"BOOL": "bool"},
+        {"F4": "float4_e2m1fn"} if hasattr(jnp, "float4_e2m1fn") else None,
+    )
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.on_host = device.platform == "cpu"
+        self._take: Callable[[View], Any] = self._take_public
+        if self.on_host:
+            self._take = seams.jax_capsule_importer(device) or self._take_public
+
+    def wrap(self, views: Sequence[View]) -> list[Any]:
+        """A `jax.Array` for each view, in order."""
+        if not self.on_host:
+            with _x64():
+                return [self._send(view) for view in views]
+        take = self._take
+        return [self._unpack(view) if view.dtype.elements > 1 else take(view) for view in views]
+
+    def _take_public(self, view: View) -> Any:
+        with _x64():
+            return jax.dlpack.from_dlpack(_OnDevice(view, self._device.id))
+
+    def _send(self, view: View) -> Any:
+        if view.dtype.elements > 1:
+            return self._unpack(view)
+        host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
+        return jax.block_until_ready(jax.device_put(host, self._device))
+
+    def _unpack(self, view: View) -> Any:
+        """F4 takes a byte an element in JAX on the CPU: the one type that must be copied."""
+        flat = jax.device_put(view.storage().reshape(-1), self._device)
+        unpacked = flat.view(jnp.float4_e2m1fn).reshape(view.shape)
+        return jax.block_until_ready(unpacked)
+
+    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+        """Arrays in XLA's own memory, which a jitted function can take over (donation)."""
+        lent: list[adapter.Lent] = []
+        with _x64():
+            for need in needs:
+                array = _zeros(self._device, need.shape, str(need.dtype.numpy))
+                address = array.unsafe_buffer_pointer() if need.nbytes else 0
+                lent.append(adapter.Lent(array, adapter.memory_at(array, address, need.nbytes)))
+        return lent
+
+
+def _zeros(device: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    # jit's output is memory that XLA allocated; device_put of a NumPy array may not be.
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    make_zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+    return jax.block_until_ready(make_zeros())
+
+
+class _OnDevice:
+    """A view as JAX's public import wants it: an object that names its device."""
+
+    def __init__(self, view: View, device_id: int) -> None:
+        self._view, self._id = view, device_id
+
+    def __dlpack__(self, **_: object) -> Any:
+        return capsule(self._view, device_id=self._id)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, self._id
+
+
+def _x64() -> contextlib.AbstractContextManager[Any]:
+    # A context manager of jax since 0.8, of jax.experimental before.
+    with contextlib.suppress(AttributeError):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64  # pyright: ignore
+
+    return enable_x64(True)
+
+
+def make(device: object) -> JaxAdapter:
+    """The adapter for a device.
+
+    Raises:
+        DeviceError: There is no such device.
+    """
+    adapter.check_version("jax", jax.__version__, OLDEST)
+    if isinstance(device, jax.Device):
+        return JaxAdapter(device)
+    if device is None:
+        default = jax.config.jax_default_device  # pyright: ignore
+        if isinstance(default, jax.Device):
+            return JaxAdapter(default)
+        return JaxAdapter(jax.local_devices(backend=default)[0])
+    if not isinstance(device, str):
+        raise errors.DeviceError(
+            "not a device", expected="a jax.Device or its name", found=repr(device)
+        )
+    platform, number = adapter.split_device(device)
+    try:
+        there = jax.local_devices(backend=platform)
+    except RuntimeError as error:
+        raise adapter.no_device("JAX", device, str(error).splitlines()[0]) from error
+    if (number or 0) >= len(there):
+        raise adapter.no_device("JAX", device, there)
+    return JaxAdapter(there[number or 0])

@@ -1,0 +1,45 @@
+"""NumPy: arrays straight over mfload's buffers. It takes any alignment; ml_dtypes names the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mfload import dtypes
+from mfload.dlpack import View
+from mfload.frameworks import adapter
+from mfload.placement import Need
+
+OLDEST = "2.0"
+
+
+class NumpyAdapter:
+    """See `adapter.Adapter`."""
+
+    name = "numpy"
+    alignment = None
+    readonly_maps = True
+    on_host = True
+    forms = adapter.forms(
+        {name: row.numpy.name for name, row in dtypes.TABLE.items() if row.numpy is not None}
+    )
+
+    def wrap(self, views: Sequence[View]) -> list[Any]:
+        """An array for each view, in order."""
+        make = np.ndarray
+        return [make(shape, dtype.numpy, memory, at) for _, dtype, shape, memory, at in views]
+
+    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+        """NumPy's own allocations, one for each need."""
+        arrays = [np.empty(need.shape, need.dtype.numpy) for need in needs]
+        return [adapter.Lent(a, a.reshape(-1).view(np.uint8)) for a in arrays]
+
+
+def make(device: object) -> NumpyAdapter:
+    """The adapter; NumPy knows the host alone."""
+    adapter.check_version("numpy", np.__version__, OLDEST)
+    if device is not None and str(device) not in ("cpu", "host"):
+        raise adapter.no_device("NumPy", device, "cpu")
+    return NumpyAdapter()

@@ -1,0 +1,98 @@
+"""The vocabulary between the plan, which writes blocks, and the engines, which fill them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+
+class Copy(NamedTuple):
+    """How a segment's elements get from a slot to their place when plain bytes won't do.
+
+    Attributes:
+        shape: Elements a dim.
+        strides: Bytes between them in the slot, a dim; may be negative.
+        start: Byte of the first element, counted from the segment's offset.
+        source: Element type as stored.
+        target: Element type as delivered. Where the two differ, values are converted.
+        checked: Whether a value that the target can't hold stops the load.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    source: np.dtype[Any]
+    target: np.dtype[Any]
+    checked: bool = False
+
+
+class Segment(NamedTuple):
+    """A contiguous byte range of a source and where it goes.
+
+    Attributes:
+        offset: First byte in the source.
+        nbytes: Bytes in the source.
+        buffer: Number of the destination buffer.
+        at: First byte in the destination.
+        copy: None for plain bytes.
+    """
+
+    offset: int
+    nbytes: int
+    buffer: int
+    at: int
+    copy: Copy | None = None
+
+
+class Block(NamedTuple):
+    """One contiguous read and the segments it fills, in file order.
+
+    Bytes of the range that no segment covers are read over.
+    """
+
+    source: int
+    offset: int
+    nbytes: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def staged(self) -> bool:
+        """Whether an engine must land the block in a slot before it can place it."""
+        return any(segment.copy is not None for segment in self.segments)
+
+
+class Costs(NamedTuple):
+    """What a source declares of itself; the plan takes these as plain numbers.
+
+    Attributes:
+        block: Bytes a read, at most.
+        merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
+        concurrency: Reads in flight beyond which more don't help.
+    """
+
+    block: int = 16 << 20
+    # Any gap shorter than a page holds no page that is not wanted for its ends, so
+    # reading over it costs the disk nothing.
+    merge_gap: int = 4096
+    concurrency: int = 4
+
+
+class Reader(Protocol):
+    """Fills blocks from one open source; used by one thread at a time."""
+
+    def fill(self, block: Block, memory: list[Any], slot: Slot) -> None:
+        """Reads the block and puts every segment in its place."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the reader holds open."""
+        ...
+
+
+class Slot(Protocol):
+    """Reused memory of one worker, made when first asked for."""
+
+    def bytes(self, nbytes: int) -> Any:
+        """A writable, page-aligned uint8 array of at least `nbytes`."""
+        ...

@@ -1,0 +1,136 @@
+"""Memory that mfload owns and counts.
+
+Buffers are anonymous maps on 2 MiB boundaries with huge pages asked for: a read into fresh
+4 KiB pages spends several times as long on page faults as on the copy. A buffer lives until
+the last array over it dies; the arrays refer to it, so nothing has to be freed by hand.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mfload import errors
+
+PAGE = mmap.PAGESIZE
+HUGE = 2 << 20
+# From here on the tail of a map is rounded up to a whole huge page: a few hundred small
+# page faults cost more than the memory (at most a sixteenth).
+_ROUND_FROM = 32 << 20
+
+
+class _Counter:
+    """Bytes live now and at most. Each map keeps it, so it outlives the module at exit."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.live = self.peak = 0
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            self.peak = self.live
+
+
+_counter = _Counter()
+
+Bytes = NDArray[np.uint8]
+
+
+class _Map:
+    """Owner of one anonymous map. NumPy keeps it alive as the base of the arrays over it."""
+
+    __slots__ = ("__array_interface__", "_count", "_held", "_map")
+
+    def __init__(self, nbytes: int) -> None:
+        length = _rounded(nbytes)
+        # The kernel gives no promise of alignment below some versions: ask for room to cut.
+        room = length + HUGE if length >= HUGE else length
+        try:
+            self._map = _anonymous(room)
+        except (OSError, ValueError, OverflowError, MemoryError) as error:
+            raise errors.MemoryLimitError(
+                "the system refused memory", expected=f"{nbytes} bytes", found=str(error)
+            ) from error
+        address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
+        start = -address % HUGE if length >= HUGE else 0
+        if length >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE, start, room - start)
+            except OSError:
+                pass  # A kernel without transparent huge pages: slower, not wrong.
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (address + start, False),
+        }
+        self._held = nbytes
+        self._count = _counter.add
+        self._count(nbytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_count"):
+            self._count(-self._held)
+
+
+def _rounded(nbytes: int) -> int:
+    unit = HUGE if nbytes >= _ROUND_FROM else PAGE
+    return max(-(-nbytes // unit) * unit, unit)
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def allocate(nbytes: int) -> Bytes:
+    """A zeroed, writable buffer on a page boundary (2 MiB boundary from 2 MiB up).
+
+    Args:
+        nbytes: Length in bytes.
+
+    Returns:
+        A uint8 array of that length; the memory goes when its last view does.
+
+    Raises:
+        MemoryLimitError: The system has no such memory.
+    """
+    return np.asarray(_Map(nbytes))
+
+
+def live_bytes() -> int:
+    """Bytes in buffers that something still refers to."""
+    return _counter.live
+
+
+def peak_bytes(*, reset: bool = False) -> int:
+    """The most bytes that were live at once since the last reset."""
+    peak = _counter.peak
+    if reset:
+        _counter.reset_peak()
+    return peak
+
+
+class WorkerSlot:
+    """Reused memory of one worker (see `blocks.Slot`)."""
+
+    def __init__(self) -> None:
+        self._held: Bytes | None = None
+
+    def bytes(self, nbytes: int) -> Bytes:
+        """At least `nbytes` on a page boundary; what was there before is overwritten."""
+        if self._held is None or self._held.size < nbytes:
+            self._held = None
+            self._held = allocate(nbytes)
+        return self._held

@@ -1,0 +1,65 @@
+"""A bound on calls that may hang in the kernel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mfload import errors
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """The moment when `timeout=` has run out.
+
+    Args:
+        seconds: From now; None for never.
+
+    Raises:
+        UsageError: Not a positive number.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds > 0:
+            raise errors.UsageError("timeout", expected="seconds above 0", found=seconds)
+        self.seconds = seconds
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds left, infinity where there is no bound."""
+        return float("inf") if self._end is None else self._end - time.monotonic()
+
+    def error(self, what: str, file: str | None = None) -> errors.LoadTimeoutError:
+        """The error to raise when it has passed."""
+        return errors.LoadTimeoutError(
+            f"timed out while {what}", file=file, expected=f"an end within {self.seconds} s"
+        )
+
+    def bound(self, call: Callable[[], T], what: str, file: str | None = None) -> T:
+        """Runs a call, in a thread of its own where there is a bound.
+
+        Raises:
+            LoadTimeoutError: It had not ended in time; its thread is left behind.
+        """
+        if self._end is None:
+            return call()
+        outcome: list[tuple[Any, BaseException | None]] = []
+
+        def run() -> None:
+            try:
+                outcome.append((call(), None))
+            except BaseException as error:
+                outcome.append((None, error))
+
+        thread = threading.Thread(target=run, name="mfload-bounded", daemon=True)
+        thread.start()
+        thread.join(max(0.0, self.left()))
+        if not outcome:
+            raise self.error(what, file)
+        value, error = outcome[0]
+        if error is not None:
+            raise error
+        return value

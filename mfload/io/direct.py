@@ -1,0 +1,105 @@
+"""The direct reader: O_DIRECT, past the page cache, for files that it does not hold.
+
+The disk writes straight to its destination where that has the file's own alignment, and to a
+reused slot from which segments are placed where it has not.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from typing import Any
+
+from mfload.io import probes
+from mfload.io.blocks import Block, Segment, Slot
+from mfload.io.buffers import PAGE
+from mfload.io.pread import PreadReader, place, read_into
+from mfload.io.source import LocalFile, OpenFile
+
+log = logging.getLogger("mfload")
+
+# Below this a slot costs less than the three reads that placing by hand needs.
+_IN_PLACE = 256 << 10
+
+
+class DirectReader(PreadReader):
+    """Reads blocks of one file with O_DIRECT; falls back to the page cache, and says so.
+
+    Args:
+        source: The file; it is open until `close`.
+    """
+
+    def __init__(self, source: LocalFile) -> None:
+        super().__init__(source)
+        self._direct: OpenFile | None = None
+        self._memory_unit = self._file_unit = PAGE
+        try:
+            units = probes.direct_alignment(self._file.fd)
+            if units is None:
+                raise OSError(errno.EINVAL, "the file takes no O_DIRECT")
+            self._memory_unit, self._file_unit = units
+            self._direct = OpenFile(source, os.O_DIRECT)
+            # The ragged ends go through the page cache: without reading ahead of them.
+            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                self.close()
+                raise
+            self._fall_back(error)
+
+    def fill(self, block: Block, memory: list[Any], slot: Slot) -> None:
+        """Reads a block into its destinations (see `blocks.Reader`)."""
+        if self._direct is not None:
+            try:
+                self._fill(block, memory, slot, self._direct.fd)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._fall_back(error)
+        super().fill(block, memory, slot)
+
+    def _fill(self, block: Block, memory: list[Any], slot: Slot, fd: int) -> None:
+        if len(block.segments) == 1 and self._suits(block.segments[0], memory):
+            self._in_place(block.segments[0], memory, fd)
+            return
+        start = block.offset // self._file_unit * self._file_unit
+        end = block.offset + block.nbytes
+        length = -(-(end - start) // self._file_unit) * self._file_unit
+        landed = slot.bytes(length)[:length]
+        read_into(self._source.path, fd, [landed], start, least=end - start)
+        place(landed, start, block, memory)
+
+    def _suits(self, segment: Segment, memory: list[Any]) -> bool:
+        """Whether the inner part lands on the same alignment in memory as in the file."""
+        if segment.copy is not None or segment.nbytes < _IN_PLACE:
+            return False
+        address = memory[segment.buffer].ctypes.data + segment.at
+        head = -segment.offset % self._file_unit
+        return (address + head) % self._memory_unit == 0
+
+    def _in_place(self, segment: Segment, memory: list[Any], fd: int) -> None:
+        target = memory[segment.buffer][segment.at : segment.at + segment.nbytes]
+        head = -segment.offset % self._file_unit
+        inner = (segment.nbytes - head) // self._file_unit * self._file_unit
+        for file, start, stop in (
+            (fd, head, head + inner),
+            (self._file.fd, 0, head),
+            (self._file.fd, head + inner, segment.nbytes),
+        ):
+            if stop > start:
+                path, offset = self._source.path, segment.offset + start
+                read_into(path, file, [target[start:stop]], offset)
+
+    def _fall_back(self, error: OSError) -> None:
+        log.warning("%s: reading through the page cache: %s", self._source.path, error.strerror)
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._direct is not None:
+            self._direct.close()
+        super().close()

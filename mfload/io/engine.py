@@ -1,0 +1,136 @@
+"""Engines move blocks: submit a batch, take completions, close.
+
+The host engines are threads that fill one block after another; every blocking call in them
+gives up the interpreter lock, and blocks are large, so Python threads are enough. A reader
+thread that hangs in the kernel keeps its own reference to the buffers it writes to, so nothing
+it may still write to is ever freed.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mfload.io.blocks import Block, Reader
+from mfload.io.buffers import WorkerSlot
+
+
+class Done(NamedTuple):
+    """What an engine reports: blocks that are in place, or what went wrong.
+
+    Attributes:
+        blocks: How many blocks this stands for.
+        nbytes: Bytes read.
+        block: The block that failed.
+        error: Why, None where all is well.
+    """
+
+    blocks: int
+    nbytes: int
+    block: Block | None = None
+    error: BaseException | None = None
+
+
+class Engine(Protocol):
+    """Fills blocks in any order, several at once."""
+
+    def submit(self, blocks: Sequence[Block]) -> None:
+        """Takes blocks to be filled; returns at once."""
+        ...
+
+    def complete(self, timeout: float) -> Done | None:
+        """The next completion; None after `timeout` seconds without one."""
+        ...
+
+    def close(self, grace: float) -> bool:
+        """Stops after the blocks in hand, within `grace` seconds.
+
+        Returns:
+            Whether nothing writes to the buffers any more.
+        """
+        ...
+
+
+class ThreadEngine:
+    """The host engine.
+
+    Args:
+        open_reader: Opens the reader of a source by its number.
+        memory: The destination buffers.
+        threads: Workers.
+    """
+
+    def __init__(
+        self, open_reader: Callable[[int], Reader], memory: list[Any], threads: int
+    ) -> None:
+        self._open = open_reader
+        self._memory = memory
+        self._waiting: collections.deque[Block] = collections.deque()
+        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._count = max(1, threads)
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, blocks: Sequence[Block], *, start: bool = True) -> None:
+        """Takes blocks to be filled, and starts workers for them if told so."""
+        self._waiting.extend(blocks)
+        while start and len(self._threads) < min(self._count, len(blocks)):
+            # Daemons: a worker that hangs in the kernel must not hold up the exit.
+            worker = threading.Thread(target=self._work, name="mfload-reader", daemon=True)
+            self._threads.append(worker)
+            worker.start()
+
+    def complete(self, timeout: float) -> Done | None:
+        """The next completion (see `Engine`)."""
+        try:
+            return self._done.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def close(self, grace: float) -> bool:
+        """Stops the workers (see `Engine`)."""
+        self._stop.set()
+        end = time.monotonic() + grace
+        for worker in self._threads:
+            worker.join(max(0.0, end - time.monotonic()))
+        return not any(worker.is_alive() for worker in self._threads)
+
+    def run_here(self) -> None:
+        """Fills everything in the calling thread, for loads too small to share out."""
+        self._work()
+
+    def _work(self) -> None:
+        slot = WorkerSlot()
+        reader: Reader | None = None
+        source = -1
+        block: Block | None = None
+        # Small blocks are reported together: a queue costs more than a small read.
+        blocks = nbytes = 0
+        try:
+            while not self._stop.is_set():
+                try:
+                    block = self._waiting.popleft()
+                except IndexError:
+                    break
+                if reader is None or block.source != source:
+                    if reader is not None:
+                        reader.close()
+                        reader = None
+                    reader, source = self._open(block.source), block.source
+                reader.fill(block, self._memory, slot)
+                blocks, nbytes = blocks + 1, nbytes + block.nbytes
+                if nbytes >= 1 << 20:
+                    self._done.put(Done(blocks, nbytes))
+                    blocks = nbytes = 0
+            if blocks:
+                self._done.put(Done(blocks, nbytes))
+        except BaseException as error:
+            self._stop.set()
+            self._done.put(Done(0, 0, block, error))
+        finally:
+            if reader is not None:
+                reader.close()

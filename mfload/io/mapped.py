@@ -1,0 +1,57 @@
+"""Private maps of files: nothing is copied, and nothing written reaches the file.
+
+A file cut short after it was mapped kills the process that touches the missing part. During
+the load the kernel is asked to bring the pages in, which reports such a file as an error;
+afterwards the danger is the user's choice of this engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.io.source import LocalFile, OpenFile, shrunk
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14 and newer.
+
+
+def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
+    """Maps a file privately and brings ranges of it in.
+
+    Args:
+        source: The file.
+        ranges: (first byte, length) of what will be used.
+
+    Returns:
+        A writable uint8 array over the whole file; writing to it copies the page.
+
+    Raises:
+        SourceChangedError: The file is shorter than its header said.
+        MemoryLimitError: The system has no room for the map.
+    """
+    with OpenFile(source) as opened:
+        try:
+            mapped = mmap.mmap(opened.fd, source.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise errors.MemoryLimitError(
+                "the file could not be mapped", file=source.path, found=str(error)
+            ) from error
+    for start, length in ranges:
+        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+        _populate(mapped, begin, start + length - begin, source)
+    return np.frombuffer(mapped, np.uint8)
+
+
+def _populate(mapped: mmap.mmap, start: int, length: int, source: LocalFile) -> None:
+    try:
+        mapped.madvise(_POPULATE_READ, start, length)
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFAULT:
+            raise shrunk(source.path, source.size, 0) from error
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            raise errors.from_os(error, source.path, "read") from error
+        # Elsewhere pages come when they are touched.

@@ -1,0 +1,160 @@
+"""The buffered reader: `preadv` straight into place, through a slot where it must be."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.io.blocks import Block, Copy, Segment, Slot
+from mfload.io.source import LocalFile, OpenFile, shrunk
+
+# Linux takes 1024 (UIO_MAXIOV); POSIX promises 16.
+_IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+
+
+class PreadReader:
+    """Reads blocks of one file through the page cache.
+
+    Args:
+        source: The file; it is open until `close`.
+
+    Raises:
+        SourceError: It can't be opened, or is no longer the same.
+    """
+
+    def __init__(self, source: LocalFile) -> None:
+        self._source = source
+        self._file = OpenFile(source)
+
+    def fill(self, block: Block, memory: list[Any], slot: Slot) -> None:
+        """Reads a block into its destinations (see `blocks.Reader`)."""
+        segments = block.segments
+        if len(segments) == 1 and segments[0].copy is None:
+            segment = segments[0]
+            target = memory[segment.buffer][segment.at : segment.at + segment.nbytes]
+            read_into(self._source.path, self._file.fd, [target], block.offset)
+        elif block.staged:
+            landed = slot.bytes(block.nbytes)[: block.nbytes]
+            read_into(self._source.path, self._file.fd, [landed], block.offset)
+            place(landed, block.offset, block, memory)
+        else:
+            self._scatter(block, memory, slot)
+
+    def _scatter(self, block: Block, memory: list[Any], slot: Slot) -> None:
+        """One vectored read for segments with gaps in the file, in memory, or both."""
+        sink: Any = None
+        vector: list[Any] = []
+        start = cursor = block.offset
+        for segment in block.segments:
+            if segment.offset > cursor:
+                gap = segment.offset - cursor
+                sink = slot.bytes(gap) if sink is None or sink.size < gap else sink
+                vector.append(sink[:gap])
+            vector.append(memory[segment.buffer][segment.at : segment.at + segment.nbytes])
+            cursor = segment.offset + segment.nbytes
+            if len(vector) > _IOV_MAX - 2:
+                read_into(self._source.path, self._file.fd, vector, start)
+                vector, start = [], cursor
+        if vector:
+            read_into(self._source.path, self._file.fd, vector, start)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_into(path: str, fd: int, vector: list[Any], offset: int, least: int | None = None) -> int:
+    """Fills the arrays of a vector from a file; short reads are taken up again.
+
+    Args:
+        path: For the error message.
+        fd: The file.
+        vector: uint8 arrays.
+        offset: Where in the file to begin, in bytes.
+        least: Bytes that will do where the file ends early; None for all.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        SourceChangedError: The file ended before.
+        OSError: The system call failed; the caller knows what it means.
+    """
+    wanted = sum(part.nbytes for part in vector)
+    least = wanted if least is None else least
+    done = 0
+    while True:
+        got = os.preadv(fd, vector, offset + done) if hasattr(os, "preadv") else _seek(fd, vector, offset + done)
+        done += got
+        if done >= least:
+            return done
+        if got == 0:
+            raise shrunk(path, offset + least, offset + done)
+        while got >= vector[0].nbytes:
+            got -= vector[0].nbytes
+            vector = vector[1:]
+        vector = [vector[0][got:], *vector[1:]]
+
+
+def _seek(fd: int, vector: list[Any], offset: int) -> int:
+    """One read for systems without `preadv`; the descriptor belongs to one thread."""
+    os.lseek(fd, offset, os.SEEK_SET)
+    part = os.read(fd, vector[0].nbytes)
+    vector[0][: len(part)] = np.frombuffer(part, np.uint8)
+    return len(part)
+
+
+def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
+    """Puts the segments of a landed block where they belong.
+
+    Args:
+        landed: uint8 array with the bytes of the file from `origin` on.
+        origin: File offset of its first byte.
+        block: The block; its range lies within.
+        memory: The destination buffers.
+
+    Raises:
+        LossyCastError: A value does not fit the dtype it was to become.
+    """
+    for segment in block.segments:
+        start = segment.offset - origin
+        if segment.copy is None:
+            target = memory[segment.buffer][segment.at : segment.at + segment.nbytes]
+            target[:] = landed[start : start + segment.nbytes]
+        else:
+            _convert(landed, start, segment, segment.copy, memory)
+
+
+def _convert(landed: Any, start: int, segment: Segment, copy: Copy, memory: list[Any]) -> None:
+    source = np.ndarray(copy.shape, copy.source, landed, start + copy.start, copy.strides)
+    target = np.ndarray(copy.shape, copy.target, memory[segment.buffer], segment.at)
+    if copy.checked:
+        _check_range(source, copy.target)
+    # Overflow to infinity or NaN is what a narrower float means, and warns in NumPy.
+    with np.errstate(all="ignore"):
+        np.copyto(target, source, casting="unsafe")
+
+
+def _check_range(source: Any, target: np.dtype[Any]) -> None:
+    """Stops a conversion to integers that would wrap."""
+    if target.kind not in "iub" or source.size == 0:
+        return
+    values = source
+    if values.dtype.kind not in "iub":
+        values = values.astype(np.float64)
+        if not np.isfinite(values).all():
+            raise errors.LossyCastError(
+                "a value that is no number can't become an integer", expected=str(target)
+            )
+        values = np.trunc(values)
+    low, high = values.min(), values.max()
+    limits = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
+    if int(low) < limits[0] or int(high) > limits[1]:
+        raise errors.LossyCastError(
+            "a value does not fit the dtype asked for",
+            expected=f"{limits[0]} to {limits[1]} for {target}",
+            found=f"{low} to {high}",
+        )

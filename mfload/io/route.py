@@ -1,0 +1,72 @@
+"""The route: which engine takes each file on this machine now, and why.
+
+The plan is the same on every machine; the route is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from mfload import errors
+from mfload.io import probes
+from mfload.io.source import LocalFile, OpenFile
+
+EngineName = Literal["auto", "mmap", "pread", "direct"]
+ENGINES = ("auto", "mmap", "pread", "direct")
+
+_WARM = 0.5
+_SMALL = 8 << 20
+
+
+class Leg(NamedTuple):
+    """The route of one file.
+
+    Attributes:
+        file: Its path.
+        engine: "pread", "direct" or "mmap".
+        why: The reason, for people.
+        cached: Share of its pages in the page cache, None where the kernel does not say.
+    """
+
+    file: str
+    engine: str
+    why: str
+    cached: float | None
+
+
+def choose(sources: Sequence[LocalFile], engine: str) -> tuple[Leg, ...]:
+    """Chooses an engine for each file.
+
+    Args:
+        sources: The files.
+        engine: A name, or "auto".
+
+    Returns:
+        A leg for each file.
+
+    Raises:
+        UsageError: There is no such engine.
+    """
+    if engine not in ENGINES:
+        raise errors.UsageError("unknown engine", expected=" | ".join(ENGINES), found=engine)
+    return tuple(_leg(source, engine) for source in sources)
+
+
+def _leg(source: LocalFile, engine: str) -> Leg:
+    with OpenFile(source) as opened:
+        cached = probes.cached_share(opened.fd, source.size)
+        if engine == "direct" and probes.direct_alignment(opened.fd) is None:
+            return Leg(source.path, "pread", "direct asked for; the file takes no O_DIRECT", cached)
+        if engine != "auto":
+            return Leg(source.path, engine, "asked for", cached)
+        if source.size < _SMALL:
+            return Leg(source.path, "pread", "small file", cached)
+        if cached is None:
+            return Leg(source.path, "pread", "the kernel does not say what it caches", cached)
+        share = f"{cached:.0%} in the page cache"
+        if cached >= _WARM:
+            return Leg(source.path, "pread", share, cached)
+        if probes.direct_alignment(opened.fd) is None:
+            return Leg(source.path, "pread", f"{share}, but the file takes no O_DIRECT", cached)
+        return Leg(source.path, "direct", share, cached)

@@ -1,0 +1,371 @@
+"""A load from needs to arrays: the stations after the index, wired once for all callers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mfload import errors, planning, transfer
+from mfload.dlpack import View
+from mfload.frameworks.adapter import Adapter
+from mfload.index import Index
+from mfload.io import buffers, probes, route as routing
+from mfload.io.blocks import Costs
+from mfload.io.deadline import Deadline
+from mfload.io.source import LocalFile
+from mfload.placement import Need
+from mfload.planning import Plan
+from mfload.report import Report, html_table, human, table
+
+Landing = Literal["auto", "mfload", "framework"]
+LANDINGS = ("auto", "mfload", "framework")
+
+OVERHEAD = 256 << 20
+"""Bytes beside the result that a load may hold where nobody says otherwise."""
+
+_LEAST_BLOCK = 64 << 10
+_MOST_THREADS = 8
+# Reads past the page cache wait for the disk, not for a core.
+_DIRECT_THREADS = 3
+_PAGE = buffers.PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a load would do: the plan, which is pure, and beside it this machine's route.
+
+    Attributes:
+        plan: Buffers, blocks and places.
+        route: Engine and reason for each file.
+        framework: Whose arrays it would make.
+        overhead_bytes: The most it would hold beside the result.
+        threads: Readers at once.
+        notes: What else was decided without being asked for.
+    """
+
+    plan: Plan
+    route: tuple[routing.Leg, ...]
+    framework: str
+    overhead_bytes: int
+    threads: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def over_read_bytes(self) -> int:
+        """Bytes read that no tensor wants."""
+        return self.plan.read_bytes - self.plan.wanted_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return {
+            "framework": self.framework,
+            "tensors": len(self.plan.places),
+            "result_bytes": self.plan.result_bytes,
+            "read_bytes": self.plan.read_bytes,
+            "over_read_bytes": self.over_read_bytes,
+            "mapped_bytes": self.plan.mapped_bytes,
+            "buffers": len(self.plan.buffers),
+            "buffer_bytes": self.plan.buffer_bytes,
+            "blocks": len(self.plan.blocks),
+            "overhead_bytes": self.overhead_bytes,
+            "threads": self.threads,
+            "route": [leg._asdict() for leg in self.route],
+            "notes": list(self.notes),
+        }
+
+    def _rows(self) -> list[tuple[str, str]]:
+        made = self.plan
+        tensors = f"{len(made.places)} {self.framework} tensors, {human(made.result_bytes)}"
+        over = human(self.over_read_bytes)
+        rows = [
+            ("result", tensors),
+            ("read", f"{human(made.read_bytes)} in {len(made.blocks)} blocks, {over} unwanted"),
+            ("mapped", human(made.mapped_bytes)),
+            ("buffers", f"{len(made.buffers)}, {human(made.buffer_bytes)} of memory"),
+            ("overhead", f"at most {human(self.overhead_bytes)} beyond the buffers"),
+            ("threads", str(self.threads)),
+        ]
+        rows += [("route", f"{leg.file}: {leg.engine} ({leg.why})") for leg in self.route[:16]]
+        if len(self.route) > 16:
+            rows.append(("route", f"… and {len(self.route) - 16} more files"))
+        return rows + [("note", note) for note in self.notes]
+
+    def __str__(self) -> str:
+        return table(self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows())
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to load; the arguments of `mfload.load` that say nothing of what."""
+
+    engine: str = "auto"
+    landing: str = "auto"
+    max_host_overhead: int | None = None
+    threads: int | None = None
+    deadline: Deadline = field(default_factory=lambda: Deadline(None))
+
+    def __post_init__(self) -> None:
+        if self.landing not in LANDINGS:
+            expected = " | ".join(LANDINGS)
+            raise errors.UsageError("unknown landing", expected=expected, found=self.landing)
+        if self.threads is not None and self.threads < 1:
+            raise errors.UsageError("threads", expected="1 or more", found=self.threads)
+        if self.engine not in routing.ENGINES:
+            expected = " | ".join(routing.ENGINES)
+            raise errors.UsageError("unknown engine", expected=expected, found=self.engine)
+
+
+class Loader:
+    """Loads needs of one checkpoint into one framework.
+
+    Args:
+        index: The checkpoint's table.
+        sources: Its files.
+        adapter: The framework.
+        settings: How.
+    """
+
+    def __init__(
+        self, index: Index, sources: Sequence[LocalFile], adapter: Adapter, settings: Settings
+    ) -> None:
+        self._index = index
+        self._sources = sources
+        self._adapter = adapter
+        self._settings = settings
+
+    def preview(self, needs: Sequence[Need]) -> Preview:
+        """Plans without reading data."""
+        adapter, settings = self._adapter, self._settings
+        used = sorted({piece.source for need in needs for piece in need.info.pieces})
+        legs = routing.choose([self._sources[n] for n in used], settings.engine)
+        route = dict(zip(used, legs, strict=True))
+        threads = settings.threads or _threads(legs)
+        costs = self._costs(threads)
+        copied = self._copied(needs)
+        notes = list(self._index.notes)
+        made = planning.make(
+            needs,
+            alignment=adapter.alignment,
+            costs=costs,
+            separate=self._lendable(needs, notes),
+            mapped={n: self._sources[n].size for n in used if route[n].engine == "mmap"},
+        )
+        direct = any(leg.engine == "direct" for leg in legs)
+        slots = threads * (costs.block + 2 * _PAGE) if direct or made.staged else 0
+        slots = min(slots, made.read_bytes + 2 * _PAGE * threads)
+        return Preview(
+            made,
+            tuple(legs),
+            adapter.name,
+            slots + min(copied, self._overhead(needs)),
+            threads,
+            tuple(notes),
+        )
+
+    def _costs(self, threads: int) -> Costs:
+        limit = self._settings.max_host_overhead
+        if limit is None:
+            return Costs()
+        block = min(Costs().block, limit // threads // _PAGE * _PAGE - 2 * _PAGE)
+        if block < _LEAST_BLOCK:
+            raise errors.UsageError(
+                "max_host_overhead is too small for a slot a reader",
+                expected=f"{threads * (_LEAST_BLOCK + 3 * _PAGE)} bytes or more, or fewer threads",
+                found=limit,
+            )
+        return Costs(block=block)
+
+    def _lendable(self, needs: Sequence[Need], notes: list[str]) -> frozenset[int]:
+        """Positions of the needs that land in the framework's own memory."""
+        adapter = self._adapter
+        if self._settings.landing != "framework" or not adapter.on_host:
+            return frozenset()
+        lent = [n for n, need in enumerate(needs) if adapter.forms[need.dtype.name].how == "alias"]
+        if len(lent) < len(needs):
+            notes.append(
+                f"{len(needs) - len(lent)} tensors land in mfload's memory: "
+                f"{adapter.name} has no type to hold them"
+            )
+        return frozenset(lent)
+
+    def _is_copied(self, need: Need) -> bool:
+        return not self._adapter.on_host or self._adapter.forms[need.dtype.name].how == "copy"
+
+    def _copied(self, needs: Sequence[Need]) -> int:
+        return sum(need.nbytes for need in needs if self._is_copied(need))
+
+    def _overhead(self, needs: Sequence[Need]) -> int:
+        """Bytes of tensors that may wait at once to be copied by the framework."""
+        limit = self._settings.max_host_overhead
+        largest = max((need for need in needs if self._is_copied(need)),
+                      key=lambda need: need.nbytes, default=None)  # fmt: skip
+        if largest is None:
+            return 0
+        if limit is None:
+            return max(OVERHEAD, largest.nbytes)
+        if largest.nbytes > limit:
+            raise errors.MemoryLimitError(
+                f"{self._adapter.name} must copy the tensor, which is larger than the overhead",
+                tensor=largest.info.name,
+                expected=f"max_host_overhead of {largest.nbytes} bytes or more",
+                found=limit,
+            )
+        return limit
+
+    def load(
+        self,
+        needs: Sequence[Need],
+        *,
+        report: Report | None = None,
+        advance: Callable[[int], None] | None = None,
+    ) -> list[Any]:
+        """Loads.
+
+        Args:
+            needs: What is wanted.
+            report: Filled, whatever it held before.
+            advance: Told of progress, in bytes since the last call.
+
+        Returns:
+            An array for each need, in order.
+        """
+        clock = _Clock()
+        for need in needs:
+            if not need.dtype.known:
+                raise errors.UnsupportedDtypeError(
+                    "the dtype is not known to mfload",
+                    file=self._index.files[need.info.pieces[0].source],
+                    tensor=need.info.name,
+                    found=need.dtype.name,
+                )
+        buffers.peak_bytes(reset=True)
+        arrays: list[Any] = [None] * len(needs)
+        previews: list[Preview] = []
+        for wave in self._waves(needs):
+            wanted = [needs[n] for n in wave]
+            made, preview = self._wave(wanted, clock, advance)
+            previews.append(preview)
+            for n, array in zip(wave, made, strict=True):
+                arrays[n] = array
+            del made
+        if report is not None:
+            self._fill(report, needs, previews, clock)
+        return arrays
+
+    def _waves(self, needs: Sequence[Need]) -> list[list[int]]:
+        """Groups of needs; what the framework copies never exceeds the overhead in any."""
+        limit = self._overhead(needs)
+        waves: list[list[int]] = [[]]
+        held = 0
+        for n, need in enumerate(needs):
+            waiting = need.nbytes if self._is_copied(need) else 0
+            if waiting and held + waiting > limit:
+                waves.append([])
+                held = 0
+            held += waiting
+            waves[-1].append(n)
+        return waves
+
+    def _wave(
+        self,
+        needs: Sequence[Need],
+        clock: _Clock,
+        advance: Callable[[int], None] | None,
+    ) -> tuple[list[Any], Preview]:
+        with clock.stage("plan"):
+            preview = self.preview(needs)
+        made = preview.plan
+        route = {leg.file: leg for leg in preview.route}
+        with clock.stage("allocate"):
+            transfer.check_room(made, preview.overhead_bytes)
+            lent = self._lend(made)
+            memory = transfer.allocate(made, self._sources, {n: x.memory for n, x in lent.items()})
+        with clock.stage("transfer"):
+            transfer.run(
+                made,
+                memory,
+                self._sources,
+                [route.get(source.path) for source in self._sources],
+                threads=preview.threads,
+                deadline=self._settings.deadline,
+                advance=advance,
+            )
+        with clock.stage("arrays"):
+            arrays = self._arrays(made, memory, lent)
+        return arrays, preview
+
+    def _lend(self, made: Plan) -> dict[int, Any]:
+        """The framework's own arrays, by the number of the buffer that each stands for."""
+        alone = self._lendable([place.need for place in made.places], [])
+        places = [made.places[n] for n in sorted(alone)]
+        arrays = self._adapter.lend([place.need for place in places]) if places else []
+        return {place.buffer: array for place, array in zip(places, arrays, strict=True)}
+
+    def _arrays(self, made: Plan, memory: list[Any], lent: dict[int, Any]) -> list[Any]:
+        adapter = self._adapter
+        if adapter.readonly_maps:
+            for spec, array in zip(made.buffers, memory, strict=True):
+                if spec.source is not None:
+                    array.flags.writeable = False
+        views: list[View] = []
+        as_bytes = {name for name, form in adapter.forms.items() if form.how == "bytes"}
+        for need, buffer, at in made.places:
+            if buffer in lent:
+                continue
+            view = View(need.info.name, need.dtype, need.shape, memory[buffer], at)
+            views.append(view.as_bytes() if need.dtype.name in as_bytes else view)
+        arrays = adapter.wrap(views)
+        if not lent:
+            return arrays
+        rest = iter(arrays)
+        return [
+            lent[place.buffer].array if place.buffer in lent else next(rest)
+            for place in made.places
+        ]
+
+    def _fill(
+        self, report: Report, needs: Sequence[Need], previews: list[Preview], clock: _Clock
+    ) -> None:
+        legs = {leg.file: leg for preview in previews for leg in preview.route}
+        result = sum(preview.plan.result_bytes for preview in previews)
+        report.framework = self._adapter.name
+        report.tensors = len(needs)
+        report.result_bytes = result
+        report.read_bytes = sum(preview.plan.read_bytes for preview in previews)
+        report.over_read_bytes = sum(preview.over_read_bytes for preview in previews)
+        report.mapped_bytes = sum(preview.plan.mapped_bytes for preview in previews)
+        report.aliased_bytes = result - self._copied(needs)
+        report.peak_bytes = buffers.peak_bytes()
+        report.threads = max((preview.threads for preview in previews), default=0)
+        report.route = tuple((leg.file, leg.engine, leg.why) for leg in legs.values())
+        report.notes = tuple(dict.fromkeys(n for preview in previews for n in preview.notes))
+        report.stages = {**report.stages, **clock.stages}
+
+
+def _threads(legs: Sequence[routing.Leg]) -> int:
+    wanted = min(probes.cores(), _MOST_THREADS)
+    if any(leg.engine == "direct" for leg in legs):
+        return max(wanted, _DIRECT_THREADS)
+    return wanted
+
+
+class _Clock:
+    """Seconds a stage, added up over the waves of a load."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - start
+            self.stages[name] = self.stages.get(name, 0.0) + took

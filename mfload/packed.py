@@ -1,0 +1,56 @@
+"""`unpack`: bytes that a framework has no dtype for, as numbers.
+
+F4 puts two elements in a byte, the first in the low half; F6 puts four in three bytes, read as
+one little-endian number with the first element in the lowest six bits. (The bit order within
+a byte is the one that the frameworks with an F4 type use; the safetensors format does not fix
+F6's, and this is the order of a plain bit stream.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mfload import dtypes, errors
+
+_PACKED = {
+    "F4": ml_dtypes.float4_e2m1fn,
+    "F6_E2M3": ml_dtypes.float6_e2m3fn,
+    "F6_E3M2": ml_dtypes.float6_e3m2fn,
+}
+
+
+def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any:
+    """Turns the bytes of a tensor into a NumPy array of its numbers.
+
+    Args:
+        array: The uint8 array that a load gave, of any framework that NumPy can read.
+        dtype: The stored dtype: "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", …
+        shape: The stored shape, in elements (`mfload.open(...).info(name).shape`).
+
+    Returns:
+        An array of the NumPy or ml_dtypes dtype, one element for each stored one; packed
+        elements are copied, others are a view where they can be.
+
+    Raises:
+        UsageError: The bytes are not as many as dtype and shape ask for.
+    """
+    row = dtypes.resolve(dtype)
+    raw = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+    if row.size_of(shape) != raw.size:
+        raise errors.UsageError(
+            "these are not the bytes of such a tensor",
+            expected=f"{row.size_of(shape)} bytes for {row} {list(shape)}",
+            found=f"{raw.size} bytes",
+        )
+    if row.numpy is not None:
+        return raw.view(row.numpy).reshape(shape)
+    if row.bits == 4:
+        codes = np.stack([raw & 15, raw >> 4], axis=-1)
+    else:
+        a, b, c = (raw[n::3].astype(np.uint32) for n in range(3))
+        word = a | b << 8 | c << 16
+        codes = np.stack([(word >> shift) & 63 for shift in (0, 6, 12, 18)], axis=-1)
+    return codes.astype(np.uint8).reshape(shape).view(_PACKED[row.name])

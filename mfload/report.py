@@ -1,0 +1,115 @@
+"""What happened in a load, and how such things are shown."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+def human(nbytes: float) -> str:
+    """Bytes for people, in binary units: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+def table(rows: Iterable[Sequence[object]]) -> str:
+    """Lines of aligned columns."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in texts)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(rows: Iterable[Sequence[object]]) -> str:
+    """The same for a notebook."""
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table>{body}</table>"
+
+
+@dataclass
+class Report:
+    """Filled by `mfload.load(..., report=report)`; empty until then.
+
+    Attributes:
+        framework: What the arrays are of.
+        tensors: How many there are.
+        result_bytes: Bytes of the arrays.
+        read_bytes: Bytes read from the files.
+        over_read_bytes: Bytes read that no tensor wanted.
+        mapped_bytes: Bytes of the arrays that lie in maps of the files.
+        aliased_bytes: Bytes of the arrays that are mfload's buffers themselves, not copies.
+        peak_bytes: The most that mfload's buffers held at once during the load, other loads
+            of the process counted in.
+        stages: Seconds a stage: headers, plan, allocate, transfer, arrays.
+        route: (file, engine, why) for each file.
+        threads: Readers at once.
+        notes: What else was decided without being asked for.
+    """
+
+    framework: str = ""
+    tensors: int = 0
+    result_bytes: int = 0
+    read_bytes: int = 0
+    over_read_bytes: int = 0
+    mapped_bytes: int = 0
+    aliased_bytes: int = 0
+    peak_bytes: int = 0
+    threads: int = 0
+    stages: dict[str, float] = field(default_factory=dict[str, float])
+    route: tuple[tuple[str, str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.stages.values())
+
+    @property
+    def gib_per_s(self) -> float:
+        """GiB of result a second, over all stages."""
+        return self.result_bytes / self.seconds / 2**30 if self.seconds else 0.0
+
+    @property
+    def aliased_share(self) -> float:
+        """Share of the result that was not copied after it had landed, 0 to 1."""
+        return self.aliased_bytes / self.result_bytes if self.result_bytes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        derived = {
+            "seconds": self.seconds,
+            "gib_per_s": self.gib_per_s,
+            "aliased_share": self.aliased_share,
+        }
+        return asdict(self) | derived
+
+    def _rows(self) -> list[tuple[str, str]]:
+        stages = ", ".join(f"{name} {seconds:.4f}" for name, seconds in self.stages.items())
+        rows = [
+            ("loaded", f"{self.tensors} {self.framework} tensors, {human(self.result_bytes)}"),
+            ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s"),
+            ("stages", f"{stages} s"),
+            ("read", f"{human(self.read_bytes)}, {human(self.over_read_bytes)} of it unwanted"),
+            ("mapped", human(self.mapped_bytes)),
+            ("aliased", f"{self.aliased_share:.1%}"),
+            ("peak", f"{human(self.peak_bytes)} in mfload's buffers"),
+            ("threads", str(self.threads)),
+        ]
+        rows += [("route", f"{file}: {engine} ({why})") for file, engine, why in self.route[:8]]
+        if len(self.route) > 8:
+            rows.append(("route", f"… and {len(self.route) - 8} more files"))
+        return rows + [("note", note) for note in self.notes]
+
+    def __str__(self) -> str:
+        return table(self._rows()) if self.stages else "an empty report"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows()) if self.stages else "an empty report"

@@ -1,0 +1,165 @@
+"""Runs: the file ranges that hold a need, and how their elements reach their place. Pure.
+
+A selection is cut in two: outer dims, whose elements are read one by one, and inner dims,
+whose span is read as one and picked apart in memory. The cut lies as far out as the gaps
+within the span stay below what the source would rather read over than skip.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mfload.io.blocks import Copy, Costs, Segment
+from mfload.placement import Axis, Need
+
+_BYTE = np.dtype(np.uint8)
+
+
+def contiguous(need: Need) -> int | None:
+    """The file offset of a need that lies there as it is wanted, None for any other."""
+    if need.dtype is not need.info.dtype:
+        return None
+    piece = need.info.pieces[0]
+    if need.selection is None or need.nbytes == 0:
+        return piece.offset
+    axes, strides, unit = _bytewise(need)
+    if _span(axes, strides, unit) != math.prod(axis.count for axis in axes) * unit:
+        return None
+    if any(axis.step < 0 and axis.count > 1 for axis in axes):
+        return None
+    return piece.offset + _start(axes, strides)
+
+
+def segments(need: Need, buffer: int, at: int, costs: Costs) -> Iterator[tuple[int, Segment]]:
+    """The segments of a need, in file order where its steps are positive.
+
+    Args:
+        need: What is wanted.
+        buffer: Where its result lies.
+        at: Where in the buffer.
+        costs: What the source declares.
+
+    Yields:
+        The source's number and a segment.
+    """
+    if need.nbytes == 0:
+        return
+    source = need.info.pieces[0].source
+    offset = contiguous(need)
+    if offset is not None:
+        yield source, Segment(offset, need.nbytes, buffer, at)
+        return
+    axes, strides, unit = _bytewise(need)
+    stored, target = _element_types(need, unit)
+    base = need.info.pieces[0].offset
+    cut = _cut(axes, strides, unit, costs)
+    inner_count = math.prod(axis.count for axis in axes[cut:])
+    rows = _rows_a_block(axes, strides, unit, cut, costs)
+    plain = stored == target
+    for outer in itertools.product(*(range(axis.count) for axis in axes[:cut])):
+        origin = base + sum(
+            (axis.start + n * axis.step) * stride
+            for n, axis, stride in zip(outer, axes, strides, strict=False)
+        )
+        for part, inner in _chunks(axes[cut:], rows):
+            start, span = _extent(inner, strides[cut:], unit)
+            count = math.prod(axis.count for axis in inner)
+            copy = None
+            if not plain or span != count * unit or any(a.step < 0 for a in inner):
+                copy = Copy(
+                    tuple(axis.count for axis in inner),
+                    tuple(a.step * s for a, s in zip(inner, strides[cut:], strict=True)),
+                    _start(inner, strides[cut:]) - start,
+                    stored,
+                    target,
+                    need.checked,
+                )
+            done = part * inner_count // max(1, axes[cut].count) if cut < len(axes) else 0
+            yield source, Segment(origin + start, span, buffer, at + done * target.itemsize, copy)
+        at += inner_count * target.itemsize
+
+
+def _bytewise(need: Need) -> tuple[tuple[Axis, ...], tuple[int, ...], int]:
+    """Axes, byte strides and bytes an element; packed types count their last dim in bytes."""
+    dtype, shape = need.info.dtype, need.info.shape
+    axes = need.selection or tuple(Axis(0, length) for length in shape)
+    unit = dtype.nbytes
+    if dtype.elements > 1:
+        # A selection of packed elements is whole blocks of the last dim, checked before.
+        last = axes[-1]
+        axes = (*axes[:-1], Axis(last.start // dtype.elements, last.count // dtype.elements))
+        shape = (*shape[:-1], shape[-1] // dtype.elements)
+    strides: list[int] = []
+    stride = unit
+    for length in reversed(shape):
+        strides.append(stride)
+        stride *= length
+    return axes, tuple(reversed(strides)), unit
+
+
+def _element_types(need: Need, unit: int) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    if need.dtype is need.info.dtype:
+        # Bytes are moved, not numbers: one opaque type serves every dtype of that width.
+        kind = np.dtype(f"V{unit}") if unit > 1 else _BYTE
+        return kind, kind
+    assert need.info.dtype.numpy is not None and need.dtype.numpy is not None
+    return need.info.dtype.numpy, need.dtype.numpy
+
+
+def _start(axes: tuple[Axis, ...], strides: tuple[int, ...]) -> int:
+    return sum(axis.start * stride for axis, stride in zip(axes, strides, strict=True))
+
+
+def _span(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int) -> int:
+    reach = zip(axes, strides, strict=True)
+    return sum((axis.count - 1) * abs(axis.step) * stride for axis, stride in reach) + unit
+
+
+def _extent(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int) -> tuple[int, int]:
+    """Lowest byte and length of the span that holds all elements."""
+    low = sum(
+        min(axis.start, axis.start + (axis.count - 1) * axis.step) * stride
+        for axis, stride in zip(axes, strides, strict=True)
+    )
+    return low, _span(axes, strides, unit)
+
+
+def _cut(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int, costs: Costs) -> int:
+    """The first inner dim."""
+    cut, span = len(axes), unit
+    for dim in range(len(axes) - 1, -1, -1):
+        axis, stride = axes[dim], strides[dim]
+        if axis.count > 1 and abs(axis.step) * stride - span >= costs.merge_gap:
+            break
+        # A row of the dim that is longer than a block has to be cut further in.
+        if span > costs.block:
+            break
+        span += (axis.count - 1) * abs(axis.step) * stride
+        cut = dim
+    return cut
+
+
+def _rows_a_block(
+    axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int, cut: int, costs: Costs
+) -> int:
+    if cut == len(axes):
+        return 1
+    row = _span(axes[cut + 1 :], strides[cut + 1 :], unit)
+    step = max(1, abs(axes[cut].step) * strides[cut])
+    return max(1, (costs.block - row) // step + 1)
+
+
+def _chunks(inner: tuple[Axis, ...], rows: int) -> Iterator[tuple[int, tuple[Axis, ...]]]:
+    """Cuts the first inner dim into parts of at most `rows`, with the row each begins at."""
+    if not inner:
+        yield 0, inner
+        return
+    first = inner[0]
+    for part in range(0, first.count, rows):
+        count = min(rows, first.count - part)
+        yield part, (Axis(first.start + part * first.step, count, first.step), *inner[1:])
