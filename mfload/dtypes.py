@@ -110,9 +110,7 @@ TABLE: dict[str, DType] = dict(
 )
 """Every dtype mfload loads, by its safetensors name."""
 
-_BY_ALIAS = {
-    alias.lower(): row for row in TABLE.values() for alias in (row.name, *row.aliases)
-}
+_BY_ALIAS = {alias.lower(): row for row in TABLE.values() for alias in (row.name, *row.aliases)}
 
 
 def lookup(name: str) -> DType:

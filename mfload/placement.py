@@ -15,17 +15,17 @@ from mfload.index import TensorInfo
 
 
 class Axis(NamedTuple):
-    """The elements taken of one dim: start, start + step, … (count of them).
+    """The elements taken of one dim: start, start + step, … (size of them).
 
     Attributes:
         start: First element.
-        count: How many.
+        size: How many.
         step: Distance to the next, never 0, may be negative.
         drop: Whether the dim vanishes from the result, as an integer index makes it.
     """
 
     start: int
-    count: int
+    size: int
     step: int = 1
     drop: bool = False
 
@@ -53,7 +53,7 @@ class Need(NamedTuple):
         """Shape of the result."""
         if self.selection is None:
             return self.info.shape
-        return tuple(axis.count for axis in self.selection if not axis.drop)
+        return tuple(axis.size for axis in self.selection if not axis.drop)
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ def _check_packed(info: TensorInfo, index: Any, axes: Selection) -> None:
     """Elements that share a byte can only be taken in whole blocks of the last dim."""
     block = info.dtype.elements
     last, length = axes[-1], info.shape[-1]
-    fits = length % block == 0 and last.start % block == 0 and last.count % block == 0
+    fits = length % block == 0 and last.start % block == 0 and last.size % block == 0
     if not fits or last.step != 1 or last.drop:
         raise _bad(info, index, f"whole blocks of {block} elements of {info.dtype} in the last dim")
 

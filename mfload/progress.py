@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 Progress = bool | Callable[[int, int], None]
@@ -12,7 +12,7 @@ log = logging.getLogger("mfload")
 
 
 @contextmanager
-def shown(progress: Progress, total: int) -> Iterator[Callable[[int], None] | None]:
+def shown(progress: Progress, total: int) -> Generator[Callable[[int], None] | None]:
     """Shows progress while the context lasts.
 
     Args:

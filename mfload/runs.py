@@ -28,9 +28,9 @@ def contiguous(need: Need) -> int | None:
     if need.selection is None or need.nbytes == 0:
         return piece.offset
     axes, strides, unit = _bytewise(need)
-    if _span(axes, strides, unit) != math.prod(axis.count for axis in axes) * unit:
+    if _span(axes, strides, unit) != math.prod(axis.size for axis in axes) * unit:
         return None
-    if any(axis.step < 0 and axis.count > 1 for axis in axes):
+    if any(axis.step < 0 and axis.size > 1 for axis in axes):
         return None
     return piece.offset + _start(axes, strides)
 
@@ -58,28 +58,28 @@ def segments(need: Need, buffer: int, at: int, costs: Costs) -> Iterator[tuple[i
     stored, target = _element_types(need, unit)
     base = need.info.pieces[0].offset
     cut = _cut(axes, strides, unit, costs)
-    inner_count = math.prod(axis.count for axis in axes[cut:])
+    inner_count = math.prod(axis.size for axis in axes[cut:])
     rows = _rows_a_block(axes, strides, unit, cut, costs)
     plain = stored == target
-    for outer in itertools.product(*(range(axis.count) for axis in axes[:cut])):
+    for outer in itertools.product(*(range(axis.size) for axis in axes[:cut])):
         origin = base + sum(
             (axis.start + n * axis.step) * stride
             for n, axis, stride in zip(outer, axes, strides, strict=False)
         )
         for part, inner in _chunks(axes[cut:], rows):
             start, span = _extent(inner, strides[cut:], unit)
-            count = math.prod(axis.count for axis in inner)
+            count = math.prod(axis.size for axis in inner)
             copy = None
             if not plain or span != count * unit or any(a.step < 0 for a in inner):
                 copy = Copy(
-                    tuple(axis.count for axis in inner),
+                    tuple(axis.size for axis in inner),
                     tuple(a.step * s for a, s in zip(inner, strides[cut:], strict=True)),
                     _start(inner, strides[cut:]) - start,
                     stored,
                     target,
                     need.checked,
                 )
-            done = part * inner_count // max(1, axes[cut].count) if cut < len(axes) else 0
+            done = part * inner_count // max(1, axes[cut].size) if cut < len(axes) else 0
             yield source, Segment(origin + start, span, buffer, at + done * target.itemsize, copy)
         at += inner_count * target.itemsize
 
@@ -92,7 +92,7 @@ def _bytewise(need: Need) -> tuple[tuple[Axis, ...], tuple[int, ...], int]:
     if dtype.elements > 1:
         # A selection of packed elements is whole blocks of the last dim, checked before.
         last = axes[-1]
-        axes = (*axes[:-1], Axis(last.start // dtype.elements, last.count // dtype.elements))
+        axes = (*axes[:-1], Axis(last.start // dtype.elements, last.size // dtype.elements))
         shape = (*shape[:-1], shape[-1] // dtype.elements)
     strides: list[int] = []
     stride = unit
@@ -107,7 +107,8 @@ def _element_types(need: Need, unit: int) -> tuple[np.dtype[Any], np.dtype[Any]]
         # Bytes are moved, not numbers: one opaque type serves every dtype of that width.
         kind = np.dtype(f"V{unit}") if unit > 1 else _BYTE
         return kind, kind
-    assert need.info.dtype.numpy is not None and need.dtype.numpy is not None
+    assert need.info.dtype.numpy is not None
+    assert need.dtype.numpy is not None
     return need.info.dtype.numpy, need.dtype.numpy
 
 
@@ -117,13 +118,13 @@ def _start(axes: tuple[Axis, ...], strides: tuple[int, ...]) -> int:
 
 def _span(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int) -> int:
     reach = zip(axes, strides, strict=True)
-    return sum((axis.count - 1) * abs(axis.step) * stride for axis, stride in reach) + unit
+    return sum((axis.size - 1) * abs(axis.step) * stride for axis, stride in reach) + unit
 
 
 def _extent(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int) -> tuple[int, int]:
     """Lowest byte and length of the span that holds all elements."""
     low = sum(
-        min(axis.start, axis.start + (axis.count - 1) * axis.step) * stride
+        min(axis.start, axis.start + (axis.size - 1) * axis.step) * stride
         for axis, stride in zip(axes, strides, strict=True)
     )
     return low, _span(axes, strides, unit)
@@ -134,12 +135,12 @@ def _cut(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int, costs: Cos
     cut, span = len(axes), unit
     for dim in range(len(axes) - 1, -1, -1):
         axis, stride = axes[dim], strides[dim]
-        if axis.count > 1 and abs(axis.step) * stride - span >= costs.merge_gap:
+        if axis.size > 1 and abs(axis.step) * stride - span >= costs.merge_gap:
             break
         # A row of the dim that is longer than a block has to be cut further in.
         if span > costs.block:
             break
-        span += (axis.count - 1) * abs(axis.step) * stride
+        span += (axis.size - 1) * abs(axis.step) * stride
         cut = dim
     return cut
 
@@ -160,6 +161,6 @@ def _chunks(inner: tuple[Axis, ...], rows: int) -> Iterator[tuple[int, tuple[Axi
         yield 0, inner
         return
     first = inner[0]
-    for part in range(0, first.count, rows):
-        count = min(rows, first.count - part)
+    for part in range(0, first.size, rows):
+        count = min(rows, first.size - part)
         yield part, (Axis(first.start + part * first.step, count, first.step), *inner[1:])

@@ -144,7 +144,9 @@ def _wait(
         if done is None:
             if deadline.left() <= 0:
                 waiting = sources[plan.blocks[-left].source].path
-                raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data", waiting)
+                raise deadline.error(
+                    f"reading; {time.monotonic() - last:.1f} s without data", waiting
+                )
             continue
         if done.error is not None:
             raise _named(plan, done, sources) from done.error

@@ -25,9 +25,7 @@ MAX_HEADER = 100_000_000
 _MAX_INT = 2**63 - 1
 
 
-def read(
-    file: LocalFile, source: int = 0
-) -> tuple[list[TensorInfo], dict[str, str] | None]:
+def read(file: LocalFile, source: int = 0) -> tuple[list[TensorInfo], dict[str, str] | None]:
     """Reads one file's header.
 
     Args:
@@ -87,9 +85,7 @@ def parse(
         raise errors.HeaderError("the header is no JSON object", file=path)
     metadata = _metadata(header.pop("__metadata__", None), path)
     data_start = 8 + len(raw)
-    rows = [
-        _row(name, entry, data_start, path, source) for name, entry in header.items()
-    ]
+    rows = [_row(name, entry, data_start, path, source) for name, entry in header.items()]
     rows.sort(key=lambda row: (row.pieces[0].offset, row.pieces[0].nbytes))
     cursor = data_start
     for row in rows:
@@ -167,9 +163,7 @@ def _metadata(entry: Any, path: str) -> dict[str, str] | None:
     if entry is None:
         return None
     if not isinstance(entry, dict):
-        raise errors.HeaderError(
-            "__metadata__ is no object", file=path, found=type(entry).__name__
-        )
+        raise errors.HeaderError("__metadata__ is no object", file=path, found=type(entry).__name__)
     for key, value in entry.items():
         _encodable(key, path)
         if not isinstance(value, str):
@@ -204,7 +198,11 @@ def _row(name: str, entry: Any, data_start: int, path: str, source: int) -> Tens
             found=str(entry)[:200],
         ) from None
     # Booleans are integers to Python: compare types, not instances.
-    if type(dtype_name) is not str or type(shape) is not list or type(entry["data_offsets"]) is not list:
+    if (
+        type(dtype_name) is not str
+        or type(shape) is not list
+        or type(entry["data_offsets"]) is not list
+    ):
         raise _bad(path, name, "dtype a string, shape and data_offsets lists", entry)
     for number in (*shape, begin, end):
         if type(number) is not int or not 0 <= number <= _MAX_INT:

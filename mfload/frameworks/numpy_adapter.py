@@ -1,4 +1,4 @@
-"""NumPy: arrays straight over mfload's buffers. It takes any alignment; ml_dtypes names the rest."""
+"""NumPy: arrays straight over mfload's buffers, at any alignment; ml_dtypes names the rest."""
 
 from __future__ import annotations
 

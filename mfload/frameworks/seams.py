@@ -3,9 +3,8 @@
 Every seam looks before it leaps: where the private call is missing or behaves otherwise than
 expected, the public way is taken, slower and with the same result.
 
-| seam | private name | versions tested | public way |
-|---|---|---|---|
-| `jax_capsule_importer` | `jaxlib._jax.dlpack_managed_tensor_to_buffer` | see docs/dtypes.md | `jax.dlpack.from_dlpack` |
+- `jax_capsule_importer`: `jaxlib._jax.dlpack_managed_tensor_to_buffer`, tested with jaxlib
+  0.10.2; the public way is `jax.dlpack.from_dlpack`.
 """
 
 from __future__ import annotations

@@ -90,5 +90,3 @@ def make(device: object) -> TensorflowAdapter:
     if not any(each.endswith(name.split("/")[-1]) for each in there):
         raise adapter.no_device("TensorFlow", device, there)
     return TensorflowAdapter(name)
-
-

@@ -40,7 +40,7 @@ class TorchAdapter:
         {key: name for key, name in (adapter.COMMON | _OWN).items() if hasattr(torch, name)}
     )
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Any) -> None:
         self._device = device
         self.on_host = device.type == "cpu"
 

@@ -7,6 +7,7 @@ the last array over it dies; the arrays refer to it, so nothing has to be freed 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 import threading
@@ -64,10 +65,9 @@ class _Map:
         address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
         start = -address % HUGE if length >= HUGE else 0
         if length >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            # A kernel without transparent huge pages is slower, not wrong.
+            with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE, start, room - start)
-            except OSError:
-                pass  # A kernel without transparent huge pages: slower, not wrong.
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
             "typestr": "|u1",

@@ -51,7 +51,7 @@ class Deadline:
         def run() -> None:
             try:
                 outcome.append((call(), None))
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 outcome.append((None, error))
 
         thread = threading.Thread(target=run, name="mfload-bounded", daemon=True)

@@ -128,7 +128,7 @@ class ThreadEngine:
                     blocks = nbytes = 0
             if blocks:
                 self._done.put(Done(blocks, nbytes))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
             self._stop.set()
             self._done.put(Done(0, 0, block, error))
         finally:

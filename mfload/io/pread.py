@@ -87,7 +87,11 @@ def read_into(path: str, fd: int, vector: list[Any], offset: int, least: int | N
     least = wanted if least is None else least
     done = 0
     while True:
-        got = os.preadv(fd, vector, offset + done) if hasattr(os, "preadv") else _seek(fd, vector, offset + done)
+        got = (
+            os.preadv(fd, vector, offset + done)
+            if hasattr(os, "preadv")
+            else _seek(fd, vector, offset + done)
+        )
         done += got
         if done >= least:
             return done

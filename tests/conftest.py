@@ -1,0 +1,24 @@
+"""What all tests share: files made by the reference writer, and a look at leaks after each."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from mfload.io import buffers
+
+hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=False)
+hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile("slow" if os.environ.get("MFLOAD_SLOW") else "ci")
+
+
+@pytest.fixture(autouse=True)
+def no_bytes_live() -> Iterator[None]:
+    """After every test, none of mfload's memory is left."""
+    yield
+    gc.collect()
+    assert buffers.live_bytes() == 0
