@@ -16,6 +16,7 @@ from mfload.io.source import LocalFile
 from mfload.lazy import LazyCheckpoint
 from mfload.loading import Landing, Loader, Preview, Settings
 from mfload.mapping import Dtypes, Names
+from mfload.pause import collector_paused
 from mfload.placement import Need
 from mfload.progress import Progress, shown
 from mfload.report import Report
@@ -77,8 +78,9 @@ def load(
     deadline = Deadline(timeout)
     settings = Settings(engine, landing, max_host_overhead, threads, deadline)
     frameworks.resolve(framework)
-    index, sources = _read_index(path, deadline)
-    needs = _needs(index, names, dtype)
+    with collector_paused():
+        index, sources = _read_index(path, deadline)
+        needs = _needs(index, names, dtype)
     headers = time.perf_counter() - start
     start = time.perf_counter()
     adapter = frameworks.get(framework, device)
@@ -119,7 +121,8 @@ def open(
         MfloadError: As `load` does.
     """
     Settings(engine, threads=threads)
-    index, sources = _read_index(path, Deadline(timeout))
+    with collector_paused():
+        index, sources = _read_index(path, Deadline(timeout))
     adapter = frameworks.get(framework, device)
     return LazyCheckpoint(
         index, sources, adapter, device=device, engine=engine, threads=threads, timeout=timeout

@@ -50,7 +50,8 @@ class TensorInfo(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Stored bytes."""
-        return sum(piece.nbytes for piece in self.pieces)
+        pieces = self.pieces
+        return pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
 
 
 @dataclass(frozen=True, slots=True)

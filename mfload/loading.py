@@ -17,6 +17,7 @@ from mfload.io.blocks import Costs
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
 from mfload.placement import Need
+from mfload.pause import collector_paused
 from mfload.planning import Plan
 from mfload.report import Report, html_table, human, table
 
@@ -163,7 +164,7 @@ class Loader:
             made,
             tuple(legs),
             adapter.name,
-            slots + min(copied, self._overhead(needs)),
+            slots + min(sum(need.nbytes for need in copied), self._overhead(copied)),
             threads,
             tuple(notes),
         )
@@ -194,19 +195,19 @@ class Loader:
             )
         return frozenset(lent)
 
-    def _is_copied(self, need: Need) -> bool:
-        return not self._adapter.on_host or self._adapter.forms[need.dtype.name].how == "copy"
+    def _copied(self, needs: Sequence[Need]) -> list[Need]:
+        """The needs that the framework copies out of mfload's memory."""
+        if not self._adapter.on_host:
+            return list(needs)
+        names = {name for name, form in self._adapter.forms.items() if form.how == "copy"}
+        return [need for need in needs if need.dtype.name in names] if names else []
 
-    def _copied(self, needs: Sequence[Need]) -> int:
-        return sum(need.nbytes for need in needs if self._is_copied(need))
-
-    def _overhead(self, needs: Sequence[Need]) -> int:
+    def _overhead(self, copied: Sequence[Need]) -> int:
         """Bytes of tensors that may wait at once to be copied by the framework."""
-        limit = self._settings.max_host_overhead
-        largest = max((need for need in needs if self._is_copied(need)),
-                      key=lambda need: need.nbytes, default=None)  # fmt: skip
-        if largest is None:
+        if not copied:
             return 0
+        limit = self._settings.max_host_overhead
+        largest = max(copied, key=lambda need: need.nbytes)
         if limit is None:
             return max(OVERHEAD, largest.nbytes)
         if largest.nbytes > limit:
@@ -260,11 +261,15 @@ class Loader:
 
     def _waves(self, needs: Sequence[Need]) -> list[list[int]]:
         """Groups of needs; what the framework copies never exceeds the overhead in any."""
-        limit = self._overhead(needs)
+        copied = self._copied(needs)
+        limit = self._overhead(copied)
+        if sum(need.nbytes for need in copied) <= limit:
+            return [list(range(len(needs)))]
+        names = {need.info.name for need in copied}
         waves: list[list[int]] = [[]]
         held = 0
         for n, need in enumerate(needs):
-            waiting = need.nbytes if self._is_copied(need) else 0
+            waiting = need.nbytes if need.info.name in names else 0
             if waiting and held + waiting > limit:
                 waves.append([])
                 held = 0
@@ -278,7 +283,7 @@ class Loader:
         clock: _Clock,
         advance: Callable[[int], None] | None,
     ) -> tuple[list[Any], Preview]:
-        with clock.stage("plan"):
+        with clock.stage("plan"), collector_paused():
             preview = self.preview(needs)
         made = preview.plan
         route = {leg.file: leg for leg in preview.route}
@@ -296,7 +301,7 @@ class Loader:
                 deadline=self._settings.deadline,
                 advance=advance,
             )
-        with clock.stage("arrays"):
+        with clock.stage("arrays"), collector_paused():
             arrays = self._arrays(made, memory, lent)
         return arrays, preview
 
@@ -340,7 +345,7 @@ class Loader:
         report.read_bytes = sum(preview.plan.read_bytes for preview in previews)
         report.over_read_bytes = sum(preview.over_read_bytes for preview in previews)
         report.mapped_bytes = sum(preview.plan.mapped_bytes for preview in previews)
-        report.aliased_bytes = result - self._copied(needs)
+        report.aliased_bytes = result - sum(need.nbytes for need in self._copied(needs))
         report.peak_bytes = buffers.peak_bytes()
         report.threads = max((preview.threads for preview in previews), default=0)
         report.route = tuple((leg.file, leg.engine, leg.why) for leg in legs.values())

@@ -58,6 +58,8 @@ class Need(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the result."""
+        if self.selection is None and self.dtype is self.info.dtype:
+            return self.info.nbytes
         return self.dtype.size_of(self.shape) or 0
 
 

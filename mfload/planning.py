@@ -13,11 +13,11 @@ one read fills them all. Small tensors only get their alignment: padding would o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mfload import runs
-from mfload.io.blocks import Block, Costs, Segment
+from mfload.io.blocks import Block, Copy, Costs, Segment
 from mfload.placement import Need
 
 BUFFER = 64 << 20
@@ -131,20 +131,25 @@ def make(
     """
     costs = costs or Costs()
     layout = _Layout(alignment, mapped or {})
-    order = sorted(range(len(needs)), key=lambda n: _file_order(needs[n]))
+    joiner = _Joiner()
     places: list[Place | None] = [None] * len(needs)
-    segments: list[tuple[int, Segment]] = []
-    for number in order:
+    for number in sorted(range(len(needs)), key=lambda n: _file_order(needs[n])):
         need = needs[number]
+        nbytes = need.nbytes
         contiguous = runs.contiguous(need)
-        place = layout.place(need, contiguous, alone=number in separate)
-        places[number] = place
-        if layout.specs[place.buffer].source is None:
-            _append(segments, runs.segments(need, place.buffer, place.at, costs), costs)
-    blocks = tuple(_blocks(segments, costs))
+        buffer, at = layout.place(need, nbytes, contiguous, alone=number in separate)
+        places[number] = Place(need, buffer, at)
+        if layout.is_map(buffer) or not nbytes:
+            continue
+        if contiguous is not None:
+            joiner.add(need.info.pieces[0].source, contiguous, nbytes, buffer, at)
+        else:
+            for source, segment in runs.segments(need, buffer, at, costs):
+                joiner.add(source, *segment)
+    blocks = tuple(_blocks(joiner.end(), costs))
     return Plan(
         tuple(place for place in places if place is not None),
-        tuple(layout.specs),
+        layout.end(),
         blocks,
         max((block.nbytes for block in blocks if block.staged), default=0),
     )
@@ -159,30 +164,33 @@ class _Layout:
     """Gives each need its buffer and position."""
 
     def __init__(self, alignment: int | None, mapped: dict[int, int]) -> None:
-        self.specs: list[BufferSpec] = []
+        self._specs: list[BufferSpec] = []
         self._alignment = alignment
         self._mapped = mapped
         self._maps: dict[int, int] = {}
         self._open = -1  # The buffer that still takes tensors.
         self._cursor = 0
 
-    def place(self, need: Need, contiguous: int | None, *, alone: bool) -> Place:
-        source = need.info.pieces[0].source
-        offset = need.info.pieces[0].offset if contiguous is None else contiguous
-        align = self._alignment or max(1, need.dtype.nbytes // need.dtype.elements)
+    def place(
+        self, need: Need, nbytes: int, contiguous: int | None, *, alone: bool
+    ) -> tuple[int, int]:
+        """Buffer and first byte."""
         if alone:
-            self.specs.append(BufferSpec(need.nbytes))
-            return Place(need, len(self.specs) - 1, 0)
-        if source in self._mapped and contiguous is not None and offset % align == 0:
-            return Place(need, self._map(source), offset)
-        at = self._next(need.nbytes, offset, align)
-        if self._open < 0 or at + need.nbytes > BUFFER:
-            self.specs.append(BufferSpec(0))
-            self._open, self._cursor = len(self.specs) - 1, 0
-            at = self._next(need.nbytes, offset, align)
-        self._cursor = at + need.nbytes
-        self.specs[self._open] = BufferSpec(self._cursor)
-        return Place(need, self._open, at)
+            return self._new(nbytes), 0
+        piece = need.info.pieces[0]
+        offset = piece.offset if contiguous is None else contiguous
+        align = self._alignment or max(1, need.dtype.nbytes // need.dtype.elements)
+        if self._mapped and contiguous is not None and offset % align == 0:
+            mapped = self._map(piece.source)
+            if mapped is not None:
+                return mapped, offset
+        at = self._next(nbytes, offset, align)
+        if self._open < 0 or at + nbytes > BUFFER:
+            self._close()
+            self._open, self._cursor = self._new(0), 0
+            at = self._next(nbytes, offset, align)
+        self._cursor = at + nbytes
+        return self._open, at
 
     def _next(self, nbytes: int, offset: int, align: int) -> int:
         if nbytes < _SMALL and self._cursor:
@@ -191,32 +199,78 @@ class _Layout:
         wanted = (offset // align * align) % _PAGE
         return self._cursor + (wanted - self._cursor) % _PAGE
 
-    def _map(self, source: int) -> int:
-        if source not in self._maps:
-            self.specs.append(BufferSpec(self._mapped[source], source))
-            self._maps[source] = len(self.specs) - 1
-        return self._maps[source]
+    def _new(self, nbytes: int, source: int | None = None) -> int:
+        self._specs.append(BufferSpec(nbytes, source))
+        return len(self._specs) - 1
+
+    def _map(self, source: int) -> int | None:
+        if source in self._mapped and source not in self._maps:
+            self._maps[source] = self._new(self._mapped[source], source)
+        return self._maps.get(source)
+
+    def is_map(self, buffer: int) -> bool:
+        """Whether a buffer is a map of a file, which needs no reading."""
+        return self._specs[buffer].source is not None
+
+    def _close(self) -> None:
+        if self._open >= 0:
+            self._specs[self._open] = BufferSpec(self._cursor)
+
+    def end(self) -> tuple[BufferSpec, ...]:
+        """The buffers."""
+        self._close()
+        return tuple(self._specs)
 
 
-def _append(
-    known: list[tuple[int, Segment]], new: Iterable[tuple[int, Segment]], costs: Costs
-) -> None:
-    """Adds segments, joining those that follow each other in file and memory alike."""
-    for source, segment in new:
-        if known and segment.copy is None:
-            last_source, last = known[-1]
-            if (
-                last.copy is None
-                and last_source == source
-                and last.buffer == segment.buffer
-                and last.offset + last.nbytes == segment.offset
-                and last.at + last.nbytes == segment.at
-            ):
-                joined = last.nbytes + segment.nbytes
-                known[-1] = source, Segment(last.offset, joined, last.buffer, last.at)
-                continue
-        if segment.nbytes:
-            known.append((source, segment))
+class _Joiner:
+    """Makes one segment of plain bytes that follow each other in file and memory alike."""
+
+    def __init__(self) -> None:
+        self._segments: list[tuple[int, Segment]] = []
+        self._source = -1
+        self._run = (0, 0, -1, 0)
+        self._file_end = self._memory_end = -1
+
+    def add(
+        self,
+        source: int,
+        offset: int,
+        nbytes: int,
+        buffer: int,
+        at: int,
+        copy: Copy | None = None,
+    ) -> None:
+        """Takes the next segment."""
+        first, length, held, start = self._run
+        if (
+            offset == self._file_end
+            and at == self._memory_end
+            and copy is None
+            and buffer == held
+            and source == self._source
+        ):
+            self._run = first, length + nbytes, held, start
+            self._file_end += nbytes
+            self._memory_end += nbytes
+            return
+        self._flush()
+        if copy is not None:
+            self._segments.append((source, Segment(offset, nbytes, buffer, at, copy)))
+            return
+        self._source = source
+        self._run = offset, nbytes, buffer, at
+        self._file_end, self._memory_end = offset + nbytes, at + nbytes
+
+    def _flush(self) -> None:
+        if self._run[1]:
+            self._segments.append((self._source, Segment(*self._run)))
+        self._run = (0, 0, -1, 0)
+        self._file_end = -1
+
+    def end(self) -> list[tuple[int, Segment]]:
+        """All segments, in the order in which they came."""
+        self._flush()
+        return self._segments
 
 
 def _blocks(segments: list[tuple[int, Segment]], costs: Costs) -> Iterator[Block]:
