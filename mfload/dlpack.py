@@ -24,9 +24,14 @@ _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 # Offsets in DLTensor (dlpack.h 1.1): void *data; DLDevice {int32 type, int32 id};
-# int32 ndim; DLDataType {uint8 code, uint8 bits, uint16 lanes}; …
+# int32 ndim; DLDataType {uint8 code, uint8 bits, uint16 lanes}; int64 *shape, *strides;
+# uint64 byte_offset.
+_DATA = 0
 _DEVICE_ID = 12
 _TYPE = 20
+_BYTE_OFFSET = 40
+# NumPy 2.0 makes unversioned capsules only, which every consumer takes too.
+_CAN_VERSION = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 # DLManagedTensorVersioned puts {uint32 major, minor}, two pointers and uint64 flags first.
 _VERSIONED = 32
 
@@ -104,7 +109,7 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
         # Two F4 in a byte are one element of two lanes, as dlpack.h asks.
         unit, shape, lanes = _UNITS[1], dtype.storage_shape(view.shape), dtype.elements
     array = np.ndarray(shape, unit, view.memory, view.at)
-    if versioned:
+    if versioned and _CAN_VERSION:
         made = array.__dlpack__(max_version=(1, 0))
         start = _get_pointer(made, b"dltensor_versioned") + _VERSIONED
     else:
@@ -115,6 +120,20 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
     if device_id:
         ctypes.c_int32.from_address(start + _DEVICE_ID).value = device_id
     return made
+
+
+def data_address(exported: Any) -> int:
+    """Where the memory of somebody else's capsule begins.
+
+    Args:
+        exported: An unversioned capsule that nobody has consumed.
+
+    Returns:
+        Address of the first byte of the tensor; it lives as long as the tensor does.
+    """
+    start = _get_pointer(exported, b"dltensor")
+    data = ctypes.c_uint64.from_address(start + _DATA).value
+    return data + ctypes.c_uint64.from_address(start + _BYTE_OFFSET).value
 
 
 _UNITS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}

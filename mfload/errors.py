@@ -14,6 +14,7 @@
     ├── TensorNotFoundError (KeyError)
     ├── SliceError (IndexError)
     ├── UnsupportedDtypeError (TypeError)      this tensor's dtype can't be handed out
+    ├── UnsupportedShapeError (ValueError)     no array can have this tensor's shape
     ├── LossyCastError (TypeError)             `dtype=` would lose values
     ├── MemoryLimitError (MemoryError)         the arrays or the work do not fit
     ├── FrameworkMissingError (ImportError)    not installed; the message says how to
@@ -61,26 +62,36 @@ class MfloadError(Exception):
     def __str__(self) -> str:
         fields = (
             ("file", self.file),
-            ("tensor", None if self.tensor is None else _clip(repr(self.tensor))),
+            ("tensor", None if self.tensor is None else repr(self.tensor)),
             ("expected", self.expected),
             ("found", self.found),
         )
-        parts = [f"{key}: {_clip(str(value))}" for key, value in fields if value is not None]
+        parts = [f"{key}: {_shown(value)}" for key, value in fields if value is not None]
         return self.message if not parts else f"{self.message} [{'; '.join(parts)}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The built-in bases rebuild from args alone and would lose the fields.
-        fields = {k: getattr(self, k) for k in ("file", "tensor", "expected", "found")}
-        return _rebuild, (type(self), self.message, fields)
+        fields = {k: _plain(getattr(self, k)) for k in ("file", "tensor", "expected", "found")}
+        system = {k: getattr(self, k, None) for k in ("errno", "strerror")}
+        state = {k: v for k, v in system.items() if v is not None}
+        return _rebuild, (type(self), self.message, fields), state or None
 
 
 def _rebuild(cls: type[MfloadError], message: str, fields: dict[str, Any]) -> MfloadError:
     return cls(message, **fields)
 
 
-def _clip(text: str, limit: int = 400) -> str:
-    """Cuts text that a hostile header may have made megabytes long."""
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+def _plain(value: object) -> object:
+    """A field that any process can unpickle; what a user passed by mistake may not be one."""
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _shown(value: object, limit: int = 400) -> str:
+    """Text that a hostile header may have made megabytes long, or full of escape codes."""
+    text = str(value)
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text)} characters)"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class UsageError(MfloadError, ValueError):
@@ -131,14 +142,14 @@ class CheckpointError(FormatError):
         self.problems = problems
 
     def __str__(self) -> str:
-        shown = [f"\n  - {_clip(line)}" for line in self.problems[:50]]
+        shown = [f"\n  - {_shown(line)}" for line in self.problems[:50]]
         if len(self.problems) > len(shown):
             shown.append(f"\n  … and {len(self.problems) - len(shown)} more")
         return super().__str__() + "".join(shown)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, message, fields) = super().__reduce__()
-        return rebuild, (cls, message, {**fields, "problems": self.problems})
+        rebuild, (cls, message, fields), state = super().__reduce__()
+        return rebuild, (cls, message, {**fields, "problems": self.problems}), state
 
 
 class TensorNotFoundError(MfloadError, KeyError):
@@ -151,6 +162,10 @@ class SliceError(MfloadError, IndexError):
 
 class UnsupportedDtypeError(MfloadError, TypeError):
     """A dtype that mfload does not know or that can't be handed out as asked."""
+
+
+class UnsupportedShapeError(MfloadError, ValueError):
+    """A shape that is legal in the file and that no array can have."""
 
 
 class LossyCastError(MfloadError, TypeError):

@@ -78,7 +78,7 @@ class Index:
         """
         try:
             return self.tensors[name]
-        except KeyError:
+        except (KeyError, TypeError):
             close = difflib.get_close_matches(str(name), self.tensors, n=3)
             raise errors.TensorNotFoundError(
                 "no such tensor",

@@ -70,9 +70,13 @@ class LazyCheckpoint:
         """
         return self._load([name])[0]
 
-    def get_tensors(self, names: Iterable[str]) -> dict[str, Any]:
-        """Several tensors, read together."""
-        wanted = list(names)
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Several tensors, read together; all of them where no names are given.
+
+        Raises:
+            TensorNotFoundError: A name is missing.
+        """
+        wanted = list(dict.fromkeys(self.offset_keys() if names is None else names))
         return dict(zip(wanted, self._load(wanted), strict=True))
 
     def get_slice(self, name: str) -> TensorSlice:

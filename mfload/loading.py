@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, Literal
 
 from mfload import errors, planning, transfer
@@ -28,6 +30,8 @@ LANDINGS = ("auto", "mfload", "framework")
 OVERHEAD = 256 << 20
 """Bytes beside the result that a load may hold where nobody says otherwise."""
 
+_MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
+_MAX_SPAN = 2**63 - 1
 _LEAST_BLOCK = 64 << 10
 _MOST_THREADS = 8
 # Reads past the page cache wait for the disk, not for a core.
@@ -149,8 +153,33 @@ class Loader:
         self._adapter = adapter
         self._settings = settings
 
+    def _check(self, needs: Sequence[Need]) -> None:
+        """Refuses by name what is legal in a file and can't become an array."""
+        for need in needs:
+            shape = need.info.shape
+            # Without a zero among its dims, a tensor is no larger than its file.
+            large = 0 in shape and _span(need) > _MAX_SPAN
+            if need.dtype.known and len(shape) <= _MAX_RANK and not large:
+                continue
+            file = self._index.files[need.info.pieces[0].source]
+            if not need.dtype.known:
+                raise errors.UnsupportedDtypeError(
+                    "the dtype is not known to mfload",
+                    file=file,
+                    tensor=need.info.name,
+                    found=need.dtype.name,
+                )
+            raise errors.UnsupportedShapeError(
+                "no array can have this shape",
+                file=file,
+                tensor=need.info.name,
+                expected=f"at most {_MAX_RANK} dims, and strides that fit 63 bits",
+                found=str(shape),
+            )
+
     def preview(self, needs: Sequence[Need]) -> Preview:
         """Plans without reading data."""
+        self._check(needs)
         adapter, settings = self._adapter, self._settings
         used = sorted({piece.source for need in needs for piece in need.info.pieces})
         legs = settings.deadline.bound(
@@ -200,11 +229,11 @@ class Loader:
         adapter = self._adapter
         if self._settings.landing != "framework" or not adapter.on_host:
             return frozenset()
-        lent = [n for n, need in enumerate(needs) if adapter.forms[need.dtype.name].how == "alias"]
+        lent = [n for n, need in enumerate(needs) if need.dtype.name in adapter.lendable]
         if len(lent) < len(needs):
             notes.append(
                 f"{len(needs) - len(lent)} tensors land in mfload's memory: "
-                f"{adapter.name} has no type to hold them"
+                f"{adapter.name} can't lend any for their dtypes"
             )
         return frozenset(lent)
 
@@ -250,14 +279,7 @@ class Loader:
             An array for each need, in order.
         """
         clock = _Clock()
-        for need in needs:
-            if not need.dtype.known:
-                raise errors.UnsupportedDtypeError(
-                    "the dtype is not known to mfload",
-                    file=self._index.files[need.info.pieces[0].source],
-                    tensor=need.info.name,
-                    found=need.dtype.name,
-                )
+        self._check(needs)
         buffers.peak_bytes(reset=True)
         arrays: list[Any] = [None] * len(needs)
         previews: list[Preview] = []
@@ -272,6 +294,10 @@ class Loader:
         except BaseException as error:
             arrays.clear()
             _let_go(error)
+            if isinstance(error, MemoryError) and not isinstance(error, errors.MfloadError):
+                raise errors.MemoryLimitError(
+                    "the system refused memory", found=str(error) or None
+                ) from error
             raise
         if report is not None:
             self._fill(report, needs, previews, clock)
@@ -393,10 +419,19 @@ def _let_go(error: BaseException) -> None:
     while each is not None and id(each) not in seen:
         seen.add(id(each))
         for frame, _ in traceback.walk_tb(each.__traceback__):
-            if frame.f_globals.get("__name__", "").startswith("mfload."):
-                with suppress(RuntimeError):  # It is running: ours.
-                    frame.clear()
+            # An error that was carried over knows its callers too, by no traceback.
+            caller: FrameType | None = frame
+            with suppress(RuntimeError):  # It is running, and so are its callers.
+                while caller and caller.f_globals.get("__name__", "").startswith("mfload."):
+                    caller.clear()
+                    caller = caller.f_back
         each = each.__cause__ or each.__context__
+
+
+def _span(need: Need) -> int:
+    """Bytes that strides have to reach over, were the dims of no length of length one."""
+    count = math.prod(filter(None, need.info.shape[:_MAX_RANK]))
+    return count * max(need.info.dtype.nbytes, need.dtype.nbytes)
 
 
 class _Clock:

@@ -24,7 +24,7 @@ def select(index: Index, names: Names) -> list[TensorInfo]:
 
     Raises:
         TensorNotFoundError: A listed name, or every match of a regex, is missing.
-        UsageError: The regex is malformed.
+        UsageError: The regex is malformed, or these are no names.
     """
     if names is None:
         return list(index.tensors.values())
@@ -40,7 +40,11 @@ def select(index: Index, names: Names) -> list[TensorInfo]:
                 found=", ".join(list(index.tensors)[:5]) or "no tensors at all",
             )
         return found
-    wanted = list(dict.fromkeys(names))
+    try:
+        wanted = list(dict.fromkeys(names))
+    except TypeError as error:
+        expected = "a regular expression, names, or a function"
+        raise errors.UsageError(str(error), expected=expected, found=repr(names)) from None
     for name in wanted:
         index[name]
     chosen = set(wanted)
@@ -53,7 +57,8 @@ def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
     One dtype for all converts what it can without harm: a float dtype takes floats (other
     kinds stay as they are), any other dtype must hold every value of what it is given. A
     mapping of regexes asks by name, first match first: then a conversion may lose precision,
-    but a value outside the target's range still stops the load.
+    but a value outside an integer target's range still stops the load (a float outside a
+    narrower float's becomes infinity or NaN, as it does in every framework).
 
     Args:
         info: The tensor.
@@ -119,8 +124,10 @@ def _holds(wanted: DType, given: DType) -> bool:
 
 def _compile(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
-    except re.error as error:
+        compiled = re.compile(pattern)
+        compiled.search("")  # One of bytes matches no name.
+        return compiled
+    except (re.error, TypeError) as error:
         raise errors.UsageError(
             "malformed regular expression", expected=str(error), found=str(pattern)
         ) from None

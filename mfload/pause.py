@@ -8,6 +8,7 @@ header. Nothing made here is part of a cycle.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +16,20 @@ from contextlib import contextmanager
 _lock = threading.Lock()
 _inside = 0
 _stopped = False
+
+
+def _after_fork() -> None:
+    # Threads that were inside are not in the child, and the lock may have been theirs.
+    global _lock, _inside, _stopped
+    _lock = threading.Lock()
+    _inside = 0
+    if _stopped:
+        gc.enable()
+        _stopped = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

@@ -103,7 +103,8 @@ def _axis(info: TensorInfo, index: Any, item: Any, length: int) -> Axis:
         except (TypeError, ValueError) as error:
             raise _bad(info, index, str(error)) from None
         return Axis(start, len(range(start, stop, step)), step)
-    if isinstance(item, bool):
+    # A list by another name: torch lets a tensor of one element pass for an int.
+    if isinstance(item, bool) or getattr(item, "ndim", 0):
         raise _bad(info, index, "ints, slices and Ellipsis")
     try:
         number = operator.index(item)

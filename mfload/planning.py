@@ -21,7 +21,8 @@ from mfload.io.blocks import Block, Copy, Costs, Segment
 from mfload.placement import Need
 
 BUFFER = 64 << 20
-"""Bytes a buffer at most, so that no small tensor keeps much memory alive."""
+"""Bytes a buffer at most, so that no small tensor keeps much memory alive; a page that leads
+to the place of the first comes on top."""
 
 _PAGE = 4096
 _SMALL = 64 << 10
@@ -80,8 +81,8 @@ class Plan(NamedTuple):
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes read that are part of a tensor asked for."""
-        return sum(seg.nbytes for block in self.blocks for seg in block.segments)
+        """Bytes read that were asked for."""
+        return sum(seg.wanted for block in self.blocks for seg in block.segments)
 
     @property
     def mapped_bytes(self) -> int:
@@ -185,7 +186,7 @@ class _Layout:
             if mapped is not None:
                 return mapped, offset
         at = self._next(nbytes, offset, align)
-        if self._open < 0 or at + nbytes > BUFFER:
+        if self._open < 0 or at + nbytes > BUFFER + _PAGE:
             self._close()
             self._open, self._cursor = self._new(0), 0
             at = self._next(nbytes, offset, align)

@@ -24,7 +24,8 @@ def shown(progress: Progress, total: int) -> Generator[Callable[[int], None] | N
         What a transfer calls with the bytes that came, None where nobody looks.
     """
     if callable(progress):
-        yield _counter(progress, total)
+        with _counted(progress, total) as advance:
+            yield advance
     elif progress:
         try:
             from tqdm.auto import tqdm
@@ -33,17 +34,29 @@ def shown(progress: Progress, total: int) -> Generator[Callable[[int], None] | N
             yield None
             return
         with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024) as bar:
-            yield lambda nbytes: (bar.update(nbytes), None)[1]
+
+            def draw(done: int, _: int) -> None:
+                bar.update(done - bar.n)
+
+            with _counted(draw, total) as advance:
+                yield advance
     else:
         yield None
 
 
-def _counter(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+@contextmanager
+def _counted(progress: Callable[[int, int], None], total: int) -> Generator[Callable[[int], None]]:
+    """Adds up what came; the last call says the total, unless the context ends in an error.
+
+    Bytes read over for no tensor count towards no total, and bytes of maps are never read.
+    """
     done = 0
 
     def advance(nbytes: int) -> None:
         nonlocal done
-        done += nbytes
+        done = min(total, done + nbytes)
         progress(done, total)
 
-    return advance
+    yield advance
+    if done < total or not total:
+        progress(total, total)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mfload import errors
 from mfload.io import buffers, probes
 from mfload.io.blocks import Block, Reader
 from mfload.io.deadline import Deadline
 from mfload.io.direct import DirectReader
-from mfload.io.engine import Done, ThreadEngine
+from mfload.io.engine import ThreadEngine
 from mfload.io.mapped import map_file
 from mfload.io.pread import PreadReader
 from mfload.io.route import Leg
 from mfload.io.source import LocalFile
 from mfload.planning import BufferSpec, Plan
+
+log = logging.getLogger("mfload")
 
 Advance = Callable[[int], None]
 """Called in the loading thread with the bytes that came since the last call."""
@@ -92,7 +95,7 @@ def run(
     threads: int,
     deadline: Deadline,
     advance: Advance | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Fills the buffers.
 
     Args:
@@ -104,20 +107,30 @@ def run(
         deadline: When to give up.
         advance: Told of progress.
 
+    Returns:
+        What was decided on the way, such as a fall-back.
+
     Raises:
         SourceError: Bytes could not be had, or the files changed meanwhile. Readers are
             joined first; one that hangs in the kernel is left behind with its buffers.
     """
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        if text not in notes:
+            notes.append(text)
+            log.warning(text)
 
     def open_reader(number: int) -> Reader:
         source = sources[number]
         leg = route[number]
         if leg is not None and leg.engine == "direct":
-            return DirectReader(source)
+            return DirectReader(source, note)
         return PreadReader(source)
 
     engine = ThreadEngine(open_reader, memory, threads)
-    if deadline.seconds is None and (threads == 1 or plan.read_bytes <= _INLINE):
+    alone = threads == 1 and advance is None
+    if deadline.seconds is None and (alone or plan.read_bytes <= _INLINE):
         threads = 0
     try:
         engine.submit(plan.blocks, start=threads > 0)
@@ -126,6 +139,11 @@ def run(
         _wait(plan, engine, sources, deadline, advance)
     finally:
         engine.close(min(_GRACE, max(0.0, deadline.left())))
+    deadline.bound(lambda: _check(plan, sources), "looking at the files again")
+    return tuple(notes)
+
+
+def _check(plan: Plan, sources: Sequence[LocalFile]) -> None:
     for number in {piece.source for place in plan.places for piece in place.need.info.pieces}:
         sources[number].check()
 
@@ -141,36 +159,32 @@ def _wait(
     last = time.monotonic()
     while left:
         done = engine.complete(max(0.0, min(_TICK, deadline.left())))
+        if deadline.left() <= 0:
+            waiting = sources[plan.blocks[-left].source].path
+            raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data", waiting)
         if done is None:
-            if deadline.left() <= 0:
-                waiting = sources[plan.blocks[-left].source].path
-                raise deadline.error(
-                    f"reading; {time.monotonic() - last:.1f} s without data", waiting
-                )
             continue
         if done.error is not None:
-            raise _named(plan, done, sources) from done.error
+            _name(plan, done.block, done.error, sources)
         left -= done.blocks
         last = time.monotonic()
         if advance is not None:
             advance(done.nbytes)
 
 
-def _named(plan: Plan, done: Done, sources: Sequence[LocalFile]) -> BaseException:
-    """The error of a reader with the file and the tensor that it concerns."""
-    error, block = done.error, done.block
-    assert error is not None
-    if block is None:
-        return error
+def _name(
+    plan: Plan, block: Block | None, error: BaseException, sources: Sequence[LocalFile]
+) -> NoReturn:
+    """Raises the error of a reader with the file and the tensor that it concerns."""
+    if block is None or not isinstance(error, OSError | errors.MfloadError):
+        raise error
     path, tensor = sources[block.source].path, _first_tensor(plan, block)
-    if isinstance(error, errors.MfloadError):
-        error.file, error.tensor = error.file or path, error.tensor or tensor
-        return error
-    if isinstance(error, OSError):
+    if not isinstance(error, errors.MfloadError):
         mapped = errors.from_os(error, path, "read")
         mapped.tensor = tensor
-        return mapped
-    return error
+        raise mapped from error
+    error.file, error.tensor = error.file or path, error.tensor or tensor
+    raise error
 
 
 def _first_tensor(plan: Plan, block: Block) -> str | None:

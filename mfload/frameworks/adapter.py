@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -47,6 +47,7 @@ class Adapter(Protocol):
     Attributes:
         name: The framework.
         forms: What each dtype becomes.
+        lendable: The dtypes that `lend` has memory for.
         alignment: Bytes on which a tensor must lie to be taken without a copy; None where
             the size of its element will do.
         readonly_maps: Whether arrays over maps of files are to refuse writing.
@@ -55,6 +56,7 @@ class Adapter(Protocol):
 
     name: str
     forms: Forms
+    lendable: frozenset[str]
     alignment: int | None
     readonly_maps: bool
     on_host: bool
@@ -86,7 +88,7 @@ def forms(
 COMMON = {
     name: row.aliases[0]
     for name, row in dtypes.TABLE.items()
-    if row.numpy is not None and row.numpy.kind in "biufc"
+    if row.numpy is not None and row.numpy.isbuiltin == 1  # Those of ml_dtypes say 2.
 }
 """The dtypes that NumPy itself has, by the name that all frameworks share."""
 
@@ -104,6 +106,18 @@ class _Owner:
             "shape": (nbytes,),
             "data": (address, False),
         }
+
+
+def lendable(forms: Forms, unless: Collection[str] = ()) -> frozenset[str]:
+    """The dtypes that land in their final form, so that it may be made beforehand."""
+    return frozenset(k for k, form in forms.items() if form.how != "copy" and k not in unless)
+
+
+def lent_as(form: Form, need: Need) -> tuple[str, tuple[int, ...]]:
+    """Type and shape of the array to be lent for a need."""
+    if form.how == "bytes" or need.dtype.elements > 1:
+        return form.type, need.dtype.storage_shape(need.shape)
+    return form.type, need.shape
 
 
 def memory_at(owner: Any, address: int, nbytes: int) -> Any:

@@ -31,6 +31,7 @@ class CupyAdapter:
     on_host = False
     # CuPy takes bfloat16 through ml_dtypes and exports wrong codes for the 8-bit floats.
     forms = adapter.forms({}, adapter.COMMON | {"BF16": "bfloat16"})
+    lendable: frozenset[str] = frozenset()
 
     def __init__(self, cupy: Any, number: int) -> None:
         self._cupy = cupy

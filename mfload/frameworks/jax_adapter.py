@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class JaxAdapter:
         | {"BOOL": "bool"},
         {"F4": "float4_e2m1fn"} if hasattr(jnp, "float4_e2m1fn") else None,
     )
+    lendable = adapter.lendable(forms)
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -81,17 +83,21 @@ class JaxAdapter:
         lent: list[adapter.Lent] = []
         with _x64():
             for need in needs:
-                array = _zeros(self._device, need.shape, str(need.dtype.numpy))
+                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+                array = jax.block_until_ready(_maker(self._device, shape, name)())
                 address = array.unsafe_buffer_pointer() if need.nbytes else 0
                 lent.append(adapter.Lent(array, adapter.memory_at(array, address, need.nbytes)))
         return lent
 
 
-def _zeros(device: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    # jit's output is memory that XLA allocated; device_put of a NumPy array may not be.
+@functools.lru_cache(maxsize=1024)
+def _maker(device: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+    """A compiled function that gives new zeros with each call.
+
+    jit's output is memory that XLA allocated; that of device_put on a NumPy array may not be.
+    """
     sharding = jax.sharding.SingleDeviceSharding(device)
-    make_zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-    return jax.block_until_ready(make_zeros())
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 class _OnDevice:

@@ -25,6 +25,7 @@ class NumpyAdapter:
     forms = adapter.forms(
         {name: row.numpy.name for name, row in dtypes.TABLE.items() if row.numpy is not None}
     )
+    lendable = adapter.lendable(forms)
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """An array for each view, in order."""
@@ -33,8 +34,12 @@ class NumpyAdapter:
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """NumPy's own allocations, one for each need."""
-        arrays = [np.empty(need.shape, need.dtype.numpy) for need in needs]
-        return [adapter.Lent(a, a.reshape(-1).view(np.uint8)) for a in arrays]
+        lent: list[adapter.Lent] = []
+        for need in needs:
+            _, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+            array = np.empty(shape, need.dtype.numpy or np.uint8)
+            lent.append(adapter.Lent(array, array.reshape(-1).view(np.uint8)))
+        return lent
 
 
 def make(device: object) -> NumpyAdapter:

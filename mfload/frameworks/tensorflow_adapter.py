@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mfload.dlpack import View, capsule
+from mfload.dlpack import View, capsule, data_address
 from mfload.frameworks import adapter
 from mfload.placement import Need
 
@@ -40,10 +40,12 @@ class TensorflowAdapter:
         adapter.COMMON | {"BF16": "bfloat16"},
         {key: name for key, name in _COPIED.items() if hasattr(tf.dtypes.experimental, name)},
     )
+    lendable = adapter.lendable(forms)
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self.on_host = ":CPU:" in device
+        # What is imported appears on the first of TensorFlow's logical CPUs.
+        self.on_host = device.endswith(":CPU:0")
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `tf.Tensor` for each view, in order."""
@@ -63,10 +65,10 @@ class TensorflowAdapter:
         with tf.device("CPU:0"):
             for need in needs:
                 # Not tf.zeros, which hands out one cached tensor more than once.
-                kind = tf.as_dtype(self.forms[need.dtype.name].type)
-                tensor = tf.raw_ops.Empty(shape=need.shape, dtype=kind, init=False)
-                memory = tensor.numpy() if need.nbytes else np.empty(0, np.uint8)
-                address = memory.__array_interface__["data"][0]
+                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+                tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(name), init=False)
+                # Not tensor.numpy(), which is a copy.
+                address = data_address(tf.experimental.dlpack.to_dlpack(tensor))
                 lent.append(adapter.Lent(tensor, adapter.memory_at(tensor, address, need.nbytes)))
         return lent
 

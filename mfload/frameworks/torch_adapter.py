@@ -39,6 +39,7 @@ class TorchAdapter:
     forms = adapter.forms(
         {key: name for key, name in (adapter.COMMON | _OWN).items() if hasattr(torch, name)}
     )
+    lendable = adapter.lendable(forms)
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -54,10 +55,8 @@ class TorchAdapter:
         """Tensors of torch's own allocator, one for each need."""
         lent: list[adapter.Lent] = []
         for need in needs:
-            packed = need.dtype.elements > 1
-            shape = need.dtype.storage_shape(need.shape) if packed else need.shape
-            kind = getattr(torch, self.forms[need.dtype.name].type)
-            tensor = torch.empty(shape, dtype=kind, device="cpu")
+            name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+            tensor = torch.empty(shape, dtype=getattr(torch, name), device="cpu")
             lent.append(adapter.Lent(tensor, tensor.reshape(-1).view(torch.uint8).numpy()))
         return lent
 

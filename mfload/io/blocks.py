@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,6 +44,13 @@ class Segment(NamedTuple):
     buffer: int
     at: int
     copy: Copy | None = None
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of it that were asked for: those of a copy may lie apart."""
+        if self.copy is None:
+            return self.nbytes
+        return math.prod(self.copy.shape) * self.copy.source.itemsize
 
 
 class Block(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import sys
 import threading
 from typing import Any
@@ -29,8 +30,13 @@ class _Counter:
     """Bytes live now and at most. Each map keeps it, so it outlives the module at exit."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self.live = self.peak = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Makes the lock anew: a fork may have copied it while another thread held it."""
+        # Reentrant: the garbage collector may free a buffer in the middle of counting one.
+        self._lock = threading.RLock()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
@@ -43,6 +49,8 @@ class _Counter:
 
 
 _counter = _Counter()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_counter.renew)
 
 Bytes = NDArray[np.uint8]
 
@@ -53,7 +61,7 @@ class _Map:
     __slots__ = ("__array_interface__", "_count", "_held", "_map")
 
     def __init__(self, nbytes: int) -> None:
-        length = _rounded(nbytes)
+        length, lead = _rounded(nbytes)
         # The kernel gives no promise of alignment below some versions: ask for room to cut.
         room = length + HUGE if length >= HUGE else length
         try:
@@ -63,7 +71,7 @@ class _Map:
                 "the system refused memory", expected=f"{nbytes} bytes", found=str(error)
             ) from error
         address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
-        start = -address % HUGE if length >= HUGE else 0
+        start = -(address + lead) % HUGE if length >= HUGE else 0
         if length >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             # A kernel without transparent huge pages is slower, not wrong.
             with contextlib.suppress(OSError):
@@ -83,9 +91,14 @@ class _Map:
             self._count(-self._held)
 
 
-def _rounded(nbytes: int) -> int:
+def _rounded(nbytes: int) -> tuple[int, int]:
+    """Length of the map, and how much of it lies before the first huge page."""
     unit = HUGE if nbytes >= _ROUND_FROM else PAGE
-    return max(-(-nbytes // unit) * unit, unit)
+    if unit == HUGE and 0 < nbytes % HUGE <= PAGE:
+        # Weights are often whole huge pages, and a few bytes lead to their place: those go
+        # before, or they would cost a huge page at the end.
+        return nbytes // HUGE * HUGE + PAGE, PAGE
+    return max(-(-nbytes // unit) * unit, unit), 0
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
@@ -95,7 +108,7 @@ def _anonymous(nbytes: int) -> mmap.mmap:
 
 
 def allocate(nbytes: int) -> Bytes:
-    """A zeroed, writable buffer on a page boundary (2 MiB boundary from 2 MiB up).
+    """A zeroed, writable buffer on a page boundary, in huge pages from 2 MiB up.
 
     Args:
         nbytes: Length in bytes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, TypeVar
 
 from mfload import errors
@@ -16,17 +17,19 @@ class Deadline:
     """The moment when `timeout=` has run out.
 
     Args:
-        seconds: From now; None for never.
+        seconds: From now; None and infinity for never.
 
     Raises:
         UsageError: Not a positive number.
     """
 
     def __init__(self, seconds: float | None) -> None:
-        if seconds is not None and not seconds > 0:
-            raise errors.UsageError("timeout", expected="seconds above 0", found=seconds)
-        self.seconds = seconds
-        self._end = None if seconds is None else time.monotonic() + seconds
+        number = isinstance(seconds, Real) and seconds > 0
+        if seconds is not None and not number:
+            raise errors.UsageError("timeout", expected="seconds above 0", found=repr(seconds))
+        # No clock of the system counts further than this: some 290 years.
+        self.seconds = None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
+        self._end = None if self.seconds is None else time.monotonic() + self.seconds
 
     def left(self) -> float:
         """Seconds left, infinity where there is no bound."""
@@ -59,7 +62,11 @@ class Deadline:
         thread.join(max(0.0, self.left()))
         if not outcome:
             raise self.error(what, file)
-        value, error = outcome[0]
-        if error is not None:
+        value, error = outcome.pop()
+        if error is None:
+            return value
+        try:
             raise error
-        return value
+        finally:
+            # Or the error would refer to itself by way of this frame.
+            del error

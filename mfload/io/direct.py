@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from mfload.io import probes
@@ -21,6 +22,8 @@ log = logging.getLogger("mfload")
 
 # Below this a slot costs less than the three reads that placing by hand needs.
 _IN_PLACE = 256 << 10
+# What file systems say that don't do O_DIRECT, or not at this alignment.
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DirectReader(PreadReader):
@@ -28,10 +31,12 @@ class DirectReader(PreadReader):
 
     Args:
         source: The file; it is open until `close`.
+        note: Told of a fall-back.
     """
 
-    def __init__(self, source: LocalFile) -> None:
+    def __init__(self, source: LocalFile, note: Callable[[str], None] = log.warning) -> None:
         super().__init__(source)
+        self._note = note
         self._direct: OpenFile | None = None
         self._memory_unit = self._file_unit = PAGE
         try:
@@ -41,9 +46,10 @@ class DirectReader(PreadReader):
             self._memory_unit, self._file_unit = units
             self._direct = OpenFile(source, os.O_DIRECT)
             # The ragged ends go through the page cache: without reading ahead of them.
-            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_RANDOM)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _REFUSED:
                 self.close()
                 raise
             self._fall_back(error)
@@ -55,7 +61,7 @@ class DirectReader(PreadReader):
                 self._fill(block, memory, slot, self._direct.fd)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in _REFUSED:
                     raise
                 self._fall_back(error)
         super().fill(block, memory, slot)
@@ -93,7 +99,7 @@ class DirectReader(PreadReader):
                 read_into(path, file, [target[start:stop]], offset)
 
     def _fall_back(self, error: OSError) -> None:
-        log.warning("%s: reading through the page cache: %s", self._source.path, error.strerror)
+        self._note(f"{self._source.path}: fell back from direct to pread: {error.strerror}")
         if self._direct is not None:
             self._direct.close()
             self._direct = None

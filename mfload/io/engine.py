@@ -82,7 +82,14 @@ class ThreadEngine:
             # Daemons: a worker that hangs in the kernel must not hold up the exit.
             worker = threading.Thread(target=self._work, name="mfload-reader", daemon=True)
             self._threads.append(worker)
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError:
+                # No more threads to be had: those there are, or this one, do the work.
+                self._threads.pop()
+                if not self._threads:
+                    self._work()
+                return
 
     def complete(self, timeout: float) -> Done | None:
         """The next completion (see `Engine`)."""
@@ -96,7 +103,11 @@ class ThreadEngine:
         self._stop.set()
         end = time.monotonic() + grace
         for worker in self._threads:
-            worker.join(max(0.0, end - time.monotonic()))
+            # Ctrl-C may have come before the start.
+            if worker.ident is not None:
+                worker.join(max(0.0, end - time.monotonic()))
+        while self.complete(0) is not None:
+            pass
         return not any(worker.is_alive() for worker in self._threads)
 
     def run_here(self) -> None:
@@ -129,8 +140,11 @@ class ThreadEngine:
             if blocks:
                 self._done.put(Done(blocks, nbytes))
         except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
-            self._stop.set()
-            self._done.put(Done(0, 0, block, error))
+            # Nobody waits for what fails after the first, and an error that nobody takes
+            # would keep itself alive by way of this frame, and the buffers with it.
+            if not self._stop.is_set():
+                self._stop.set()
+                self._done.put(Done(0, 0, block, error))
         finally:
             if reader is not None:
                 reader.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,16 @@ def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
 
     Raises:
         SourceChangedError: The file is shorter than its header said.
+        ReadError: The device failed.
         MemoryLimitError: The system has no room for the map.
     """
     with OpenFile(source) as opened:
         try:
             mapped = mmap.mmap(opened.fd, source.size, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
+            # mmap looks at the size itself.
+            raise shrunk(source.path, source.size, os.fstat(opened.fd).st_size) from error
+        except OSError as error:
             raise errors.MemoryLimitError(
                 "the file could not be mapped", file=source.path, found=str(error)
             ) from error
@@ -50,8 +55,10 @@ def _populate(mapped: mmap.mmap, start: int, length: int, source: LocalFile) -> 
     try:
         mapped.madvise(_POPULATE_READ, start, length)
     except (OSError, AttributeError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EFAULT:
-            raise shrunk(source.path, source.size, 0) from error
-        if isinstance(error, OSError) and error.errno == errno.EIO:
-            raise errors.from_os(error, source.path, "read") from error
+        if isinstance(error, OSError) and error.errno in (errno.EFAULT, errno.EIO):
+            # EFAULT: whoever touched the page would be killed. The file was cut short, or
+            # the disk failed.
+            source.check()
+            failed = OSError(errno.EIO, os.strerror(errno.EIO))
+            raise errors.from_os(failed, source.path, "read") from error
         # Elsewhere pages come when they are touched.

@@ -9,10 +9,15 @@ import numpy as np
 
 from mfload import errors
 from mfload.io.blocks import Block, Copy, Segment, Slot
+from mfload.io.buffers import PAGE
 from mfload.io.source import LocalFile, OpenFile, shrunk
 
 # Linux takes 1024 (UIO_MAXIOV); POSIX promises 16.
 _IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+
+
+# Elements that are looked at together.
+_PART = 1 << 16
 
 
 class PreadReader:
@@ -51,7 +56,7 @@ class PreadReader:
         for segment in block.segments:
             if segment.offset > cursor:
                 gap = segment.offset - cursor
-                sink = slot.bytes(gap) if sink is None or sink.size < gap else sink
+                sink = slot.bytes(max(gap, PAGE)) if sink is None or sink.size < gap else sink
                 vector.append(sink[:gap])
             vector.append(memory[segment.buffer][segment.at : segment.at + segment.nbytes])
             cursor = segment.offset + segment.nbytes
@@ -146,19 +151,38 @@ def _check_range(source: Any, target: np.dtype[Any]) -> None:
     """Stops a conversion to integers that would wrap."""
     if target.kind not in "iub" or source.size == 0:
         return
-    values = source
-    if values.dtype.kind not in "iub":
-        values = values.astype(np.float64)
-        if not np.isfinite(values).all():
-            raise errors.LossyCastError(
-                "a value that is no number can't become an integer", expected=str(target)
-            )
-        values = np.trunc(values)
-    low, high = values.min(), values.max()
+    low, high = _limits(source, target)
     limits = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
-    if int(low) < limits[0] or int(high) > limits[1]:
+    if low < limits[0] or high > limits[1]:
         raise errors.LossyCastError(
             "a value does not fit the dtype asked for",
             expected=f"{limits[0]} to {limits[1]} for {target}",
             found=f"{low} to {high}",
         )
+
+
+def _limits(source: Any, target: np.dtype[Any]) -> tuple[int, int]:
+    """The least and the greatest value as integers, fractions cut off."""
+    if source.dtype.kind in "iub":
+        return int(source.min()), int(source.max())
+    low, high = float("inf"), float("-inf")
+    # In parts: as float64 a block may be eight times as large.
+    parts: Any = np.nditer(
+        source,
+        flags=["external_loop", "buffered"],
+        op_dtypes=[np.dtype(np.float64)],
+        casting="unsafe",
+        buffersize=_PART,
+    )
+    for part in parts:
+        if not np.isfinite(part).all():
+            raise errors.LossyCastError(
+                "a value that is no number can't become an integer", expected=str(target)
+            )
+        whole = np.trunc(part)
+        if target.kind == "b" and (whole != part).any():
+            raise errors.LossyCastError(
+                "a fraction can't become a bool", expected="0 or 1", found=part[whole != part][0]
+            )
+        low, high = min(low, whole.min()), max(high, whole.max())
+    return int(low), int(high)

@@ -5,6 +5,7 @@ The plan is the same on every machine; the route is not.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,8 @@ from mfload.io.source import LocalFile, OpenFile
 
 EngineName = Literal["auto", "mmap", "pread", "direct"]
 ENGINES = ("auto", "mmap", "pread", "direct")
+
+log = logging.getLogger("mfload")
 
 _WARM = 0.5
 _SMALL = 8 << 20
@@ -50,7 +53,14 @@ def choose(sources: Sequence[LocalFile], engine: str) -> tuple[Leg, ...]:
     """
     if engine not in ENGINES:
         raise errors.UsageError("unknown engine", expected=" | ".join(ENGINES), found=engine)
-    return tuple(_leg(source, engine) for source in sources)
+    return tuple(_logged(_leg(source, engine), engine) for source in sources)
+
+
+def _logged(leg: Leg, asked: str) -> Leg:
+    if leg.engine != asked:
+        level = logging.INFO if asked == "auto" else logging.WARNING
+        log.log(level, "%s: %s (%s)", leg.file, leg.engine, leg.why)
+    return leg
 
 
 def _leg(source: LocalFile, engine: str) -> Leg:

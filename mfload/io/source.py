@@ -53,7 +53,7 @@ class LocalFile:
         with OpenFile(self) as opened:
             while nbytes:
                 try:
-                    part = os.pread(opened.fd, nbytes, offset)
+                    part = _pread(opened.fd, nbytes, offset)
                 except OSError as error:
                     raise errors.from_os(error, self.path, "read") from error
                 if not part:
@@ -140,6 +140,14 @@ class OpenFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pread(fd: int, nbytes: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(fd, nbytes, offset)
+    # Windows. The descriptor belongs to one reader, so that nobody sees it move.
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, nbytes)
 
 
 _KINDS = {

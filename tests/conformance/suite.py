@@ -1,0 +1,542 @@
+"""What every adapter must do, whatever the framework. Each framework's test subclasses it.
+
+A subclass says what its framework calls each dtype and how to look into an array without
+mfload's help: its bytes, its address, how to write to it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+import samples
+from conformance import material
+from conformance.material import Stored, save
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra import numpy as arrays
+
+import mfload
+from mfload import errors, frameworks
+from mfload.io import buffers
+
+ENGINES = ("pread", "direct", "mmap", "auto")
+LANDINGS = ("mfload", "framework")
+STARTS = (0, 8, 13, 40)
+"""Where the data begins mod 64: real files have 8, 32 and 40, odd ones are legal."""
+
+ROOT = Path(__file__).parents[2]
+
+
+def no_gpu() -> str | None:
+    """Why tests that need a GPU are skipped."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "needs a GPU: there is no CUDA driver on this machine"
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "needs a GPU: the CUDA driver finds no device"
+    return None
+
+
+class Conformance:
+    """The suite.
+
+    Attributes:
+        framework: Its name.
+        own: The framework's name of every dtype that is aliased.
+        copied: The same for those that are copied. All others must arrive as bytes.
+        unpacked: Packed dtypes that arrive with a byte for each element.
+        not_lent: Dtypes that land in mfload's memory also with `landing="framework"`.
+        writable: Whether arrays can be written to in place.
+        parts_alias: Whether a part of an array is a view that keeps the memory.
+        on_gpu: Whether the framework is to be tried on a GPU where there is one.
+        no_device: Devices that are not there.
+    """
+
+    framework: ClassVar[str]
+    own: ClassVar[dict[str, str]]
+    copied: ClassVar[dict[str, str]] = {}
+    unpacked: ClassVar[frozenset[str]] = frozenset()
+    not_lent: ClassVar[frozenset[str]] = frozenset()
+    writable: ClassVar[bool] = True
+    parts_alias: ClassVar[bool] = True
+    on_gpu: ClassVar[bool] = True
+    no_device: ClassVar[tuple[Any, ...]] = ("cuda:0", "nonsense", "no:such:device", "")
+
+    # What a subclass tells of its arrays.
+
+    def type_name(self, array: Any) -> str:
+        """The framework's name of the dtype."""
+        raise NotImplementedError
+
+    def shape(self, array: Any) -> tuple[int, ...]:
+        return tuple(int(n) for n in array.shape)
+
+    def raw(self, array: Any) -> bytes:
+        """Its bytes, row by row."""
+        raise NotImplementedError
+
+    def address(self, array: Any) -> int:
+        """Where its first byte lies."""
+        raise NotImplementedError
+
+    def overwrite(self, array: Any) -> None:
+        """Writes something else to every element, in place."""
+        raise NotImplementedError
+
+    def part(self, array: Any) -> Any:
+        """Everything but the first row."""
+        return array[1:]
+
+    # Helpers.
+
+    def load(self, path: Path, **options: Any) -> dict[str, Any]:
+        return mfload.load(path, framework=self.framework, **options)
+
+    def open(self, path: Path, **options: Any) -> Any:
+        return mfload.open(path, framework=self.framework, **options)
+
+    def expected(self, row: Stored) -> tuple[str, tuple[int, ...], bytes]:
+        """Type, shape and bytes of a tensor of the framework."""
+        if row.dtype not in self.own | self.copied:
+            return "uint8", row.bytes_shape(), row.raw
+        name = (self.own | self.copied)[row.dtype]
+        if row.dtype in self.unpacked:
+            codes = [code for byte in row.raw for code in (byte & 15, byte >> 4)]
+            return name, row.shape, bytes(codes)
+        packed = material.BITS[row.dtype] < 8
+        return name, row.bytes_shape() if packed else row.shape, row.raw
+
+    def found(self, array: Any) -> tuple[str, tuple[int, ...], bytes]:
+        return self.type_name(array), self.shape(array), self.raw(array)
+
+    def assert_loaded(self, loaded: dict[str, Any], rows: list[Stored]) -> None:
+        assert list(loaded) == [row.name for row in rows]
+        wrong = {
+            row.name: (self.found(loaded[row.name])[:2], self.expected(row)[:2])
+            for row in rows
+            if self.found(loaded[row.name]) != self.expected(row)
+        }
+        assert wrong == {}
+
+    def aliased(self, dtype: str) -> bool:
+        return dtype not in self.copied
+
+    # Fixtures; those that make files are in tests/frameworks/conftest.py.
+
+    @pytest.fixture
+    def allocated(self, monkeypatch: pytest.MonkeyPatch) -> list[range]:
+        """The addresses of mfload's buffers."""
+        ranges: list[range] = []
+        allocate = buffers.allocate
+
+        def spy(nbytes: int) -> Any:
+            memory = allocate(nbytes)
+            address = memory.ctypes.data
+            ranges.append(range(address, address + nbytes))
+            return memory
+
+        monkeypatch.setattr(buffers, "allocate", spy)
+        return ranges
+
+    # Every dtype, bit for bit.
+
+    def test_forms_are_as_stated(self) -> None:
+        forms = frameworks.get(self.framework).forms
+        stated = {name: ("alias", kind) for name, kind in self.own.items()}
+        stated |= {name: ("copy", kind) for name, kind in self.copied.items()}
+        stated |= {name: ("bytes", "uint8") for name in material.BITS if name not in stated}
+        assert {name: tuple(form) for name, form in forms.items()} == stated
+
+    @pytest.mark.parametrize("start", STARTS)
+    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_round_trip(self, zoo: Any, engine: str, landing: str, start: int) -> None:
+        path, rows = zoo(start)
+        self.assert_loaded(self.load(path, engine=engine, landing=landing), rows)
+
+    def test_round_trip_of_the_reference_writer(self, folder: Path) -> None:
+        rows = material.zoo(material.WRITER)
+        path = material.save_reference(folder / "reference.safetensors", rows)
+        loaded = self.load(path)
+        order = {row.name: row for row in rows}
+        self.assert_loaded(loaded, [order[name] for name in loaded])
+        assert len(loaded) == len(rows)
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_round_trip_of_an_opened_checkpoint(self, zoo: Any, engine: str) -> None:
+        path, rows = zoo(8)
+        with self.open(path, engine=engine) as opened:
+            self.assert_loaded({row.name: opened.get_tensor(row.name) for row in rows}, rows)
+            self.assert_loaded(opened.get_tensors([row.name for row in rows]), rows)
+            assert opened.keys() == sorted(row.name for row in rows)
+            for row in rows:
+                assert opened.get_slice(row.name).get_shape() == list(row.shape)
+                assert opened.get_slice(row.name).get_dtype() == row.dtype
+
+    def test_one_tensor_asked_for_twice(self, aligned: Any) -> None:
+        path, rows = aligned
+        with self.open(path, engine="mmap") as opened:
+            twice = opened.get_tensors([rows[0].name, rows[1].name, rows[0].name])
+            self.assert_loaded(twice, rows[:2])
+
+    def test_extremes_of_64_bits(self, folder: Path) -> None:
+        numbers = {
+            "I64": np.array([-(2**63), 2**63 - 1, -1, 2**53 + 1, 2**32]),
+            "U64": np.array([2**64 - 1, 2**63, 0, 2**53 + 1, 2**32], np.uint64),
+            "F64": np.array([np.finfo(np.float64).max, -5e-324, np.inf, 1 + 2**-52, -0.0]),
+        }
+        rows = [Stored(name, name, a.shape, a.tobytes()) for name, a in numbers.items()]
+        path = save(folder / "wide.safetensors", rows)
+        for landing in LANDINGS:
+            self.assert_loaded(self.load(path, landing=landing), rows)
+
+    # Memory.
+
+    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_arrays_outlive_everything(self, folder: Path, engine: str, landing: str) -> None:
+        rows = material.zoo()
+        path = save(folder / f"gone-{engine}-{landing}.safetensors", rows, 8)
+        opened = self.open(path, engine=engine)
+        first = opened.get_tensor(rows[0].name)
+        loaded = self.load(path, engine=engine, landing=landing)
+        opened.close()
+        del opened
+        path.unlink()
+        gc.collect()
+        churn = [np.full(1 << 16, 255, np.uint8) for _ in range(16)]
+        self.assert_loaded(loaded, rows)
+        assert self.found(first) == self.expected(rows[0])
+        del churn
+
+    @pytest.mark.parametrize("engine", ["pread", "direct"])
+    def test_aliases_lie_in_our_buffers(
+        self, zoo: Any, allocated: list[range], engine: str
+    ) -> None:
+        path, rows = zoo(40)
+        for row in rows:
+            allocated.clear()
+            array = self.load(path, names=[row.name], engine=engine)[row.name]
+            gc.collect()
+            if self.aliased(row.dtype) and row.raw:
+                assert any(self.address(array) in memory for memory in allocated), row.name
+                assert mfload.live_bytes() >= len(row.raw), row.name
+            elif row.raw:
+                assert not any(self.address(array) in memory for memory in allocated), row.name
+                assert mfload.live_bytes() == 0, row.name
+            del array
+            gc.collect()
+            assert mfload.live_bytes() == 0, row.name
+
+    def test_aliases_lie_in_the_map(self, aligned: Any) -> None:
+        path, rows = aligned
+        report = mfload.Report()
+        loaded = self.load(path, engine="mmap", report=report)
+        maps = [
+            range(*(int(end, 16) for end in line.split()[0].split("-")))
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if line.endswith(str(path))
+        ]
+        inside = {
+            row.name
+            for row in rows
+            if any(self.address(loaded[row.name]) in memory for memory in maps)
+        }
+        assert inside == {row.name for row in rows if self.aliased(row.dtype)}
+        assert report.aliased_bytes == sum(len(row.raw) for row in rows if self.aliased(row.dtype))
+
+    def test_landing_in_the_framework(self, aligned: Any, allocated: list[range]) -> None:
+        path, rows = aligned
+        ours = {row.name for row in rows if row.dtype in self.not_lent | self.copied.keys()}
+        report = mfload.Report()
+        loaded = self.load(path, landing="framework", engine="pread", report=report)
+        for row in rows:
+            here = any(self.address(loaded[row.name]) in memory for memory in allocated)
+            assert here == (row.dtype in self.not_lent), row.name
+        assert bool(report.notes) == bool(ours)
+        gc.collect()
+        if not self.not_lent:
+            assert mfload.live_bytes() == 0
+
+    def test_landing_of_a_large_tensor(self, folder: Path) -> None:
+        # Above the size from which allocators take fresh pages, and over several reads.
+        row = material.stored("large", "F32", (5 << 20, 2))
+        path = save(folder / "large.safetensors", [row], 8)
+        for engine in ("pread", "direct"):
+            loaded = self.load(path, landing="framework", engine=engine)
+            self.assert_loaded(loaded, [row])
+            assert mfload.live_bytes() == 0
+        path.unlink()
+
+    def test_memory_goes_with_the_last_array(self, aligned: Any) -> None:
+        path, rows = aligned
+        loaded = self.load(path, engine="pread")
+        gc.collect()
+        assert mfload.live_bytes() > 0
+        while loaded:
+            name, array = loaded.popitem()
+            assert self.found(array) == self.expected(next(r for r in rows if r.name == name))
+            del array
+        gc.collect()
+        assert mfload.live_bytes() == 0
+
+    def test_a_part_keeps_the_memory(self, aligned: Any) -> None:
+        path, rows = aligned
+        row = next(row for row in rows if row.dtype == "F32")
+        part = self.part(self.load(path, names=[row.name], engine="pread")[row.name])
+        gc.collect()
+        if self.parts_alias:
+            assert mfload.live_bytes() >= len(row.raw)
+        churn = [np.full(1 << 12, 255, np.uint8) for _ in range(64)]
+        assert self.raw(part) == row.array()[1:].tobytes()
+        del part, churn
+        gc.collect()
+        assert mfload.live_bytes() == 0
+
+    def test_a_small_tensor_keeps_little_of_a_large_file(self, folder: Path) -> None:
+        rows = [("small", "F32", (256,), 1024)]
+        rows += [(f"large {n}", "F32", (1 << 20,), 4 << 20) for n in range(40)]
+        path = folder / "sparse.safetensors"
+        header: dict[str, Any] = {}
+        end = 0
+        for name, kind, shape, nbytes in rows:
+            span = [end, end := end + nbytes]
+            header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": span}
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + end)
+        for names in (None, ["small"]):
+            small = self.load(path, engine="pread", names=names)["small"]
+            gc.collect()
+            assert 0 < mfload.live_bytes() <= (64 << 20 if names is None else 4096)
+            assert self.raw(small) == bytes(1024)
+            del small
+            gc.collect()
+            assert mfload.live_bytes() == 0
+        path.unlink()
+
+    # In place.
+
+    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_writing_in_place(self, aligned: Any, engine: str, landing: str) -> None:
+        if not self.writable:
+            pytest.skip(f"arrays of {self.framework} can't be written to")
+        path, rows = aligned
+        before = path.read_bytes()
+        loaded = self.load(path, engine=engine, landing=landing)
+        for row in rows:
+            if row.dtype in ("U8", "I32", "F32", "F64", "I16"):
+                self.overwrite(loaded[row.name])
+                assert self.raw(loaded[row.name]) != row.raw
+        rest = [row for row in rows if row.dtype in ("I8", "U32", "BOOL", "BF16")]
+        self.assert_loaded({row.name: loaded[row.name] for row in rest}, rest)
+        assert path.read_bytes() == before
+        self.assert_loaded(self.load(path, engine=engine), rows)
+
+    # Slices.
+
+    @given(data=st.data())
+    @settings(max_examples=4 * settings.default.max_examples)
+    def test_slices(self, sliced: Any, data: st.DataObject) -> None:
+        path, rows = sliced
+        row = rows[data.draw(st.sampled_from(list(rows)))]
+        index = data.draw(arrays.basic_indices(row.shape, allow_ellipsis=True))
+        engine = data.draw(st.sampled_from(["pread", "mmap", "direct"]))
+        with self.open(path, engine=engine) as opened:
+            array = opened.get_slice(row.name)[index]
+        part = np.asarray(row.array()[index])
+        taken = Stored(row.name, row.dtype, part.shape, part.tobytes())
+        assert self.found(array) == self.expected(taken)
+
+    @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+    def test_slices_of_packed_elements(self, folder: Path, dtype: str) -> None:
+        row = material.stored("w", dtype, (3, 4, 32))
+        path = save(folder / f"packed-{dtype}.safetensors", [row], 13)
+        width = 32 * material.BITS[dtype] // 8
+        stored = np.frombuffer(row.raw, np.uint8).reshape(3, 4, width)
+        block = {"F4": (2, 1), "F6_E2M3": (4, 3)}[dtype]
+        with self.open(path) as opened:
+            for index, wanted in {
+                (slice(None), 1): stored[:, 1],
+                (slice(None, None, -2), ...): stored[::-2],
+                (2, slice(1, 3), slice(8, 24)): stored[2, 1:3, 8 * width // 32 : 24 * width // 32],
+                (..., slice(0, block[0])): stored[..., : block[1]],
+            }.items():
+                shape = (*wanted.shape[:-1], wanted.shape[-1] * 8 // material.BITS[dtype])
+                taken = Stored("w", dtype, shape, wanted.tobytes())
+                assert self.found(opened.get_slice("w")[index]) == self.expected(taken)
+            for torn in ((0, 0, 1), (..., slice(1, None)), (..., slice(None, None, 2)), (..., -1)):
+                with pytest.raises(errors.SliceError, match="whole blocks"):
+                    opened.get_slice("w")[torn]
+
+    def test_slices_that_do_not_fit(self, sliced: Any) -> None:
+        path, _ = sliced
+        with self.open(path) as opened:
+            row = opened.get_slice("F32[3, 4, 5]")
+            for index in (3, -4, (0, 0, 0, 0), "x", 1.5, None, ([0, 1],), (..., ...), True):
+                with pytest.raises(errors.SliceError) as caught:
+                    row[index]
+                assert caught.value.tensor == "F32[3, 4, 5]"
+
+    # Threads.
+
+    def test_threads_share_a_handle(self, zoo: Any, sliced: Any) -> None:
+        path, rows = zoo(13)
+        opened = self.open(path)
+        whole = self.open(sliced[0])
+        image = sliced[1]["F32[60, 90]"]
+
+        def work(seed: int) -> list[str]:
+            order = np.random.default_rng(seed).permutation(len(rows))[:40]
+            bad = [
+                rows[n].name
+                for n in order
+                if self.found(opened.get_tensor(rows[n].name)) != self.expected(rows[n])
+            ]
+            for n in range(seed % 3, 60, 7):
+                part = self.raw(whole.get_slice(image.name)[n, ::3])
+                if part != image.array()[n, ::3].tobytes():
+                    bad.append(f"slice {n}")
+            return bad
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert [bad for bad in pool.map(work, range(16)) if bad] == []
+
+    # dtype=.
+
+    @pytest.mark.parametrize(
+        ("stored", "wanted"),
+        [("F32", "bfloat16"), ("BF16", "float32"), ("F16", "F32"), ("F64", "float16"),
+         ("F32", "float8_e4m3fn"), ("F8_E5M2", "float32"), ("F32", "float64")],
+    )  # fmt: skip
+    def test_conversion_of_floats(self, folder: Path, stored: str, wanted: str) -> None:
+        names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64",
+                 "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn"}  # fmt: skip
+        ours = {name: key for key, name in names.items()}.get(wanted, wanted)
+        source, target = (
+            np.dtype(getattr(ml_dtypes, names[key], names[key])) for key in (stored, ours)
+        )
+        numbers = np.random.default_rng(1).normal(size=(33, 5)).astype(source)
+        rows = [
+            Stored("w", stored, (33, 5), numbers.tobytes()),
+            material.stored("ids", "I64", (7,)),
+            material.stored("mask", "BOOL", (7,)),
+        ]
+        path = save(folder / f"cast-{stored}-{ours}.safetensors", rows, 8)
+        cast = Stored("w", ours, (33, 5), numbers.astype(target).tobytes())
+        for landing in LANDINGS:
+            loaded = self.load(path, dtype=wanted, landing=landing)
+            self.assert_loaded(loaded, [cast, *rows[1:]])
+
+    def test_conversions_that_lose_are_refused(self, folder: Path) -> None:
+        numbers = np.array([1, -2, 3, 120], np.int64)
+        rows = [
+            Stored("ids", "I64", (4,), numbers.tobytes()),
+            material.stored("w", "F32", (4,)),
+        ]
+        path = save(folder / "lossy.safetensors", rows)
+        for wanted in ("int32", "uint64", "bool"):
+            with pytest.raises(errors.LossyCastError) as caught:
+                self.load(path, dtype=wanted, names=["ids"])
+            assert caught.value.tensor == "ids"
+        with pytest.raises(errors.LossyCastError):
+            self.load(path, dtype="int64")
+        loaded = self.load(path, dtype={"ids": "int8"})
+        small = Stored("ids", "I8", (4,), numbers.astype(np.int8).tobytes())
+        self.assert_loaded(loaded, [small, rows[1]])
+        with pytest.raises(errors.LossyCastError):
+            self.load(path, dtype={"ids": "uint8"})
+
+    # Errors.
+
+    def test_a_missing_tensor(self, aligned: Any) -> None:
+        path, _ = aligned
+        with pytest.raises(errors.TensorNotFoundError) as caught:
+            self.load(path, names=["F33"])
+        assert (caught.value.tensor, caught.value.file) == ("F33", str(path))
+        with self.open(path) as opened:
+            for method in (
+                opened.get_tensor,
+                opened.get_slice,
+                lambda name: opened.get_tensors([name]),
+            ):
+                with pytest.raises(KeyError, match="F33"):
+                    method("F33")
+
+    def test_an_unknown_dtype_fails_only_itself(self, folder: Path) -> None:
+        path = folder / "unknown.safetensors"
+        known = material.stored("known", "F32", (3,))
+        rows = [("odd", "Q7_X", (3,), bytes(5)), (known.name, known.dtype, known.shape, known.raw)]
+        samples.save_raw(path, rows)
+        self.assert_loaded(self.load(path, names=["known"]), [known])
+        with self.open(path) as opened:
+            assert self.found(opened.get_tensor("known")) == self.expected(known)
+            with pytest.raises(errors.UnsupportedDtypeError) as caught:
+                opened.get_tensor("odd")
+        assert (caught.value.tensor, caught.value.found) == ("odd", "Q7_X")
+        with pytest.raises(errors.UnsupportedDtypeError):
+            self.load(path)
+
+    def test_a_missing_package(self, aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, self.framework, None)
+        with pytest.raises(errors.FrameworkMissingError, match="pip install") as caught:
+            self.load(aligned[0])
+        assert isinstance(caught.value, ImportError)
+
+    def test_a_package_too_old(self, aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        frameworks.get(self.framework)
+        module = sys.modules[f"mfload.frameworks.{self.framework}_adapter"]
+        monkeypatch.setattr(module, "OLDEST", "999.1")
+        with pytest.raises(errors.FrameworkVersionError) as caught:
+            self.load(aligned[0])
+        assert "999.1" in str(caught.value.expected)
+
+    # Devices.
+
+    def test_the_cpu_by_name(self, aligned: Any) -> None:
+        path, rows = aligned
+        self.assert_loaded(self.load(path, device="cpu"), rows)
+
+    def test_devices_that_are_not_there(self, aligned: Any) -> None:
+        for device in self.no_device:
+            if device == "cuda:0" and no_gpu() is None:
+                continue
+            with pytest.raises(errors.DeviceError):
+                self.load(aligned[0], device=device)
+
+    @pytest.mark.gpu
+    def test_round_trip_on_a_gpu(self, zoo: Any) -> None:
+        reason = no_gpu() if self.on_gpu else f"{self.framework} knows the host alone"
+        if reason:
+            pytest.skip(reason)
+        path, rows = zoo(40)
+        self.assert_loaded(self.load(path, device="cuda:0"), rows)
+        gc.collect()
+        assert mfload.live_bytes() == 0
+
+    # Documents.
+
+    def test_the_documented_table(self) -> None:
+        spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/generate_dtypes.py")
+        assert spec is not None
+        assert spec.loader is not None
+        tables = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(tables)
+        told = tables.ask(self.framework)
+        if told["version"] != tables.tested(self.framework):
+            pytest.skip(f"the table tells of another version than {told['version']}")
+        text = (ROOT / "docs/dtypes.md").read_text(encoding="utf-8")
+        assert tables.documented(text, self.framework) == tables.column(told)

@@ -1,0 +1,99 @@
+"""Private maps: what is written stays in memory, what is missing is an error and no signal."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+import watch
+
+import mfload
+from mfload import errors
+from mfload.io import mapped
+from mfload.io.source import LocalFile
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return samples.save(tmp_path / "a.safetensors", {"a": samples.numbers((5000,), np.float32)})
+
+
+def test_writing_reaches_no_file(path: Path) -> None:
+    before = path.read_bytes()
+    source = LocalFile(path)
+    memory = mapped.map_file(source, [(0, source.size)])
+    assert memory.tobytes() == before
+    memory[:] = 7
+    assert path.read_bytes() == before
+    assert mapped.map_file(source, [])[0] == before[0]
+
+
+def test_numpy_arrays_over_a_map_are_read_only(path: Path) -> None:
+    array = mfload.load(path, framework="numpy", engine="mmap")["a"]
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    assert mfload.live_bytes() == 0
+
+
+@pytest.mark.parametrize("size", [0, 100, 8192])
+def test_a_file_cut_short_under_the_map_is_an_error(path: Path, size: int) -> None:
+    source = LocalFile(path)
+    real = mapped._populate
+
+    def populate(*args: Any) -> None:
+        os.truncate(path, size)
+        real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped, "_populate", populate)
+        with pytest.raises(errors.SourceChangedError) as info:
+            mapped.map_file(source, [(0, source.size)])
+    assert info.value.file == os.fspath(path)
+
+
+def test_a_file_cut_short_before_the_map_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LocalFile(path)
+
+    class Late(mmap.mmap):
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            os.truncate(path, 100)
+            return super().__new__(cls, *args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", Late)
+    with watch.nothing_left():
+        with pytest.raises(errors.SourceChangedError, match="100 bytes") as info:
+            mapped.map_file(source, [(0, source.size)])
+        del info
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, None])
+def test_kernels_that_bring_nothing_in_do_so_on_touch(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    class Old(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            if number is None:
+                raise AttributeError("madvise")
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mmap, "mmap", Old)
+    loaded = mfload.load(path, framework="numpy", engine="mmap")
+    assert samples.same(loaded["a"], samples.numbers((5000,), np.float32))
+
+
+def test_no_room_for_a_map_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(mmap.mmap):
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", Full)
+    with pytest.raises(errors.MemoryLimitError, match="mapped"):
+        mapped.map_file(LocalFile(path), [])

@@ -1,0 +1,173 @@
+"""Local files: opened afresh, checked to be the same, and closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import watch
+
+from mfload import errors
+from mfload.io.source import Identity, LocalFile, OpenFile
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "file"
+    found.write_bytes(bytes(range(200)))
+    return found
+
+
+def test_bytes_by_offset(path: Path) -> None:
+    source = LocalFile(path)
+    assert (source.path, source.size) == (os.fspath(path), 200)
+    with watch.nothing_left():
+        assert source.read(10, 5) == bytes(range(10, 15))
+        assert source.read(0, 0) == b""
+        assert source.read(0, 200) == path.read_bytes()
+        source.check()
+
+
+def test_short_reads_are_taken_up_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = LocalFile(path)
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: real(fd, min(nbytes, 7), at))
+    assert source.read(3, 150) == path.read_bytes()[3:153]
+
+
+def test_an_end_before_its_time_is_a_change(path: Path) -> None:
+    with pytest.raises(errors.SourceChangedError, match="210 bytes") as info:
+        LocalFile(path).read(190, 20)
+    assert info.value.file == os.fspath(path)
+
+
+def test_a_failing_read_is_a_read_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = LocalFile(path)
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with watch.nothing_left():
+        with pytest.raises(errors.ReadError) as info:
+            source.read(0, 10)
+        assert info.value.errno == errno.EIO
+        del info
+
+
+def _socket(path: Path) -> Any:
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(os.fspath(path))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["nothing", "directory", "fifo", "socket", "loop", "device",
+                                  "through a file", "null byte", "dangling"])  # fmt: skip
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "it"
+    held = None
+    expected: type[Exception] = errors.SourceError
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            held = _socket(path)
+        case "loop":
+            path.symlink_to(path)
+        case "device":
+            path = Path("/dev/null")
+        case "through a file":
+            path.write_bytes(b"")
+            path = path / "below"
+            expected = errors.SourceNotFoundError
+        case "null byte":
+            path = Path(f"{path}\0")
+            expected = errors.SourceNotFoundError
+        case "dangling":
+            path.symlink_to(tmp_path / "nowhere")
+            expected = errors.SourceNotFoundError
+        case _:
+            expected = errors.SourceNotFoundError
+    before = sorted(watch.open_files())
+    with pytest.raises(expected) as info:
+        LocalFile(path)
+    assert isinstance(info.value, errors.SourceError)
+    assert info.value.file == os.fspath(path)
+    assert sorted(watch.open_files()) == before
+    if held is not None:
+        held.close()
+
+
+def test_what_may_not_be_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(errors.SourcePermissionError) as info:
+        LocalFile(path)
+    assert isinstance(info.value, PermissionError)
+    assert info.value.errno == errno.EACCES
+
+
+def test_no_descriptor_is_left_when_looking_fails(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = sorted(watch.open_files())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(errors.ReadError):
+            LocalFile(path)
+    assert sorted(watch.open_files()) == before
+
+
+@pytest.mark.parametrize("field", range(4))
+def test_every_field_of_an_identity_counts(path: Path, field: int) -> None:
+    source = LocalFile(path)
+    assert source.identity is not None
+    other = list(source.identity)
+    other[field] += 1
+    with pytest.raises(errors.SourceChangedError, match="changed") as info:
+        source.compare(Identity(*other))
+    assert info.value.expected == source.identity
+    source.identity = Identity(*other)
+    with pytest.raises(errors.SourceChangedError):
+        source.check()
+    with watch.nothing_left(), pytest.raises(errors.SourceChangedError):
+        OpenFile(source)
+
+
+def test_a_file_that_is_gone_changed(path: Path) -> None:
+    source = LocalFile(path)
+    path.unlink()
+    with pytest.raises(errors.SourceChangedError, match="gone"):
+        source.check()
+
+
+def test_links_are_followed(path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    source = LocalFile(link)
+    assert source.read(0, 3) == b"\0\1\2"
+    other = tmp_path / "other"
+    other.write_bytes(bytes(range(200)))
+    link.unlink()
+    link.symlink_to(other)
+    with pytest.raises(errors.SourceChangedError):
+        source.check()
+
+
+def test_closing_twice_is_closing_once(path: Path) -> None:
+    opened = OpenFile(LocalFile(path))
+    with opened:
+        pass
+    opened.close()
+    assert opened.fd == -1

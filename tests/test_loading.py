@@ -1,0 +1,242 @@
+"""Loads as a whole: memory beside the result, waves, previews that come true."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+
+import mfload
+from mfload import dtypes, errors, frameworks, loading
+from mfload.frameworks.adapter import Form
+from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.io import buffers
+
+MODEL = samples.model()
+# Two tensors of some blocks each, whose data begin at an odd place.
+LARGE = {"x": samples.numbers((1_500_001,), np.int16, 1), "y": samples.numbers((900, 801), np.int16)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return samples.save(tmp_path / "model.safetensors", MODEL)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    rows = [(name, "I16", array.shape, array.tobytes()) for name, array in LARGE.items()]
+    return samples.save_raw(tmp_path / "large.safetensors", rows, 40)
+
+
+@pytest.mark.parametrize("engine", ["pread", "direct"])
+@pytest.mark.parametrize("dtype", [None, {"x": "int32", "y": "float64"}])
+@pytest.mark.parametrize("limit", [1 << 20, 3 << 20, None])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_beside_the_result_is_bounded(
+    large: Path, engine: Any, dtype: Any, limit: int | None, threads: int
+) -> None:
+    options: dict[str, Any] = {
+        "engine": engine, "dtype": dtype, "threads": threads, "max_host_overhead": limit,
+    }  # fmt: skip
+    preview = mfload.plan(large, **options)
+    report = mfload.Report()
+    loaded = mfload.load(large, framework="numpy", report=report, **options)
+    held = sum(spec.nbytes for spec in preview.plan.buffers)
+    assert report.peak_bytes - held <= preview.overhead_bytes
+    assert preview.overhead_bytes <= (limit or loading.OVERHEAD)
+    # What is held for the result is the result, and a page at most for each tensor.
+    assert 0 <= held - report.result_bytes <= 4096 * len(loaded)
+    if dtype is None:
+        samples.assert_same(loaded, LARGE)
+    else:
+        assert samples.same(loaded["x"], LARGE["x"].astype(np.int32))
+        assert samples.same(loaded["y"], LARGE["y"].astype(np.float64))
+        assert report.peak_bytes > held
+
+
+@pytest.mark.parametrize("limit", [0, 4096, 100_000])
+def test_too_little_overhead_is_refused_with_what_it_takes(path: Path, limit: int) -> None:
+    with pytest.raises(errors.UsageError, match="too small") as info:
+        mfload.load(path, framework="numpy", max_host_overhead=limit, threads=2)
+    least = int(str(info.value.expected).split()[0])
+    loaded = mfload.load(path, framework="numpy", max_host_overhead=least, threads=2)
+    samples.assert_same(loaded, MODEL)
+
+
+class _Copying(NumpyAdapter):
+    """A framework that takes no memory of others."""
+
+    name = "copying"
+    forms = {name: Form("copy", "") for name in dtypes.TABLE}  # noqa: RUF012
+
+    def wrap(self, views: Any) -> list[Any]:
+        self.largest = max(getattr(self, "largest", 0), sum(v.storage().nbytes for v in views))
+        return [array.copy() for array in super().wrap(views)]
+
+
+def test_what_a_framework_copies_waits_in_waves(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = _Copying()
+    monkeypatch.setattr(frameworks, "get", lambda *_: adapter)
+    report = mfload.Report()
+    limit = MODEL["wide"].nbytes + 1000
+    loaded = mfload.load(path, framework="numpy", max_host_overhead=limit, report=report)
+    samples.assert_same(loaded, MODEL)
+    assert mfload.live_bytes() == 0
+    assert 0 < adapter.largest <= limit
+    assert report.peak_bytes <= limit + 4096 * len(MODEL)
+    assert report.tensors == len(MODEL)
+    assert report.aliased_bytes == 0
+    with pytest.raises(errors.MemoryLimitError, match="larger than the overhead") as info:
+        mfload.load(path, framework="numpy", max_host_overhead=limit - 2000)
+    assert info.value.tensor == "wide"
+
+
+def test_a_failure_in_a_late_wave_leaves_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(_Copying):
+        def wrap(self, views: Any) -> list[Any]:
+            names = [view.name for view in views]
+            if "layer.1.q" in names:
+                del views
+                raise RuntimeError("the framework fell over")
+            return super().wrap(views)
+
+    monkeypatch.setattr(frameworks, "get", lambda *_: Failing())
+    with pytest.raises(RuntimeError, match="fell over") as info:
+        mfload.load(path, framework="numpy", max_host_overhead=MODEL["wide"].nbytes)
+    assert mfload.live_bytes() == 0
+    assert info.value is not None
+
+
+def test_landing_in_memory_of_the_framework(path: Path) -> None:
+    loaded = mfload.load(path, framework="numpy", landing="framework", dtype={"layer.1": "int32"})
+    assert mfload.live_bytes() == 0
+    samples.assert_same(loaded, {**MODEL, "layer.1.q": MODEL["layer.1.q"].astype(np.int32)})
+    assert all(array.flags.writeable for array in loaded.values())
+
+
+def test_what_has_no_type_lands_with_us_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NumpyAdapter, "lendable", frozenset({"U8"}))
+    path = samples.save_raw(
+        tmp_path / "a.safetensors",
+        [("f4", "F4", (4, 6), bytes(range(12))), ("u8", "U8", (5,), bytes(range(5)))],
+    )
+    report = mfload.Report()
+    loaded = mfload.load(path, framework="numpy", landing="framework", report=report)
+    assert len(report.notes) == 1
+    assert "1 tensors land in mfload's memory: numpy" in report.notes[0]
+    assert loaded["f4"].tobytes() == bytes(range(12))
+    assert mfload.live_bytes() > 0
+
+
+@pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
+def test_a_preview_comes_true(path: Path, engine: Any) -> None:
+    report = mfload.Report()
+    preview = mfload.plan(path, engine=engine)
+    assert mfload.live_bytes() == 0
+    loaded = mfload.load(path, framework="numpy", engine=engine, report=report)
+    figures = preview.as_dict()
+    for name in ("framework", "tensors", "result_bytes", "read_bytes", "over_read_bytes",
+                 "mapped_bytes", "threads"):  # fmt: skip
+        assert figures[name] == getattr(report, name), name
+    assert figures["result_bytes"] == sum(array.nbytes for array in loaded.values())
+    assert [tuple(leg.values())[:3] for leg in figures["route"]] == list(report.route)
+    assert mfload.live_bytes() == figures["buffer_bytes"]
+    assert buffers.peak_bytes() <= figures["buffer_bytes"] + figures["overhead_bytes"]
+
+
+def test_a_preview_shows_itself(path: Path) -> None:
+    preview = mfload.plan(path, names=["embed", "odd"], engine="direct")
+    text, page = str(preview), preview._repr_html_()
+    for part in ("2 numpy tensors", "direct (asked for)", str(path), "unwanted", "overhead"):
+        assert part in text
+        assert part in page
+    assert page.startswith("<table>")
+    assert json.loads(json.dumps(preview.as_dict())) == preview.as_dict()
+
+
+def test_a_long_route_is_cut(tmp_path: Path) -> None:
+    files = [samples.save(tmp_path / f"x{n:02}.safetensors", {f"t{n}": np.zeros(1)})
+             for n in range(20)]  # fmt: skip
+    report = mfload.Report()
+    mfload.load(files, framework="numpy", report=report)
+    assert "and 4 more files" in str(mfload.plan(files))
+    assert "and 12 more files" in str(report)
+    assert len(report.route) == 20
+
+
+def test_names_are_shown_as_text(tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "<b>&.safetensors", {"a": np.zeros(3)})
+    page = mfload.plan(path)._repr_html_()
+    assert "<b>" not in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_notes_of_the_index_reach_report_and_preview(tmp_path: Path) -> None:
+    samples.save(tmp_path / "model-1.safetensors", {"a": np.zeros(3), "b": np.zeros(2)})
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = mfload.Report()
+    mfload.load(tmp_path, framework="numpy", report=report)
+    assert any("not in the index" in note for note in report.notes)
+    assert mfload.plan(tmp_path).notes == report.notes
+    assert report.notes[0] in str(report)
+
+
+RSS = """
+    import resource, sys
+    import numpy as np
+    import mfload, mfload.api, mfload.frameworks.numpy_adapter
+
+    path, engine, dtype = sys.argv[1:]
+    def peak():
+        with open("/proc/self/status") as status:
+            return next(int(x.split()[1]) << 10 for x in status if x.startswith("VmHWM"))
+    mfload.load(path, framework="numpy", names=["small"])
+    before = peak()
+    loaded = mfload.load(path, framework="numpy", engine=engine, threads=2,
+                         dtype={".": dtype} if dtype else None)
+    data = sum(array.nbytes for array in loaded.values())
+    print(peak() - before - data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype"), [("auto", ""), ("pread", ""), ("direct", ""), ("pread", "int8")]
+)
+def test_the_process_takes_little_more_than_the_data(
+    tmp_path: Path, engine: str, dtype: str
+) -> None:
+    """At most 64 MiB over 512 MiB of data, as the system counts it."""
+    path = tmp_path / "sparse.safetensors"
+    header: dict[str, Any] = {}
+    end = 0
+    for n in range(16):
+        size = 32 << 20
+        span = [end, end + size]
+        header[f"t{n}"] = {"dtype": "F8_E4M3", "shape": [size], "data_offsets": span}
+        end += size
+    header["small"] = {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [end, end + 8]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end + 8)
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(RSS), path, engine, dtype],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) <= 64 << 20

@@ -1,0 +1,148 @@
+"""Indices as people write them, turned into numbers; NumPy and safetensors are the measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import samples
+from hypothesis import given, strategies as st
+from hypothesis.extra import numpy as hnp
+
+import mfload
+from mfload import dtypes, errors, placement
+from mfload.index import Piece, TensorInfo
+from mfload.placement import Axis, Need
+
+
+def _info(shape: tuple[int, ...], dtype: str = "F32") -> TensorInfo:
+    row = dtypes.TABLE[dtype]
+    return TensorInfo("w", row, shape, (Piece(0, 64, row.size_of(shape) or 0),))
+
+
+def _rebuild(shape: tuple[int, ...], selection: placement.Selection | None) -> Any:
+    """The elements that a selection takes, by their numbers."""
+    grid = np.arange(int(np.prod(shape))).reshape(shape)
+    if selection is None:
+        return grid
+    picked = [[axis.start + n * axis.step for n in range(axis.size)] for axis in selection]
+    taken = grid[np.ix_(*picked)] if picked else grid
+    return taken.reshape([axis.size for axis in selection if not axis.drop])
+
+
+@given(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6).flatmap(
+    lambda shape: st.tuples(st.just(shape), hnp.basic_indices(shape, allow_ellipsis=True))
+))  # fmt: skip
+def test_a_selection_takes_what_numpy_takes(case: tuple[tuple[int, ...], Any]) -> None:
+    shape, index = case
+    info = _info(shape)
+    selection = placement.select(info, index)
+    expected = np.arange(int(np.prod(shape))).reshape(shape)[index]
+    need = Need(info, info.dtype, selection)
+    assert need.shape == expected.shape
+    assert need.nbytes == expected.size * 4
+    assert np.array_equal(_rebuild(shape, selection), expected)
+
+
+def test_all_of_a_tensor_is_no_selection() -> None:
+    for index in (..., (), slice(None), (slice(None), ...), (slice(0, 99), slice(-99, 7))):
+        assert placement.select(_info((5, 7)), index) is None
+    assert placement.select(_info(()), ()) is None
+    assert placement.select(_info((5, 7)), (slice(None, None, -1),)) == (Axis(4, 5, -1), Axis(0, 7))
+
+
+REFUSED: dict[str, Any] = {
+    "too many": (0, 0, 0),
+    "out of range": 5,
+    "far below": -6,
+    "huge": 2**70,
+    "two ellipses": (..., ...),
+    "newaxis": None,
+    "newaxis in a tuple": (None, 1),
+    "bool": True,
+    "numpy bool": np.True_,
+    "bool in a tuple": (slice(None), False),
+    "mask": np.ones(5, np.bool_),
+    "list": [0, 1],
+    "empty list": [],
+    "array": np.array([0, 1]),
+    "array of one": np.array([1]),
+    "range": range(2),
+    "string": "a",
+    "float": 1.0,
+    "step 0": slice(0, 4, 0),
+    "slice of floats": slice(1.0, 3.0),
+    "slice of strings": slice("a", "b"),
+    "dict": {},
+}
+
+
+@pytest.mark.parametrize("index", REFUSED.values(), ids=REFUSED.keys())
+def test_what_does_not_fit_is_refused_by_name(index: Any) -> None:
+    with pytest.raises(errors.SliceError) as info:
+        placement.select(_info((5, 7)), index)
+    assert info.value.tensor == "w"
+    assert "[5, 7]" in str(info.value)
+    assert info.value.found == repr(index)
+    assert isinstance(info.value, IndexError)
+
+
+def test_integers_of_other_kinds_are_integers() -> None:
+    class Five:
+        def __index__(self) -> int:
+            return 5
+
+    taken = (Axis(2, 1, 1, drop=True), Axis(5, 1, 1, drop=True))
+    for index in ((2, 5), (np.int64(2), np.uint8(5)), (np.array(2), Five()), (-3, -2)):
+        assert placement.select(_info((5, 7)), index) == taken
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+def test_packed_elements_are_taken_in_whole_blocks(dtype: str) -> None:
+    block = dtypes.TABLE[dtype].elements
+    info = _info((3, 4 * block), dtype)
+    taken = placement.select(info, (1, slice(block, 3 * block)))
+    assert taken is not None
+    assert Need(info, info.dtype, taken).nbytes == 2 * info.dtype.nbytes
+    for last in (0, slice(1, block + 1), slice(0, block + 1), slice(0, 4 * block, 2)):
+        with pytest.raises(errors.SliceError, match="whole blocks"):
+            placement.select(info, (slice(None), last))
+    with pytest.raises(errors.SliceError, match="whole blocks"):
+        placement.select(_info((2 * block, 3), dtype), 0)
+
+
+# What safetensors.safe_open's slices take, mfload's take to the same result; what they refuse,
+# mfload takes as NumPy does or refuses with SliceError. (Booleans, which safetensors takes for
+# 0 and 1, and the empty list, which it takes for all, are refused: see REFUSED.)
+FORMS: list[Any] = [
+    0, -1, 4, slice(1, 3), slice(0, 5, 2), ..., (..., 1), (1, ..., slice(0, 2)), (),
+    (0, 0, 0), (0, 0, 0, ...), (slice(None), slice(None), 0), np.int64(2), np.array(1),
+    slice(np.int64(1), np.int64(3)), (slice(None, None, 3), 2), (2, slice(3), slice(6, None)),
+    slice(-3, -1), slice(0, 100), slice(3, 1), slice(4, 0, -1), slice(-(2**70), 2**70),
+    5, -6, (0, 0, 0, 0), None, (None, 1), [0, 1], (slice(None), [0, 2]), np.array([0, 1]),
+    1.0, "a", range(2), 2**70, slice(0, 4, 0), (..., ...),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", FORMS, ids=repr)
+def test_slices_agree_with_safetensors_and_numpy(tmp_path: Path, index: Any) -> None:
+    array = samples.numbers((5, 6, 7), np.float32)
+    path = samples.save(tmp_path / "a.safetensors", {"a": array})
+    with safetensors.safe_open(path, "np") as theirs:
+        try:
+            reference = theirs.get_slice("a")[index]
+        except (Exception, SystemError):
+            reference = None
+    with mfload.open(path) as ours:
+        try:
+            found = ours.get_slice("a")[index]
+        except errors.SliceError:
+            found = None
+    if reference is not None:
+        assert found is not None
+        assert samples.same(found, reference)
+    if found is not None:
+        assert samples.same(found, array[index])

@@ -1,0 +1,258 @@
+"""Running plans: one failure stops all, Ctrl-C drains, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+
+import mfload
+from mfload import errors, planning, transfer
+from mfload.io import blocks, buffers, probes
+from mfload.io.engine import ThreadEngine
+
+MODEL = samples.model()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return samples.save(tmp_path / "model.safetensors", MODEL)
+
+
+def _blocks(count: int) -> list[blocks.Block]:
+    return [blocks.Block(n % 2, n, 1, ()) for n in range(count)]
+
+
+class _Reader:
+    """Notes what it was given; fails where told to."""
+
+    open = 0
+
+    def __init__(self, fail_at: int = -1, seconds: float = 0) -> None:
+        self.filled: list[int] = []
+        self._fail_at = fail_at
+        self._seconds = seconds
+        _Reader.open += 1
+
+    def fill(self, block: blocks.Block, memory: list[Any], slot: Any) -> None:
+        time.sleep(self._seconds)
+        if block.offset == self._fail_at:
+            raise ValueError(block.offset)
+        self.filled.append(block.offset)
+
+    def close(self) -> None:
+        _Reader.open -= 1
+
+
+def test_one_failure_stops_the_other_workers() -> None:
+    made: list[_Reader] = []
+
+    def open_reader(_: int) -> _Reader:
+        made.append(_Reader(fail_at=3, seconds=0.005))
+        return made[-1]
+
+    engine = ThreadEngine(open_reader, [], 4)
+    engine.submit(_blocks(500))
+    while (done := engine.complete(10)) is not None and done.error is None:
+        pass
+    assert done is not None
+    assert isinstance(done.error, ValueError)
+    assert done.block is not None
+    assert done.block.offset == 3
+    assert engine.close(10)
+    assert sum(len(reader.filled) for reader in made) < 50
+    assert _Reader.open == 0
+    assert [t for t in threading.enumerate() if t.name == "mfload-reader"] == []
+
+
+def test_every_block_is_filled_once_and_reported_once() -> None:
+    made: list[_Reader] = []
+
+    def open_reader(_: int) -> _Reader:
+        made.append(_Reader())
+        return made[-1]
+
+    engine = ThreadEngine(open_reader, [], 3)
+    engine.submit(_blocks(1000))
+    left = 1000
+    while left:
+        done = engine.complete(10)
+        assert done is not None
+        left -= done.blocks
+    assert engine.close(10)
+    assert sorted(n for reader in made for n in reader.filled) == list(range(1000))
+    assert engine.complete(0) is None
+    assert _Reader.open == 0
+
+
+def test_a_reader_that_will_not_open_is_an_error() -> None:
+    def refuse(number: int) -> Any:
+        raise PermissionError(number)
+
+    engine = ThreadEngine(refuse, [], 2)
+    engine.submit(_blocks(10))
+    done = engine.complete(10)
+    assert done is not None
+    assert isinstance(done.error, PermissionError)
+    assert engine.close(10)
+
+
+@pytest.mark.parametrize("some", [0, 1])
+def test_where_no_thread_can_be_had_the_work_is_done(
+    path: Path, monkeypatch: pytest.MonkeyPatch, some: int
+) -> None:
+    real = threading.Thread.start
+    left = some
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal left
+        if left == 0:
+            raise RuntimeError("can't start new thread")
+        left -= 1
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    samples.assert_same(mfload.load(path, framework="numpy", threads=4), MODEL)
+
+
+def test_a_slow_disk_that_never_ends_is_given_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes keep coming, and the time runs out all the same."""
+    small = blocks.Costs(block=64 << 10)
+    monkeypatch.setattr("mfload.loading.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.io.engine.collections.deque", _Endless)
+    start = time.monotonic()
+    with pytest.raises(errors.LoadTimeoutError) as info:
+        mfload.load(path, framework="numpy", timeout=0.3, names=["embed", "wide"])
+    assert time.monotonic() - start < 10
+    assert info.value.file == os.fspath(path)
+    for thread in threading.enumerate():
+        if thread.name == "mfload-reader":
+            thread.join(10)
+
+
+class _Endless(list[Any]):
+    """A queue of blocks that each take some time, and of which none is the last."""
+
+    def popleft(self) -> Any:
+        time.sleep(0.03)
+        return self[0]._replace(segments=()) if len(self) else None
+
+    def extend(self, _: Any) -> None:
+        super().extend([blocks.Block(0, 0, 1, (blocks.Segment(0, 1, 0, 0),))])
+
+
+def test_an_error_of_the_callback_is_the_callers(path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        raise ZeroDivisionError(done, total)
+
+    for threads in (1, 3):
+        with pytest.raises(ZeroDivisionError):
+            mfload.load(path, framework="numpy", progress=fail, threads=threads)
+        assert [t for t in threading.enumerate() if t.name == "mfload-reader"] == []
+        assert mfload.live_bytes() == 0
+
+
+def _plan(nbytes: int) -> planning.Plan:
+    return planning.Plan((), (planning.BufferSpec(nbytes),), (), 0)
+
+
+def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "memory_room", lambda: (100 << 20, "test machine"))
+    transfer.check_room(_plan(100 << 20), 0)
+    with pytest.raises(errors.MemoryLimitError, match="test machine") as info:
+        transfer.check_room(_plan(100 << 20), 1)
+    assert info.value.found == f"{100 << 20} bytes free"
+    # Little loads are not worth the question, and maps take no memory.
+    monkeypatch.setattr(probes, "memory_room", lambda: (0, "test machine"))
+    transfer.check_room(_plan((64 << 20) - 1), 0)
+    mapped = planning.Plan((), (planning.BufferSpec(1 << 40, 0),), (), 0)
+    transfer.check_room(mapped, 0)
+    monkeypatch.setattr(probes, "memory_room", lambda: None)
+    transfer.check_room(_plan(1 << 40), 0)
+
+
+def test_lent_memory_is_used_as_it_is() -> None:
+    lent = np.zeros(10, np.uint8)
+    plan = planning.Plan((), (planning.BufferSpec(5), planning.BufferSpec(10)), (), 0)
+    memory = transfer.allocate(plan, [], {1: lent})
+    assert memory[1] is lent
+    assert memory[0].size == buffers.live_bytes() == 5
+
+
+INTERRUPTED = """
+    import gc, os, signal, sys, threading, time
+    import mfload
+    from mfload.io import blocks
+    import mfload.loading
+
+    path, threads, timeout, progress = sys.argv[1], *map(int, sys.argv[2:])
+    mfload.loading.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    real = os.preadv
+    reads = 0
+
+    def slow(*args):
+        global reads
+        reads += 1
+        if reads == 3:
+            print("reading", flush=True)
+        try:
+            time.sleep(0.1)
+            return real(*args)
+        finally:
+            del args  # As the system call, which holds nothing when it is over.
+
+    def load(timeout=None):
+        shown = (lambda done, total: None) if progress else False
+        return mfload.load(path, framework="numpy", threads=threads or None,
+                           timeout=timeout or None, progress=shown, engine="pread")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    os.preadv = slow
+    gc.disable()
+    try:
+        load(timeout)
+    except KeyboardInterrupt as error:
+        assert mfload.live_bytes() == 0, mfload.live_bytes()
+        assert threading.active_count() == 1, threading.enumerate()
+    else:
+        sys.exit("not interrupted")
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert reads < 15, reads
+    os.preadv = real
+    assert len(load()) == 10
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("threads", "timeout", "progress"), [(0, 0, 0), (1, 0, 0), (1, 0, 1), (3, 0, 1), (2, 60, 0)]
+)
+def test_ctrl_c_drains_and_the_next_load_works(
+    path: Path, threads: int, timeout: int, progress: int
+) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), os.fspath(path),
+         str(threads), str(timeout), str(progress)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "reading\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.communicate()
+    assert (child.returncode, out, err) == (0, "done\n", "")
