@@ -128,7 +128,8 @@ class LazyCheckpoint:
         return f"<mfload checkpoint: {len(self)} tensors in {where}, for {self._adapter.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self._index.files, self._adapter.name, self._arguments, self._identities())
+        arguments = self._arguments
+        state = self._index.files, self._adapter.name, arguments, self._identities(), self._closed
         return _reopen, state
 
     def _identities(self) -> tuple[Any, ...]:
@@ -140,15 +141,21 @@ def _reopen(
     framework: str,
     arguments: tuple[Any, str, int | None, float | None],
     identities: tuple[Any, ...],
+    closed: bool,
 ) -> LazyCheckpoint:
-    index, sources = checkpoint.read(list(files))
+    device, engine, threads, timeout = arguments
+    index, sources = Deadline(timeout).bound(
+        lambda: checkpoint.read(list(files)), "reading headers"
+    )
     for source, identity in zip(sources, identities, strict=True):
         source.compare(identity)
-    device, engine, threads, timeout = arguments
     adapter = frameworks.get(framework, device)
-    return LazyCheckpoint(
+    opened = LazyCheckpoint(
         index, sources, adapter, device=device, engine=engine, threads=threads, timeout=timeout
     )
+    if closed:
+        opened.close()
+    return opened
 
 
 class TensorSlice:

@@ -78,6 +78,7 @@ def segments(need: Need, buffer: int, at: int, costs: Costs) -> Iterator[tuple[i
                     stored,
                     target,
                     need.checked,
+                    need.info.name,
                 )
             done = part * inner_count // max(1, axes[cut].size) if cut < len(axes) else 0
             yield source, Segment(origin + start, span, buffer, at + done * target.itemsize, copy)

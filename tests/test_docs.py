@@ -308,6 +308,51 @@ def test_street_places_every_module() -> None:
     assert not missing, f"docs/street.md does not link to {', '.join(missing)}"
 
 
+_ELSEWHERE = """
+import mmap, os, sys
+import ml_dtypes, numpy as np
+from safetensors.numpy import save_file
+
+written = np.arange(3 << 20, dtype=np.float32)
+save_file({"w": written}, "large.safetensors")
+platform, *missing = sys.argv[1:]
+for name in missing:
+    for module in (os, mmap):
+        if hasattr(module, name):
+            delattr(module, name)
+sys.platform = platform
+import mfload
+
+for engine in ("auto", "pread", "direct", "mmap"):
+    report = mfload.Report()
+    array = mfload.load("large.safetensors", framework="numpy", engine=engine, report=report)["w"]
+    assert (array == written).all(), engine
+    print(report.route[0][1], end=" ")
+"""
+_NOT_ON_MACOS = ("O_DIRECT", "posix_fadvise", "sched_getaffinity", "MADV_HUGEPAGE")
+_NOT_ON_WINDOWS = (*_NOT_ON_MACOS, "preadv", "pread", "sysconf", "register_at_fork",
+                   "O_NONBLOCK", "O_CLOEXEC")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("platform", "missing"), [("darwin", _NOT_ON_MACOS), ("win32", _NOT_ON_WINDOWS)]
+)
+def test_other_systems_have_their_stand_ins(
+    platform: str, missing: tuple[str, ...], tmp_path: Path
+) -> None:
+    """docs/engines.md says so: what other systems lack is taken away."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _ELSEWHERE, platform, *missing],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=SECONDS,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["pread", "pread", "pread", "mmap"]
+
+
 # The process that runs a page ---------------------------------------------------------------
 
 

@@ -22,7 +22,10 @@ from mfload.io import buffers
 
 MODEL = samples.model()
 # Two tensors of some blocks each, whose data begin at an odd place.
-LARGE = {"x": samples.numbers((1_500_001,), np.int16, 1), "y": samples.numbers((900, 801), np.int16)}
+LARGE = {
+    "x": samples.numbers((1_500_001,), np.int16, 1),
+    "y": samples.numbers((900, 801), np.int16),
+}
 
 
 @pytest.fixture

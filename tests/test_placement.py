@@ -54,7 +54,20 @@ def test_all_of_a_tensor_is_no_selection() -> None:
     assert placement.select(_info((5, 7)), (slice(None, None, -1),)) == (Axis(4, 5, -1), Axis(0, 7))
 
 
+class _One:
+    """As torch's tensors of one element: an array that passes for an integer."""
+
+    ndim = 1
+
+    def __index__(self) -> int:
+        return 1
+
+    def __repr__(self) -> str:
+        return "tensor([1])"
+
+
 REFUSED: dict[str, Any] = {
+    "tensor of one": _One(),
     "too many": (0, 0, 0),
     "out of range": 5,
     "far below": -6,

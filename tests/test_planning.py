@@ -74,9 +74,7 @@ def cases(draw: Any) -> Case:
             raw = np.random.default_rng(seed).bytes(nbytes)
             if name == "BOOL":
                 raw = bytes(byte & 1 for byte in raw)
-            info = TensorInfo(
-                f"{source}.{n}", dtype, shape, (Piece(source, len(data), nbytes),)
-            )
+            info = TensorInfo(f"{source}.{n}", dtype, shape, (Piece(source, len(data), nbytes),))
             if dtype.elements == 1:
                 array = np.frombuffer(raw, dtype.numpy).reshape(shape)
             elif shape[-1] % dtype.elements:
@@ -310,6 +308,20 @@ def test_figures_count_what_is_read_over() -> None:
     assert (len(apart.blocks), apart.read_bytes) == (2, 200)
     assert apart.buffer_bytes >= 200
     assert apart.mapped_bytes == 0
+
+
+def test_neighbours_in_two_files_are_two_reads() -> None:
+    # The second file's tensor begins at the byte where the first file's ends.
+    ends, begins = (
+        Need(TensorInfo(name, dtypes.TABLE["U8"], (64,), (Piece(source, offset, 64),)), row)
+        for name, source, offset, row in (
+            ("ends", 0, 64, dtypes.TABLE["U8"]),
+            ("begins", 1, 128, dtypes.TABLE["U8"]),
+        )
+    )
+    plan = planning.make([ends, begins])
+    assert plan.places[1].at == plan.places[0].at + 64
+    assert [(block.source, block.offset) for block in plan.blocks] == [(0, 64), (1, 128)]
 
 
 def test_only_what_suits_a_map_is_mapped() -> None:

@@ -205,9 +205,9 @@ INTERRUPTED = """
     def slow(*args):
         global reads
         reads += 1
-        if reads == 3:
-            print("reading", flush=True)
         try:
+            if reads == 3:
+                print("reading", flush=True)
             time.sleep(0.1)
             return real(*args)
         finally:

@@ -213,7 +213,8 @@ def _astray(name: str) -> str | None:
     parts = re.split(r"[/\\]", name)
     if not name or "\0" in name:
         return "is no file name"
-    if ".." in parts or os.path.isabs(name) or not parts[0] or ":" in parts[0]:
+    # Absolute paths begin with a separator or a drive, whatever the system is.
+    if ".." in parts or not parts[0] or ":" in parts[0]:
         return "leads out of the directory"
     return None
 

@@ -65,6 +65,8 @@ def make(device: object) -> CupyAdapter:
         ) from error
     cupy = importlib.import_module("cupy")
     adapter.check_version("cupy", cupy.__version__, OLDEST)
+    if isinstance(device, cupy.cuda.Device):
+        device = f"cuda:{device.id}"
     kind, number = adapter.split_device("cuda:0" if device is None else str(device))
     try:
         count = cupy.cuda.runtime.getDeviceCount()

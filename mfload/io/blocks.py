@@ -18,6 +18,7 @@ class Copy(NamedTuple):
         source: Element type as stored.
         target: Element type as delivered. Where the two differ, values are converted.
         checked: Whether a value that the target can't hold stops the load.
+        tensor: Whose they are, for the error that says so.
     """
 
     shape: tuple[int, ...]
@@ -26,6 +27,7 @@ class Copy(NamedTuple):
     source: np.dtype[Any]
     target: np.dtype[Any]
     checked: bool = False
+    tensor: str | None = None
 
 
 class Segment(NamedTuple):

@@ -141,27 +141,28 @@ def _convert(landed: Any, start: int, segment: Segment, copy: Copy, memory: list
     source = np.ndarray(copy.shape, copy.source, landed, start + copy.start, copy.strides)
     target = np.ndarray(copy.shape, copy.target, memory[segment.buffer], segment.at)
     if copy.checked:
-        _check_range(source, copy.target)
+        _check_range(source, copy.target, copy.tensor)
     # Overflow to infinity or NaN is what a narrower float means, and warns in NumPy.
     with np.errstate(all="ignore"):
         np.copyto(target, source, casting="unsafe")
 
 
-def _check_range(source: Any, target: np.dtype[Any]) -> None:
+def _check_range(source: Any, target: np.dtype[Any], tensor: str | None = None) -> None:
     """Stops a conversion to integers that would wrap."""
     if target.kind not in "iub" or source.size == 0:
         return
-    low, high = _limits(source, target)
+    low, high = _limits(source, target, tensor)
     limits = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
     if low < limits[0] or high > limits[1]:
         raise errors.LossyCastError(
             "a value does not fit the dtype asked for",
+            tensor=tensor,
             expected=f"{limits[0]} to {limits[1]} for {target}",
             found=f"{low} to {high}",
         )
 
 
-def _limits(source: Any, target: np.dtype[Any]) -> tuple[int, int]:
+def _limits(source: Any, target: np.dtype[Any], tensor: str | None) -> tuple[int, int]:
     """The least and the greatest value as integers, fractions cut off."""
     if source.dtype.kind in "iub":
         return int(source.min()), int(source.max())
@@ -177,12 +178,17 @@ def _limits(source: Any, target: np.dtype[Any]) -> tuple[int, int]:
     for part in parts:
         if not np.isfinite(part).all():
             raise errors.LossyCastError(
-                "a value that is no number can't become an integer", expected=str(target)
+                "a value that is no number can't become an integer",
+                tensor=tensor,
+                expected=str(target),
             )
         whole = np.trunc(part)
         if target.kind == "b" and (whole != part).any():
             raise errors.LossyCastError(
-                "a fraction can't become a bool", expected="0 or 1", found=part[whole != part][0]
+                "a fraction can't become a bool",
+                tensor=tensor,
+                expected="0 or 1",
+                found=part[whole != part][0],
             )
         low, high = min(low, whole.min()), max(high, whole.max())
     return int(low), int(high)

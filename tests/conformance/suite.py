@@ -22,7 +22,7 @@ import pytest
 import samples
 from conformance import material
 from conformance.material import Stored, save
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 
 import mfload
@@ -49,6 +49,20 @@ def no_gpu() -> str | None:
     return None
 
 
+def assert_documented(framework: str) -> None:
+    """Compares the column of docs/dtypes.md with the code, where it tells of this version."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/generate_dtypes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    told = tables.ask(framework)
+    if told["version"] != tables.pinned(framework, tables.NEWEST):
+        pytest.skip(f"the table tells of another version than {told['version']}")
+    text = (ROOT / "docs/dtypes.md").read_text(encoding="utf-8")
+    assert tables.documented(text, framework) == tables.column(told)
+
+
 class Conformance:
     """The suite.
 
@@ -58,7 +72,6 @@ class Conformance:
         copied: The same for those that are copied. All others must arrive as bytes.
         unpacked: Packed dtypes that arrive with a byte for each element.
         not_lent: Dtypes that land in mfload's memory also with `landing="framework"`.
-        writable: Whether arrays can be written to in place.
         parts_alias: Whether a part of an array is a view that keeps the memory.
         on_gpu: Whether the framework is to be tried on a GPU where there is one.
         no_device: Devices that are not there.
@@ -69,7 +82,6 @@ class Conformance:
     copied: ClassVar[dict[str, str]] = {}
     unpacked: ClassVar[frozenset[str]] = frozenset()
     not_lent: ClassVar[frozenset[str]] = frozenset()
-    writable: ClassVar[bool] = True
     parts_alias: ClassVar[bool] = True
     on_gpu: ClassVar[bool] = True
     no_device: ClassVar[tuple[Any, ...]] = ("cuda:0", "nonsense", "no:such:device", "")
@@ -89,10 +101,6 @@ class Conformance:
 
     def address(self, array: Any) -> int:
         """Where its first byte lies."""
-        raise NotImplementedError
-
-    def overwrite(self, array: Any) -> None:
-        """Writes something else to every element, in place."""
         raise NotImplementedError
 
     def part(self, array: Any) -> Any:
@@ -167,7 +175,11 @@ class Conformance:
         self.assert_loaded(self.load(path, engine=engine, landing=landing), rows)
 
     def test_round_trip_of_the_reference_writer(self, folder: Path) -> None:
-        rows = material.zoo(material.WRITER)
+        rows = [
+            row
+            for row in material.zoo(material.WRITER)
+            if row.dtype != "F4" or row.shape[-1] % 2 == 0
+        ]
         path = material.save_reference(folder / "reference.safetensors", rows)
         loaded = self.load(path)
         order = {row.name: row for row in rows}
@@ -226,19 +238,19 @@ class Conformance:
         self, zoo: Any, allocated: list[range], engine: str
     ) -> None:
         path, rows = zoo(40)
-        for row in rows:
+        for alias in (True, False):
+            wanted = [row for row in rows if row.raw and self.aliased(row.dtype) == alias]
             allocated.clear()
-            array = self.load(path, names=[row.name], engine=engine)[row.name]
+            names = [row.name for row in wanted]
+            loaded = self.load(path, names=names, engine=engine)
+            inside = [n for n in names if any(self.address(loaded[n]) in x for x in allocated)]
+            assert inside == (names if alias else [])
             gc.collect()
-            if self.aliased(row.dtype) and row.raw:
-                assert any(self.address(array) in memory for memory in allocated), row.name
-                assert mfload.live_bytes() >= len(row.raw), row.name
-            elif row.raw:
-                assert not any(self.address(array) in memory for memory in allocated), row.name
-                assert mfload.live_bytes() == 0, row.name
-            del array
+            held = sum(len(row.raw) for row in wanted)
+            assert mfload.live_bytes() >= held if alias else mfload.live_bytes() == 0
+            del loaded
             gc.collect()
-            assert mfload.live_bytes() == 0, row.name
+            assert mfload.live_bytes() == 0
 
     def test_aliases_lie_in_the_map(self, aligned: Any) -> None:
         path, rows = aligned
@@ -320,36 +332,21 @@ class Conformance:
         for names in (None, ["small"]):
             small = self.load(path, engine="pread", names=names)["small"]
             gc.collect()
-            assert 0 < mfload.live_bytes() <= (64 << 20 if names is None else 4096)
+            assert 0 < mfload.live_bytes() <= (64 << 20 if names is None else 1024 + 4096)
             assert self.raw(small) == bytes(1024)
             del small
             gc.collect()
             assert mfload.live_bytes() == 0
         path.unlink()
 
-    # In place.
-
-    @pytest.mark.parametrize("landing", LANDINGS)
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_writing_in_place(self, aligned: Any, engine: str, landing: str) -> None:
-        if not self.writable:
-            pytest.skip(f"arrays of {self.framework} can't be written to")
-        path, rows = aligned
-        before = path.read_bytes()
-        loaded = self.load(path, engine=engine, landing=landing)
-        for row in rows:
-            if row.dtype in ("U8", "I32", "F32", "F64", "I16"):
-                self.overwrite(loaded[row.name])
-                assert self.raw(loaded[row.name]) != row.raw
-        rest = [row for row in rows if row.dtype in ("I8", "U32", "BOOL", "BF16")]
-        self.assert_loaded({row.name: loaded[row.name] for row in rest}, rest)
-        assert path.read_bytes() == before
-        self.assert_loaded(self.load(path, engine=engine), rows)
-
     # Slices.
 
     @given(data=st.data())
-    @settings(max_examples=4 * settings.default.max_examples)
+    @settings(
+        max_examples=4 * settings.default.max_examples,
+        # JAX runs the suite twice, the second time without its seam.
+        suppress_health_check=[HealthCheck.differing_executors],
+    )
     def test_slices(self, sliced: Any, data: st.DataObject) -> None:
         path, rows = sliced
         row = rows[data.draw(st.sampled_from(list(rows)))]
@@ -369,12 +366,12 @@ class Conformance:
         stored = np.frombuffer(row.raw, np.uint8).reshape(3, 4, width)
         block = {"F4": (2, 1), "F6_E2M3": (4, 3)}[dtype]
         with self.open(path) as opened:
-            for index, wanted in {
-                (slice(None), 1): stored[:, 1],
-                (slice(None, None, -2), ...): stored[::-2],
-                (2, slice(1, 3), slice(8, 24)): stored[2, 1:3, 8 * width // 32 : 24 * width // 32],
-                (..., slice(0, block[0])): stored[..., : block[1]],
-            }.items():
+            for index, wanted in (
+                ((slice(None), 1), stored[:, 1]),
+                ((slice(None, None, -2), ...), stored[::-2]),
+                ((2, slice(1, 3), slice(8, 24)), stored[2, 1:3, width // 4 : 3 * width // 4]),
+                ((..., slice(0, block[0])), stored[..., : block[1]]),
+            ):
                 shape = (*wanted.shape[:-1], wanted.shape[-1] * 8 // material.BITS[dtype])
                 taken = Stored("w", dtype, shape, wanted.tobytes())
                 assert self.found(opened.get_slice("w")[index]) == self.expected(taken)
@@ -530,13 +527,38 @@ class Conformance:
     # Documents.
 
     def test_the_documented_table(self) -> None:
-        spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/generate_dtypes.py")
-        assert spec is not None
-        assert spec.loader is not None
-        tables = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(tables)
-        told = tables.ask(self.framework)
-        if told["version"] != tables.tested(self.framework):
-            pytest.skip(f"the table tells of another version than {told['version']}")
-        text = (ROOT / "docs/dtypes.md").read_text(encoding="utf-8")
-        assert tables.documented(text, self.framework) == tables.column(told)
+        assert_documented(self.framework)
+
+
+class WritableConformance(Conformance):
+    """The suite for frameworks whose arrays can be written to.
+
+    Attributes:
+        refusing: Engines whose arrays refuse that with a ValueError.
+    """
+
+    refusing: ClassVar[frozenset[str]] = frozenset()
+
+    def overwrite(self, array: Any) -> None:
+        """Writes something else to every element, in place."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_writing_in_place(self, aligned: Any, engine: str, landing: str) -> None:
+        path, rows = aligned
+        before = path.read_bytes()
+        loaded = self.load(path, engine=engine, landing=landing)
+        written = [row for row in rows if row.dtype in ("U8", "I16", "I32", "F32", "F64")]
+        if engine in self.refusing and landing == "mfload":
+            for row in written:
+                with pytest.raises(ValueError, match="read-only"):
+                    self.overwrite(loaded[row.name])
+            return
+        for row in written:
+            self.overwrite(loaded[row.name])
+            assert self.raw(loaded[row.name]) != row.raw
+        rest = [row for row in rows if row not in written]
+        self.assert_loaded({row.name: loaded[row.name] for row in rest}, rest)
+        assert path.read_bytes() == before
+        self.assert_loaded(self.load(path, engine=engine), rows)

@@ -198,7 +198,8 @@ def _bytes(rng: random.Random, text: bytes) -> bytes:
     what = rng.randrange(7)
     at = rng.randrange(len(text)) if text else 0
     if what == 0:
-        return text[:at] + bytes([text[at] ^ 1 << rng.randrange(8)]) + text[at + 1 :] if text else b"\xff"
+        flipped = bytes([text[at] ^ 1 << rng.randrange(8)]) if text else b"\xff"
+        return text[:at] + flipped + text[at + 1 :]
     if what == 1:
         return text[:at] + text[at + rng.randrange(1, 5) :]
     if what == 2:
@@ -209,7 +210,8 @@ def _bytes(rng: random.Random, text: bytes) -> bytes:
     if what == 3:
         return rng.choice([b" ", b"\n\t\r ", b"\xef\xbb\xbf", b"\x00", b"\x0b", b"[", b"1"]) + text
     if what == 4:
-        return text + rng.choice([b" ", b"\n\t\r ", b"\x00", b"   \x00", b"}", b"{}", b",", b"\x0c"])
+        tails = [b" ", b"\n\t\r ", b"\x00", b"   \x00", b"}", b"{}", b",", b"\x0c"]
+        return text + rng.choice(tails)
     if what == 5:
         return text.replace(b",", rng.choice([b", ", b" ,\n", b",,"]), rng.choice([1, -1]))
     return text.replace(b":", rng.choice([b": ", b"\t:", b"::"]), rng.choice([1, -1]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -31,8 +30,8 @@ def _settings(examples: int) -> hypothesis.settings:
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("differential") / "f.safetensors"
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("differential") / "f.safetensors"
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
@@ -86,7 +85,10 @@ def test_each_mutation_both_spoils_files_and_leaves_some_whole(
     for seed in range(400):
         rng = random.Random(seed)
         raw = reference.write(
-            {name: reference.Tensor("F32", (n,), rng.randbytes(4 * n)) for n, name in enumerate("abc")},
+            {
+                name: reference.Tensor("F32", (n,), rng.randbytes(4 * n))
+                for n, name in enumerate("abc")
+            },
             {"k": "v"},
         )
         header = mutations.parse(raw[8 : 8 + raw[0]].decode())

@@ -59,6 +59,23 @@ def test_errors_say_where_the_next_tensor_had_to_begin() -> None:
     assert (error.expected, error.found) == ("data_offsets beginning at 4", 6)
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "wanted"),
+    [
+        (-4, 0, "data_offsets that are whole numbers"),
+        (False, 4, "data_offsets that are whole numbers"),
+        (0, True, "data_offsets that are whole numbers"),
+        (0, 4.0, "data_offsets that are whole numbers"),
+        (4, 0, "data_offsets that end after they begin"),
+    ],
+)
+def test_errors_say_what_is_wrong_with_offsets(begin: Any, end: Any, wanted: str) -> None:
+    with pytest.raises(errors.HeaderError) as caught:
+        parse({"a": entry("F32", [1], begin, end)}, 4)
+    assert caught.value.expected == wanted
+    assert caught.value.found == str([begin, end])
+
+
 def test_reads_the_header_and_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.safetensors"
     raw = reference.write({"w": reference.Tensor("U8", (1 << 20,), bytes(1 << 20))})
@@ -76,7 +93,9 @@ def test_reads_the_header_and_no_data(tmp_path: Path, monkeypatch: pytest.Monkey
     assert max(offset + nbytes for offset, nbytes in read) == len(raw) - (1 << 20)
 
 
-def test_file_that_shrinks_under_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_shrinks_under_the_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f.safetensors"
     path.write_bytes(reference.write({"w": reference.Tensor("U8", (9,), bytes(9))}))
     file = LocalFile(path)

@@ -81,7 +81,7 @@ def test_depth_is_counted_with_what_lies_around() -> None:
             strict_json.check(value, outer)
 
 
-@pytest.mark.parametrize("value", [2**1024, [-(2**1024)], {"a": {"b": [0, 2**2000]}}])
+@pytest.mark.parametrize("value", [2**1024, [-(2**1024)], {"a": {"b": [0, 2**2000]}}], ids=type)
 def test_integers_beyond_floats(value: Any) -> None:
     with pytest.raises(strict_json.Refused, match="range"):
         strict_json.check(value)
@@ -89,6 +89,14 @@ def test_integers_beyond_floats(value: Any) -> None:
 
 
 def test_brief_is_brief() -> None:
-    for value in ("x" * 10**6, [0] * 10**6, _nested(900), {str(n): n for n in range(10**5)}, 9**4000):
+    for value in (
+        "x" * 10**6,
+        [0] * 10**6,
+        _nested(900),
+        {str(n): n for n in range(10**5)},
+        9**4000,
+    ):
         assert len(strict_json.brief(value)) < 1000
-    assert strict_json.brief({"dtype": "F32", "shape": [1, 2]}) == "{'dtype': 'F32', 'shape': [1, 2]}"
+    assert (
+        strict_json.brief({"dtype": "F32", "shape": [1, 2]}) == "{'dtype': 'F32', 'shape': [1, 2]}"
+    )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
-import pytest
 import tensorflow as tf
 from conformance import material
 from conformance.material import COMMON, FLOATS8, save
@@ -27,8 +26,7 @@ _pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 class TestTensorflow(Conformance):
     framework = "tensorflow"
     own = COMMON
-    copied = {key: name for key, name in FLOATS8.items() if key != "F8_E8M0"}
-    writable = False
+    copied: ClassVar = {key: name for key, name in FLOATS8.items() if key != "F8_E8M0"}
     parts_alias = False
     no_device = ("cuda:0", "gpu:0", "cpu:99", "nonsense", "no:such:device", "")
 
@@ -107,6 +105,3 @@ def test_lent_tensors_are_not_shared(tmp_path: Any) -> None:
     loaded = mfload.load(path, framework="tf", landing="framework")
     TestTensorflow().assert_loaded(loaded, rows)
     assert len({TestTensorflow().address(x) for x in loaded.values()}) == 8
-
-
-pytestmark: list[Any] = []

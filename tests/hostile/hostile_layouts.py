@@ -117,8 +117,8 @@ ASTRAY = ["../out.safetensors", "sub/../../out.safetensors", "/etc/passwd", ".."
           "//host/share", "", "a\0b"]  # fmt: skip
 
 
-@refused(errors.CheckpointError, "'/etc/passwd'", "'gone.safetensors'", "leads out of the directory",
-         "is no file name", "and not there", "'C:out'")  # fmt: skip
+@refused(errors.CheckpointError, "'/etc/passwd'", "'gone.safetensors'", "'C:out'",
+         "leads out of the directory", "is no file name", "and not there")  # fmt: skip
 def astray(root: Path) -> Path:
     shard(root / "out.safetensors", b=2)
     shard(root / "inner" / "sub" / "1.safetensors", a=1)
@@ -153,7 +153,9 @@ _no_index("map_twice", '{"weight_map":{},"weight_map":{"a":"1.safetensors"}}', e
 _no_index("deep", '{"weight_map":' + "[" * 100_000, errors.HeaderError, "the index is nested")
 _no_index("not_utf8", "\udcff", errors.HeaderError, "the index is not UTF-8")
 _no_index("nan", '{"weight_map":{},"x":NaN}', errors.HeaderError, "the index is not JSON")
-_no_index("surrogate", '{"weight_map":{"\\ud800":"1.safetensors"}}', errors.HeaderError, "surrogate")
+_no_index(
+    "surrogate", '{"weight_map":{"\\ud800":"1.safetensors"}}', errors.HeaderError, "surrogate"
+)
 _no_index("itself", '{"weight_map":{"a":"' + INDEX + '"}}', errors.HeaderError, "over the cap")
 _no_index("directory", '{"weight_map":{"a":"."}}', errors.SourceError, "not a regular file")
 _no_index("long_name", '{"weight_map":{"a":"' + "x" * 5000 + '"}}', errors.CheckpointError,
@@ -190,8 +192,8 @@ def several_families(root: Path) -> Path:
     return root
 
 
-@refused(errors.CheckpointError, "several checkpoints", "model-00001-of-00002.safetensors … (2 files)",
-         "consolidated.00.safetensors")  # fmt: skip
+@refused(errors.CheckpointError, "several checkpoints", "consolidated.00.safetensors",
+         "model-00001-of-00002.safetensors … (2 files)")  # fmt: skip
 def several_families_of_shards(root: Path) -> Path:
     shard(root / "model-00001-of-00002.safetensors", a=1)
     shard(root / "model-00002-of-00002.safetensors", b=2)
@@ -214,7 +216,9 @@ def several_counts_of_shards(root: Path) -> Path:
     return root
 
 
-@refused(errors.CheckpointError, "several checkpoints", "model.safetensors", "model.fp16.safetensors")
+@refused(
+    errors.CheckpointError, "several checkpoints", "model.safetensors", "model.fp16.safetensors"
+)
 def several_precisions(root: Path) -> Path:
     shard(root / "model.safetensors", a=1)
     shard(root / "model.fp16.safetensors", a=1)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import reference
 import safetensors
+from hostile_files import entry, header
 
 import mfload
 from mfload import errors
@@ -86,11 +87,7 @@ def test_readme_has_a_note_on_each() -> None:
     assert (without, idle) == ([], [])
 
 
-UNKNOWN = hostile_files.header(
-    a=hostile_files.entry(),
-    b=hostile_files.entry("F31", (7,), (4, 9)),
-    c=hostile_files.entry("U8", (1,), (9, 10)),
-)
+UNKNOWN = header(a=entry(), b=entry("F31", (7,), (4, 9)), c=entry("U8", (1,), (9, 10)))
 
 
 class TestUnknownDtype:
@@ -131,7 +128,7 @@ class TestUnknownDtype:
     @pytest.mark.parametrize("name", ["", "f32", "F32 ", "F32\0", "\x1b[31m", "é", "x" * 10_000])
     def test_whatever_its_name(self, name: str, tmp_path: Path) -> None:
         path = tmp_path / "f.safetensors"
-        path.write_bytes(reference.join(hostile_files.header(w=hostile_files.entry(name)), bytes(4)))
+        path.write_bytes(reference.join(header(w=entry(name)), bytes(4)))
         with pytest.raises(errors.UnsupportedDtypeError) as caught:
             mfload.load(path, framework="numpy")
         assert caught.value.found == name
@@ -154,10 +151,7 @@ class TestShapeThatNoArrayHas:
     def test_fails_by_name(self, shape: list[int], tmp_path: Path) -> None:
         path = tmp_path / "f.safetensors"
         size = 4 if 0 not in shape else 0
-        text = hostile_files.header(
-            a=hostile_files.entry(),
-            b=hostile_files.entry("F32", shape, (4, 4 + size)),
-        )
+        text = header(a=entry(), b=entry("F32", shape, (4, 4 + size)))
         path.write_bytes(reference.join(text, bytes(4 + size)))
         reference.read(path.read_bytes())
         for call in (mfload.load, mfload.plan):
@@ -200,10 +194,8 @@ BOMBS = {
     '"data_offsets":[0,4]}}',
     "zero-then-numbers": '{"w":{"dtype":"F32","shape":[0,' + "9223372036854775808," * (_SIZE // 20)
     + "1]," '"data_offsets":[0,4]}}',
-    "unknown-field": hostile_files.header(w=hostile_files.entry(x="[" + "[]," * (_SIZE // 3) + "{]")),
-    "unknown-field-deep": hostile_files.header(
-        w=hostile_files.entry(x="[" + "[[[[]]]]," * (_SIZE // 9) + "NaN]")
-    ),
+    "unknown-field": header(w=entry(x="[" + "[]," * (_SIZE // 3) + "{]")),
+    "unknown-field-deep": header(w=entry(x="[" + "[[[[]]]]," * (_SIZE // 9) + "NaN]")),
     "string": '{"' + "x" * _SIZE + '":1}',
     "escapes": '{"' + "\\u00e9" * (_SIZE // 6) + '":1}',
     "depth": "[" * _SIZE,

@@ -120,9 +120,7 @@ class EngineSuite:
 
     def test_some_names(self, path: Path) -> None:
         for names in (["wide"], ["odd", "scalar"], ["empty"], []):
-            samples.assert_same(
-                self.load(path, names=names), {name: MODEL[name] for name in names}
-            )
+            samples.assert_same(self.load(path, names=names), {name: MODEL[name] for name in names})
 
     def test_conversions(self, path: Path) -> None:
         loaded = self.load(path, dtype={"embed|wide": "float64", "layer.1": "int32"})

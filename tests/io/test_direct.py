@@ -47,6 +47,21 @@ def test_what_is_read_directly_is_aligned(path: Path, monkeypatch: pytest.Monkey
             assert (read.offset % 4096, read.nbytes % 4096) == (0, 0)
 
 
+def test_large_segments_that_lie_askew_go_through_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Eight bytes an element, and data at 41: NumPy's place is one byte before the file's.
+    array = samples.numbers((300_001,), np.int64)
+    rows = [("a", "I64", array.shape, array.tobytes())]
+    path = samples.save_raw(tmp_path / "a.safetensors", rows, 41)
+    reads = watch.spy(monkeypatch)
+    report = mfload.Report()
+    assert samples.same(_load(path, report)["a"], array)
+    assert report.notes == ()
+    assert all(read.direct for read in reads)
+    assert report.peak_bytes > array.nbytes + 100_000
+
+
 @pytest.mark.parametrize("start", [0, 8, 40])
 @pytest.mark.parametrize("unit", [512, 4096])
 def test_large_segments_land_in_place(
@@ -130,9 +145,7 @@ def test_a_disk_that_takes_no_direct_reads_falls_back_out_loud(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_other_errors_are_errors(
-    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_other_errors_are_errors(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     _refuse_reads(monkeypatch, number)
     with watch.nothing_left(), pytest.raises(errors.SourceError) as info:
         _load(path)

@@ -1,0 +1,182 @@
+"""What importing mfload brings in, and what it gives out."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mfload
+from mfload import errors, frameworks
+
+FRAMEWORKS = ("jax", "jaxlib", "torch", "tensorflow", "paddle", "cupy", "flax", "keras")
+
+
+def _run(code: str, *arguments: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_importing_mfload_imports_no_framework_and_little_else() -> None:
+    loaded = set(_run("import sys, mfload; print('\\n'.join(sys.modules))").split())
+    assert not loaded & {*FRAMEWORKS, "tqdm", "safetensors", "numpy", "ml_dtypes"}
+    assert {name for name in loaded if name.startswith("mfload")} == {"mfload"}
+
+
+def test_the_public_names_import_no_framework() -> None:
+    code = """
+        import sys, mfload
+        for name in mfload.__all__:
+            getattr(mfload, name)
+        print("\\n".join(sys.modules))
+    """
+    loaded = set(_run(code).split())
+    assert not loaded & {*FRAMEWORKS, "tqdm", "safetensors"}
+    assert "mfload.api" in loaded
+
+
+def test_numpy_needs_numpy_alone(tmp_path: Path) -> None:
+    import numpy as np
+    import samples
+
+    path = samples.save(tmp_path / "a.safetensors", {"a": np.arange(5)})
+    code = """
+        import sys, mfload
+        assert mfload.load(sys.argv[1], framework="numpy")["a"].sum() == 10
+        print("\\n".join(sys.modules))
+    """
+    assert not set(_run(code, str(path)).split()) & {*FRAMEWORKS, "tqdm", "safetensors"}
+
+
+def test_only_the_framework_asked_for_is_imported(tmp_path: Path) -> None:
+    """Even where others are at hand: whatever else is asked for fails on import."""
+    import numpy as np
+    import samples
+
+    path = samples.save(tmp_path / "a.safetensors", {"a": np.arange(5)})
+    code = """
+        import sys
+        for name in ("jax", "torch", "tensorflow", "paddle", "cupy"):
+            sys.modules[name] = None
+        import mfload
+        with mfload.open(sys.argv[1]) as opened:
+            assert opened.get_tensor("a").sum() == 10
+        print("done")
+    """
+    assert _run(code, str(path)) == "done"
+
+
+def test_all_is_exact() -> None:
+    public = {
+        name
+        for name in dir(mfload)
+        if not name.startswith("_") and name not in {"annotations", "importlib", "TYPE_CHECKING",
+                                                     "Any"}
+    }  # fmt: skip
+    # Modules become attributes of their package once somebody has imported them.
+    submodules = {path.stem for path in Path(mfload.__path__[0]).iterdir()}
+    assert public - (submodules - set(mfload.__all__)) == set(mfload.__all__)
+    assert sorted(mfload.__all__) == mfload.__all__
+    assert mfload._WHERE.keys() == set(mfload.__all__)
+
+
+def test_what_is_typed_is_what_there_is() -> None:
+    """The names under TYPE_CHECKING, which tools see, are those that __getattr__ gives."""
+    tree = ast.parse(inspect.getsource(mfload))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            seen[alias.name] = node.module or ""
+    where = {name: module for name, module in mfload._WHERE.items() if name != "errors"}
+    assert seen == {**where, "errors": "mfload"}
+    for name, module in where.items():
+        assert getattr(mfload, name) is getattr(importlib.import_module(module), name)
+
+
+def test_what_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        mfload.nonsense  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", frameworks.NAMES)
+def test_a_missing_framework_says_how_to_get_it(name: str) -> None:
+    code = """
+        import sys
+        name, module = sys.argv[1:]
+        import mfload, mfload.api, mfload.frameworks as frameworks
+        real = frameworks.importlib.util.find_spec
+        frameworks.importlib.util.find_spec = lambda x: None if x == module else real(x)
+        try:
+            frameworks.get(name)
+        except mfload.errors.FrameworkMissingError as error:
+            assert isinstance(error, ImportError)
+            print(error)
+    """
+    said = _run(code, name, frameworks._EXTRAS[name][0])
+    assert f"{name} is not installed; pip install " in said
+    assert frameworks._EXTRAS[name][1] in said
+
+
+def test_extras_are_those_of_the_package() -> None:
+    import tomllib
+
+    root = Path(mfload.__path__[0]).parent / "pyproject.toml"
+    if not root.exists():
+        pytest.skip("an installed package")
+    extras = tomllib.loads(root.read_text())["project"]["optional-dependencies"]
+    for _, command in frameworks._EXTRAS.values():
+        if "[" in command:
+            assert command.split("[")[1].split("]")[0] in extras
+
+
+def _documented() -> list[Any]:
+    found: list[Any] = []
+    for name in mfload.__all__:
+        thing = getattr(mfload, name)
+        if inspect.ismodule(thing):
+            continue
+        found.append(pytest.param(thing, id=name))
+    opened = importlib.import_module("mfload.lazy")
+    for kind in (opened.LazyCheckpoint, opened.TensorSlice):
+        for name, method in vars(kind).items():
+            if callable(method) and (not name.startswith("_") or name == "__getitem__"):
+                found.append(pytest.param(method, id=f"{kind.__name__}.{name}"))
+    return found
+
+
+@pytest.mark.parametrize("thing", _documented())
+def test_public_names_are_documented(thing: Any) -> None:
+    doc = inspect.getdoc(thing)
+    assert doc
+    if inspect.isfunction(thing) and thing.__module__ == "mfload.api":
+        for section in ("Returns:", "Raises:"):
+            assert section in doc
+        if thing.__name__ != "plan":
+            for name in inspect.signature(thing).parameters:
+                assert f"    {name}: " in doc, name
+
+
+def test_every_error_is_drawn_and_derives_from_what_is_caught_already() -> None:
+    doc = errors.__doc__ or ""
+    kinds = [kind for kind in vars(errors).values()
+             if inspect.isclass(kind) and issubclass(kind, errors.MfloadError)]  # fmt: skip
+    assert len(kinds) > 10
+    for kind in kinds:
+        assert kind.__name__ in doc
+        if kind is errors.MfloadError:
+            continue
+        assert any(base.__module__ == "builtins" and base is not Exception
+                   for base in kind.__mro__[1:] if issubclass(base, Exception))  # fmt: skip
