@@ -14,12 +14,14 @@ from mfload.io.deadline import Deadline
 from mfload.io.route import EngineName
 from mfload.io.source import LocalFile
 from mfload.lazy import LazyCheckpoint
-from mfload.loading import Landing, Loader, Preview, Settings
+from mfload.loading import Loader
 from mfload.mapping import Dtypes, Names
 from mfload.pause import collector_paused
 from mfload.placement import Need
+from mfload.preview import Preview
 from mfload.progress import Progress, shown
 from mfload.report import Report
+from mfload.settings import Landing, Settings
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

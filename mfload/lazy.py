@@ -12,8 +12,9 @@ from mfload.frameworks.adapter import Adapter
 from mfload.index import Index, TensorInfo
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
-from mfload.loading import Loader, Settings
+from mfload.loading import Loader
 from mfload.placement import Need
+from mfload.settings import Settings
 
 
 class LazyCheckpoint:

@@ -121,7 +121,8 @@ refused("metadata-key-twice", '{"__metadata__":{"a":"b","a":"c"},' + GOOD[1:], "
 # --- fields of a wrong type ------------------------------------------------------------------
 
 _WRONG = {"null": "null", "true": "true", "false": "false", "float": "1.5",
-          "string": '"1"', "object": '{"a":1}', "nested": "[[[1]]]", "empty-object": "{}"}  # fmt: skip
+          "string": '"1"', "object": '{"a":1}', "nested": "[[[1]]]",
+          "empty-object": "{}"}  # fmt: skip
 for _label, _text in _WRONG.items():
     refused(f"entry-{_label}", header(w=_text), "malformed tensor entry", "w")
     refused(f"shape-{_label}", header(w=entry(shape=_text)), "malformed tensor entry", "w")

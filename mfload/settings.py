@@ -1,0 +1,49 @@
+"""How to load: the arguments of `mfload.load` that say nothing of what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mfload import errors
+from mfload.io.deadline import Deadline
+from mfload.io.route import ENGINES
+
+Landing = Literal["auto", "mfload", "framework"]
+LANDINGS = ("auto", "mfload", "framework")
+
+OVERHEAD = 256 << 20
+"""Bytes beside the result that a load may hold where nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Checked once, so that nothing further down the street need doubt them.
+
+    Raises:
+        UsageError: One makes no sense.
+    """
+
+    engine: str = "auto"
+    landing: str = "auto"
+    max_host_overhead: int | None = None
+    threads: int | None = None
+    deadline: Deadline = field(default_factory=lambda: Deadline(None))
+
+    def __post_init__(self) -> None:
+        if self.landing not in LANDINGS:
+            expected = " | ".join(LANDINGS)
+            raise errors.UsageError("unknown landing", expected=expected, found=self.landing)
+        _check_count("threads", self.threads, 1)
+        _check_count("max_host_overhead", self.max_host_overhead, 0)
+        if self.engine not in ENGINES:
+            expected = " | ".join(ENGINES)
+            raise errors.UsageError("unknown engine", expected=expected, found=self.engine)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    # What indexes counts: NumPy's integers do, booleans only by accident.
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:  # pyright: ignore
+        raise errors.UsageError(name, expected=f"{least} or more", found=repr(value))
