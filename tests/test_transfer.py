@@ -128,24 +128,22 @@ def test_where_no_thread_can_be_had_the_work_is_done(
     samples.assert_same(mfload.load(path, framework="numpy", threads=4), MODEL)
 
 
-def test_a_slow_disk_is_given_up_though_bytes_keep_coming(
+def test_time_runs_out_though_bytes_keep_coming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros(24 << 20, np.uint8)})
     small = blocks.Costs(block=1 << 20)
     monkeypatch.setattr("mfload.preparing.Costs", lambda **_: small)
-    real = os.preadv
-
-    def slow(*args: Any) -> int:
-        time.sleep(0.1)
-        return real(*args)
-
-    monkeypatch.setattr(os, "preadv", slow)
     seen: list[int] = []
+
+    def slow(done: int, _: int) -> None:
+        # There is always more to hear of than was heard.
+        time.sleep(0.1)
+        seen.append(done)
+
     with pytest.raises(errors.LoadTimeoutError) as info:
-        mfload.load(path, framework="numpy", timeout=0.5, threads=2, engine="pread",
-                    progress=lambda done, _: seen.append(done))  # fmt: skip
-    assert len(seen) > 2
+        mfload.load(path, framework="numpy", timeout=0.5, engine="pread", progress=slow)
+    assert 2 < len(seen) < 20
     assert info.value.file == os.fspath(path)
     for thread in threading.enumerate():
         if thread.name == "mfload-reader":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -63,10 +63,10 @@ def make(device: object) -> CupyAdapter:
         raise errors.DeviceError(
             "no CUDA driver on this machine", expected="libcuda.so.1", found=str(error)
         ) from error
-    cupy = importlib.import_module("cupy")
+    cupy: Any = importlib.import_module("cupy")
     adapter.check_version("cupy", cupy.__version__, OLDEST)
     if isinstance(device, cupy.cuda.Device):
-        device = f"cuda:{device.id}"
+        device = f"cuda:{cast(Any, device).id}"
     kind, number = adapter.split_device("cuda:0" if device is None else str(device))
     try:
         count = cupy.cuda.runtime.getDeviceCount()

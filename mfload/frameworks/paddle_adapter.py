@@ -1,11 +1,12 @@
-"""Paddle: aliased through DLPack, U16 as bytes.
+"""Paddle: tensors over mfload's buffers through NumPy, U16 as bytes.
+
+Not through DLPack: Paddle keeps the owners of all its imports in one table, by the address of
+their data, and lets an owner go with the table locked. So of two tensors at one address, which a
+tensor of no size shares with its neighbour, one was never given back; and two threads that
+dropped tensors at once waited for ever, one for the table, one for the interpreter.
 
 Paddle calls bfloat16 "uint16" in places and takes a U16 capsule, or a NumPy uint16 array, for
 bfloat16 without a word. So U16 arrives as the bytes it is.
-
-Paddle finds the owner of an import by the address of its data: of two tensors alive at one
-address, one is never given back. Only tensors of no size can share theirs with another, so
-they get memory of their own.
 """
 
 from __future__ import annotations
@@ -15,33 +16,28 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle.utils import dlpack
 
-from mfload.dlpack import View, capsule
-from mfload.dtypes import TABLE
+from mfload.dlpack import View
 from mfload.frameworks import adapter
 from mfload.placement import Need
 
 OLDEST = "3.0"
 
-_OWN = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-
-
-def _imports(name: str, kind: str) -> bool:
-    """Whether this version's import takes a dtype, and for what it is."""
-    probe = View("probe", TABLE[name], (1,), np.zeros(8, np.uint8), 0)
-    try:
-        return str(dlpack.from_dlpack(capsule(probe)).dtype) == f"paddle.{kind}"
-    except (NotImplementedError, RuntimeError, ValueError, TypeError):
-        return False
-
-
-_IMPORTED = {name: kind for name, kind in (adapter.COMMON | _OWN).items() if _imports(name, kind)}
-# One-byte types that older versions have and don't import.
-_VIEWED = {
-    name: kind
-    for name, kind in _OWN.items()
-    if TABLE[name].bits == 8 and name not in _IMPORTED and hasattr(paddle, kind)
+# The NumPy dtype under which Paddle takes the memory of each dtype; "uint16" is bfloat16.
+_TAKEN = {
+    **{name: kind for name, kind in adapter.COMMON.items() if name not in ("U16", "U32", "U64")},
+    "BF16": "uint16",
+}
+# What it takes under another name and is told afterwards; older versions lack some.
+_RENAMED = {
+    name: (taken, kind)
+    for name, taken, kind in (
+        ("U32", "int32", "uint32"),
+        ("U64", "int64", "uint64"),
+        ("F8_E4M3", "uint8", "float8_e4m3fn"),
+        ("F8_E5M2", "uint8", "float8_e5m2"),
+    )
+    if hasattr(paddle, kind)
 }
 
 
@@ -55,13 +51,16 @@ class PaddleAdapter:
     name = "paddle"
     alignment = 64
     readonly_maps = False
-    forms = adapter.forms(_IMPORTED | _VIEWED)
-    # Paddle makes no tensors of the unsigned types that it imports.
-    lendable = adapter.lendable(forms, unless=("U32", "U64"))
+    forms = adapter.forms(
+        {name: adapter.COMMON.get(name, "bfloat16") for name in _TAKEN}
+        | {name: kind for name, (_, kind) in _RENAMED.items()}
+    )
+    lendable = adapter.lendable(forms)
 
     def __init__(self, place: Any) -> None:
         self._place = place
         self.on_host = place.is_cpu_place() if hasattr(place, "is_cpu_place") else True
+        self._cpu = paddle.CPUPlace()
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `paddle.Tensor` for each view, in order."""
@@ -69,20 +68,23 @@ class PaddleAdapter:
         return tensors if self.on_host else [x.to(self._place) for x in tensors]
 
     def _one(self, view: View) -> Any:
-        if 0 in view.shape:
-            view = View(view.name, view.dtype, view.shape, np.empty(64, np.uint8), 0)
-        if view.dtype.name in _VIEWED:
-            return dlpack.from_dlpack(capsule(view.as_bytes())).view(_VIEWED[view.dtype.name])
-        return dlpack.from_dlpack(capsule(view))
+        taken, kind = _RENAMED.get(view.dtype.name) or (_TAKEN[view.dtype.name], None)
+        array = np.ndarray(view.shape, taken, view.memory, view.at)
+        # value, place, persistable, zero_copy, name, stop_gradient
+        tensor = paddle.Tensor(array, self._cpu, False, True, "", True)
+        return tensor if kind is None else tensor.view(getattr(paddle, kind))
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of Paddle's own allocator, one for each need."""
         lent: list[adapter.Lent] = []
         for need in needs:
             name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-            tensor = paddle.empty(list(shape), dtype=name)
+            made, kind = _RENAMED.get(need.dtype.name) or (name, None)
+            tensor = paddle.empty(list(shape), dtype=made)
             if not tensor.place.is_cpu_place():
                 tensor = tensor.cpu()
+            if kind is not None:
+                tensor = tensor.view(getattr(paddle, kind))
             address = tensor.data_ptr() if need.nbytes else 0
             lent.append(adapter.Lent(tensor, adapter.memory_at(tensor, address, need.nbytes)))
         return lent

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy as np
 from mfload import errors
 from mfload.io.source import LocalFile, OpenFile, shrunk
 
+# A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
+_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14 and newer.
 
 
@@ -37,7 +40,7 @@ def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
     """
     with OpenFile(source) as opened:
         try:
-            mapped = mmap.mmap(opened.fd, source.size, access=mmap.ACCESS_COPY)
+            mapped = mmap.mmap(opened.fd, source.size, access=mmap.ACCESS_COPY, **_UNTRACKED)
         except ValueError as error:
             # mmap looks at the size itself.
             raise shrunk(source.path, source.size, os.fstat(opened.fd).st_size) from error

@@ -24,7 +24,7 @@ SLOW = bool(os.environ.get("MFLOAD_SLOW"))
 
 def _settings(examples: int) -> hypothesis.settings:
     return hypothesis.settings(
-        max_examples=examples * 20 if SLOW else examples,
+        max_examples=examples * 15 if SLOW else examples,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 
@@ -68,6 +68,7 @@ def test_what_the_reference_writes_loads_to_the_same_bytes(raw: bytes, scratch: 
         assert opened.keys() == sorted(theirs.keys())
 
 
+@pytest.mark.timeout(1800 if SLOW else 300)
 @_settings(4000)
 @hypothesis.given(raw=checkpoints(), rng=st.randoms(use_true_random=False))
 def test_damaged_headers_are_judged_as_the_reference_judges(

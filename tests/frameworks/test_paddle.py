@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import paddle
 
-# Imported for what they are since 3.3; made by no function of Paddle.
+# Paddle has them since 3.3.
 UNSIGNED = ("U32", "U64") if hasattr(paddle, "uint32") else ()
 
 
@@ -31,7 +31,6 @@ class TestPaddle(WritableConformance):
         # U16 would be taken for bfloat16.
         if key not in ("U16", "U32", "U64") or key in UNSIGNED
     } | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-    not_lent = frozenset(UNSIGNED)
     parts_alias = False
 
     def type_name(self, array: Any) -> str:
