@@ -19,8 +19,10 @@ _MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
 _LEAST_BLOCK = 64 << 10
 _MOST_THREADS = 8
-# Reads past the page cache wait for the disk, not for a core.
-_DIRECT_THREADS = 3
+# Reads past the page cache wait for the disk, not for a core: as many as keep it busy, in
+# blocks whose slots stay in the processor's cache until they are copied out.
+_DIRECT_THREADS = 4
+_DIRECT_BLOCK = 4 << 20
 _PAGE = buffers.PAGE
 
 
@@ -46,7 +48,8 @@ def prepare(
     )
     route = dict(zip(used, legs, strict=True))
     threads = settings.threads or _threads(legs)
-    costs = _costs(settings, threads)
+    direct = any(leg.engine == "direct" for leg in legs)
+    costs = _costs(settings, threads, _DIRECT_BLOCK if direct else Costs().block)
     notes = list(index.notes)
     lent = lendable(needs, adapter, settings)
     if settings.landing == "framework" and adapter.on_host and len(lent) < len(needs):
@@ -61,7 +64,6 @@ def prepare(
         separate=lent,
         mapped={n: sources[n].size for n in used if route[n].engine == "mmap"},
     )
-    direct = any(leg.engine == "direct" for leg in legs)
     slot = costs.block + 2 * _PAGE if direct or made.staged else costs.merge_gap
     slots = min(slot * threads, made.read_bytes + 2 * _PAGE * threads)
     waiting = copied(needs, adapter)
@@ -109,11 +111,11 @@ def _threads(legs: Sequence[routing.Leg]) -> int:
     return wanted
 
 
-def _costs(settings: Settings, threads: int) -> Costs:
+def _costs(settings: Settings, threads: int, block: int) -> Costs:
     limit = settings.max_host_overhead
     if limit is None:
-        return Costs()
-    block = min(Costs().block, limit // threads // _PAGE * _PAGE - 2 * _PAGE)
+        return Costs(block=block)
+    block = min(block, limit // threads // _PAGE * _PAGE - 2 * _PAGE)
     if block < _LEAST_BLOCK:
         raise errors.UsageError(
             "max_host_overhead is too small for a slot a reader",
