@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mfload import frameworks, mapping
+from mfload import errors, frameworks, mapping
 from mfload.formats import checkpoint
 from mfload.index import Index
 from mfload.io.deadline import Deadline
@@ -89,6 +89,7 @@ def load(
     adapter = frameworks.get(framework, device)
     loader = Loader(index, sources, adapter, settings)
     if report is not None:
+        report.clear()
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
     total = sum(need.info.nbytes for need in needs)
     with shown(progress, total) as advance:
@@ -172,6 +173,7 @@ def _needs(index: Index, names: Names, dtype: Dtypes) -> list[Need]:
         return [Need(info, info.dtype) for info in mapping.select(index, names)]
     needs: list[Need] = []
     for info in mapping.select(index, names):
-        wanted, checked = mapping.target(info, dtype)
+        with errors.about(file=index.files[info.pieces[0].source]):
+            wanted, checked = mapping.target(info, dtype)
         needs.append(Need(info, wanted, None, checked))
     return needs

@@ -8,6 +8,7 @@ of `DLDataTypeCode` in dlpack.h 1.1.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from mfload import errors
+
+if sys.byteorder != "little":
+    raise ImportError("mfload reads little-endian weights on little-endian machines only")
 
 Kind = Literal["bool", "uint", "int", "float", "complex", "scale", "packed", "unknown"]
 

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -92,6 +94,16 @@ def _shown(value: object, limit: int = 400) -> str:
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text)} characters)"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+@contextmanager
+def about(*, file: str) -> Generator[None]:
+    """Names the file in errors raised inside by those who know the tensor alone."""
+    try:
+        yield
+    except MfloadError as error:
+        error.file = error.file or file
+        raise
 
 
 class UsageError(MfloadError, ValueError):

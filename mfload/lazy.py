@@ -21,7 +21,7 @@ class LazyCheckpoint:
     """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
 
     It holds no file open and no thread, so it may be shared between threads, inherited by a
-    fork and pickled. Each request checks that the files are still those whose headers were
+    fork and pickled (with a device given by name). Each request checks that the files are still those whose headers were
     read.
     """
 
@@ -62,6 +62,10 @@ class LazyCheckpoint:
             TensorNotFoundError: There is none of that name.
         """
         return self._index[name]
+
+    def file_of(self, info: TensorInfo) -> str:
+        """The file that holds a tensor."""
+        return self._index.files[info.pieces[0].source]
 
     def get_tensor(self, name: str) -> Any:
         """One tensor.
@@ -186,9 +190,11 @@ class TensorSlice:
         Raises:
             SliceError: The index does not fit the tensor.
         """
-        selection = placement.select(self._info, index)
+        opened = self._opened
+        with errors.about(file=opened.file_of(self._info)):
+            selection = placement.select(self._info, index)
         need = Need(self._info, self._info.dtype, selection)
-        return self._opened._fetch([need])[0]  # pyright: ignore[reportPrivateUsage]
+        return opened._fetch([need])[0]  # pyright: ignore[reportPrivateUsage]
 
     def __repr__(self) -> str:
         return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"

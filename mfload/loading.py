@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from mfload import errors, preparing, transfer
+from mfload import errors, landing, preparing, transfer
 from mfload.dlpack import View
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
@@ -44,6 +44,10 @@ class Loader:
 
     def preview(self, needs: Sequence[Need]) -> Preview:
         """Plans without reading data."""
+        preparing.check(needs, self._index)
+        return self._prepare(needs)
+
+    def _prepare(self, needs: Sequence[Need]) -> Preview:
         return preparing.prepare(needs, self._index, self._sources, self._adapter, self._settings)
 
     def load(
@@ -69,7 +73,12 @@ class Loader:
         arrays: dict[int, Any] = {}
         previews: list[Preview] = []
         try:
-            for wave in preparing.waves(needs, self._adapter, self._settings):
+            waves = preparing.waves(needs, self._adapter, self._settings)
+            if len(waves) > 1 and self._adapter.on_host:
+                # Each wave is checked when its turn comes: what can't end must not begin.
+                copied = preparing.copied(needs, self._adapter)
+                transfer.check_room(sum(need.nbytes for need in copied))
+            for wave in waves:
                 wanted = [needs[n] for n in wave]
                 made, preview = self._wave(wanted, clock, advance)
                 previews.append(preview)
@@ -94,13 +103,13 @@ class Loader:
         advance: Callable[[int], None] | None,
     ) -> tuple[list[Any], Preview]:
         with clock.stage("plan"), collector_paused():
-            preview = self.preview(needs)
+            preview = self._prepare(needs)
         made = preview.plan
         route = {leg.file: leg for leg in preview.route}
         with clock.stage("allocate"):
-            transfer.check_room(made, preview.overhead_bytes)
-            lent = self._lend(made)
-            memory = self._allocate(made, {n: x.memory for n, x in lent.items()})
+            transfer.check_room(made.buffer_bytes + preview.overhead_bytes)
+            providers = self._providers(made)
+            memory = self._allocate(made, providers)
         with clock.stage("transfer"):
             notes = transfer.run(
                 made,
@@ -112,44 +121,49 @@ class Loader:
                 advance=advance,
             )
         with clock.stage("arrays"), collector_paused():
-            arrays = self._arrays(made, memory, lent)
+            arrays = self._arrays(made, memory, providers)
         return arrays, replace(preview, notes=preview.notes + notes)
 
-    def _allocate(self, made: Plan, lent: dict[int, Any]) -> list[Any]:
-        if all(spec.source is None for spec in made.buffers):
-            return transfer.allocate(made, self._sources, lent)
-        # A map reads from the disk, which may hang.
-        return self._settings.deadline.bound(
-            lambda: transfer.allocate(made, self._sources, lent), "mapping the files"
-        )
-
-    def _lend(self, made: Plan) -> dict[int, Any]:
-        """The framework's own arrays, by the number of the buffer that each stands for."""
+    def _providers(self, made: Plan) -> tuple[landing.SlotProvider, ...]:
         needs = [place.need for place in made.places]
         alone = preparing.lendable(needs, self._adapter, self._settings)
-        places = [made.places[n] for n in sorted(alone)]
-        arrays = self._adapter.lend([place.need for place in places]) if places else []
-        return {place.buffer: array for place, array in zip(places, arrays, strict=True)}
+        return (
+            landing.FrameworkMemory(made, self._adapter, alone),
+            landing.FileMaps(made, self._sources, readonly=self._adapter.readonly_maps),
+            landing.OwnMemory(),
+        )
 
-    def _arrays(self, made: Plan, memory: list[Any], lent: dict[int, Any]) -> list[Any]:
+    def _allocate(self, made: Plan, providers: Sequence[landing.SlotProvider]) -> list[Any]:
+        if all(spec.source is None for spec in made.buffers):
+            return landing.allocate(made, providers)
+        # A map reads from the disk, which may hang.
+        return self._settings.deadline.bound(
+            lambda: landing.allocate(made, providers), "mapping the files"
+        )
+
+    def _arrays(
+        self, made: Plan, memory: list[Any], providers: Sequence[landing.SlotProvider]
+    ) -> list[Any]:
         adapter = self._adapter
-        if adapter.readonly_maps:
-            for spec, array in zip(made.buffers, memory, strict=True):
-                if spec.source is not None:
-                    array.flags.writeable = False
+        complete: dict[int, Any] = {}
+        for number in range(len(memory)):
+            for provider in providers:
+                array = provider.array(number)
+                if array is not None:
+                    complete[number] = array
         views: list[View] = []
         as_bytes = {name for name, form in adapter.forms.items() if form.how == "bytes"}
         for need, buffer, at in made.places:
-            if buffer in lent:
+            if buffer in complete:
                 continue
             view = View(need.info.name, need.dtype, need.shape, memory[buffer], at)
             views.append(view.as_bytes() if need.dtype.name in as_bytes else view)
         arrays = adapter.wrap(views)
-        if not lent:
+        if not complete:
             return arrays
         rest = iter(arrays)
         return [
-            lent[place.buffer].array if place.buffer in lent else next(rest)
+            complete[place.buffer] if place.buffer in complete else next(rest)
             for place in made.places
         ]
 

@@ -47,10 +47,16 @@ def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any
         )
     if row.numpy is not None:
         return raw.view(row.numpy).reshape(shape)
+    kind = _PACKED[row.name]
     if row.bits == 4:
-        codes = np.stack([raw & 15, raw >> 4], axis=-1)
-    else:
-        a, b, c = (raw[n::3].astype(np.uint32) for n in range(3))
-        word = a | b << 8 | c << 16
-        codes = np.stack([(word >> shift) & 63 for shift in (0, 6, 12, 18)], axis=-1)
-    return codes.astype(np.uint8).reshape(shape).view(_PACKED[row.name])
+        codes = np.empty((raw.size, 2), np.uint8)
+        np.bitwise_and(raw, 15, out=codes[:, 0])
+        np.right_shift(raw, 4, out=codes[:, 1])
+        return codes.reshape(shape).view(kind)
+    low, middle, high = raw[0::3], raw[1::3], raw[2::3]
+    codes = np.empty((raw.size // 3, 4), np.uint8)
+    codes[:, 0] = low & 63
+    codes[:, 1] = low >> 6 | (middle & 15) << 2
+    codes[:, 2] = middle >> 4 | (high & 3) << 4
+    codes[:, 3] = high >> 2
+    return codes.reshape(shape).view(kind)

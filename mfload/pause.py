@@ -13,7 +13,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # A signal's handler may load, too.
 _inside = 0
 _stopped = False
 
@@ -21,7 +21,7 @@ _stopped = False
 def _after_fork() -> None:
     # Threads that were inside are not in the child, and the lock may have been theirs.
     global _lock, _inside, _stopped
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _inside = 0
     if _stopped:
         gc.enable()
@@ -36,16 +36,18 @@ if hasattr(os, "register_at_fork"):
 def collector_paused() -> Generator[None]:
     """Keeps the collector off while any thread is inside; one that was off stays off."""
     global _inside, _stopped
-    with _lock:
-        _inside += 1
-        if _inside == 1 and gc.isenabled():
-            gc.disable()
-            _stopped = True
+    entered = False
     try:
+        with _lock:
+            _inside += 1
+            entered = True
+            if gc.isenabled():
+                gc.disable()
+                _stopped = True
         yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside -= entered
             if _inside == 0 and _stopped:
                 gc.enable()
                 _stopped = False

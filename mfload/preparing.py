@@ -15,6 +15,7 @@ from mfload.placement import Need
 from mfload.preview import Preview
 from mfload.settings import OVERHEAD, Settings
 
+_PLAIN = (None, "C", "raw")  # A piece's box, order and encoding.
 _MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
 _LEAST_BLOCK = 64 << 10
@@ -35,22 +36,37 @@ def prepare(
 ) -> Preview:
     """Plans a load and chooses its route; opens the files, reads nothing.
 
+    Args:
+        needs: What is wanted, as `check` lets it pass.
+        index: The checkpoint's table.
+        sources: Its files.
+        adapter: The framework.
+        settings: How.
+
     Raises:
-        UnsupportedDtypeError: A dtype that mfload does not know.
-        UnsupportedShapeError: A shape that no array can have.
         MemoryLimitError: A tensor that must be copied is larger than the overhead allowed.
         SourceError: A file can't be opened or has changed.
     """
-    check(needs, index)
-    used = sorted({piece.source for need in needs for piece in need.info.pieces})
+    wanted: dict[int, int] = {}
+    for need in needs:
+        source = need.info.pieces[0].source
+        wanted[source] = wanted.get(source, 0) + need.nbytes
+    used = sorted(wanted)
     legs = settings.deadline.bound(
-        lambda: routing.choose([sources[n] for n in used], settings.engine), "opening the files"
+        lambda: routing.choose([(sources[n], wanted[n]) for n in used], settings.engine),
+        "opening the files",
     )
     route = dict(zip(used, legs, strict=True))
     threads = settings.threads or _threads(legs)
     direct = any(leg.engine == "direct" for leg in legs)
     costs = _costs(settings, threads, _DIRECT_BLOCK if direct else Costs().block)
     notes = list(index.notes)
+    groups = len(waves(needs, adapter, settings))
+    if groups > 1:
+        notes.append(
+            f"loaded in {groups} waves, since {adapter.name} copies each tensor; this plan shows "
+            "them as one, the buffers of a wave go before the next"
+        )
     lent = lendable(needs, adapter, settings)
     if settings.landing == "framework" and adapter.on_host and len(lent) < len(needs):
         notes.append(
@@ -74,8 +90,23 @@ def prepare(
 
 
 def check(needs: Sequence[Need], index: Index) -> None:
-    """Refuses by name what is legal in a file and can't become an array."""
+    """Refuses by name what is legal in an index and can't become an array.
+
+    Raises:
+        UnsupportedShapeError: A shape that no array can have.
+        UnsupportedDtypeError: A dtype that mfload does not know, or pieces that the plan can't
+            slice: it knows one raw piece a tensor, in C order.
+    """
     for need in needs:
+        piece = need.info.pieces[0]
+        if len(need.info.pieces) != 1 or piece[3:] != _PLAIN:
+            raise errors.UnsupportedDtypeError(
+                "the tensor is stored in a way that mfload can't read yet",
+                file=index.files[piece.source],
+                tensor=need.info.name,
+                expected="one raw piece in C order",
+                found=f"{len(need.info.pieces)} pieces, {piece.encoding}, {piece.order} order",
+            )
         shape = need.info.shape
         # Without a zero among its dims, a tensor is no larger than its file.
         large = 0 in shape and _span(need) > _MAX_SPAN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -48,7 +48,8 @@ class Report:
         aliased_bytes: Bytes of the arrays that are mfload's buffers themselves, not copies.
         peak_bytes: The most that mfload's buffers held at once during the load, other loads
             of the process counted in.
-        stages: Seconds a stage: headers, plan, allocate, transfer, arrays.
+        stages: Seconds a stage: headers, import (of the framework, where it was not yet), plan,
+            allocate, transfer, arrays.
         route: (file, engine, why) for each file.
         threads: Readers at once.
         notes: What else was decided without being asked for.
@@ -66,6 +67,12 @@ class Report:
     stages: dict[str, float] = field(default_factory=dict[str, float])
     route: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
+
+    def clear(self) -> None:
+        """Empties it, so that a load that fails leaves no figures of the one before."""
+        for each in fields(self):
+            default = each.default
+            setattr(self, each.name, {} if default is MISSING else default)
 
     @property
     def seconds(self) -> float:

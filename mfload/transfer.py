@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mfload import errors
-from mfload.io import buffers, probes
+from mfload.io import advise, buffers, probes
 from mfload.io.blocks import Block, Reader
 from mfload.io.deadline import Deadline
 from mfload.io.direct import DirectReader
-from mfload.io.engine import ThreadEngine
-from mfload.io.mapped import map_file
+from mfload.io.engine import Engine, ThreadEngine
 from mfload.io.pread import PreadReader
 from mfload.io.route import Leg
 from mfload.io.source import LocalFile
-from mfload.planning import BufferSpec, Plan
+from mfload.planning import Plan
 
 log = logging.getLogger("mfload")
 
@@ -32,17 +31,15 @@ _GRACE = 5.0
 _INLINE = 1 << 20
 
 
-def check_room(plan: Plan, overhead: int) -> None:
+def check_room(needed: int) -> None:
     """Refuses a load that would have the kernel kill the process.
 
     Args:
-        plan: What is to be held.
-        overhead: Bytes needed beside the buffers.
+        needed: Bytes of memory that it will hold. Below 64 MiB nobody is asked.
 
     Raises:
         MemoryLimitError: It does not fit in what the machine or a control group leaves.
     """
-    needed = plan.buffer_bytes + overhead
     if needed < 64 << 20:
         return
     room = probes.memory_room()
@@ -52,38 +49,6 @@ def check_room(plan: Plan, overhead: int) -> None:
             expected=f"{needed} bytes",
             found=f"{room[0]} bytes free",
         )
-
-
-def allocate(plan: Plan, sources: Sequence[LocalFile], lent: Mapping[int, Any]) -> list[Any]:
-    """The plan's buffers as uint8 arrays: memory of ours, and maps of the files.
-
-    Args:
-        plan: The plan.
-        sources: The files, by number.
-        lent: Memory that is there already, by the number of its buffer.
-
-    Raises:
-        MemoryLimitError: The system refused memory.
-        SourceChangedError: A file to be mapped has shrunk.
-    """
-    return [
-        lent[number] if number in lent else _buffer(plan, number, spec, sources)
-        for number, spec in enumerate(plan.buffers)
-    ]
-
-
-def _buffer(plan: Plan, number: int, spec: BufferSpec, sources: Sequence[LocalFile]) -> Any:
-    if spec.source is None:
-        return buffers.allocate(spec.nbytes)
-    ranges: list[tuple[int, int]] = []
-    for place in plan.places:
-        if place.buffer != number or not place.need.nbytes:
-            continue
-        if ranges and sum(ranges[-1]) == place.at:
-            ranges[-1] = ranges[-1][0], ranges[-1][1] + place.need.nbytes
-        else:
-            ranges.append((place.at, place.need.nbytes))
-    return map_file(sources[spec.source], ranges)
 
 
 def run(
@@ -128,17 +93,17 @@ def run(
             return DirectReader(source, note)
         return PreadReader(source)
 
-    engine = ThreadEngine(open_reader, memory, threads)
-    alone = threads == 1 and advance is None
-    if deadline.seconds is None and (alone or plan.read_bytes <= _INLINE):
-        threads = 0
-    try:
-        engine.submit(plan.blocks, start=threads > 0)
-        if threads == 0:
-            engine.run_here()
-        _wait(plan, engine, sources, deadline, advance)
-    finally:
-        engine.close(min(_GRACE, max(0.0, deadline.left())))
+    small = plan.read_bytes <= _INLINE or (threads == 1 and advance is None)
+    inline = small and deadline.seconds is None
+    engine: Engine = ThreadEngine(open_reader, memory, 0 if inline else threads)
+    direct = any(leg is not None and leg.engine == "direct" for leg in route)
+    own = [array for array in memory if direct and buffers.is_own(array)]
+    with advise.not_forked(own):
+        try:
+            engine.submit(plan.blocks)
+            _wait(plan, engine, sources, deadline, advance)
+        finally:
+            engine.close(min(_GRACE, max(0.0, deadline.left())))
     deadline.bound(lambda: _check(plan, sources), "looking at the files again")
     return tuple(notes)
 
@@ -150,7 +115,7 @@ def _check(plan: Plan, sources: Sequence[LocalFile]) -> None:
 
 def _wait(
     plan: Plan,
-    engine: ThreadEngine,
+    engine: Engine,
     sources: Sequence[LocalFile],
     deadline: Deadline,
     advance: Advance | None,
@@ -159,17 +124,16 @@ def _wait(
     last = time.monotonic()
     while left:
         done = engine.complete(max(0.0, min(_TICK, deadline.left())))
-        if deadline.left() <= 0:
+        if done is not None:
+            if done.error is not None:
+                _name(plan, done.block, done.error, sources)
+            left -= done.blocks
+            last = time.monotonic()
+            if advance is not None:
+                advance(done.nbytes)
+        if left and deadline.left() <= 0:
             waiting = sources[plan.blocks[-left].source].path
             raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data", waiting)
-        if done is None:
-            continue
-        if done.error is not None:
-            _name(plan, done.block, done.error, sources)
-        left -= done.blocks
-        last = time.monotonic()
-        if advance is not None:
-            advance(done.nbytes)
 
 
 def _name(

@@ -52,7 +52,7 @@ def get(name: str, device: object = None) -> Adapter:
 
     Raises:
         UsageError: There is no such framework.
-        FrameworkMissingError: It is not installed.
+        FrameworkMissingError: It is not installed, or not whole.
         FrameworkVersionError: It is installed in a version mfload can't work with.
         DeviceError: There is no such device.
     """
@@ -62,5 +62,10 @@ def get(name: str, device: object = None) -> Adapter:
         raise errors.FrameworkMissingError(
             f"{name} is not installed; {command}", expected=module, found="no such module"
         )
-    adapter = importlib.import_module(f"mfload.frameworks.{name}_adapter")
+    try:
+        adapter = importlib.import_module(f"mfload.frameworks.{name}_adapter")
+    except ImportError as error:
+        raise errors.FrameworkMissingError(
+            f"{name} is there and can't be imported; {command}", expected=module, found=str(error)
+        ) from error
     return adapter.make(device)

@@ -21,7 +21,7 @@ from mfload.dlpack import View, capsule
 from mfload.frameworks import adapter, seams
 from mfload.placement import Need
 
-OLDEST = "0.6.0"
+OLDEST = "0.5.3"
 _ALIGNMENT = 64
 
 

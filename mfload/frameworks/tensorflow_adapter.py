@@ -15,7 +15,7 @@ from mfload.dlpack import View, capsule, data_address
 from mfload.frameworks import adapter
 from mfload.placement import Need
 
-OLDEST = "2.18"
+OLDEST = "2.19"
 
 # `tf.bitcast` and the DLPack import know none of these; the import of NumPy arrays does.
 _COPIED = {

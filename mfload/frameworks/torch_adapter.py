@@ -1,14 +1,19 @@
-"""PyTorch: every dtype but F6 is aliased through DLPack; any alignment will do."""
+"""PyTorch: every dtype but F6 is aliased through DLPack; any alignment will do.
+
+Versions that have an 8-bit type and don't import it get bytes and are told what they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import dlpack
 
 from mfload.dlpack import View, capsule
+from mfload.dtypes import TABLE
 from mfload.frameworks import adapter
 from mfload.placement import Need
 
@@ -22,6 +27,22 @@ _OWN = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2",
+}
+
+
+def _imports(name: str) -> bool:
+    """Whether this version's import takes a dtype."""
+    probe = View("probe", TABLE[name], (TABLE[name].elements,), np.zeros(8, np.uint8), 0)
+    try:
+        return dlpack.from_dlpack(capsule(probe)).dtype is getattr(torch, _OWN[name])
+    except (RuntimeError, BufferError, ValueError):
+        return False
+
+
+_VIEWED = {
+    name: getattr(torch, kind)
+    for name, kind in _OWN.items()
+    if hasattr(torch, kind) and not _imports(name)
 }
 
 
@@ -48,8 +69,17 @@ class TorchAdapter:
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A tensor for each view, in order."""
         take = dlpack.from_dlpack
-        tensors = [take(capsule(view)) for view in views]
+        if _VIEWED:
+            tensors = [self._one(view) for view in views]
+        else:
+            tensors = [take(capsule(view)) for view in views]
         return tensors if self.on_host else [tensor.to(self._device) for tensor in tensors]
+
+    def _one(self, view: View) -> Any:
+        kind = _VIEWED.get(view.dtype.name)
+        if kind is None:
+            return dlpack.from_dlpack(capsule(view))
+        return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of torch's own allocator, one for each need."""
@@ -69,7 +99,8 @@ def make(device: object) -> TorchAdapter:
     """
     adapter.check_version("torch", torch.__version__, OLDEST)
     if device is None:
-        return TorchAdapter(torch.get_default_device())
+        # Not torch.get_default_device(), which older versions get wrong inside `with device:`.
+        return TorchAdapter(torch.empty(0).device)
     try:
         wanted = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
         torch.empty(0, device=wanted)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mfload import errors
+from mfload.io import advise
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
@@ -122,6 +123,11 @@ def allocate(nbytes: int) -> Bytes:
     return np.asarray(_Map(nbytes))
 
 
+def is_own(array: Any) -> bool:
+    """Whether an array is a whole buffer of ours, with its pages to itself."""
+    return isinstance(array.base, _Map)
+
+
 def live_bytes() -> int:
     """Bytes in buffers that something still refers to."""
     return _counter.live
@@ -146,4 +152,5 @@ class WorkerSlot:
         if self._held is None or self._held.size < nbytes:
             self._held = None
             self._held = allocate(nbytes)
+            advise.never_forked(self._held)
         return self._held

@@ -103,6 +103,8 @@ class DirectReader(PreadReader):
         if self._direct is not None:
             self._direct.close()
             self._direct = None
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_NORMAL)
 
     def close(self) -> None:
         """Closes the file."""

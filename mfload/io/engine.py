@@ -36,7 +36,11 @@ class Done(NamedTuple):
 
 
 class Engine(Protocol):
-    """Fills blocks in any order, several at once."""
+    """Fills blocks in any order, several at once.
+
+    A completion says that blocks are in place and that their slots are free again: whoever
+    runs a plan never sees a slot, so slots may be host memory, pinned memory or a device's.
+    """
 
     def submit(self, blocks: Sequence[Block]) -> None:
         """Takes blocks to be filled; returns at once."""
@@ -61,7 +65,8 @@ class ThreadEngine:
     Args:
         open_reader: Opens the reader of a source by its number.
         memory: The destination buffers.
-        threads: Workers.
+        threads: Workers; 0 fills the blocks where they are submitted, for loads that are too
+            small to share out.
     """
 
     def __init__(
@@ -72,13 +77,15 @@ class ThreadEngine:
         self._waiting: collections.deque[Block] = collections.deque()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._count = max(1, threads)
+        self._count = threads
         self._threads: list[threading.Thread] = []
 
-    def submit(self, blocks: Sequence[Block], *, start: bool = True) -> None:
-        """Takes blocks to be filled, and starts workers for them if told so."""
+    def submit(self, blocks: Sequence[Block]) -> None:
+        """Takes blocks to be filled, and starts workers for them (see `Engine`)."""
         self._waiting.extend(blocks)
-        while start and len(self._threads) < min(self._count, len(blocks)):
+        if self._count == 0:
+            self._work()
+        while len(self._threads) < min(self._count, len(blocks)):
             # Daemons: a worker that hangs in the kernel must not hold up the exit.
             worker = threading.Thread(target=self._work, name="mfload-reader", daemon=True)
             self._threads.append(worker)
@@ -109,10 +116,6 @@ class ThreadEngine:
         while self.complete(0) is not None:
             pass
         return not any(worker.is_alive() for worker in self._threads)
-
-    def run_here(self) -> None:
-        """Fills everything in the calling thread, for loads too small to share out."""
-        self._work()
 
     def _work(self) -> None:
         slot = WorkerSlot()

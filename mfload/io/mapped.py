@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
+from mfload.io import advise
 from mfload.io.source import LocalFile, OpenFile, shrunk
 
 # A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14 and newer.
+_PART = 64 << 20
 
 
 def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
@@ -48,17 +49,21 @@ def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
             raise errors.MemoryLimitError(
                 "the file could not be mapped", file=source.path, found=str(error)
             ) from error
+    array = np.frombuffer(mapped, np.uint8)
+    address = array.ctypes.data
     for start, length in ranges:
         begin = start // mmap.PAGESIZE * mmap.PAGESIZE
-        _populate(mapped, begin, start + length - begin, source)
-    return np.frombuffer(mapped, np.uint8)
+        # In parts, so that Ctrl-C is heard between them.
+        for part in range(begin, start + length, _PART):
+            _populate(address + part, min(_PART, start + length - part), source)
+    return array
 
 
-def _populate(mapped: mmap.mmap, start: int, length: int, source: LocalFile) -> None:
+def _populate(address: int, nbytes: int, source: LocalFile) -> None:
     try:
-        mapped.madvise(_POPULATE_READ, start, length)
-    except (OSError, AttributeError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EFAULT, errno.EIO):
+        advise.madvise(address, nbytes, advise.POPULATE_READ)
+    except OSError as error:
+        if error.errno in (errno.EFAULT, errno.EIO):
             # EFAULT: whoever touched the page would be killed. The file was cut short, or
             # the disk failed.
             source.check()

@@ -38,11 +38,11 @@ class Leg(NamedTuple):
     cached: float | None
 
 
-def choose(sources: Sequence[LocalFile], engine: str) -> tuple[Leg, ...]:
+def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, ...]:
     """Chooses an engine for each file.
 
     Args:
-        sources: The files.
+        wanted: The files, with the bytes that are to be read of each.
         engine: A name, or "auto".
 
     Returns:
@@ -53,7 +53,7 @@ def choose(sources: Sequence[LocalFile], engine: str) -> tuple[Leg, ...]:
     """
     if engine not in ENGINES:
         raise errors.UsageError("unknown engine", expected=" | ".join(ENGINES), found=engine)
-    return tuple(_logged(_leg(source, engine), engine) for source in sources)
+    return tuple(_logged(_leg(source, nbytes, engine), engine) for source, nbytes in wanted)
 
 
 def _logged(leg: Leg, asked: str) -> Leg:
@@ -63,20 +63,25 @@ def _logged(leg: Leg, asked: str) -> Leg:
     return leg
 
 
-def _leg(source: LocalFile, engine: str) -> Leg:
+def _leg(source: LocalFile, nbytes: int, engine: str) -> Leg:
+    if engine == "auto" and nbytes < _SMALL:
+        # Not worth a look at the cache; and what is read bit by bit had better stay in it.
+        return Leg(source.path, "pread", "small read", None)
+    if engine in ("pread", "mmap"):
+        return Leg(source.path, engine, "asked for", None)
     with OpenFile(source) as opened:
+        takes = probes.direct_alignment(opened.fd) is not None
+        if engine == "direct":
+            if takes:
+                return Leg(source.path, engine, "asked for", None)
+            why = "direct asked for; the file takes no O_DIRECT"
+            return Leg(source.path, "pread", why, None)
         cached = probes.cached_share(opened.fd, source.size)
-        if engine == "direct" and probes.direct_alignment(opened.fd) is None:
-            return Leg(source.path, "pread", "direct asked for; the file takes no O_DIRECT", cached)
-        if engine != "auto":
-            return Leg(source.path, engine, "asked for", cached)
-        if source.size < _SMALL:
-            return Leg(source.path, "pread", "small file", cached)
-        if cached is None:
-            return Leg(source.path, "pread", "the kernel does not say what it caches", cached)
-        share = f"{cached:.0%} in the page cache"
-        if cached >= _WARM:
-            return Leg(source.path, "pread", share, cached)
-        if probes.direct_alignment(opened.fd) is None:
-            return Leg(source.path, "pread", f"{share}, but the file takes no O_DIRECT", cached)
-        return Leg(source.path, "direct", share, cached)
+    if cached is None:
+        return Leg(source.path, "pread", "the kernel does not say what it caches", cached)
+    share = f"{cached:.0%} in the page cache"
+    if cached >= _WARM:
+        return Leg(source.path, "pread", share, cached)
+    if not takes:
+        return Leg(source.path, "pread", f"{share}, but the file takes no O_DIRECT", cached)
+    return Leg(source.path, "direct", share, cached)

@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,6 +78,7 @@ class Conformance:
 
     Attributes:
         framework: Its name.
+        bfloat16: Its object for that dtype.
         own: The framework's name of every dtype that is aliased.
         copied: The same for those that are copied. All others must arrive as bytes.
         unpacked: Packed dtypes that arrive with a byte for each element.
@@ -86,6 +88,7 @@ class Conformance:
     """
 
     framework: ClassVar[str]
+    bfloat16: ClassVar[Any]
     own: ClassVar[dict[str, str]]
     copied: ClassVar[dict[str, str]] = {}
     unpacked: ClassVar[frozenset[str]] = frozenset()
@@ -347,6 +350,23 @@ class Conformance:
             assert mfload.live_bytes() == 0
         path.unlink()
 
+    def test_a_process_ends_cleanly_with_arrays_alive(self, aligned: Any) -> None:
+        script = (
+            "import sys, mfload\n"
+            f"kept = mfload.load(sys.argv[1], framework={self.framework!r}, engine=sys.argv[2])\n"
+            "cycle = [kept]; cycle.append(cycle)\n"
+            "print(len(kept))"
+        )
+        for engine in ("pread", "mmap"):
+            done = subprocess.run(
+                [sys.executable, "-c", script, str(aligned[0]), engine],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )
+            assert (done.returncode, done.stdout.split()[-1:]) == (0, ["22"]), done.stderr[-2000:]
+
     # Slices.
 
     @given(data=st.data())
@@ -446,6 +466,13 @@ class Conformance:
             loaded = self.load(path, dtype=wanted, landing=landing)
             self.assert_loaded(loaded, [cast, *rows[1:]])
 
+    def test_conversion_to_a_dtype_of_the_framework(self, folder: Path) -> None:
+        numbers = np.linspace(-3, 3, 40, dtype=np.float32)
+        path = save(folder / "half.safetensors", [Stored("w", "F32", (40,), numbers.tobytes())])
+        half = Stored("w", "BF16", (40,), numbers.astype(ml_dtypes.bfloat16).tobytes())
+        self.assert_loaded(self.load(path, dtype=self.bfloat16), [half])
+        self.assert_loaded(self.load(path, dtype={"w": self.bfloat16}), [half])
+
     def test_conversions_that_lose_are_refused(self, folder: Path) -> None:
         numbers = np.array([1, -2, 3, 120], np.int64)
         rows = [
@@ -500,6 +527,11 @@ class Conformance:
         with pytest.raises(errors.FrameworkMissingError, match="pip install") as caught:
             self.load(aligned[0])
         assert isinstance(caught.value, ImportError)
+
+    def test_a_broken_package(self, aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, f"mfload.frameworks.{self.framework}_adapter", None)
+        with pytest.raises(errors.FrameworkMissingError, match="can't be imported"):
+            self.load(aligned[0])
 
     def test_a_package_too_old(self, aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         frameworks.get(self.framework)

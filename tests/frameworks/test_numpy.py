@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from conformance.material import COMMON, FLOATS8
@@ -15,6 +16,7 @@ from mfload import errors
 
 class TestNumpy(WritableConformance):
     framework = "numpy"
+    bfloat16 = ml_dtypes.bfloat16
     own = COMMON | FLOATS8
     refusing = frozenset({"mmap"})
     on_gpu = False

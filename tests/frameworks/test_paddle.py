@@ -25,6 +25,7 @@ UNSIGNED = ("U32", "U64") if hasattr(paddle, "uint32") else ()
 
 class TestPaddle(WritableConformance):
     framework = "paddle"
+    bfloat16 = paddle.bfloat16
     own: ClassVar = {
         key: name
         for key, name in COMMON.items()

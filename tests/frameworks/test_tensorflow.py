@@ -25,6 +25,7 @@ _pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 class TestTensorflow(Conformance):
     framework = "tensorflow"
+    bfloat16 = tf.bfloat16
     own = COMMON
     copied: ClassVar = {key: name for key, name in FLOATS8.items() if key != "F8_E8M0"}
     parts_alias = False

@@ -17,6 +17,7 @@ import mfload
 
 class TestTorch(WritableConformance):
     framework = "torch"
+    bfloat16 = torch.bfloat16
     # What a version has no name for arrives as bytes.
     own: ClassVar = {
         key: name

@@ -12,7 +12,7 @@ import pytest
 import reference
 
 import mfload
-from mfload import errors, transfer
+from mfload import errors, landing
 from mfload.formats import checkpoint
 
 SIZE = 3 << 20
@@ -101,14 +101,14 @@ def test_after_the_plan_and_before_the_read(
     change: Callable[[Path], None], engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "f.safetensors")
-    true = transfer.allocate
+    true = landing.allocate
 
     def allocate(*args: Any) -> Any:
         found = true(*args)
         change(path)
         return found
 
-    monkeypatch.setattr(transfer, "allocate", allocate)
+    monkeypatch.setattr(landing, "allocate", allocate)
     with pytest.raises(errors.SourceError) as caught:
         mfload.load(path, framework="numpy", engine=engine)
     assert caught.value.file == str(path)

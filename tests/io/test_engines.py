@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import watch
 from engine_suite import EngineSuite
 
 from mfload import errors
+from mfload.io import advise
 
 
 class TestPread(EngineSuite):
@@ -36,11 +36,10 @@ class TestMmap(EngineSuite):
         self, path: Path, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
         # The kernel says EFAULT where touching the page would kill, for whatever reason.
-        class Failing(mmap.mmap):
-            def madvise(self, *_: int) -> None:
-                raise OSError(number, os.strerror(number))
+        def failing(*_: int) -> None:
+            raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(mmap, "mmap", Failing)
+        monkeypatch.setattr(advise, "madvise", failing)
         with watch.nothing_left():
             with pytest.raises(errors.ReadError) as info:
                 self.load(path)

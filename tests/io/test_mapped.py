@@ -15,7 +15,7 @@ import watch
 
 import mfload
 from mfload import errors
-from mfload.io import mapped
+from mfload.io import advise, mapped
 from mfload.io.source import LocalFile
 
 
@@ -78,13 +78,13 @@ def test_a_file_cut_short_before_the_map_is_an_error(
 def test_kernels_that_bring_nothing_in_do_so_on_touch(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
 ) -> None:
-    class Old(mmap.mmap):
-        def madvise(self, *_: int) -> None:
-            if number is None:
-                raise AttributeError("madvise")
-            raise OSError(number, os.strerror(number))
+    def old(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(mmap, "mmap", Old)
+    if number is None:
+        monkeypatch.setattr(advise, "_libc", lambda: None)
+    else:
+        monkeypatch.setattr(advise, "madvise", old)
     loaded = mfload.load(path, framework="numpy", engine="mmap")
     assert samples.same(loaded["a"], samples.numbers((5000,), np.float32))
 

@@ -32,7 +32,8 @@ def small(tmp_path: Path) -> Path:
 
 
 def _leg(path: Path, engine: str = "auto") -> route.Leg:
-    (leg,) = route.choose([LocalFile(path)], engine)
+    source = LocalFile(path)
+    (leg,) = route.choose([(source, source.size)], engine)
     return leg
 
 
@@ -97,7 +98,7 @@ def test_small_files_are_read_through_the_cache(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with(monkeypatch, 0.0)
-    assert _leg(small)[1:3] == ("pread", "small file")
+    assert _leg(small)[1:3] == ("pread", "small read")
 
 
 @pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])

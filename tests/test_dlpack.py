@@ -1,0 +1,193 @@
+"""Capsules, field by field: the struct is read here as dlpack.h 1.1 lays it out."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from mfload import dlpack
+from mfload.dlpack import View, capsule, data_address
+from mfload.dtypes import TABLE
+from mfload.io import buffers
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (
+        ("tensor", _Tensor),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_get = ctypes.pythonapi.PyCapsule_GetPointer
+_get.restype = ctypes.c_void_p
+_get.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_has_versions = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+
+
+def tensor(made: Any, versioned: bool = False) -> _Tensor:
+    if versioned:
+        return _Versioned.from_address(_get(made, b"dltensor_versioned")).tensor
+    return _Managed.from_address(_get(made, b"dltensor")).tensor
+
+
+def view(dtype: str, shape: tuple[int, ...], at: int = 0, nbytes: int = 4096) -> View:
+    return View("w", TABLE[dtype], shape, buffers.allocate(nbytes), at)
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("dtype", TABLE)
+def test_fields(dtype: str, versioned: bool) -> None:
+    if versioned and not _has_versions:
+        pytest.skip("this NumPy makes unversioned capsules only")
+    row = TABLE[dtype]
+    given = view(dtype, (2, 3, 4), 64)
+    made = capsule(given, versioned=versioned, device_id=3)
+    found = tensor(made, versioned)
+    shape = (2, 3, 4) if row.elements == 1 else row.storage_shape((2, 3, 4))
+    assert found.data + found.byte_offset == given.address == given.memory.ctypes.data + 64
+    assert (found.device_type, found.device_id) == (1, 3)
+    assert tuple(found.shape[: found.ndim]) == shape
+    assert (found.code, found.bits) == (row.code, row.bits)
+    # An element of DLPack is bits times lanes, and those must be the stored bytes.
+    assert found.lanes == row.elements
+    if found.strides:
+        rows = [shape[1] * shape[2], shape[2], 1]
+        assert found.strides[: found.ndim] == rows
+
+
+@pytest.mark.parametrize("name", ["BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64",
+                                  "F16", "F32", "F64", "C64"])  # fmt: skip
+def test_types_are_those_of_numpy(name: str) -> None:
+    theirs = np.zeros(2, TABLE[name].numpy).__dlpack__()
+    ours = capsule(view(name, (2,)))
+    words = [(found.code, found.bits, found.lanes) for found in map(tensor, (ours, theirs))]
+    assert words[0] == words[1]
+
+
+def test_codes_are_those_of_the_header() -> None:
+    # DLDataTypeCode of dlpack.h 1.1, from kDLInt to kDLFloat4_e2m1fn.
+    codes = {"I8": 0, "U8": 1, "F32": 2, "BF16": 4, "C64": 5, "BOOL": 6, "F8_E4M3": 10,
+             "F8_E4M3FNUZ": 11, "F8_E5M2": 12, "F8_E5M2FNUZ": 13, "F8_E8M0": 14, "F6_E2M3": 15,
+             "F6_E3M2": 16, "F4": 17}  # fmt: skip
+    assert {name: TABLE[name].code for name in codes} == codes
+
+
+@given(
+    dtype=st.sampled_from(["U8", "I16", "F32", "F64", "C64"]),
+    shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
+    at=st.sampled_from([0, 64, 1, 3]),
+)
+def test_numpy_imports_the_same_memory(dtype: str, shape: tuple[int, ...], at: int) -> None:
+    given = view(dtype, shape, at, 16384)
+    array = np.from_dlpack(given)
+    assert array.shape == shape
+    assert array.dtype == given.dtype.numpy
+    if array.size:
+        assert array.ctypes.data == given.address
+        given.storage()[...] = 65
+        assert set(array.tobytes()) == {65}
+
+
+@pytest.mark.parametrize("consumed", [True, False])
+def test_memory_lives_as_long_as_the_capsule_or_its_consumer(consumed: bool) -> None:
+    given = view("F32", (4,))
+    kept: Any = capsule(given)
+    if consumed:
+        kept = np.from_dlpack(_Holder(kept))
+    del given
+    gc.collect()
+    assert buffers.live_bytes() == 4096
+    del kept
+    gc.collect()
+    assert buffers.live_bytes() == 0
+
+
+class _Holder:
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def __dlpack__(self, **_: object) -> Any:
+        return self.made
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def test_the_address_in_a_foreign_capsule() -> None:
+    whole = np.arange(10, dtype=np.float32)
+    assert data_address(whole.__dlpack__()) == whole.ctypes.data
+    assert data_address(whole[3:].__dlpack__()) == whole.ctypes.data + 12
+
+
+def test_views_as_bytes() -> None:
+    given = view("F6_E2M3", (2, 8), 64)
+    stored = given.as_bytes()
+    assert (stored.dtype.name, stored.shape) == ("U8", (2, 6))
+    assert stored.address == given.address
+    assert given.storage().shape == (2, 6)
+    assert given.storage().ctypes.data == given.address
+
+
+def test_the_protocol() -> None:
+    given = view("BF16", (4,))
+    assert given.__dlpack_device__() == (dlpack.CPU, 0)
+    assert "dltensor_versioned" not in repr(given.__dlpack__())
+    asked = given.__dlpack__(max_version=(1, 0), dl_device=(1, 0), copy=False)
+    assert ("dltensor_versioned" in repr(asked)) == _has_versions
+    with pytest.raises(BufferError, match="stream"):
+        given.__dlpack__(stream=1)
+    with pytest.raises(BufferError, match="another device"):
+        given.__dlpack__(dl_device=(2, 0))
+    with pytest.raises(BufferError, match="copy"):
+        given.__dlpack__(copy=True)
+
+
+def test_a_capsule_holds_one_reference() -> None:
+    given = view("F8_E5M2", (16,))
+    before = sys.getrefcount(given.memory)
+    made = [capsule(given) for _ in range(5)]
+    during = sys.getrefcount(given.memory)
+    del made
+    after = sys.getrefcount(given.memory)
+    assert (during, after) == (before + 5, before)
+
+
+def test_ml_dtypes_are_not_taken_for_numpy_s() -> None:
+    # NumPy would read a corrected capsule as nothing it knows; it must say so, not guess.
+    with pytest.raises((BufferError, RuntimeError, ValueError)):
+        np.from_dlpack(view("BF16", (4,)))
+    assert TABLE["BF16"].numpy == ml_dtypes.bfloat16
