@@ -21,8 +21,8 @@ class LazyCheckpoint:
     """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
 
     It holds no file open and no thread, so it may be shared between threads, inherited by a
-    fork and pickled (with a device given by name). Each request checks that the files are still those whose headers were
-    read.
+    fork and pickled (with a device given by name). Each request checks that the files are
+    still those whose headers were read.
     """
 
     def __init__(

@@ -124,16 +124,16 @@ def _wait(
     last = time.monotonic()
     while left:
         done = engine.complete(max(0.0, min(_TICK, deadline.left())))
+        if done is not None and done.error is not None:
+            _name(plan, done.block, done.error, sources)
+        if deadline.left() <= 0:
+            waiting = sources[plan.blocks[-left].source].path
+            raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data", waiting)
         if done is not None:
-            if done.error is not None:
-                _name(plan, done.block, done.error, sources)
             left -= done.blocks
             last = time.monotonic()
             if advance is not None:
                 advance(done.nbytes)
-        if left and deadline.left() <= 0:
-            waiting = sources[plan.blocks[-left].source].path
-            raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data", waiting)
 
 
 def _name(
