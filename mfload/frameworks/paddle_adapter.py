@@ -11,14 +11,14 @@ bfloat16 without a word. So U16 arrives as the bytes it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
 from mfload.dlpack import View
-from mfload.frameworks import adapter
+from mfload.frameworks import adapter, seams
 from mfload.placement import Need
 
 OLDEST = "3.0"
@@ -60,7 +60,7 @@ class PaddleAdapter:
     def __init__(self, place: Any) -> None:
         self._place = place
         self.on_host = place.is_cpu_place() if hasattr(place, "is_cpu_place") else True
-        self._cpu = paddle.CPUPlace()
+        self._take: Callable[[Any], Any] = seams.paddle_constructor(paddle) or self._copy
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `paddle.Tensor` for each view, in order."""
@@ -70,9 +70,12 @@ class PaddleAdapter:
     def _one(self, view: View) -> Any:
         taken, kind = _RENAMED.get(view.dtype.name) or (_TAKEN[view.dtype.name], None)
         array = np.ndarray(view.shape, taken, view.memory, view.at)
-        # value, place, persistable, zero_copy, name, stop_gradient
-        tensor = paddle.Tensor(array, self._cpu, False, True, "", True)
+        tensor = self._take(array)
         return tensor if kind is None else tensor.view(getattr(paddle, kind))
+
+    @staticmethod
+    def _copy(array: Any) -> Any:
+        return paddle.to_tensor(array, place=paddle.CPUPlace())
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of Paddle's own allocator, one for each need."""

@@ -4,7 +4,9 @@ Every seam looks before it leaps: where the private call is missing or behaves o
 expected, the public way is taken, slower and with the same result.
 
 - `jax_capsule_importer`: `jaxlib._jax.dlpack_managed_tensor_to_buffer`, tested with jaxlib
-  0.10.2; the public way is `jax.dlpack.from_dlpack`.
+  0.5.3 and 0.10.2; the public way is `jax.dlpack.from_dlpack`.
+- `paddle_constructor`: the positional arguments of `paddle.Tensor(...)`, tested with Paddle
+  3.0.0 and 3.3.1; the public way is `paddle.to_tensor`, which copies.
 """
 
 from __future__ import annotations
@@ -57,3 +59,31 @@ def _behaves(importer: Callable[[View], Any], device: Any) -> bool:
     except Exception as error:  # noqa: BLE001 - whatever a private call does, there is another way.
         log.info("jaxlib's private DLPack import is of no use here: %s", error)
         return False
+
+
+def paddle_constructor(paddle: Any) -> Callable[[Any], Any] | None:
+    """Paddle's constructor of a tensor over a NumPy array's memory, undocumented since 2.x.
+
+    Args:
+        paddle: The module.
+
+    Returns:
+        A function from a NumPy array to a CPU tensor over its memory; None where the
+        constructor does not do that.
+    """
+    place = paddle.CPUPlace()
+
+    def construct(array: Any) -> Any:
+        # value, place, persistable, zero_copy, name, stop_gradient
+        return paddle.Tensor(array, place, False, True, "", True)
+
+    memory = buffers.allocate(64)
+    probe = memory[:8].view(np.int32)
+    probe[:] = (-7, 1 << 30)
+    try:
+        tensor = construct(probe)
+        same = tensor.data_ptr() == probe.ctypes.data and tensor.dtype == paddle.int32
+        return construct if same and tensor.tolist() == probe.tolist() else None
+    except Exception as error:  # noqa: BLE001 - whatever a private call does, there is another way.
+        log.info("Paddle's constructor over NumPy memory is of no use here: %s", error)
+        return None

@@ -5,6 +5,7 @@ Eigen's kernels want tensors on 64-byte boundaries, whatever the import accepts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,11 +85,11 @@ def make(device: object) -> TensorflowAdapter:
         # The name of a tensor's device is the one way to learn the default, which is not
         # the first GPU inside a `tf.device` scope.
         return TensorflowAdapter(str(tf.constant(0.0).device))
-    name = str(device)
-    if not name.startswith("/"):
-        kind, number = adapter.split_device(name)
-        name = f"/device:{'GPU' if kind == 'cuda' else kind.upper()}:{number or 0}"
+    # "/device:GPU:0", "/CPU:0", "/job:localhost/…/device:CPU:0", "cuda:0", a LogicalDevice.
+    short = str(getattr(device, "name", device)).rsplit("/", 1)[-1]
+    kind, number = adapter.split_device(re.sub("^device:", "", short, flags=re.IGNORECASE))
+    wanted = f"device:{'GPU' if kind == 'cuda' else kind.upper()}:{number or 0}"
     there = [each.name for each in tf.config.list_logical_devices()]
-    if not any(each.endswith(name.split("/")[-1]) for each in there):
+    if not any(each.endswith(wanted) for each in there):
         raise adapter.no_device("TensorFlow", device, there)
-    return TensorflowAdapter(name)
+    return TensorflowAdapter(f"/{wanted}")

@@ -109,3 +109,17 @@ class TestPaddle(WritableConformance):
         path, rows = aligned
         loaded = mfload.load(path, framework="paddlepaddle", device=paddle.CPUPlace())
         self.assert_loaded(loaded, rows)
+
+
+def test_the_public_way_gives_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        material.stored("w", "F32", (3, 5), 1),
+        material.stored("b", "BF16", (7,), 2),
+        material.stored("e", "F8_E4M3", (4,), 3),
+        material.stored("u", "U64", (2,), 4),
+    ]
+    path = save(tmp_path / "w.safetensors", rows)
+    monkeypatch.setattr("mfload.frameworks.seams.paddle_constructor", lambda _: None)
+    loaded = mfload.load(path, framework="paddle")
+    assert mfload.live_bytes() == 0  # Copies: nothing of ours is held.
+    TestPaddle().assert_loaded(loaded, rows)

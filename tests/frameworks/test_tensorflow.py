@@ -93,6 +93,16 @@ class TestTensorflow(Conformance):
                 assert {x.device.rsplit("/")[-1] for x in loaded.values()} == {"device:CPU:1"}
                 self.assert_loaded(loaded, [row for row in rows if row.name in names])
 
+    def test_tensorflows_own_names_of_a_device(self, aligned: Any) -> None:
+        own = tf.config.list_logical_devices("CPU")[0]
+        for device in ("/CPU:0", "/cpu:0", "/device:CPU:0", "cpu", own, own.name):
+            report = mfload.Report()
+            loaded = mfload.load(
+                aligned[0], framework="tf", device=device, names=["F32"], report=report
+            )
+            assert loaded["F32"].device.endswith("CPU:0")
+            assert report.aliased_share == 1
+
     def test_the_default_is_that_of_the_scope(self, aligned: Any) -> None:
         with tf.device("CPU:1"):
             tensor = mfload.load(aligned[0], framework="tf", names=["F32"])["F32"]
