@@ -65,7 +65,6 @@ class TensorflowAdapter:
         lent: list[adapter.Lent] = []
         with tf.device("CPU:0"):
             for need in needs:
-                # Not tf.zeros, which hands out one cached tensor more than once.
                 name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
                 tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(name), init=False)
                 # Not tensor.numpy(), which is a copy.
