@@ -77,6 +77,8 @@ def load(
     Raises:
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
+    if report is not None:
+        report.clear()
     start = time.perf_counter()
     deadline = Deadline(timeout)
     settings = Settings(engine, landing, max_host_overhead, threads, deadline)
@@ -89,7 +91,6 @@ def load(
     adapter = frameworks.get(framework, device)
     loader = Loader(index, sources, adapter, settings)
     if report is not None:
-        report.clear()
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
     total = sum(need.info.nbytes for need in needs)
     with shown(progress, total) as advance:

@@ -102,7 +102,8 @@ def about(*, file: str) -> Generator[None]:
     try:
         yield
     except MfloadError as error:
-        error.file = error.file or file
+        if error.tensor is not None:
+            error.file = error.file or file
         raise
 
 

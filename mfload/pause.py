@@ -47,7 +47,8 @@ def collector_paused() -> Generator[None]:
         yield
     finally:
         with _lock:
-            _inside -= entered
+            # A child forked inside began to count at zero.
+            _inside = max(0, _inside - entered)
             if _inside == 0 and _stopped:
                 gc.enable()
                 _stopped = False

@@ -50,7 +50,8 @@ def prepare(
     wanted: dict[int, int] = {}
     for need in needs:
         source = need.info.pieces[0].source
-        wanted[source] = wanted.get(source, 0) + need.nbytes
+        stored = need.info.nbytes if need.selection is None else need.nbytes
+        wanted[source] = wanted.get(source, 0) + stored
     used = sorted(wanted)
     legs = settings.deadline.bound(
         lambda: routing.choose([(sources[n], wanted[n]) for n in used], settings.engine),
@@ -64,7 +65,7 @@ def prepare(
     groups = len(waves(needs, adapter, settings))
     if groups > 1:
         notes.append(
-            f"loaded in {groups} waves, since {adapter.name} copies each tensor; this plan shows "
+            f"loaded in {groups} waves, since {adapter.name} copies tensors; this plan shows "
             "them as one, the buffers of a wave go before the next"
         )
     lent = lendable(needs, adapter, settings)

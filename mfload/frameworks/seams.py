@@ -4,7 +4,7 @@ Every seam looks before it leaps: where the private call is missing or behaves o
 expected, the public way is taken, slower and with the same result.
 
 - `jax_capsule_importer`: `jaxlib._jax.dlpack_managed_tensor_to_buffer`, tested with jaxlib
-  0.5.3 and 0.10.2; the public way is `jax.dlpack.from_dlpack`.
+  0.10.2 (0.5.3 has no such module); the public way is `jax.dlpack.from_dlpack`.
 - `paddle_constructor`: the positional arguments of `paddle.Tensor(...)`, tested with Paddle
   3.0.0 and 3.3.1; the public way is `paddle.to_tensor`, which copies.
 """
