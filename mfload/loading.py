@@ -6,11 +6,10 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from mfload import errors, landing, preparing, transfer
+from mfload import errors, landing, preparing, transfer, waves
 from mfload.dlpack import View
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
@@ -19,6 +18,7 @@ from mfload.io.source import LocalFile
 from mfload.pause import collector_paused
 from mfload.placement import Need
 from mfload.planning import Plan
+from mfload.preparing import Preparation
 from mfload.preview import Preview
 from mfload.report import Report
 from mfload.settings import Settings
@@ -44,11 +44,11 @@ class Loader:
 
     def preview(self, needs: Sequence[Need]) -> Preview:
         """Plans without reading data."""
-        preparing.check(needs, self._index)
-        return self._prepare(needs)
+        return self._prepare(needs).preview()
 
-    def _prepare(self, needs: Sequence[Need]) -> Preview:
-        return preparing.prepare(needs, self._index, self._sources, self._adapter, self._settings)
+    def _prepare(self, needs: Sequence[Need]) -> Preparation:
+        preparing.check(needs, self._index)
+        return Preparation(needs, self._index, self._sources, self._adapter, self._settings)
 
     def load(
         self,
@@ -68,20 +68,20 @@ class Loader:
             An array for each need, in order.
         """
         clock = _Clock()
-        preparing.check(needs, self._index)
         buffers.peak_bytes(reset=True)
         arrays: dict[int, Any] = {}
-        previews: list[Preview] = []
+        plans: list[Plan] = []
         try:
-            waves = preparing.waves(needs, self._adapter, self._settings)
-            if len(waves) > 1 and self._adapter.on_host:
+            with clock.stage("plan"), collector_paused():
+                way = self._prepare(needs)
+            if len(way.waves) > 1 and self._adapter.on_host:
                 # Each wave is checked when its turn comes: what can't end must not begin.
-                copied = preparing.copied(needs, self._adapter)
-                transfer.check_room(sum(need.nbytes for need in copied))
-            for wave in waves:
-                wanted = [needs[n] for n in wave]
-                made, preview = self._wave(wanted, clock, advance)
-                previews.append(preview)
+                transfer.check_room(sum(need.nbytes for need in needs))
+            notes = list(way.notes)
+            for wave in way.waves:
+                made, plan, said = self._wave([needs[n] for n in wave], way, clock, advance)
+                plans.append(plan)
+                notes += said
                 arrays.update(zip(wave, made, strict=True))
                 del made
         except BaseException as error:
@@ -93,21 +93,22 @@ class Loader:
                 ) from error
             raise
         if report is not None:
-            self._fill(report, needs, previews, clock)
+            self._fill(report, needs, way, plans, clock)
+            report.notes = tuple(dict.fromkeys(notes))
         return [arrays[n] for n in range(len(needs))]
 
     def _wave(
         self,
         needs: Sequence[Need],
+        way: Preparation,
         clock: _Clock,
         advance: Callable[[int], None] | None,
-    ) -> tuple[list[Any], Preview]:
+    ) -> tuple[list[Any], Plan, tuple[str, ...]]:
+        """Arrays of some of the needs, the plan that was run, and what was decided meanwhile."""
         with clock.stage("plan"), collector_paused():
-            preview = self._prepare(needs)
-        made = preview.plan
-        route = {leg.file: leg for leg in preview.route}
+            made = way.plan(needs)
         with clock.stage("allocate"):
-            transfer.check_room(made.buffer_bytes + preview.overhead_bytes)
+            transfer.check_room(made.buffer_bytes + way.overhead(made))
             providers = self._providers(made)
             memory = self._allocate(made, providers)
         with clock.stage("transfer"):
@@ -115,18 +116,18 @@ class Loader:
                 made,
                 memory,
                 self._sources,
-                [route.get(source.path) for source in self._sources],
-                threads=preview.threads,
+                [way.route.get(number) for number in range(len(self._sources))],
+                threads=way.threads,
                 deadline=self._settings.deadline,
                 advance=advance,
             )
         with clock.stage("arrays"), collector_paused():
             arrays = self._arrays(made, memory, providers)
-        return arrays, replace(preview, notes=preview.notes + notes)
+        return arrays, made, notes
 
     def _providers(self, made: Plan) -> tuple[landing.SlotProvider, ...]:
         needs = [place.need for place in made.places]
-        alone = preparing.lendable(needs, self._adapter, self._settings)
+        alone = waves.lendable(needs, self._adapter, self._settings)
         return (
             landing.FrameworkMemory(made, self._adapter, alone),
             landing.FileMaps(made, self._sources, readonly=self._adapter.readonly_maps),
@@ -168,22 +169,25 @@ class Loader:
         ]
 
     def _fill(
-        self, report: Report, needs: Sequence[Need], previews: list[Preview], clock: _Clock
+        self,
+        report: Report,
+        needs: Sequence[Need],
+        way: Preparation,
+        plans: list[Plan],
+        clock: _Clock,
     ) -> None:
-        legs = {leg.file: leg for preview in previews for leg in preview.route}
-        result = sum(preview.plan.result_bytes for preview in previews)
-        copied = preparing.copied(needs, self._adapter)
+        result = sum(need.nbytes for need in needs)
+        copied = waves.copied(needs, self._adapter)
         report.framework = self._adapter.name
         report.tensors = len(needs)
         report.result_bytes = result
-        report.read_bytes = sum(preview.plan.read_bytes for preview in previews)
-        report.over_read_bytes = sum(preview.over_read_bytes for preview in previews)
-        report.mapped_bytes = sum(preview.plan.mapped_bytes for preview in previews)
+        report.read_bytes = sum(plan.read_bytes for plan in plans)
+        report.over_read_bytes = sum(plan.read_bytes - plan.wanted_bytes for plan in plans)
+        report.mapped_bytes = sum(plan.mapped_bytes for plan in plans)
         report.aliased_bytes = result - sum(need.nbytes for need in copied)
         report.peak_bytes = buffers.peak_bytes()
-        report.threads = max((preview.threads for preview in previews), default=0)
-        report.route = tuple((leg.file, leg.engine, leg.why) for leg in legs.values())
-        report.notes = tuple(dict.fromkeys(n for preview in previews for n in preview.notes))
+        report.threads = way.threads
+        report.route = tuple((leg.file, leg.engine, leg.why) for leg in way.route.values())
         report.stages = {**report.stages, **clock.stages}
 
 

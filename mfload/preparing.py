@@ -1,19 +1,20 @@
-"""From needs to a preview: engines, threads, slots and waves, chosen before data is read."""
+"""Which way a load goes: engines, threads, slots and waves, chosen before data is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from mfload import errors, planning
+from mfload import errors, planning, waves
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
 from mfload.io import buffers, probes, route as routing
 from mfload.io.blocks import Costs
 from mfload.io.source import LocalFile
 from mfload.placement import Need
+from mfload.planning import Plan
 from mfload.preview import Preview
-from mfload.settings import OVERHEAD, Settings
+from mfload.settings import Settings
 
 _PLAIN = (None, "C", "raw")  # A piece's box, order and encoding.
 _MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
@@ -27,14 +28,10 @@ _DIRECT_BLOCK = 4 << 20
 _PAGE = buffers.PAGE
 
 
-def prepare(
-    needs: Sequence[Need],
-    index: Index,
-    sources: Sequence[LocalFile],
-    adapter: Adapter,
-    settings: Settings,
-) -> Preview:
-    """Plans a load and chooses its route; opens the files, reads nothing.
+class Preparation:
+    """The way a load goes, decided once: every wave of it goes the same way.
+
+    Opens the files, reads nothing.
 
     Args:
         needs: What is wanted, as `check` lets it pass.
@@ -43,51 +40,91 @@ def prepare(
         adapter: The framework.
         settings: How.
 
+    Attributes:
+        route: The leg of each source that is used, by its number.
+        threads: Readers at once.
+        waves: Positions of the needs that are loaded together, wave by wave.
+        notes: What was decided without being asked for.
+
     Raises:
         MemoryLimitError: A tensor that must be copied is larger than the overhead allowed.
         SourceError: A file can't be opened or has changed.
     """
-    wanted: dict[int, int] = {}
-    for need in needs:
-        source = need.info.pieces[0].source
-        stored = need.info.nbytes if need.selection is None else need.nbytes
-        wanted[source] = wanted.get(source, 0) + stored
-    used = sorted(wanted)
-    legs = settings.deadline.bound(
-        lambda: routing.choose([(sources[n], wanted[n]) for n in used], settings.engine),
-        "opening the files",
-    )
-    route = dict(zip(used, legs, strict=True))
-    threads = settings.threads or _threads(legs)
-    direct = any(leg.engine == "direct" for leg in legs)
-    costs = _costs(settings, threads, _DIRECT_BLOCK if direct else Costs().block)
-    notes = list(index.notes)
-    groups = len(waves(needs, adapter, settings))
-    if groups > 1:
-        notes.append(
-            f"loaded in {groups} waves, since {adapter.name} copies tensors; this plan shows "
-            "them as one, the buffers of a wave go before the next"
+
+    def __init__(
+        self,
+        needs: Sequence[Need],
+        index: Index,
+        sources: Sequence[LocalFile],
+        adapter: Adapter,
+        settings: Settings,
+    ) -> None:
+        self._needs = needs
+        self._sources = sources
+        self._adapter = adapter
+        self._settings = settings
+        self.waves = waves.groups(needs, adapter, settings)
+        wanted: dict[int, int] = {}
+        for need in needs:
+            source = need.info.pieces[0].source
+            stored = need.info.nbytes if need.selection is None else need.nbytes
+            wanted[source] = wanted.get(source, 0) + stored
+        used = sorted(wanted)
+        legs = settings.deadline.bound(
+            lambda: routing.choose([(sources[n], wanted[n]) for n in used], settings.engine),
+            "opening the files",
         )
-    lent = lendable(needs, adapter, settings)
-    if settings.landing == "framework" and adapter.on_host and len(lent) < len(needs):
-        notes.append(
-            f"{len(needs) - len(lent)} tensors land in mfload's memory: "
-            f"{adapter.name} can't lend any for their dtypes"
+        self.route = dict(zip(used, legs, strict=True))
+        self.threads = settings.threads or _threads(legs)
+        self._direct = any(leg.engine == "direct" for leg in legs)
+        block = _DIRECT_BLOCK if self._direct else Costs().block
+        self._costs = _costs(settings, self.threads, block)
+        self.notes = (*index.notes, *self._decided())
+
+    def _decided(self) -> Iterator[str]:
+        adapter = self._adapter
+        if len(self.waves) > 1:
+            yield (
+                f"loaded in {len(self.waves)} waves, since {adapter.name} copies tensors; the "
+                "buffers of a wave go before the next"
+            )
+        lent = waves.lendable(self._needs, adapter, self._settings)
+        missing = len(self._needs) - len(lent)
+        if self._settings.landing == "framework" and adapter.on_host and missing:
+            yield (
+                f"{missing} tensors land in mfload's memory: "
+                f"{adapter.name} can't lend any for their dtypes"
+            )
+
+    def plan(self, needs: Sequence[Need]) -> Plan:
+        """The plan of a wave, or of all."""
+        route = self.route
+        return planning.make(
+            needs,
+            alignment=self._adapter.alignment,
+            costs=self._costs,
+            separate=waves.lendable(needs, self._adapter, self._settings),
+            mapped={n: self._sources[n].size for n in route if route[n].engine == "mmap"},
         )
-    made = planning.make(
-        needs,
-        alignment=adapter.alignment,
-        costs=costs,
-        separate=lent,
-        mapped={n: sources[n].size for n in used if route[n].engine == "mmap"},
-    )
-    slot = costs.block + 2 * _PAGE if direct or made.staged else costs.merge_gap
-    slots = min(slot * threads, made.read_bytes + 2 * _PAGE * threads)
-    waiting = copied(needs, adapter)
-    # Slots are gone before the framework copies, so the two don't add up.
-    held = min(sum(need.nbytes for need in waiting), _waiting(waiting, adapter, settings))
-    overhead = max(slots, held)
-    return Preview(made, tuple(legs), adapter.name, overhead, threads, tuple(notes))
+
+    def overhead(self, made: Plan) -> int:
+        """The most bytes that a plan made here holds beside the result."""
+        staged = self._direct or made.staged
+        slot = self._costs.block + 2 * _PAGE if staged else self._costs.merge_gap
+        slots = min(slot * self.threads, made.read_bytes + 2 * _PAGE * self.threads)
+        waiting = waves.copied([place.need for place in made.places], self._adapter)
+        limit = waves.waiting_limit(waiting, self._adapter, self._settings)
+        # Slots are gone before the framework copies, so the two don't add up.
+        return max(slots, min(sum(need.nbytes for need in waiting), limit))
+
+    def preview(self) -> Preview:
+        """All of it, for people; waves are shown as one."""
+        made = self.plan(self._needs)
+        notes = self.notes
+        if len(self.waves) > 1:
+            notes += ("this plan shows its waves as one",)
+        legs = tuple(self.route.values())
+        return Preview(made, legs, self._adapter.name, self.overhead(made), self.threads, notes)
 
 
 def check(needs: Sequence[Need], index: Index) -> None:
@@ -155,59 +192,3 @@ def _costs(settings: Settings, threads: int, block: int) -> Costs:
             found=limit,
         )
     return Costs(block=block)
-
-
-def lendable(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> frozenset[int]:
-    """Positions of the needs that land in the framework's own memory."""
-    if settings.landing != "framework" or not adapter.on_host:
-        return frozenset()
-    return frozenset(n for n, need in enumerate(needs) if need.dtype.name in adapter.lendable)
-
-
-def copied(needs: Sequence[Need], adapter: Adapter) -> list[Need]:
-    """The needs that the framework copies out of mfload's memory."""
-    if not adapter.on_host:
-        return list(needs)
-    names = {name for name, form in adapter.forms.items() if form.how == "copy"}
-    return [need for need in needs if need.dtype.name in names] if names else []
-
-
-def waves(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[list[int]]:
-    """Groups of needs; what the framework copies never exceeds the overhead in any.
-
-    Raises:
-        MemoryLimitError: One tensor exceeds it alone.
-    """
-    waiting = copied(needs, adapter)
-    limit = _waiting(waiting, adapter, settings)
-    if sum(need.nbytes for need in waiting) <= limit:
-        return [list(range(len(needs)))]
-    names = {need.info.name for need in waiting}
-    groups: list[list[int]] = [[]]
-    held = 0
-    for n, need in enumerate(needs):
-        nbytes = need.nbytes if need.info.name in names else 0
-        if nbytes and held + nbytes > limit:
-            groups.append([])
-            held = 0
-        held += nbytes
-        groups[-1].append(n)
-    return groups
-
-
-def _waiting(waiting: Sequence[Need], adapter: Adapter, settings: Settings) -> int:
-    """Bytes of tensors that may wait at once to be copied by the framework."""
-    if not waiting:
-        return 0
-    limit = settings.max_host_overhead
-    largest = max(waiting, key=lambda need: need.nbytes)
-    if limit is None:
-        return max(OVERHEAD, largest.nbytes)
-    if largest.nbytes > limit:
-        raise errors.MemoryLimitError(
-            f"{adapter.name} must copy the tensor, which is larger than the overhead",
-            tensor=largest.info.name,
-            expected=f"max_host_overhead of {largest.nbytes} bytes or more",
-            found=limit,
-        )
-    return limit

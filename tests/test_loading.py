@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+from safetensors.numpy import save_file
 
 import mfload
 from mfload import dtypes, errors, frameworks, settings
 from mfload.frameworks.adapter import Form
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.io import buffers
+from mfload.io import buffers, probes
 
 MODEL = samples.model()
 # Two tensors of some blocks each, whose data begin at an odd place.
@@ -244,3 +246,49 @@ def test_the_process_takes_little_more_than_the_data(
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) <= 64 << 20
+
+
+def test_waves_go_one_way_decided_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wave is small where the load is not: what counts for the route is the load."""
+    path = tmp_path / "many.safetensors"
+    written = {f"w{n}": np.full(1 << 18, n, np.float32) for n in range(12)}
+    save_file(written, path)
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if (probes.cached_share(opened.fileno(), path.stat().st_size) or 0.0) > 0.1:
+            pytest.skip("the page cache keeps the file here, so every route is the same")
+        if probes.direct_alignment(opened.fileno()) is None:
+            pytest.skip("this file system takes no O_DIRECT")
+    monkeypatch.setattr(frameworks, "get", lambda *_: _Copying())
+    report = mfload.Report()
+    caplog.set_level("INFO", logger="mfload")
+    options = {"framework": "numpy", "max_host_overhead": 3 << 20}
+    expected = mfload.plan(path, **options)
+    caplog.clear()
+    loaded = mfload.load(path, **options, report=report)
+    samples.assert_same(loaded, written)
+    assert [engine for _, engine, _ in report.route] == ["direct"]
+    assert [leg.engine for leg in expected.route] == ["direct"]
+    assert report.notes == (expected.notes[0],)
+    assert "4 waves" in report.notes[0]
+    assert "as one" in expected.notes[1]
+    assert [record.message for record in caplog.records if "direct" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+def test_a_load_in_waves_that_does_not_fit_never_begins(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Half(_Copying):
+        forms = _Copying.forms | {"F32": Form("alias", "")}  # noqa: RUF012
+
+    asked: list[int] = []
+    monkeypatch.setattr(frameworks, "get", lambda *_: Half())
+    monkeypatch.setattr("mfload.transfer.check_room", asked.append)
+    copied = [a.nbytes for a in MODEL.values() if a.dtype != np.float32]
+    mfload.load(path, framework="numpy", max_host_overhead=max(copied))
+    assert asked[0] == sum(array.nbytes for array in MODEL.values())
+    assert len(asked) > 2

@@ -1,0 +1,70 @@
+"""Waves: what a framework copies out of mfload's memory comes in turns, within the overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mfload import errors
+from mfload.frameworks.adapter import Adapter
+from mfload.placement import Need
+from mfload.settings import OVERHEAD, Settings
+
+
+def lendable(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> frozenset[int]:
+    """Positions of the needs that land in the framework's own memory."""
+    if settings.landing != "framework" or not adapter.on_host:
+        return frozenset()
+    return frozenset(n for n, need in enumerate(needs) if need.dtype.name in adapter.lendable)
+
+
+def copied(needs: Sequence[Need], adapter: Adapter) -> list[Need]:
+    """The needs that the framework copies out of mfload's memory."""
+    if not adapter.on_host:
+        return list(needs)
+    names = {name for name, form in adapter.forms.items() if form.how == "copy"}
+    return [need for need in needs if need.dtype.name in names] if names else []
+
+
+def groups(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[list[int]]:
+    """Groups of needs; what the framework copies never exceeds the overhead in any.
+
+    Raises:
+        MemoryLimitError: One tensor exceeds it alone.
+    """
+    waiting = copied(needs, adapter)
+    limit = waiting_limit(waiting, adapter, settings)
+    if sum(need.nbytes for need in waiting) <= limit:
+        return [list(range(len(needs)))]
+    names = {need.info.name for need in waiting}
+    made: list[list[int]] = [[]]
+    held = 0
+    for n, need in enumerate(needs):
+        nbytes = need.nbytes if need.info.name in names else 0
+        if nbytes and held + nbytes > limit:
+            made.append([])
+            held = 0
+        held += nbytes
+        made[-1].append(n)
+    return made
+
+
+def waiting_limit(waiting: Sequence[Need], adapter: Adapter, settings: Settings) -> int:
+    """Bytes of tensors that may wait at once to be copied by the framework.
+
+    Raises:
+        MemoryLimitError: One tensor exceeds what the user allowed.
+    """
+    if not waiting:
+        return 0
+    limit = settings.max_host_overhead
+    largest = max(waiting, key=lambda need: need.nbytes)
+    if limit is None:
+        return max(OVERHEAD, largest.nbytes)
+    if largest.nbytes > limit:
+        raise errors.MemoryLimitError(
+            f"{adapter.name} must copy the tensor, which is larger than the overhead",
+            tensor=largest.info.name,
+            expected=f"max_host_overhead of {largest.nbytes} bytes or more",
+            found=limit,
+        )
+    return limit
