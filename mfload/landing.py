@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from mfload.arrangement import BufferSpec
 from mfload.frameworks.adapter import Adapter, Lent
 from mfload.io import buffers
 from mfload.io.mapped import map_file
 from mfload.io.source import LocalFile
-from mfload.planning import BufferSpec, Plan
+from mfload.planning import Plan
 
 
 class SlotProvider(Protocol):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mfload import dtypes, placement, planning
+from mfload import arrangement, dtypes, placement, planning
 from mfload.index import Piece, TensorInfo
 from mfload.io.blocks import Costs
 from mfload.io.pread import place as put
@@ -196,7 +196,7 @@ def test_alignment_is_held(case: Case) -> None:
 def test_buffers_are_bounded_unless_one_tensor_is_larger(
     case: Case, limit: int, small: int
 ) -> None:
-    with mock.patch.multiple(planning, BUFFER=limit, _SMALL=small):
+    with mock.patch.multiple(arrangement, BUFFER=limit, _SMALL=small):
         plan = planning.make(case.needs, **case.options)
     held: dict[int, list[int]] = {}
     for need, buffer, _ in plan.places:
@@ -212,15 +212,15 @@ def test_a_tensor_that_overflows_a_buffer_begins_the_next() -> None:
     size = 3 << 20
     needs = _whole([size] * 50, start=40)
     plan = planning.make(needs, alignment=64)
-    assert [spec.nbytes <= planning.BUFFER for spec in plan.buffers] == [True] * 3
+    assert [spec.nbytes <= arrangement.BUFFER for spec in plan.buffers] == [True] * 3
     assert len({place.buffer for place in plan.places}) == 3
     # Two halves fill a buffer, wherever in a page they have to begin.
     halves = planning.make(_whole([32 << 20] * 4, start=40), alignment=64)
     assert [spec.nbytes for spec in halves.buffers] == [(64 << 20) + 40 // 64 * 64] * 2
-    large = planning.make(_whole([100, planning.BUFFER + 5000, 100], start=40), alignment=64)
+    large = planning.make(_whole([100, arrangement.BUFFER + 5000, 100], start=40), alignment=64)
     sizes = [spec.nbytes for spec in large.buffers]
     assert sizes[0] < 5000
-    assert planning.BUFFER + 5000 <= sizes[1] < planning.BUFFER + 9200
+    assert arrangement.BUFFER + 5000 <= sizes[1] < arrangement.BUFFER + 9200
 
 
 def _whole(sizes: list[int], start: int) -> list[Need]:

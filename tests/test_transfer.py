@@ -17,7 +17,7 @@ import pytest
 import samples
 
 import mfload
-from mfload import errors, landing, planning, transfer
+from mfload import arrangement, errors, landing, planning, transfer
 from mfload.io import blocks, buffers, probes
 from mfload.io.engine import ThreadEngine
 
@@ -162,7 +162,7 @@ def test_an_error_of_the_callback_is_the_callers(path: Path) -> None:
 
 
 def _plan(nbytes: int) -> planning.Plan:
-    return planning.Plan((), (planning.BufferSpec(nbytes),), (), 0)
+    return planning.Plan((), (arrangement.BufferSpec(nbytes),), (), 0)
 
 
 def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,17 +174,17 @@ def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     # Little loads are not worth the question, and maps take no memory.
     monkeypatch.setattr(probes, "memory_room", lambda: (0, "test machine"))
     transfer.check_room((64 << 20) - 1)
-    assert planning.Plan((), (planning.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
+    assert planning.Plan((), (arrangement.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
     monkeypatch.setattr(probes, "memory_room", lambda: None)
     transfer.check_room(1 << 40)
 
 
 def test_lent_memory_is_used_as_it_is() -> None:
     lent = np.zeros(10, np.uint8)
-    plan = planning.Plan((), (planning.BufferSpec(5), planning.BufferSpec(10)), (), 0)
+    plan = planning.Plan((), (arrangement.BufferSpec(5), arrangement.BufferSpec(10)), (), 0)
 
     class Lender:
-        def memory(self, number: int, spec: planning.BufferSpec) -> Any:
+        def memory(self, number: int, spec: arrangement.BufferSpec) -> Any:
             return lent if number == 1 else None
 
         def array(self, number: int) -> Any:

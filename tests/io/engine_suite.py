@@ -18,7 +18,7 @@ import samples
 import watch
 
 import mfload
-from mfload import errors, planning
+from mfload import arrangement, errors
 from mfload.io import blocks
 
 MODEL = samples.model()
@@ -326,4 +326,4 @@ class EngineSuite:
         kept = loaded.pop("odd")
         loaded.clear()
         assert samples.same(kept, MODEL["odd"])
-        assert mfload.live_bytes() <= planning.BUFFER
+        assert mfload.live_bytes() <= arrangement.BUFFER
