@@ -78,6 +78,8 @@ def load(
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
     if report is not None:
+        if not isinstance(report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
         report.clear()
     start = time.perf_counter()
     deadline = Deadline(timeout)

@@ -229,3 +229,8 @@ def test_two_loads_share_nothing(path: Path) -> None:
     first, second = _load(path), _load(path)
     first["embed"][:] = 0
     samples.assert_same(second, MODEL)
+
+
+def test_what_is_no_report_is_refused(path: Path) -> None:
+    with pytest.raises(errors.UsageError, match="no report"):
+        _load(path, report=[])
