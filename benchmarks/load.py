@@ -19,13 +19,14 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks import ceilings, machine, pagecache, plot, tables
+from benchmarks import arguments, tables
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
-from benchmarks.loaders import LOADERS
-from benchmarks.process import ROOT
-from benchmarks.results import Results, label
-from benchmarks.runner import Case, rounds
+from benchmarks.run import Run
 from benchmarks.targets import judge
+from mfload.bench import ceilings, machine, pagecache, plot
+from mfload.bench.loaders import LOADERS
+from mfload.bench.results import Results, label
+from mfload.bench.runner import Bed, Case, sample
 
 CASES = ("warm", "cold", "small", "memory")
 SMALL_TENSORS = 20_000
@@ -34,24 +35,11 @@ _SCOUTED, _KEPT = 2, 3
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds a case (7)")
+    parser = arguments.parser("load", __doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint in GB (1)")
-    parser.add_argument("--cases", default=",".join(CASES), help="which of %(default)s")
     parser.add_argument("--loaders", default="*", help="names or patterns, with commas (all)")
-    parser.add_argument("--seed", type=int, help="what shapes and orders follow from (drawn)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "performance")
-    parser.add_argument("--workdir", type=Path, help="where to write checkpoints (a new folder)")
     parser.add_argument("--list", action="store_true", help="list the loaders and end")
-    parser.add_argument(
-        "--redraw", action="store_true", help="table and plot again from the JSON in --out"
-    )
-    args = parser.parse_args(argv)
-    args.cases = args.cases.split(",")
-    unknown = set(args.cases) - set(CASES)
-    if unknown:
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    return args
+    return arguments.parsed(parser, CASES, argv)
 
 
 def _chosen(patterns: str, results: Results) -> list[str]:
@@ -70,35 +58,24 @@ def _chosen(patterns: str, results: Results) -> list[str]:
     return names
 
 
-class _Run:
-    """A run in progress: takes cases one by one and notes their samples."""
+class _Loading(Run):
+    """A run that loads checkpoints."""
 
     def __init__(self, results: Results, rng: random.Random, warmup: Checkpoint) -> None:
-        self._results, self._rng, self._warmup = results, rng, warmup
+        super().__init__(results, rng, label)
+        self._bed = Bed(warmup.paths)
 
-    def take(self, case: Case, names: Sequence[str], checkpoint: Checkpoint, count: int) -> None:
-        """Measure all names in a case and print each sample."""
-        busy = machine.busy_share()
-        self._results.run["busy_share"][case.name] = round(busy, 3)
-        print(f"{case.name}: {len(names)} × {count}, machine {busy:.0%} busy with other things")
-        for taken in rounds(names, case, checkpoint, self._warmup, count, self._rng):
-            if isinstance(taken, tuple):
-                print(f"  FAILED {taken[0]}: {taken[1]}")
-                self._results.skipped.append((case.name, *taken))
-                continue
-            self._results.samples.append(taken)
-            print(
-                f"  {taken['round'] + 1} {label(taken['name']):48} {taken['seconds']:8.4f} s "
-                f"{taken['cpu_s']:8.4f} CPU s {taken['peak_over'] / 2**20:+8.0f} MiB",
-                flush=True,
-            )
+    def load(self, case: Case, names: Sequence[str], checkpoint: Checkpoint, count: int) -> None:
+        """Measure all names in a case."""
+        subject = checkpoint.subject()
+        self.take(case.name, names, lambda name: sample(name, case, subject, self._bed), count)
 
     def best_patterns(self, checkpoint: Checkpoint) -> list[str]:
         """Try every cold pattern a few times and name the best."""
         names = [pattern.name for pattern in ceilings.COLD]
-        self.take(Case("scouting", cold=True), names, checkpoint, _SCOUTED)
-        tried = self._results.names("scouting")
-        tried.sort(key=lambda name: self._results.best("scouting", name) or 0.0)
+        self.load(Case("scouting", cold=True), names, checkpoint, _SCOUTED)
+        tried = self.results.names("scouting")
+        tried.sort(key=lambda name: self.results.best("scouting", name) or 0.0)
         # One that keeps what it reads is always among them: that is what a loader has to do.
         fresh = next(name for name in tried if not ceilings.PATTERNS[name].reuse)
         return list(dict.fromkeys([*tried[:_KEPT], fresh]))
@@ -128,19 +105,20 @@ def _measure(args: argparse.Namespace, folder: Path) -> Results:
     )
     print(f"{large.nbytes / 1e9:.3f} GB, {large.tensors} tensors, {large.drawn}")
     names = _chosen(args.loaders, results)
-    run = _Run(results, rng, warmup)
+    run = _Loading(results, rng, warmup)
     if "warm" in args.cases:
-        pagecache.drop(large.paths)  # read back by the first sample: one history for all pages
-        run.take(Case("warm"), [ceilings.WARM.name, *names], large, args.rounds)
+        # Read back by the first sample: one history for all pages.
+        pagecache.drop(large.subject().extents)
+        run.load(Case("warm"), [ceilings.WARM.name, *names], large, args.rounds)
     if "cold" in args.cases:
         best = run.best_patterns(large)
-        run.take(Case("cold", cold=True), [*best, *names], large, args.rounds)
+        run.load(Case("cold", cold=True), [*best, *names], large, args.rounds)
     if "small" in args.cases:
-        run.take(Case("small"), names, small, args.rounds)
+        run.load(Case("small"), names, small, args.rounds)
     if "memory" in args.cases:
         for name, cold in (("memory", False), ("memory-cold", True)):
             case = Case(name, cold=cold, primed=False, watched=True)
-            run.take(case, names, large, min(3, args.rounds))
+            run.load(case, names, large, min(3, args.rounds))
     results.run["ended"] = time.strftime("%Y-%m-%d %H:%M")
     return results
 
@@ -148,11 +126,16 @@ def _measure(args: argparse.Namespace, folder: Path) -> Results:
 def _write(results: Results, out: Path, *, keep_json: bool) -> None:
     """Write the JSON, the tables and the plot."""
     judged = judge(results)
-    out.mkdir(parents=True, exist_ok=True)
     if not keep_json:
-        results.save(out / "loading.json", [target.as_dict() for target in judged])
+        results.save(out / "loading.json", targets=[target.as_dict() for target in judged])
     (out / "loading_table.md").write_text(tables.page(results, judged))
-    plot.draw(results, out / "loading.png")
+    m, found = results.machine, results.checkpoints["large"]
+    title = (
+        f"{found['nbytes'] / 1e9:.2f} GB of bf16 in {len(found['starts'])} files on {m['cpu']}, "
+        f"{m['cores']} cores, {m['file_system']}; bar: best of {results.run['rounds']} rounds, "
+        "tick: median; pages touched"
+    )
+    plot.draw(results, title, out / "loading.png")
     print("\n" + tables.targets(judged))
 
 
@@ -173,8 +156,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.redraw:
         _write(Results.read(args.out / "loading.json"), args.out, keep_json=True)
         return 0
-    if args.workdir is not None:
-        args.workdir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
         kind = pagecache.file_system(folder)
         on_memory = kind in pagecache.MEMORY_FILE_SYSTEMS

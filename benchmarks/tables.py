@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from benchmarks.loaders import LOADERS
-from benchmarks.results import MIB, Results, is_ceiling, label
 from benchmarks.targets import Target
-
-Row = Sequence[str]
-
-
-def _table(head: Row, rows: Iterable[Row]) -> str:
-    """A Markdown table: the first column to the left, the others to the right."""
-    rule = ["---", *["--:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+from mfload.bench import machine, markdown
+from mfload.bench.ceilings import is_ceiling
+from mfload.bench.loaders import LOADERS
+from mfload.bench.markdown import Row
+from mfload.bench.results import MIB, Results, label
 
 
 def _name(name: str) -> str:
@@ -33,18 +24,15 @@ def conditions(results: Results) -> str:
     """What was measured on what, in one paragraph."""
     m, run, found = results.machine, results.run, results.checkpoints["large"]
     starts = ", ".join(str(start) for start in found["starts"])
-    versions = ", ".join(f"{name} {number}" for name, number in m["versions"].items())
-    kind = "virtual machine" if m["virtual"] else "machine"
     host = " (its host may still hold the file)" if m["virtual"] else ""
     return (
-        f"{m['cpu']} {kind}, {m['cores']} cores, {m['memory_gib']} GiB, Linux {m['kernel']}, "
-        f"{m['file_system']}, {m['date']}. "
+        f"{machine.sentence(m)}. "
         f"{found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} tensors in "
         f"{len(found['starts'])} files, shapes {found['drawn']}, data starting at {starts} mod 64, "
         f"seed {run['seed']}. Each figure from {run['rounds']} rounds, a fresh process each, "
         f"imports and a first tiny load done, loaders taking turns, every page touched. "
         f"Warm: all of it in the page cache. Cold: none of it in this machine's page cache{host}. "
-        f"Python {m['python']}, {versions}."
+        f"{machine.versions_sentence(m)}."
     )
 
 
@@ -57,7 +45,7 @@ def targets(judged: Sequence[Target]) -> str:
         found = "–" if target.found is None else f"{target.found:.2f}{unit}"
         return target.what, f"{sign} {target.limit:g}{unit}", found, target.verdict
 
-    return _table(("target", "to reach", "found", ""), map(row, judged))
+    return markdown.table(("target", "to reach", "found", ""), map(row, judged))
 
 
 def _speed_row(results: Results, case: str, name: str) -> Row:
@@ -66,11 +54,11 @@ def _speed_row(results: Results, case: str, name: str) -> Row:
     nbytes = results.checkpoints["large"]["nbytes"]
     return (
         _name(name),
-        _seconds(best),
-        _seconds(results.median(case, name)),
-        "–" if ratio is None else f"{ratio:.2f}",
+        markdown.seconds(best),
+        markdown.seconds(results.median(case, name)),
+        markdown.times(ratio),
         "–" if not best else f"{nbytes / 2**30 / best:.1f}",
-        _seconds(results.best(case, name, "cpu_s")),
+        markdown.seconds(results.best(case, name, "cpu_s")),
     )
 
 
@@ -82,7 +70,8 @@ def speed(results: Results, case: str) -> str:
         return not is_ceiling(name), results.best(case, name) or 0.0
 
     head = ("loader", "best s", "median s", "÷ ceiling", "GiB/s", "CPU s")
-    return _table(head, (_speed_row(results, case, name) for name in sorted(names, key=order)))
+    names.sort(key=order)
+    return markdown.table(head, (_speed_row(results, case, name) for name in names))
 
 
 def small(results: Results) -> str:
@@ -101,7 +90,7 @@ def small(results: Results) -> str:
         )
         for name in results.names("small")
     ]
-    return _table(("loader", "framework", "best CPU µs a tensor", "median"), rows)
+    return markdown.table(("loader", "framework", "best CPU µs a tensor", "median"), rows)
 
 
 def memory(results: Results) -> str:
@@ -120,27 +109,27 @@ def memory(results: Results) -> str:
         return cells
 
     head = ("loader", "warm MiB", "private only", "cold MiB", "private only")
-    return _table(head, (row(name) for name in names if not is_ceiling(name)))
+    return markdown.table(head, (row(name) for name in names if not is_ceiling(name)))
 
 
 def page(results: Results, judged: Sequence[Target]) -> str:
-    """Everything that was measured, under headings of the third level."""
+    """Everything that was measured, as a page."""
     cases = {sample["case"] for sample in results.samples}
-    parts = [conditions(results), "### Targets", targets(judged)]
+    parts = ["# Tables of loading", conditions(results), "## Targets", targets(judged)]
     if "warm" in cases:
-        parts += ["### Warm", speed(results, "warm")]
+        parts += ["## Warm", speed(results, "warm")]
     if "cold" in cases:
-        parts += ["### Cold", speed(results, "cold")]
+        parts += ["## Cold", speed(results, "cold")]
     if "small" in cases:
-        parts += ["### Many small tensors", small(results)]
+        parts += ["## Many small tensors", small(results)]
     if cases & {"memory", "memory-cold"}:
         said = (
             "Peak of resident memory less what was resident before and less the data, the worst "
             "sample. Pages of the page cache that a loader maps count as resident; *private only* "
             "leaves them out, so that a loader which copies nothing shows the data as saved."
         )
-        parts += ["### Memory", said, memory(results)]
+        parts += ["## Memory", said, memory(results)]
     if results.skipped:
         lines = (f"- {case}: {name}: {reason}" for case, name, reason in results.skipped)
-        parts += ["### Not measured", "\n".join(lines)]
+        parts += ["## Not measured", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"

@@ -10,34 +10,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload import errors
-    from mfload.api import load, open, plan
+    from mfload.api import load, open, plan, save
     from mfload.errors import MfloadError
     from mfload.io.buffers import live_bytes
+    from mfload.manifest import Manifest
     from mfload.packed import unpack
     from mfload.report import Report
+    from mfload.saving import Saved
+    from mfload.verification import Verification
+    from mfload.verifying import verify
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Manifest": "mfload.manifest",
     "MfloadError": "mfload.errors",
     "Report": "mfload.report",
+    "Saved": "mfload.saving",
+    "Verification": "mfload.verification",
     "errors": "mfload.errors",
     "live_bytes": "mfload.io.buffers",
     "load": "mfload.api",
     "open": "mfload.api",
     "plan": "mfload.api",
+    "save": "mfload.api",
     "unpack": "mfload.packed",
+    "verify": "mfload.verifying",
 }
 
 __all__ = [
+    "Manifest",
     "MfloadError",
     "Report",
+    "Saved",
+    "Verification",
     "errors",
     "live_bytes",
     "load",
     "open",
     "plan",
+    "save",
     "unpack",
+    "verify",
 ]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mfload import errors, frameworks, mapping
+from mfload import errors, frameworks, mapping, saving
+from mfload.checking import Check
 from mfload.formats import checkpoint
 from mfload.index import Index
 from mfload.io.deadline import Deadline
@@ -15,12 +16,14 @@ from mfload.io.route import EngineName
 from mfload.io.source import LocalFile
 from mfload.lazy import LazyCheckpoint
 from mfload.loading import Loader
+from mfload.manifest import Manifest
 from mfload.mapping import Dtypes, Names
 from mfload.pause import collector_paused
 from mfload.placement import Need
 from mfload.preview import Preview
 from mfload.progress import Progress, shown
 from mfload.report import Report
+from mfload.saving import Saved
 from mfload.settings import Landing, Settings
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -40,6 +43,7 @@ def load(
     timeout: float | None = None,
     progress: Progress = False,
     report: Report | None = None,
+    verify: str | os.PathLike[str] | Manifest | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint into arrays of a framework.
 
@@ -69,6 +73,8 @@ def load(
         timeout: Seconds after which the load gives up; never where None.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         report: Filled with what happened.
+        verify: A manifest of checksums (see `mfload.verify`), or its path: the bytes are
+            compared with it while they come, as they are stored, before any conversion.
 
     Returns:
         The arrays by name, in the order of the files. A dtype that the framework lacks
@@ -92,11 +98,15 @@ def load(
     start = time.perf_counter()
     adapter = frameworks.get(framework, device)
     loader = Loader(index, sources, adapter, settings)
+    check = None if verify is None else Check(verify, index, [need.info for need in needs])
     if report is not None:
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
     total = sum(need.info.nbytes for need in needs)
     with shown(progress, total) as advance:
-        arrays = loader.load(needs, report=report, advance=advance)
+        witness = None if check is None else check.witness
+        arrays = loader.load(needs, report=report, advance=advance, witness=witness)
+    if check is not None:
+        check.settle(arrays, report)
     return dict(zip([need.info.name for need in needs], arrays, strict=True))
 
 
@@ -162,6 +172,59 @@ def plan(
     index, sources = _read_index(path, deadline)
     loader = Loader(index, sources, frameworks.get(framework, device), settings)
     return loader.preview(_needs(index, names, dtype))
+
+
+def save(
+    arrays: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    align: int = 4096,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    progress: Progress = False,
+) -> Saved:
+    """Saves arrays as a safetensors checkpoint, all of it or nothing.
+
+    Nobody sees a file under its final name before it is whole and on disk, whatever happens: an
+    error, Ctrl-C, a kill or a full disk leaves what was there before. When the call returns, the
+    new checkpoint outlives a loss of power.
+
+    Args:
+        arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
+            strided, share memory (each is written in full), or lie in the very file that is
+            replaced.
+        path: A file; or a directory, which is there or ends with a slash, for a
+            `model.safetensors` in it. Directories are not made on the way. Through a symbolic
+            link, the file that it leads to is replaced.
+        metadata: Strings for the header.
+        align: The data of each file begins on a multiple of so many bytes: a power of two from
+            8 up.
+        max_shard_size: Bytes of tensors a file, or "5GB", "500MiB". What does not fit in one goes
+            to files named as in `model-00001-of-00003.safetensors`, and an index beside them. A
+            larger tensor has a file of its own.
+        overwrite: Whether a checkpoint that is there is replaced, its shards and its index with
+            it. Other files are never touched.
+        progress: True for a bar, or a function of (bytes done, bytes in all).
+
+    Returns:
+        Files, bytes, seconds and notes; prints well, and has `as_dict()`.
+
+    Raises:
+        TargetExistsError: A checkpoint is there, and `overwrite` is not set.
+        UnsupportedArrayError: An array can't be saved; nothing was written.
+        WriteError: The disk is full, or failed.
+        MfloadError: Any other of the tree in `mfload.errors`.
+    """
+    return saving.save(
+        arrays,
+        path,
+        metadata=metadata,
+        align=align,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        progress=progress,
+    )
 
 
 def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:

@@ -8,13 +8,18 @@
     │   ├── SourceChangedError                 shrank or was replaced under the read
     │   ├── ReadError                          the device failed
     │   └── LoadTimeoutError (TimeoutError)    `timeout=` ran out
+    ├── TargetError (OSError)                  bytes could not be written
+    │   ├── TargetExistsError (FileExistsError) something is there, `overwrite=` is not set
+    │   └── WriteError                         the disk is full, or failed
     ├── FormatError (ValueError)               bytes are not what the format says
     │   ├── HeaderError                        one file's header is malformed
-    │   └── CheckpointError                    files disagree with each other or with an index
+    │   ├── CheckpointError                    files disagree with each other or with an index
+    │   └── ChecksumError                      bytes are not those that a manifest knows
     ├── TensorNotFoundError (KeyError)
     ├── SliceError (IndexError)
     ├── UnsupportedDtypeError (TypeError)      this tensor's dtype can't be handed out
     ├── UnsupportedShapeError (ValueError)     no array can have this tensor's shape
+    ├── UnsupportedArrayError (TypeError)      this array can't be saved
     ├── LossyCastError (TypeError)             `dtype=` would lose values
     ├── MemoryLimitError (MemoryError)         the arrays or the work do not fit
     ├── FrameworkMissingError (ImportError)    not installed; the message says how to
@@ -135,19 +140,23 @@ class LoadTimeoutError(SourceError, TimeoutError):
     """`timeout=` ran out before the bytes had come."""
 
 
+class TargetError(MfloadError, OSError):
+    """Nothing can be written where it was asked for."""
+
+
+class TargetExistsError(TargetError, FileExistsError):
+    """Something is there already, and overwriting was not asked for."""
+
+
+class WriteError(TargetError):
+    """The system failed a write: the disk is full, a quota is used up, a device failed."""
+
+
 class FormatError(MfloadError, ValueError):
-    """The bytes do not follow the format."""
-
-
-class HeaderError(FormatError):
-    """The header of one file is malformed."""
-
-
-class CheckpointError(FormatError):
-    """The files of a checkpoint disagree with each other or with their index.
+    """The bytes do not follow the format.
 
     Args:
-        problems: Every offender, one line each.
+        problems: Every offender where there may be several, one line each.
     """
 
     def __init__(self, message: str, *, problems: tuple[str, ...] = (), **fields: Any) -> None:
@@ -165,6 +174,18 @@ class CheckpointError(FormatError):
         return rebuild, (cls, message, {**fields, "problems": self.problems}), state
 
 
+class HeaderError(FormatError):
+    """The header of one file is malformed."""
+
+
+class CheckpointError(FormatError):
+    """The files of a checkpoint disagree with each other or with their index."""
+
+
+class ChecksumError(FormatError):
+    """The bytes are not those that a manifest knows."""
+
+
 class TensorNotFoundError(MfloadError, KeyError):
     """No tensor of that name."""
 
@@ -179,6 +200,10 @@ class UnsupportedDtypeError(MfloadError, TypeError):
 
 class UnsupportedShapeError(MfloadError, ValueError):
     """A shape that is legal in the file and that no array can have."""
+
+
+class UnsupportedArrayError(MfloadError, TypeError):
+    """An array that has no bytes to save here, or whose dtype the format has no word for."""
 
 
 class LossyCastError(MfloadError, TypeError):
@@ -229,3 +254,40 @@ def from_os(error: OSError, file: str | os.PathLike[str], action: str) -> Source
     mapped.errno = error.errno
     mapped.strerror = error.strerror
     return mapped
+
+
+def from_target(
+    error: OSError,
+    file: str | os.PathLike[str],
+    action: str,
+    *,
+    expected: object = None,
+    found: object = None,
+) -> TargetError:
+    """Maps an operating-system error of the writing side to ours, as `from_os` does.
+
+    Args:
+        error: What the system call raised.
+        file: The path concerned, under its final name.
+        action: What was being done, for the message ("write", "rename").
+        expected: What should have been there, such as the bytes that were to be written.
+        found: What was there.
+
+    Returns:
+        The error to raise; `errno` is carried over.
+    """
+    if isinstance(error, TargetError):
+        return error
+    kinds: dict[int | None, type[TargetError]] = {errno.EEXIST: TargetExistsError}
+    for number in _FAILED:
+        kinds[number] = WriteError
+    reason = error.strerror or str(error) or type(error).__name__
+    kind = kinds.get(error.errno, WriteError if action == "write" else TargetError)
+    mapped = kind(f"could not {action}: {reason}", file=file, expected=expected, found=found)
+    mapped.errno = error.errno
+    mapped.strerror = error.strerror
+    return mapped
+
+
+# The disk, a quota or a limit of the process has no room, or the device failed.
+_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

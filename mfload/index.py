@@ -6,17 +6,12 @@ frozen dataclass costs several times as much to make.
 
 from __future__ import annotations
 
-import difflib
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mfload import errors
+from mfload import errors, spelling
 from mfload.dtypes import DType
-
-_SOUGHT = 5000
-_LONG = 300
 
 Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) for each dim of a tensor."""
@@ -44,7 +39,15 @@ class Piece(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """What a checkpoint says of one tensor."""
+    """What a checkpoint says of one tensor.
+
+    Attributes:
+        name: Its name.
+        dtype: A row of the dtype table; `dtype.name` is the format's name, such as "BF16".
+        shape: In elements.
+        pieces: Where its bytes lie: file, offset and length of each stretch.
+        nbytes: Stored bytes.
+    """
 
     name: str
     dtype: DType
@@ -83,9 +86,7 @@ class Index:
         try:
             return self.tensors[name]
         except (KeyError, TypeError):
-            # Likeness takes about 50 µs a name: whoever mistypes one should not wait.
-            among = itertools.islice(self.tensors, _SOUGHT)
-            close = difflib.get_close_matches(str(name)[:_LONG], [x[:_LONG] for x in among], n=3)
+            close = spelling.close(name, self.tensors)
             raise errors.TensorNotFoundError(
                 "no such tensor",
                 file=self.files[0] if len(self.files) == 1 else None,

@@ -14,6 +14,7 @@ from mfload.dlpack import View
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
 from mfload.io import buffers
+from mfload.io.blocks import Witness
 from mfload.io.source import LocalFile
 from mfload.pause import collector_paused
 from mfload.placement import Need
@@ -56,6 +57,7 @@ class Loader:
         *,
         report: Report | None = None,
         advance: Callable[[int], None] | None = None,
+        witness: Witness | None = None,
     ) -> list[Any]:
         """Loads.
 
@@ -63,6 +65,7 @@ class Loader:
             needs: What is wanted.
             report: Filled, whatever it held before.
             advance: Told of progress, in bytes since the last call.
+            witness: Shown the bytes as they are stored, while they come.
 
         Returns:
             An array for each need, in order.
@@ -79,7 +82,8 @@ class Loader:
                 transfer.check_room(sum(need.nbytes for need in needs))
             notes = list(way.notes)
             for wave in way.waves:
-                made, plan, said = self._wave([needs[n] for n in wave], way, clock, advance)
+                wanted = [needs[n] for n in wave]
+                made, plan, said = self._wave(wanted, way, clock, advance, witness)
                 plans.append(plan)
                 notes += said
                 arrays.update(zip(wave, made, strict=True))
@@ -103,6 +107,7 @@ class Loader:
         way: Preparation,
         clock: _Clock,
         advance: Callable[[int], None] | None,
+        witness: Witness | None,
     ) -> tuple[list[Any], Plan, tuple[str, ...]]:
         """Arrays of some of the needs, the plan that was run, and what was decided meanwhile."""
         with clock.stage("plan"), collector_paused():
@@ -120,6 +125,7 @@ class Loader:
                 threads=way.threads,
                 deadline=self._settings.deadline,
                 advance=advance,
+                witness=witness,
             )
         with clock.stage("arrays"), collector_paused():
             arrays = self._arrays(made, memory, providers)

@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mfload import dtypes, errors
+from mfload import dtypes, errors, spelling
 from mfload.dtypes import DType
 from mfload.index import Index, TensorInfo
 
 Names = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None
+_GLOB = "; what a shell writes * is .* here"
+
 Dtypes = Any  # A dtype of any framework, or {regex: dtype}.
 
 
@@ -36,7 +38,7 @@ def select(index: Index, names: Names) -> list[TensorInfo]:
         if not found:
             raise errors.TensorNotFoundError(
                 "no tensor matches",
-                expected=f"a name with {pattern.pattern!r}",
+                expected=f"a name with {pattern.pattern!r}{_hint(pattern, index)}",
                 found=", ".join(list(index.tensors)[:5]) or "no tensors at all",
             )
         return found
@@ -49,6 +51,17 @@ def select(index: Index, names: Names) -> list[TensorInfo]:
         index[name]
     chosen = set(wanted)
     return [row for name, row in index.tensors.items() if name in chosen]
+
+
+def _hint(pattern: re.Pattern[str], index: Index) -> str:
+    """What a regex that matches nothing may have been meant to be."""
+    if not pattern.flags & re.IGNORECASE:
+        loose = re.compile(pattern.pattern, pattern.flags | re.IGNORECASE)
+        found = next((name for name in index if loose.search(name)), None)
+        if found is not None:
+            return f"; without regard to case, '(?i){pattern.pattern}', there is {found}"
+    close = spelling.close(pattern.pattern.replace("\\", ""), index)
+    return f"; close to it are {', '.join(close)}" if close else ""
 
 
 def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
@@ -129,5 +142,7 @@ def _compile(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
         return compiled
     except (re.error, TypeError) as error:
         raise errors.UsageError(
-            "malformed regular expression", expected=str(error), found=str(pattern)
+            "malformed regular expression",
+            expected=f"{error}{_GLOB if str(pattern).startswith('*') else ''}",
+            found=str(pattern),
         ) from None

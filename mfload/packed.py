@@ -1,4 +1,4 @@
-"""`unpack`: bytes that a framework has no dtype for, as numbers.
+"""`unpack`: bytes that a framework has no dtype for, as numbers; and `pack`, the way back.
 
 F4 puts two elements in a byte, the first in the low half; F6 puts four in three bytes, read as
 one little-endian number with the first element in the lowest six bits. (The bit order within
@@ -60,3 +60,25 @@ def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any
     codes[:, 2] = middle >> 4 | (high & 3) << 4
     codes[:, 3] = high >> 2
     return codes.reshape(shape).view(kind)
+
+
+def pack(array: Any, row: dtypes.DType) -> Any:
+    """Puts elements that take a byte each in as few bits as they have.
+
+    Args:
+        array: A NumPy array with an element in the low bits of each byte.
+        row: F4 or one of F6; the elements fill whole bytes.
+
+    Returns:
+        The stored bytes, one dim of uint8.
+    """
+    codes = np.ascontiguousarray(array).reshape(-1).view(np.uint8) & ((1 << row.bits) - 1)
+    if row.bits == 4:
+        return codes[0::2] | codes[1::2] << 4
+    first, second, third, fourth = (codes[n::4] for n in range(4))
+    raw = np.empty((first.size, 3), np.uint8)
+    # What is shifted past the top of a byte is gone, and is what the next byte begins with.
+    raw[:, 0] = first | second << 6
+    raw[:, 1] = second >> 2 | third << 4
+    raw[:, 2] = third >> 4 | fourth << 2
+    return raw.reshape(-1)

@@ -53,7 +53,8 @@ class Preview:
             "notes": list(self.notes),
         }
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, str]]:
+        """What it prints: names and values."""
         made = self.plan
         tensors = f"{len(made.places)} {self.framework} tensors, {human(made.result_bytes)}"
         over = human(self.over_read_bytes)
@@ -71,7 +72,7 @@ class Preview:
         return rows + [("note", note) for note in self.notes]
 
     def __str__(self) -> str:
-        return table(self._rows())
+        return table(self.rows())
 
     def _repr_html_(self) -> str:
-        return html_table(self._rows())
+        return html_table(self.rows())

@@ -98,7 +98,8 @@ class Report:
         }
         return asdict(self) | derived
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, str]]:
+        """What it prints: names and values."""
         stages = ", ".join(f"{name} {seconds:.4f}" for name, seconds in self.stages.items())
         rows = [
             ("loaded", f"{self.tensors} {self.framework} tensors, {human(self.result_bytes)}"),
@@ -116,7 +117,7 @@ class Report:
         return rows + [("note", note) for note in self.notes]
 
     def __str__(self) -> str:
-        return table(self._rows()) if self.stages else "an empty report"
+        return table(self.rows()) if self.stages else "an empty report"
 
     def _repr_html_(self) -> str:
-        return html_table(self._rows()) if self.stages else "an empty report"
+        return html_table(self.rows()) if self.stages else "an empty report"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mfload import errors
+from mfload import errors, spelling
 from mfload.io.deadline import Deadline
 from mfload.io.route import ENGINES
 
@@ -33,12 +33,16 @@ class Settings:
     def __post_init__(self) -> None:
         if self.landing not in LANDINGS:
             expected = " | ".join(LANDINGS)
-            raise errors.UsageError("unknown landing", expected=expected, found=self.landing)
+            meant = spelling.meant(self.landing, LANDINGS)
+            raise errors.UsageError(
+                f"unknown landing{meant}", expected=expected, found=self.landing
+            )
         _check_count("threads", self.threads, 1)
         _check_count("max_host_overhead", self.max_host_overhead, 0)
         if self.engine not in ENGINES:
             expected = " | ".join(ENGINES)
-            raise errors.UsageError("unknown engine", expected=expected, found=self.engine)
+            meant = spelling.meant(self.engine, ENGINES)
+            raise errors.UsageError(f"unknown engine{meant}", expected=expected, found=self.engine)
 
 
 def _check_count(name: str, value: object, least: int) -> None:

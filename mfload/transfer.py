@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mfload import errors
 from mfload.io import advise, buffers, probes
-from mfload.io.blocks import Block, Reader
+from mfload.io.blocks import Block, Reader, Segment, Slot, Witness
 from mfload.io.deadline import Deadline
 from mfload.io.direct import DirectReader
 from mfload.io.engine import Engine, ThreadEngine
@@ -29,6 +29,7 @@ _TICK = 0.1
 _GRACE = 5.0
 # A load up to this many bytes is over before a second thread has started.
 _INLINE = 1 << 20
+_MAPPED_BLOCK = 8 << 20
 
 
 def check_room(needed: int) -> None:
@@ -60,6 +61,7 @@ def run(
     threads: int,
     deadline: Deadline,
     advance: Advance | None = None,
+    witness: Witness | None = None,
 ) -> tuple[str, ...]:
     """Fills the buffers.
 
@@ -71,6 +73,7 @@ def run(
         threads: Readers at once.
         deadline: When to give up.
         advance: Told of progress.
+        witness: Sees every wanted byte as the files hold it, those of maps too.
 
     Returns:
         What was decided on the way, such as a fall-back.
@@ -93,19 +96,65 @@ def run(
             return DirectReader(source, note)
         return PreadReader(source)
 
-    small = plan.read_bytes <= _INLINE or (threads == 1 and advance is None)
-    inline = small and deadline.seconds is None
-    engine: Engine = ThreadEngine(open_reader, memory, 0 if inline else threads)
     direct = any(leg is not None and leg.engine == "direct" for leg in route)
     own = [array for array in memory if direct and buffers.is_own(array)]
+    work = _Work(plan, memory, sources, threads, deadline, advance, witness)
     with advise.not_forked(own):
-        try:
-            engine.submit(plan.blocks)
-            _wait(plan, engine, sources, deadline, advance)
-        finally:
-            engine.close(min(_GRACE, max(0.0, deadline.left())))
+        work.run(plan.blocks, open_reader)
+    if witness is not None:
+        work.run(_mapped_blocks(plan), lambda _: _AlreadyThere())
     deadline.bound(lambda: _check(plan, sources), "looking at the files again")
     return tuple(notes)
+
+
+class _Work(NamedTuple):
+    """What each round of blocks of one load shares."""
+
+    plan: Plan
+    memory: list[Any]
+    sources: Sequence[LocalFile]
+    threads: int
+    deadline: Deadline
+    advance: Advance | None
+    witness: Witness | None
+
+    def run(self, todo: Sequence[Block], open_reader: Callable[[int], Reader]) -> None:
+        """Has an engine fill blocks, and waits for it."""
+        if not todo:
+            return
+        nbytes = sum(block.nbytes for block in todo)
+        small = nbytes <= _INLINE or (self.threads == 1 and self.advance is None)
+        inline = small and self.deadline.seconds is None
+        count = 0 if inline else self.threads
+        engine: Engine = ThreadEngine(open_reader, self.memory, count, self.witness)
+        try:
+            engine.submit(todo)
+            _wait(self.plan, todo, engine, self.sources, self.deadline, self.advance)
+        finally:
+            engine.close(min(_GRACE, max(0.0, self.deadline.left())))
+
+
+class _AlreadyThere:
+    """The reader of maps, whose pages came when the file was mapped."""
+
+    def fill(self, block: Block, memory: list[Any], slot: Slot) -> None:
+        """Does nothing (see `blocks.Reader`)."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def _mapped_blocks(plan: Plan) -> list[Block]:
+    """The parts of maps that were asked for, cut small enough to share out."""
+    found: list[Block] = []
+    for need, buffer, at in plan.places:
+        source = plan.buffers[buffer].source
+        if source is None:
+            continue
+        for start in range(at, at + need.nbytes, _MAPPED_BLOCK):
+            nbytes = min(_MAPPED_BLOCK, at + need.nbytes - start)
+            found.append(Block(source, start, nbytes, (Segment(start, nbytes, buffer, start),)))
+    return found
 
 
 def _check(plan: Plan, sources: Sequence[LocalFile]) -> None:
@@ -115,19 +164,20 @@ def _check(plan: Plan, sources: Sequence[LocalFile]) -> None:
 
 def _wait(
     plan: Plan,
+    todo: Sequence[Block],
     engine: Engine,
     sources: Sequence[LocalFile],
     deadline: Deadline,
     advance: Advance | None,
 ) -> None:
-    left = len(plan.blocks)
+    left = len(todo)
     last = time.monotonic()
     while left:
         done = engine.complete(max(0.0, min(_TICK, deadline.left())))
         if done is not None and done.error is not None:
             _name(plan, done.block, done.error, sources)
         if deadline.left() <= 0:
-            waiting = sources[plan.blocks[-left].source].path
+            waiting = sources[todo[-left].source].path
             raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data", waiting)
         if done is not None:
             left -= done.blocks

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from mfload import errors
-from mfload.formats import finding, safetensors
+from mfload.formats import finding, safetensors, surroundings
 from mfload.formats.finding import Found, Path
 from mfload.index import Index, TensorInfo
 from mfload.io.source import LocalFile
@@ -31,6 +31,8 @@ def read(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
     """
     try:
         return _read(finding.find(path))
+    except errors.SourceNotFoundError as error:
+        raise surroundings.explain(error, path) from None
     except errors.MfloadError:
         raise
     except MemoryError:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.formats import safetensors, strict_json
+from mfload.formats import safetensors, sniffing, strict_json, surroundings
 from mfload.formats.strict_json import brief
 from mfload.io.source import LocalFile
 
@@ -36,16 +36,23 @@ class Found(NamedTuple):
         placed: The file of each tensor where an index says so.
         missing: A line for each file that the index names and that is not there.
         name: What stands for all of them in an error, None for a list.
+        total: What the index gives as `metadata.total_size`, unchecked.
     """
 
     files: list[str]
     placed: dict[str, str] | None = None
     missing: tuple[str, ...] = ()
     name: str | None = None
+    total: Any = None
 
 
-def find(path: Path | Sequence[Path]) -> Found:
+def find(path: Path | Sequence[Path], *, partial: bool = False) -> Found:
     """Names the files of a checkpoint without reading their headers.
+
+    Args:
+        path: What the user named.
+        partial: Whether shards that are missing from a directory are told in `missing`, as
+            those of an index are.
 
     Raises:
         UsageError: It is no path.
@@ -58,7 +65,7 @@ def find(path: Path | Sequence[Path]) -> Found:
         return _listed(path)
     name = _text(path)
     if os.path.isdir(name):
-        return _in_directory(name)
+        return _in_directory(name, partial=partial)
     if name.endswith(".json"):
         return _from_index(name)
     return Found([name], name=name)
@@ -91,7 +98,7 @@ def _listed(paths: Any) -> Found:
     return Found(files)
 
 
-def _in_directory(directory: str) -> Found:
+def _in_directory(directory: str, *, partial: bool = False) -> Found:
     try:
         # What a dot hides is no checkpoint: copies by other systems leave such files.
         names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
@@ -105,7 +112,7 @@ def _in_directory(directory: str) -> Found:
     files = [name for name in names if name.endswith(SUFFIX)]
     if not files:
         raise errors.SourceNotFoundError(
-            "nothing to load in the directory",
+            f"nothing to load in the directory{surroundings.of_directory(directory, names)}",
             file=directory,
             expected=f"*{INDEX_SUFFIX} or *{SUFFIX}",
             found=", ".join(names[:8]) or "an empty directory",
@@ -118,13 +125,19 @@ def _in_directory(directory: str) -> Found:
     if len(families) > 1 and (not _WHOLE.isdisjoint(stems) or len({*stems}) < len(stems)):
         raise _several(directory, [_choice(members) for members in families.values()])
     missing = [line for (_, total), shards in families.items() for line in _gaps(shards, total)]
-    if missing:
+    if missing and not partial:
         raise errors.CheckpointError(
             "shards are missing, and there is no index; to load a part, list its files",
             file=directory,
             problems=tuple(missing),
         )
-    return Found([os.path.join(directory, name) for name in files], name=directory)
+    paths = [os.path.join(directory, name) for name in files]
+    return Found(paths, missing=tuple(missing), name=directory)
+
+
+def stem(name: str) -> str:
+    """What a file's name says of the checkpoint: model-00001-of-00002.safetensors → model."""
+    return _shard(name)[0]
 
 
 def _shard(name: str) -> tuple[str, int, int | None]:
@@ -169,15 +182,11 @@ def _from_index(path: str) -> Found:
             expected=f"at most {safetensors.MAX_HEADER} bytes",
             found=f"{source.size} bytes",
         )
-    table: Any = strict_json.loads(source.read(0, source.size), path, "index")
-    weights = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(x, str) for x in weights.values()):
-        raise errors.HeaderError(
-            "no checkpoint index",
-            file=path,
-            expected='{"weight_map": {name: file}}',
-            found=brief(table),
-        )
+    try:
+        table = _table(source)
+    except errors.HeaderError as error:
+        raise sniffing.explain(error, source) from None
+    weights: dict[str, str] = table["weight_map"]
     if not weights:
         raise errors.CheckpointError("the index names no file", file=path)
     directory = os.path.dirname(path)
@@ -204,7 +213,27 @@ def _from_index(path: str) -> Found:
         {name: places[shard] for name, shard in weights.items() if shard in places},
         tuple(problems),
         path,
+        _total(table),
     )
+
+
+def _total(table: dict[str, Any]) -> Any:
+    strings = table.get("metadata")
+    return strings.get("total_size") if isinstance(strings, dict) else None
+
+
+def _table(source: LocalFile) -> dict[str, Any]:
+    """The JSON of an index; its weight_map gives the file of each tensor."""
+    table: Any = strict_json.loads(source.read(0, source.size), source.path, "index")
+    weights = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(x, str) for x in weights.values()):
+        raise errors.HeaderError(
+            "no checkpoint index",
+            file=source.path,
+            expected='{"weight_map": {name: file}}',
+            found=brief(table),
+        )
+    return table
 
 
 def _astray(name: str) -> str | None:

@@ -14,7 +14,7 @@ import struct
 from typing import Any
 
 from mfload import dtypes, errors
-from mfload.formats import strict_json
+from mfload.formats import sniffing, strict_json
 from mfload.formats.strict_json import brief
 from mfload.index import Piece, TensorInfo
 from mfload.io.source import LocalFile
@@ -37,8 +37,16 @@ def read(file: LocalFile, source: int = 0) -> tuple[list[TensorInfo], dict[str, 
         The tensors in order of offset, and the metadata.
 
     Raises:
-        HeaderError: The header breaks a rule of the format.
+        HeaderError: The header breaks a rule of the format; says what else the file seems
+            to be.
     """
+    try:
+        return _read(file, source)
+    except errors.HeaderError as error:
+        raise sniffing.explain(error, file) from None
+
+
+def _read(file: LocalFile, source: int) -> tuple[list[TensorInfo], dict[str, str] | None]:
     if file.size < 8:
         raise errors.HeaderError(
             "too short for a safetensors file",
@@ -104,7 +112,8 @@ def parse(
             )
         cursor += nbytes
     if cursor != size:
-        what = "is truncated" if cursor > size else "has bytes past its last tensor"
+        missing = f"is truncated: {cursor - size} bytes of {cursor} are missing"
+        what = missing if cursor > size else "has bytes past its last tensor"
         raise errors.HeaderError(
             f"the file {what}", file=path, expected=f"{cursor} bytes", found=f"{size} bytes"
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from types import ModuleType
 
-from mfload import errors
+from mfload import errors, spelling
 from mfload.frameworks.adapter import Adapter
 
 _ALIASES = {
@@ -39,7 +40,12 @@ def resolve(name: str) -> str:
     """
     found = _ALIASES.get(str(name).lower(), str(name).lower())
     if found not in _EXTRAS:
-        raise errors.UsageError("unknown framework", expected=" | ".join(NAMES), found=name)
+        spelled = {each: each for each in NAMES} | _ALIASES
+        raise errors.UsageError(
+            f"unknown framework{spelling.meant(name, spelled)}",
+            expected=" | ".join(NAMES),
+            found=name,
+        )
     return found
 
 
@@ -56,16 +62,26 @@ def get(name: str, device: object = None) -> Adapter:
         FrameworkVersionError: It is installed in a version mfload can't work with.
         DeviceError: There is no such device.
     """
-    name = resolve(name)
-    module, command = _EXTRAS[name]
-    if importlib.util.find_spec(module) is None:
+    return module(resolve(name)).make(device)
+
+
+def module(name: str) -> ModuleType:
+    """The module of a framework's adapter, which imports the framework.
+
+    Args:
+        name: The framework's own name.
+
+    Raises:
+        FrameworkMissingError: It is not installed, or not whole.
+    """
+    package, command = _EXTRAS[name]
+    if importlib.util.find_spec(package) is None:
         raise errors.FrameworkMissingError(
-            f"{name} is not installed; {command}", expected=module, found="no such module"
+            f"{name} is not installed; {command}", expected=package, found="no such module"
         )
     try:
-        adapter = importlib.import_module(f"mfload.frameworks.{name}_adapter")
+        return importlib.import_module(f"mfload.frameworks.{name}_adapter")
     except ImportError as error:
         raise errors.FrameworkMissingError(
-            f"{name} is there and can't be imported; {command}", expected=module, found=str(error)
+            f"{name} is there and can't be imported; {command}", expected=package, found=str(error)
         ) from error
-    return adapter.make(device)

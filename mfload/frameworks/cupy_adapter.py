@@ -11,7 +11,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.dlpack import View
-from mfload.frameworks import adapter
+from mfload.frameworks import adapter, giving
 from mfload.placement import Need
 
 OLDEST = "14.0"  # The first that knows bfloat16.
@@ -75,3 +75,19 @@ def make(device: object) -> CupyAdapter:
     if kind not in ("cuda", "gpu") or (number or 0) >= count:
         raise adapter.no_device("CuPy", device, f"{count} CUDA devices")
     return CupyAdapter(cupy, number or 0)
+
+
+def give(name: str, array: Any) -> giving.Outgoing:
+    """What is to be written of a CuPy array; it is copied to the host when its turn comes.
+
+    Raises:
+        UnsupportedArrayError: It can't be saved.
+    """
+    cupy: Any = importlib.import_module("cupy")
+    if not isinstance(array, cupy.ndarray):
+        raise giving.refused(
+            "cupy", name, "not a dense array; save x.toarray()", type(array).__name__
+        )
+    given: Any = array
+    row = giving.row_of("cupy", name, given.dtype)
+    return giving.late("cupy", name, row, given.shape, given.get)

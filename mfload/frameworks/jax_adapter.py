@@ -18,7 +18,7 @@ import numpy as np
 
 from mfload import dtypes, errors
 from mfload.dlpack import View, capsule
-from mfload.frameworks import adapter, seams
+from mfload.frameworks import adapter, giving, seams
 from mfload.placement import Need
 
 OLDEST = "0.5.3"
@@ -148,3 +148,62 @@ def make(device: object) -> JaxAdapter:
     if (number or 0) >= len(there):
         raise adapter.no_device("JAX", device, there)
     return JaxAdapter(there[number or 0])
+
+
+def give(name: str, array: Any) -> giving.Outgoing:
+    """What is to be written of a JAX array; one that is sharded is put together on the host.
+
+    Raises:
+        UnsupportedArrayError: It can't be saved.
+    """
+    _refuse(name, array)
+    row = giving.row_of("jax", name, array.dtype)
+    span = None
+    devices = array.sharding.device_set
+    if len(devices) == 1 and next(iter(devices)).platform == "cpu":
+        address = array.unsafe_buffer_pointer() if array.size else 0
+        span = address, address + (row.size_of(array.shape) or 0)
+    return giving.late("jax", name, row, array.shape, lambda: _gather(array), span)
+
+
+def _refuse(name: str, array: Any) -> None:
+    for kind, why in (
+        (jax.core.Tracer, "a tracer has no numbers; save outside jit, grad and vmap"),
+        (jax.ShapeDtypeStruct, "a shape without numbers; save the array that it stands for"),
+    ):
+        if isinstance(array, kind):
+            raise giving.refused("jax", name, why, type(array).__name__)
+    if not isinstance(array, jax.Array):
+        why = "not an array; of a Ref, save ref[...]"
+        raise giving.refused("jax", name, why, type(array).__name__)
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        why = "a key of random numbers is no array; save jax.random.key_data(key)"
+        raise giving.refused("jax", name, why, array.dtype)
+    if array.is_deleted():
+        raise giving.refused("jax", name, "the array was deleted or donated", array.aval)
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        why = (
+            "part of the array lies with other processes; replicate it first: "
+            "jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(x)"
+        )
+        raise giving.refused("jax", name, why, array.sharding)
+
+
+def _gather(array: Any) -> Any:
+    """A JAX array as a NumPy array; every number is read from one device alone."""
+    shards = array.addressable_shards
+    if array.is_fully_replicated:
+        return _on_host(shards[0].data)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = _on_host(shard.data)
+    return whole
+
+
+def _on_host(array: Any) -> Any:
+    # An array keeps the copy that NumPy is given for as long as it lives: the one that does so
+    # here is another over the same memory.
+    return np.asarray(
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+    )

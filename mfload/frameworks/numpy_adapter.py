@@ -9,7 +9,7 @@ import numpy as np
 
 from mfload import dtypes
 from mfload.dlpack import View
-from mfload.frameworks import adapter
+from mfload.frameworks import adapter, giving
 from mfload.placement import Need
 
 OLDEST = "2.0"
@@ -48,3 +48,18 @@ def make(device: object) -> NumpyAdapter:
     if device is not None and str(device) not in ("cpu", "host"):
         raise adapter.no_device("NumPy", device, "cpu")
     return NumpyAdapter()
+
+
+def give(name: str, array: Any) -> giving.Outgoing:
+    """What is to be written of a NumPy array or scalar.
+
+    Raises:
+        UnsupportedArrayError: It can't be saved.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise giving.refused(
+            "numpy", name, "a mask has no place in the file; save x.filled(value)", "MaskedArray"
+        )
+    if not isinstance(array, np.ndarray | np.generic):
+        raise giving.refused("numpy", name, "not an array", type(array).__name__)
+    return giving.host("numpy", name, np.asarray(array))

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import paddle
 
+from mfload import dtypes
 from mfload.dlpack import View
-from mfload.frameworks import adapter, seams
+from mfload.frameworks import adapter, giving, seams
 from mfload.placement import Need
 
 OLDEST = "3.0"
@@ -114,3 +115,49 @@ def _at(name: str) -> PaddleAdapter:
         if (number or 0) < count:
             return PaddleAdapter(paddle.CUDAPlace(number or 0))
     raise adapter.no_device("Paddle", name, paddle.device.get_available_device())
+
+
+# What Paddle calls uint16 is bfloat16; it has no such integers.
+_ROWS = {name: row for name, row in giving.BY_NAME.items() if name != "uint16"}
+
+
+def give(name: str, array: Any) -> giving.Outgoing:
+    """What is to be written of a tensor; one on a device is copied when its turn comes.
+
+    Raises:
+        UnsupportedArrayError: It can't be saved.
+    """
+    _refuse(name, array)
+    row = _ROWS.get(str(array.dtype).removeprefix("paddle."))
+    if row is None:
+        raise giving.no_word("paddle", name, array.dtype)
+    shape = tuple(array.shape)
+    if not array.place.is_cpu_place():
+        return giving.late("paddle", name, row, shape, lambda: _units(array.cpu(), row))
+    units = _units(array, row)
+    return giving.late("paddle", name, row, shape, lambda: units, giving.span_of(units))
+
+
+def _units(array: Any, row: dtypes.DType) -> Any:
+    """A tensor as a NumPy array over its memory on the host; Paddle's own is a copy."""
+    shape, strides = tuple(array.shape), tuple(array.strides)
+    return giving.strided(array, array.data_ptr(), shape, strides, row.nbytes)
+
+
+def _refuse(name: str, array: Any) -> None:
+    found = type(array).__name__
+    if not isinstance(array, paddle.Tensor):
+        why = "not a tensor with numbers; of a layer, save state_dict(), and in dynamic mode"
+        raise giving.refused("paddle", name, why, found)
+    for is_so, why in (
+        (array.is_dist(), "one process's part of a tensor; save it replicated, as a local tensor"),
+        (array.is_sparse(), "a sparse tensor; save x.to_dense()"),
+        (array.is_selected_rows(), "rows of a tensor; save a dense one"),
+    ):
+        if is_so:
+            raise giving.refused("paddle", name, why, f"{found} of {array.dtype}")
+    try:
+        array.data_ptr()
+    except RuntimeError as error:
+        why = "the tensor is not initialised"
+        raise giving.refused("paddle", name, why, f"{found} of {array.dtype}") from error

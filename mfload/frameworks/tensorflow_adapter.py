@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mfload import errors
 from mfload.dlpack import View, capsule, data_address
-from mfload.frameworks import adapter
+from mfload.frameworks import adapter, giving
 from mfload.placement import Need
 
 OLDEST = "2.19"
@@ -31,7 +32,8 @@ class TensorflowAdapter:
     """See `adapter.Adapter`.
 
     Args:
-        device: TensorFlow's name of the device the tensors go to.
+        device: TensorFlow's whole name of the device the tensors go to.
+        local: The part of such a name that says which process, for this one.
     """
 
     name = "tensorflow"
@@ -43,14 +45,16 @@ class TensorflowAdapter:
     )
     lendable = adapter.lendable(forms)
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, local: str) -> None:
         self._device = device
-        # What is imported appears on the first of TensorFlow's logical CPUs.
-        self.on_host = device.endswith(":CPU:0")
+        # What is imported appears on the first of TensorFlow's logical CPUs. Its whole name,
+        # because "CPU:0" inside the scope of another process's device is that process's.
+        self._host = f"{local}/device:CPU:0"
+        self.on_host = device == self._host
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `tf.Tensor` for each view, in order."""
-        with tf.device("CPU:0" if self.on_host else self._device):
+        with tf.device(self._device):
             return [self._one(view) for view in views]
 
     def _one(self, view: View) -> Any:
@@ -63,7 +67,7 @@ class TensorflowAdapter:
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of TensorFlow's own allocator, one for each need."""
         lent: list[adapter.Lent] = []
-        with tf.device("CPU:0"):
+        with tf.device(self._host):
             for need in needs:
                 name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
                 tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(name), init=False)
@@ -80,15 +84,85 @@ def make(device: object) -> TensorflowAdapter:
         DeviceError: There is no such device.
     """
     adapter.check_version("tensorflow", tf.__version__, OLDEST)
+    local = _local()
     if device is None:
         # The name of a tensor's device is the one way to learn the default, which is not
         # the first GPU inside a `tf.device` scope.
-        return TensorflowAdapter(str(tf.constant(0.0).device))
-    # "/device:GPU:0", "/CPU:0", "/job:localhost/…/device:CPU:0", "cuda:0", a LogicalDevice.
-    short = str(getattr(device, "name", device)).rsplit("/", 1)[-1]
-    kind, number = adapter.split_device(re.sub("^device:", "", short, flags=re.IGNORECASE))
-    wanted = f"device:{'GPU' if kind == 'cuda' else kind.upper()}:{number or 0}"
-    there = [each.name for each in tf.config.list_logical_devices()]
-    if not any(each.endswith(wanted) for each in there):
+        return TensorflowAdapter(str(tf.constant(0.0).device), local)
+    wanted = _whole(str(getattr(device, "name", device)), local)
+    there = [_whole(each.name, local) for each in tf.config.list_logical_devices()]
+    if wanted not in there:
         raise adapter.no_device("TensorFlow", device, there)
-    return TensorflowAdapter(f"/{wanted}")
+    return TensorflowAdapter(wanted, local)
+
+
+def _local() -> str:
+    """What whole names of this process's devices begin with; joining a cluster changes it."""
+    with tf.device(None), tf.device("CPU:0"):
+        return str(tf.constant(0.0).device).rpartition("/")[0]
+
+
+def _whole(name: str, local: str) -> str:
+    """The whole name of "/device:GPU:0", "/CPU:0", "cuda:0", "/job:worker/task:1/device:CPU:0".
+
+    Raises:
+        DeviceError: It is no device name.
+    """
+    where, _, short = name.rpartition("/")
+    kind, number = adapter.split_device(re.sub("^device:", "", short, flags=re.IGNORECASE))
+    if where:
+        try:
+            process = tf.DeviceSpec.from_string(where)
+        except ValueError as error:
+            raise errors.DeviceError(
+                "not a device name", expected="/job:worker/task:1/device:CPU:0, …", found=name
+            ) from error
+        where = f"/job:{process.job}/replica:{process.replica or 0}/task:{process.task}"
+    return f"{where or local}/device:{'GPU' if kind == 'cuda' else kind.upper()}:{number or 0}"
+
+
+# Whose bytes lie in this process.
+_LOCAL = re.compile(r"/job:localhost/.*device:CPU:\d+")
+
+
+def give(name: str, array: Any) -> giving.Outgoing:
+    """What is to be written of a tensor or of what a variable holds now.
+
+    Raises:
+        UnsupportedArrayError: It can't be saved.
+    """
+    _refuse(name, array)
+    if isinstance(array, tf.Variable):
+        # The variable's own memory; an assignment later on takes other memory.
+        array = array.value()
+    row = giving.BY_NAME.get(array.dtype.name)
+    if row is None:
+        raise giving.no_word("tensorflow", name, array.dtype.name)
+    shape = tuple(array.shape)
+    if shape and _LOCAL.fullmatch(array.backing_device):
+        return giving.host("tensorflow", name, np.asarray(array))
+    # Not NumPy's own call for all: it fails for single numbers of the types that NumPy lacks.
+    return giving.late("tensorflow", name, row, shape, lambda: np.asarray(array.numpy()))
+
+
+def _refuse(name: str, array: Any) -> None:
+    found = type(array).__name__
+    for kind, why in (
+        (tf.RaggedTensor, "a ragged tensor has no one shape; save x.to_tensor() or its parts"),
+        (tf.SparseTensor, "a sparse tensor; save tf.sparse.to_dense(x) or its parts"),
+        (tf.IndexedSlices, "slices of a tensor; save tf.convert_to_tensor(x)"),
+    ):
+        if isinstance(array, kind):
+            raise giving.refused("tensorflow", name, why, found)
+    if not isinstance(array, tf.Tensor | tf.Variable):
+        why = "not a tensor; of a model, save its variables"
+        raise giving.refused("tensorflow", name, why, found)
+    if not tf.executing_eagerly() or tf.is_symbolic_tensor(array):
+        why = "a tensor of a graph has no numbers; save outside tf.function"
+        raise giving.refused("tensorflow", name, why, found)
+    if isinstance(array, tf.Variable):
+        if not array.is_initialized():
+            raise giving.refused("tensorflow", name, "the variable is not initialised", found)
+    elif "device:CUSTOM" in array.device:
+        why = "a DTensor; save its parts, tf.experimental.dtensor.unpack(x), or a replicated copy"
+        raise giving.refused("tensorflow", name, why, array.device)

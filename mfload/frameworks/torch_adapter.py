@@ -14,7 +14,7 @@ from torch.utils import dlpack
 
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
-from mfload.frameworks import adapter
+from mfload.frameworks import adapter, giving
 from mfload.placement import Need
 
 OLDEST = "2.4"
@@ -107,3 +107,78 @@ def make(device: object) -> TorchAdapter:
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
         raise adapter.no_device("torch", device, str(error).splitlines()[0]) from error
     return TorchAdapter(wanted)
+
+
+_ROWS = {
+    getattr(torch, name): TABLE[key]
+    for key, name in (adapter.COMMON | _OWN).items()
+    if hasattr(torch, name)
+}
+# Of the width of each item, and known to NumPy in every version.
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def give(name: str, array: Any) -> giving.Outgoing:
+    """What is to be written of a tensor; one on a device is copied when its turn comes.
+
+    Raises:
+        UnsupportedArrayError: It can't be saved.
+    """
+    _refuse(name, array)
+    row = _ROWS.get(array.dtype)
+    if row is None:
+        raise giving.no_word("torch", name, array.dtype)
+    shape = tuple(array.shape)
+    if row.elements > 1:
+        if not shape:
+            raise giving.refused("torch", name, "two elements have no shape []", array.dtype)
+        shape = (*shape[:-1], row.elements * shape[-1])
+    plain = array.detach().as_subclass(torch.Tensor)
+    span = _span(plain) if plain.device.type == "cpu" else None
+    return giving.late("torch", name, row, shape, lambda: _units(plain), span, as_stored=True)
+
+
+def _span(array: Any) -> giving.Span:
+    first = array.data_ptr()
+    if not array.numel():
+        return first, first
+    # Strides are never negative here.
+    last = sum(step * (n - 1) for step, n in zip(array.stride(), array.shape, strict=True))
+    return first, first + array.element_size() * (last + 1)
+
+
+def _units(plain: Any) -> Any:
+    """A tensor as a NumPy array of integers as wide as its items.
+
+    Over its memory, unless that is on a device, or a conjugate or negative is still to be taken.
+    """
+    settled = plain.cpu().resolve_conj().resolve_neg()
+    return settled.view(_UNITS[settled.element_size()]).numpy()
+
+
+def _refuse(name: str, array: Any) -> None:
+    if not isinstance(array, torch.Tensor):
+        why = "not a tensor; of a module, save state_dict()"
+        raise giving.refused("torch", name, why, type(array).__name__)
+    kinds = {kind.__name__ for kind in type(array).__mro__ if kind.__module__.startswith("torch.")}
+    for is_so, why in (
+        ("DTensor" in kinds, "one process's part of a tensor; save x.full_tensor()"),
+        ("FakeTensor" in kinds, "a fake tensor has no numbers"),
+        (array.is_meta, "a tensor on the meta device has no numbers; materialise it first"),
+        (torch.nn.parameter.is_lazy(array), "not initialised yet; run the model once"),
+        (array.is_nested, "a nested tensor has no one shape; save its parts, x.unbind()"),
+        (array.is_quantized, "a quantised tensor; save x.int_repr() and its scales"),
+        (array.layout != torch.strided, "not a dense tensor; save x.to_dense()"),
+    ):
+        if is_so:
+            raise giving.refused("torch", name, why, f"{array.dtype}, {array.layout}")
+    if _memory(array) == 0 and array.numel():
+        why = "a tensor without memory of its own; save a plain torch.Tensor made of it"
+        raise giving.refused("torch", name, why, type(array).__name__)
+
+
+def _memory(array: Any) -> int:
+    try:
+        return array.data_ptr()
+    except RuntimeError:  # What torch.func and its like wrap has none to show.
+        return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -58,7 +59,8 @@ class Segment(NamedTuple):
 class Block(NamedTuple):
     """One contiguous read and the segments it fills, in file order.
 
-    Bytes of the range that no segment covers are read over.
+    Bytes of the range that no segment covers are read over. A block without any segment is
+    read to be looked at: it stays in the slot, for a witness.
     """
 
     source: int
@@ -69,7 +71,7 @@ class Block(NamedTuple):
     @property
     def staged(self) -> bool:
         """Whether an engine must land the block in a slot before it can place it."""
-        return any(segment.copy is not None for segment in self.segments)
+        return not self.segments or any(segment.copy is not None for segment in self.segments)
 
 
 class Costs(NamedTuple):
@@ -91,8 +93,13 @@ class Costs(NamedTuple):
 class Reader(Protocol):
     """Fills blocks from one open source; used by one thread at a time."""
 
-    def fill(self, block: Block, memory: list[Any], slot: Slot) -> None:
-        """Reads the block and puts every segment in its place."""
+    def fill(self, block: Block, memory: list[Any], slot: Slot) -> Any | None:
+        """Reads the block and puts every segment in its place.
+
+        Returns:
+            The bytes of the block as stored, where they landed in the slot; None where they
+            lie in their places alone.
+        """
         ...
 
     def close(self) -> None:
@@ -106,3 +113,42 @@ class Slot(Protocol):
     def bytes(self, nbytes: int) -> Any:
         """A writable, page-aligned uint8 array of at least `nbytes`."""
         ...
+
+
+class Witness(Protocol):
+    """Sees the stored bytes of blocks right after they came, in the thread that read them."""
+
+    def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
+        """Takes the next bytes.
+
+        Every wanted byte of a source is shown once. Blocks are begun in the order in which they
+        were submitted, and ended in any.
+
+        Args:
+            source: The source's number.
+            offset: Where in the source the bytes begin.
+            data: uint8 array; valid during the call.
+            stopped: Whether the work was given up: then nobody waits any longer.
+        """
+        ...
+
+
+def stored(block: Block, memory: list[Any], landed: Any | None) -> Iterator[tuple[int, Any]]:
+    """The bytes of a filled block as the source holds them, segment by segment.
+
+    Args:
+        block: The block.
+        memory: The destination buffers.
+        landed: What `Reader.fill` returned for it.
+
+    Yields:
+        Offset in the source, and a uint8 array.
+    """
+    if landed is not None and not block.segments:
+        yield block.offset, landed
+    for segment in block.segments:
+        if landed is None:
+            yield segment.offset, memory[segment.buffer][segment.at : segment.at + segment.nbytes]
+        else:
+            start = segment.offset - block.offset
+            yield segment.offset, landed[start : start + segment.nbytes]

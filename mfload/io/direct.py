@@ -54,28 +54,28 @@ class DirectReader(PreadReader):
                 raise
             self._fall_back(error)
 
-    def fill(self, block: Block, memory: list[Any], slot: Slot) -> None:
+    def fill(self, block: Block, memory: list[Any], slot: Slot) -> Any | None:
         """Reads a block into its destinations (see `blocks.Reader`)."""
         if self._direct is not None:
             try:
-                self._fill(block, memory, slot, self._direct.fd)
-                return
+                return self._fill(block, memory, slot, self._direct.fd)
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
                 self._fall_back(error)
-        super().fill(block, memory, slot)
+        return super().fill(block, memory, slot)
 
-    def _fill(self, block: Block, memory: list[Any], slot: Slot, fd: int) -> None:
+    def _fill(self, block: Block, memory: list[Any], slot: Slot, fd: int) -> Any | None:
         if len(block.segments) == 1 and self._suits(block.segments[0], memory):
             self._in_place(block.segments[0], memory, fd)
-            return
+            return None
         start = block.offset // self._file_unit * self._file_unit
         end = block.offset + block.nbytes
         length = -(-(end - start) // self._file_unit) * self._file_unit
         landed = slot.bytes(length)[:length]
         read_into(self._source.path, fd, [landed], start, least=end - start)
         place(landed, start, block, memory)
+        return landed[block.offset - start : end - start]
 
     def _suits(self, segment: Segment, memory: list[Any]) -> bool:
         """Whether the inner part lands on the same alignment in memory as in the file."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mfload.io.blocks import Block, Reader
+from mfload.io.blocks import Block, Reader, Witness, stored
 from mfload.io.buffers import WorkerSlot
 
 
@@ -67,12 +67,19 @@ class ThreadEngine:
         memory: The destination buffers.
         threads: Workers; 0 fills the blocks where they are submitted, for loads that are too
             small to share out.
+        witness: Sees what came, in the worker that read it. Blocks are taken in the order of
+            their submission, so a witness may wait for the ones before.
     """
 
     def __init__(
-        self, open_reader: Callable[[int], Reader], memory: list[Any], threads: int
+        self,
+        open_reader: Callable[[int], Reader],
+        memory: list[Any],
+        threads: int,
+        witness: Witness | None = None,
     ) -> None:
         self._open = open_reader
+        self._witness = witness
         self._memory = memory
         self._waiting: collections.deque[Block] = collections.deque()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
@@ -135,7 +142,7 @@ class ThreadEngine:
                         reader.close()
                         reader = None
                     reader, source = self._open(block.source), block.source
-                reader.fill(block, self._memory, slot)
+                self._fill(reader, block, slot)
                 blocks, nbytes = blocks + 1, nbytes + block.nbytes
                 if nbytes >= 1 << 20:
                     self._done.put(Done(blocks, nbytes))
@@ -151,3 +158,10 @@ class ThreadEngine:
         finally:
             if reader is not None:
                 reader.close()
+
+    def _fill(self, reader: Reader, block: Block, slot: WorkerSlot) -> None:
+        landed = reader.fill(block, self._memory, slot)
+        if self._witness is None:
+            return
+        for offset, data in stored(block, self._memory, landed):
+            self._witness.saw(block.source, offset, data, self._stop.is_set)

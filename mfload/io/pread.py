@@ -34,7 +34,7 @@ class PreadReader:
         self._source = source
         self._file = OpenFile(source)
 
-    def fill(self, block: Block, memory: list[Any], slot: Slot) -> None:
+    def fill(self, block: Block, memory: list[Any], slot: Slot) -> Any | None:
         """Reads a block into its destinations (see `blocks.Reader`)."""
         segments = block.segments
         if len(segments) == 1 and segments[0].copy is None:
@@ -45,8 +45,10 @@ class PreadReader:
             landed = slot.bytes(block.nbytes)[: block.nbytes]
             read_into(self._source.path, self._file.fd, [landed], block.offset)
             place(landed, block.offset, block, memory)
+            return landed
         else:
             self._scatter(block, memory, slot)
+        return None
 
     def _scatter(self, block: Block, memory: list[Any], slot: Slot) -> None:
         """One vectored read for segments with gaps in the file, in memory, or both."""

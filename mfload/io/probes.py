@@ -24,20 +24,21 @@ def _syscall() -> ctypes._NamedFuncPointer | None:  # pyright: ignore[reportPriv
     return function
 
 
-def cached_share(fd: int, nbytes: int) -> float | None:
-    """The share of a file's pages that the page cache holds, None where unknown.
+def cached_share(fd: int, nbytes: int, start: int = 0) -> float | None:
+    """The share of the pages of `nbytes` from `start` that the page cache holds.
 
-    `cachestat(2)` looks without touching; a read with RWF_NOWAIT would start read-ahead.
+    None where unknown. `cachestat(2)` looks without touching; a read with RWF_NOWAIT would
+    start read-ahead.
     """
     call = _syscall()
     if call is None or nbytes == 0:
         return None
-    span = (ctypes.c_uint64 * 2)(0, nbytes)
+    span = (ctypes.c_uint64 * 2)(start, nbytes)
     answer = (ctypes.c_uint64 * 5)()
     if call(_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(answer), 0) != 0:
         return None
     page = os.sysconf("SC_PAGE_SIZE")
-    return min(1.0, answer[0] / -(-nbytes // page))
+    return min(1.0, answer[0] / (-(-(start + nbytes) // page) - start // page))
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:

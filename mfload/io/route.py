@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from mfload import errors
+from mfload import errors, spelling
 from mfload.io import probes
 from mfload.io.source import LocalFile, OpenFile
 
@@ -52,7 +52,10 @@ def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, .
         UsageError: There is no such engine.
     """
     if engine not in ENGINES:
-        raise errors.UsageError("unknown engine", expected=" | ".join(ENGINES), found=engine)
+        meant = spelling.meant(engine, ENGINES)
+        raise errors.UsageError(
+            f"unknown engine{meant}", expected=" | ".join(ENGINES), found=engine
+        )
     return tuple(_logged(_leg(source, nbytes, engine), engine) for source, nbytes in wanted)
 
 

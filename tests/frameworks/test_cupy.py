@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
-from conformance.material import COMMON
+from conformance.giving import kind, read
+from conformance.material import COMMON, stored
 from conformance.suite import assert_documented, no_gpu
 
 import mfload
 from mfload import errors
 from mfload.frameworks import cupy_adapter
+from mfload.frameworks.outgoing import outgoing
 
 
 class TestOnTheHost:
@@ -59,3 +63,59 @@ def test_round_trip_on_a_gpu(zoo: Any) -> None:
             assert array.dtype.name == (COMMON[row.dtype] if own else "uint8"), row.name
             assert array.shape == (row.shape if own else row.bytes_shape()), row.name
         assert mfload.live_bytes() == 0
+        given = {one.name: one for one in outgoing(loaded)}
+        for row in rows:
+            assert given[row.name].span is None
+            assert given[row.name].fetch().tobytes() == row.raw, row.name
+        turned = cupy.arange(15, dtype="float32").reshape(3, 5).T[::-1]
+        (one,) = outgoing({"w": turned})
+        assert one.fetch().tobytes() == turned.get().tobytes()
+
+
+class FakeArray:
+    """What saving asks of a `cupy.ndarray`, for machines that can't have one."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.dtype, self.shape = array.dtype, array.shape
+        self._array, self.copies = array, 0
+
+    def get(self) -> np.ndarray:
+        self.copies += 1
+        return self._array
+
+
+FakeArray.__module__ = "cupy"
+
+
+class FakeSparse:
+    pass
+
+
+FakeSparse.__module__ = "cupyx.scipy.sparse._csr"
+
+
+class TestGivingWithoutAGpu:
+    """With stand-ins: what is asked for and when, not what CuPy does."""
+
+    @pytest.fixture(autouse=True)
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("cupy", None))
+        module.ndarray, module.__version__ = FakeArray, "99.0"  # pyright: ignore
+        monkeypatch.setitem(sys.modules, "cupy", module)
+
+    def test_every_dtype_is_copied_once_and_late(self) -> None:
+        for dtype in COMMON:
+            row = stored("w", dtype, (5, 3))
+            array = FakeArray(np.frombuffer(row.raw, kind(dtype)).reshape(5, 3))
+            (given,) = outgoing({"w": array})
+            assert (given.span, array.copies) == (None, 0)
+            assert (read(given), array.copies) == (row, 1)
+
+    def test_refusals(self) -> None:
+        for array, said in (
+            (FakeArray(np.zeros(2, np.complex128)), "no dtype"),
+            (FakeSparse(), "toarray"),
+        ):
+            with pytest.raises(errors.UnsupportedArrayError, match=said) as caught:
+                outgoing({"w": array})
+            assert caught.value.tensor == "w"

@@ -9,8 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from conformance import material
-from conformance.material import COMMON, save
-from conformance.suite import ENGINES, WritableConformance
+from conformance.giving import GivingConformance, give, read
+from conformance.material import BITS, COMMON, save
+from conformance.suite import ENGINES, WritableConformance, no_gpu
+from hypothesis import given, strategies as st
+from hypothesis.extra import numpy as arrays
 
 import mfload
 
@@ -18,6 +21,7 @@ with warnings.catch_warnings():
     # Paddle looks for a compiler cache when it is imported, and for setuptools' old parts.
     warnings.simplefilter("ignore")
     import paddle
+    import safetensors.paddle
 
 # Paddle has them since 3.3.
 UNSIGNED = ("U32", "U64") if hasattr(paddle, "uint32") else ()
@@ -123,3 +127,100 @@ def test_the_public_way_gives_the_same(tmp_path: Any, monkeypatch: pytest.Monkey
     loaded = mfload.load(path, framework="paddle")
     assert mfload.live_bytes() == 0  # Copies: nothing of ours is held.
     TestPaddle().assert_loaded(loaded, rows)
+
+
+class TestPaddleGives(GivingConformance):
+    framework = "paddle"
+    gives = tuple(key for key in BITS if key in TestPaddle.own)
+    reference_lacks = UNSIGNED
+    refused: ClassVar = {
+        "complex128": "no dtype",
+        "coo": "to_dense",
+        "csr": "to_dense",
+        "dist": "replicated",
+        "lazy": "not initialised",
+        "static": "dynamic mode",
+        "layer": "state_dict",
+        "place": "not a tensor",
+    }
+
+    def made(self, array: np.ndarray) -> Any:
+        name = array.dtype.name
+        taken = {
+            "bfloat16": "uint16",
+            "float8_e4m3fn": "uint8",
+            "float8_e5m2": "uint8",
+            "uint32": "int32",
+            "uint64": "int64",
+        }.get(name)
+        if taken is None:
+            return paddle.to_tensor(array)
+        tensor = paddle.to_tensor(array.view(taken))
+        return tensor if taken == "uint16" else tensor.view(getattr(paddle, name))
+
+    def address(self, array: Any) -> int:
+        return array.data_ptr()
+
+    def turn(self, array: Any, axes: tuple[int, ...]) -> Any:
+        return array.transpose(axes)
+
+    def reference_save(self, arrays: dict[str, Any]) -> bytes:
+        return safetensors.paddle.save(arrays)
+
+    def refusal(self, word: str) -> Any:
+        ones = paddle.ones([2, 2])
+        if word == "lazy":
+            with paddle.LazyGuard():
+                return paddle.nn.Linear(2, 2).weight
+        if word == "static":
+            paddle.enable_static()
+            try:
+                return paddle.static.data("x", [2])
+            finally:
+                paddle.disable_static()
+        if word == "dist":
+            mesh = paddle.distributed.ProcessMesh([0], dim_names=["x"])
+            whole = [paddle.distributed.Replicate()]
+            return paddle.distributed.shard_tensor(ones, mesh, whole)
+        made = {
+            "complex128": lambda: ones.astype("complex128"),
+            "coo": lambda: ones.to_sparse_coo(2),
+            "csr": ones.to_sparse_csr,
+            "layer": lambda: paddle.nn.Linear(2, 2),
+            "place": paddle.CPUPlace,
+        }
+        return made[word]()
+
+    @given(data=st.data())
+    def test_steps_and_repeats(self, data: st.DataObject) -> None:
+        shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, max_side=5))
+        array = self.numbers(data.draw(st.sampled_from(["I32", "F32", "F64"])), shape)[1]
+        index = tuple(
+            data.draw(st.slices(n).filter(lambda s, n=n: len(range(n)[s]) > 0)) for n in shape
+        )
+        part = self.made(array)[index]
+        assert read(give(part)).raw == np.ascontiguousarray(array[index]).tobytes()
+        many = paddle.as_strided(self.made(array), [3, 2], [0, 0])
+        assert read(give(many)).raw == array.reshape(-1)[:1].tobytes() * 6
+
+    def test_views_of_one_memory(self) -> None:
+        tensor = self.made(np.arange(24, dtype=np.int32).reshape(4, 6))
+        part = tensor[1:3, ::2]
+        given = give(part)
+        start = tensor.data_ptr()
+        assert given.span == (start + 4 * 6, start + 4 * (6 * 2 + 4 + 1))
+        assert read(given).raw == np.array([6, 8, 10, 12, 14, 16], np.int32).tobytes()
+
+    def test_parameters(self) -> None:
+        weight = paddle.nn.Linear(3, 2).weight
+        assert not weight.stop_gradient
+        assert read(give(weight)).raw == weight.numpy().tobytes()
+
+    @pytest.mark.gpu
+    def test_tensors_on_a_gpu(self) -> None:
+        if no_gpu() or not paddle.is_compiled_with_cuda():
+            pytest.skip("needs a GPU, and Paddle built for it")
+        for dtype in self.gives:
+            row, array = self.numbers(dtype, (5, 3))
+            given = give(self.made(array).cuda())
+            assert (read(given), given.span) == (row, None)

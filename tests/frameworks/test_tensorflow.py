@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
+import pytest
+import safetensors.tensorflow
 import tensorflow as tf
 from conformance import material
-from conformance.material import COMMON, FLOATS8, save
-from conformance.suite import Conformance
+from conformance.giving import GivingConformance, give, read
+from conformance.material import BITS, COMMON, FLOATS8, Stored, save
+from conformance.suite import ROOT, Conformance, no_gpu
 
 import mfload
+from mfload import errors
 
 # A second CPU, to see that tensors go where they are sent.
 _CPU = tf.config.list_physical_devices("CPU")[0]
@@ -103,6 +110,37 @@ class TestTensorflow(Conformance):
             assert loaded["F32"].device.endswith("CPU:0")
             assert report.aliased_share == 1
 
+    def test_whole_names_are_matched_whole(self, aligned: Any) -> None:
+        for device in (
+            "/job:localhost/replica:0/task:0/device:CPU:1",
+            "/job:localhost/task:0/cpu:1",
+        ):
+            tensor = mfload.load(aligned[0], framework="tf", device=device, names=["F32"])["F32"]
+            assert tensor.device == "/job:localhost/replica:0/task:0/device:CPU:1"
+        for device in (
+            "/job:worker/task:1/device:CPU:0",
+            "/job:worker/replica:0/task:0/device:CPU:0",
+            "/job:localhost/replica:0/task:1/device:CPU:0",
+            "/job:localhost/replica:1/task:0/device:CPU:0",
+            "/job:localhost/device:CPU:0",
+            "/task:0/device:CPU:0",
+            "/nonsense:3/device:CPU:0",
+            "/job:worker/task:x/device:CPU:0",
+        ):
+            with pytest.raises(errors.DeviceError) as caught:
+                mfload.load(aligned[0], framework="tf", device=device, names=["F32"])
+            assert device in str(caught.value)
+
+    def test_a_device_of_another_process(self, aligned: Any) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", REMOTE, str(aligned[0])],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr[-3000:]
+
     def test_the_default_is_that_of_the_scope(self, aligned: Any) -> None:
         with tf.device("CPU:1"):
             tensor = mfload.load(aligned[0], framework="tf", names=["F32"])["F32"]
@@ -116,3 +154,162 @@ def test_lent_tensors_are_not_shared(tmp_path: Any) -> None:
     loaded = mfload.load(path, framework="tf", landing="framework")
     TestTensorflow().assert_loaded(loaded, rows)
     assert len({TestTensorflow().address(x) for x in loaded.values()}) == 8
+
+
+# A server of a cluster, which is another process to TensorFlow also where it is in this one.
+REMOTE = """
+import os, socket, sys
+import numpy as np, tensorflow as tf
+import mfload
+from mfload import errors
+from mfload.frameworks.outgoing import outgoing
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+server = tf.distribute.Server({"worker": [address]}, job_name="worker", task_index=0)
+tf.config.experimental_connect_to_host(address, job_name="worker")
+remote = "/job:worker/replica:0/task:0/device:CPU:0"
+here = mfload.load(sys.argv[1], framework="tf")
+for landing in ("mfload", "framework"):
+    for device in (remote, "/job:worker/task:0/cpu:0"):
+        there = mfload.load(sys.argv[1], framework="tf", device=device, landing=landing)
+        assert {x.device for x in there.values()} == {remote}
+    with tf.device(remote):
+        default = mfload.load(sys.argv[1], framework="tf", landing=landing)
+        back = mfload.load(sys.argv[1], framework="tf", landing=landing, device="cpu")
+    assert {x.device for x in default.values()} == {remote}
+    assert {x.device for x in back.values()} == {"/job:localhost/replica:0/task:0/device:CPU:0"}
+given = outgoing(there)
+assert {one.span for one in given} == {None}
+for one in given:
+    assert one.fetch().tobytes() == np.asarray(here[one.name]).tobytes(), one.name
+try:
+    mfload.load(sys.argv[1], framework="tf", device="/job:worker/task:1/device:CPU:0")
+except errors.DeviceError as error:
+    assert remote in str(error)
+    print("done", flush=True)
+os._exit(0)  # The server has no end of its own.
+"""
+
+
+class TestTensorflowGives(GivingConformance):
+    framework = "tensorflow"
+    gives = tuple(
+        key
+        for key in BITS
+        if key in TestTensorflow.own
+        or hasattr(tf.dtypes.experimental, FLOATS8.get(key, "float4_e2m1fn" * (key == "F4")))
+    )
+    unpacked = ("F4",) if "F4" in gives else ()
+    loaded_as_bytes = unpacked
+    turned = False
+    refused: ClassVar = {
+        "complex128": "no dtype",
+        "int4": "no dtype",
+        "qint8": "no dtype",
+        "string": "no dtype",
+        "variant": "no dtype",
+        "resource": "no dtype",
+        "ragged": "to_tensor",
+        "sparse": "to_dense",
+        "slices": "convert_to_tensor",
+        "symbolic": "outside tf.function",
+        "uninitialised": "not initialised",
+        "dtensor": "unpack",
+        "model": "variables",
+        "dtype": "not a tensor",
+    }
+
+    def made(self, array: np.ndarray) -> Any:
+        return tf.identity(tf.convert_to_tensor(array))
+
+    def address(self, array: Any) -> int:
+        return array._numpy_internal().__array_interface__["data"][0]
+
+    def turn(self, array: Any, axes: tuple[int, ...]) -> Any:
+        return tf.transpose(array, axes)
+
+    def reference_save(self, arrays: dict[str, Any]) -> bytes:
+        return safetensors.tensorflow.save(arrays)
+
+    def refusal(self, word: str) -> Any:
+        ones = tf.ones((2, 2))
+        kept: list[Any] = []
+        if word == "symbolic":
+            tf.function(lambda x: kept.append(x) or x)(ones)
+            return kept[0]
+        if word == "dtensor":
+            mesh = tf.experimental.dtensor.create_mesh([("x", 2)], devices=["CPU:0", "CPU:1"])
+            layout = tf.experimental.dtensor.Layout.replicated(mesh, 2)
+            return tf.experimental.dtensor.copy_to_mesh(ones, layout)
+        made = {
+            "complex128": lambda: tf.cast(ones, tf.complex128),
+            "int4": lambda: tf.convert_to_tensor(np.zeros(2, ml_dtypes.int4)),
+            "qint8": lambda: tf.bitcast(tf.zeros(2, tf.int8), tf.qint8),
+            "string": lambda: tf.constant("x"),
+            "variant": lambda: tf.raw_ops.TensorListReserve(
+                element_shape=[2], num_elements=1, element_dtype=tf.float32
+            ),
+            "resource": lambda: tf.Variable(ones).handle,
+            "ragged": lambda: tf.ragged.constant([[1], [2, 3]]),
+            "sparse": lambda: tf.sparse.from_dense(ones),
+            "slices": lambda: tf.IndexedSlices(ones, tf.constant([0, 1])),
+            "uninitialised": lambda: uninitialised(),
+            "model": lambda: tf.Module(),
+            "dtype": lambda: tf.float32,
+        }
+        return made[word]()
+
+    def test_variables(self) -> None:
+        variable = tf.Variable(tf.ones((3, 2)))
+        given = give(variable)
+        assert given.fetch().ctypes.data == self.address(variable.value())
+        # What was handed over is what is written, whatever becomes of the variable.
+        variable.assign_add(tf.ones((3, 2)))
+        variable.scatter_nd_update([[0, 0]], [7.0])
+        assert read(given).raw == np.ones((3, 2), np.float32).tobytes()
+        assert read(give(variable)).raw == variable.numpy().tobytes()
+        for dtype in (tf.bfloat16, tf.int64, tf.bool):
+            other = tf.Variable(tf.cast(variable, dtype))
+            assert read(give(other)).raw == other.numpy().tobytes()
+
+    def test_variables_of_a_strategy(self) -> None:
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            mirrored = tf.Variable([1.0, 2.0])
+        assert read(give(mirrored)).raw == np.array([1, 2], np.float32).tobytes()
+
+    def test_keras_variables(self) -> None:
+        keras = pytest.importorskip("keras")
+        variable = keras.Variable(np.arange(6, dtype=np.float32).reshape(2, 3))
+        given = give(variable)
+        assert read(given) == Stored("w", "F32", (2, 3), variable.numpy().tobytes())
+
+    def test_inputs_of_a_keras_model(self) -> None:
+        keras = pytest.importorskip("keras")
+        with pytest.raises(errors.UnsupportedArrayError, match="symbolic") as caught:
+            give(keras.Input((2,)), "x")
+        assert caught.value.tensor == "x"
+
+    def test_the_second_cpu(self) -> None:
+        with tf.device("CPU:1"):
+            tensor = tf.identity(tf.constant([1.0, 2.0]))
+        given = give(tensor)
+        assert given.span is not None
+        assert read(given).raw == np.array([1, 2], np.float32).tobytes()
+
+    @pytest.mark.gpu
+    def test_tensors_on_a_gpu(self) -> None:
+        if reason := no_gpu():
+            pytest.skip(reason)
+        row, array = self.numbers("F32", (5, 3))
+        with tf.device("GPU:0"):
+            given = give(tf.identity(tf.constant(array)))
+        assert (read(given), given.span) == (row, None)
+
+
+def uninitialised() -> Any:
+    from tensorflow.python.ops import resource_variable_ops
+
+    return resource_variable_ops.UninitializedVariable(shape=[2], dtype=tf.float32)

@@ -7,12 +7,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from conformance import material
-from conformance.material import COMMON, FLOATS8, save
-from conformance.suite import ENGINES, WritableConformance
+from conformance.giving import GivingConformance, give, read
+from conformance.material import BITS, COMMON, FLOATS8, Stored, save
+from conformance.suite import ENGINES, WritableConformance, no_gpu
+from hypothesis import given, strategies as st
+from hypothesis.extra import numpy as arrays
 
 import mfload
+from mfload import errors
 
 
 class TestTorch(WritableConformance):
@@ -65,3 +70,150 @@ class TestTorch(WritableConformance):
         assert nowhere.is_meta
         with torch.device("meta"):
             assert mfload.load(path, framework="torch", names=["F32"])["F32"].is_meta
+
+
+class TestTorchGives(GivingConformance):
+    framework = "torch"
+    gives = tuple(key for key in BITS if key in TestTorch.own)
+    refused: ClassVar = {
+        "complex128": "no dtype",
+        "complex32": "no dtype",
+        "meta": "materialise",
+        "sparse": "to_dense",
+        "csr": "to_dense",
+        "nested": "unbind",
+        "jagged": "unbind",
+        "quantised": "int_repr",
+        "fake": "fake",
+        "DTensor": "full_tensor",
+        "lazy": "run the model",
+        "wrapped": "without memory",
+        "module": "state_dict",
+        "dtype": "state_dict",
+    }
+
+    def made(self, array: np.ndarray) -> Any:
+        units = torch.from_numpy(array.view(f"u{array.itemsize}").copy())
+        if array.dtype.kind == "c":
+            return units.view(torch.complex64)
+        return units.view(getattr(torch, array.dtype.name))
+
+    def packs(self, dtype: str, array: np.ndarray) -> Any:
+        return torch.from_numpy(array.copy()).view(torch.float4_e2m1fn_x2)
+
+    def address(self, array: Any) -> int:
+        return array.data_ptr()
+
+    def turn(self, array: Any, axes: tuple[int, ...]) -> Any:
+        return array.permute(axes)
+
+    def reference_save(self, arrays: dict[str, Any]) -> bytes:
+        return safetensors.torch.save(arrays)
+
+    def refusal(self, word: str) -> Any:
+        ones = torch.ones(2, 2)
+        if word.startswith("complex"):
+            return torch.ones(2, dtype=getattr(torch, word))
+        if word == "fake":
+            with torch._subclasses.FakeTensorMode():
+                return torch.ones(2)
+        if word == "DTensor":
+            return dtensor()
+        if word == "wrapped":
+            kept: list[Any] = []
+            torch.func.grad(lambda x: kept.append(x) or x.sum())(torch.ones(3))
+            return kept[0]
+        made = {
+            "meta": lambda: ones.to("meta"),
+            "sparse": ones.to_sparse,
+            "csr": ones.to_sparse_csr,
+            "nested": lambda: torch.nested.nested_tensor([ones, ones[:1]]),
+            "jagged": lambda: torch.nested.nested_tensor([ones, ones[:1]], layout=torch.jagged),
+            "quantised": lambda: torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8),
+            "lazy": lambda: torch.nn.LazyLinear(3).weight,
+            "module": lambda: torch.nn.Linear(2, 2),
+            "dtype": lambda: torch.float32,
+        }
+        return made[word]()
+
+    @given(data=st.data())
+    def test_steps_and_repeats(self, data: st.DataObject) -> None:
+        shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, max_side=5))
+        array = self.numbers(data.draw(st.sampled_from(["BF16", "F32", "F8_E5M2"])), shape)[1]
+        made = self.made(array)
+        index = tuple(slice(data.draw(st.integers(0, n)), n, data.draw(st.integers(1, 3)))
+                      for n in shape)  # fmt: skip
+        copies = data.draw(st.integers(1, 3))
+        part = made[index].expand(copies, *made[index].shape)
+        wanted = np.broadcast_to(array[index], part.shape)
+        assert read(give(part)).raw == wanted.tobytes()
+        first, past = give(part).span or (0, 0)
+        if part.numel():
+            assert (first, past) == np.lib.array_utils.byte_bounds(
+                part.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.itemsize]).numpy()
+            )
+
+    def test_what_is_to_be_conjugated_or_negated(self) -> None:
+        numbers = np.array([[1 + 2j, 3 - 4j], [0j, -5 + 6j]], np.complex64)
+        tensor = torch.from_numpy(numbers.copy())
+        for lazy, wanted in (
+            (tensor.conj(), numbers.conj()),
+            (tensor.conj().T, numbers.conj().T),
+            (tensor.conj().imag, -numbers.imag),
+            (tensor.conj().imag.T, -numbers.imag.T),
+            (torch._neg_view(tensor), -numbers),
+        ):
+            assert lazy.is_conj() or lazy.is_neg()
+            given = give(lazy)
+            assert read(given).raw == np.ascontiguousarray(wanted).tobytes()
+            assert given.span is not None
+            assert tensor.data_ptr() <= given.span[0] < given.span[1] <= tensor.data_ptr() + 32
+        assert torch.equal(tensor, torch.from_numpy(numbers))
+
+    def test_parameters_and_subclasses(self) -> None:
+        class Own(torch.Tensor):
+            pass
+
+        weight = torch.nn.Linear(3, 2).weight
+        for tensor in (weight, torch.nn.Buffer(torch.ones(2)), torch.ones(2).as_subclass(Own)):
+            assert read(give(tensor)).raw == tensor.detach().numpy().tobytes()
+        assert weight.requires_grad
+        with torch.inference_mode():
+            assert read(give(torch.ones(2))).raw == np.ones(2, np.float32).tobytes()
+
+    def test_views_of_packed_elements(self) -> None:
+        if not hasattr(torch, "float4_e2m1fn_x2"):
+            pytest.skip("this version has no such type")
+        raw = np.arange(12, dtype=np.uint8).reshape(3, 4)
+        tensor = self.packs("F4", raw)
+        part = np.ascontiguousarray(raw[1:, ::2])
+        assert read(give(tensor[1:, ::2])) == Stored("w", "F4", (2, 4), part.tobytes())
+        assert read(give(tensor.T)) == Stored("w", "F4", (4, 6), raw.T.tobytes())
+        with pytest.raises(errors.UnsupportedArrayError, match="two elements"):
+            give(tensor[0, 0])
+
+    @pytest.mark.gpu
+    def test_tensors_on_a_gpu(self) -> None:
+        if reason := no_gpu():
+            pytest.skip(reason)
+        for dtype in self.gives:
+            if BITS[dtype] < 8:
+                continue
+            row, array = self.numbers(dtype, (5, 3))
+            given = give(self.made(array).cuda())
+            assert (read(given), given.span) == (row, None)
+            assert read(give(self.made(array).cuda().T)).raw == array.T.tobytes()
+
+
+def dtensor() -> Any:
+    """A tensor of one process that forms a group alone."""
+    from torch.distributed import device_mesh, tensor
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = device_mesh.init_device_mesh("cpu", (1,))
+        return tensor.distribute_tensor(torch.ones(2, 2), mesh, [tensor.Shard(0)])
+    finally:
+        torch.distributed.destroy_process_group()

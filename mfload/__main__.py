@@ -1,0 +1,10 @@
+"""`python -m mfload` is the command `mfload`."""
+
+from __future__ import annotations
+
+import sys
+
+from mfload.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

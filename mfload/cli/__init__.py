@@ -1,0 +1,25 @@
+"""The command `mfload`. Its libraries are an extra, so this module needs none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+COMMAND = "pip install 'mfload[cli]'"
+MISSING = 5
+"""Exit code where something that is needed is not installed."""
+
+
+def main() -> int:
+    """Runs the command with the arguments of the process.
+
+    Returns:
+        The exit code (`mfload.cli.exits` lists them).
+    """
+    for module in ("typer", "rich"):
+        if importlib.util.find_spec(module) is None:
+            print(f"mfload: error: the command needs {module}: {COMMAND}", file=sys.stderr)
+            return MISSING
+    from mfload.cli.app import run
+
+    return run(sys.argv[1:])

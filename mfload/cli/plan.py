@@ -1,0 +1,46 @@
+"""`mfload plan`: what a load would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mfload import api
+from mfload.cli import options
+from mfload.cli.output import print_json, print_pairs
+
+EPILOG = "Example: mfload plan model/ --framework torch --names 'layers\\.0\\.'"
+
+
+def command(
+    path: options.Checkpoint,
+    framework: options.Framework = "numpy",
+    device: options.Device = None,
+    names: options.Names = None,
+    dtype: options.Dtypes = None,
+    engine: options.Engine = "auto",
+    landing: options.Landing = "auto",
+    max_host_overhead: options.Overhead = None,
+    threads: options.Threads = None,
+    timeout: options.Timeout = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say what a load would do; reads headers only.
+
+    Prints what would be read, how and into what memory, for this machine as it is now.
+    """
+    given: Any = {"engine": engine, "landing": landing}
+    preview = api.plan(
+        path,
+        framework=framework,
+        device=device,
+        names=names,
+        dtype=options.dtypes(dtype),
+        max_host_overhead=max_host_overhead,
+        threads=threads,
+        timeout=timeout,
+        **given,
+    )
+    if as_json:
+        print_json(preview.as_dict())
+    else:
+        print_pairs(preview.rows())

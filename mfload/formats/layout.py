@@ -1,0 +1,285 @@
+"""Where everything of a safetensors file will lie, before a byte of it is written.
+
+The header is padded with spaces, as the format allows, so that the data begins on a boundary that
+suits maps and direct I/O. Tensors whose sizes are multiples of 64 bytes go first, then those of
+32, and so on: no tensor then ends in a place where the next would not be aligned. The order within
+a rank is the caller's, so a file that was loaded and is laid out again comes out the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from mfload import errors
+from mfload.dtypes import DType
+from mfload.formats.safetensors import MAX_HEADER
+from mfload.index import Piece, TensorInfo
+
+ALIGN = 4096
+"""Multiple of which the data begins where nobody says otherwise: a page, and a disk's sector."""
+
+_SIZE = re.compile(
+    r"(?P<number>\d{1,20}(\.\d{1,20})?)\s*((?P<unit>[KMGTP])(?P<binary>I)?)?B?",
+    re.ASCII | re.IGNORECASE,
+)
+_METADATA = "__metadata__"
+_BEST = 64
+_MAX_COUNT = 2**64 - 1
+# Offsets of files are signed to the system.
+_MAX_FILE = 2**63 - 1
+
+
+class Entry(NamedTuple):
+    """A tensor to be written.
+
+    Attributes:
+        name: Its name.
+        dtype: A row of the dtype table.
+        shape: In elements of that dtype.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it will take.
+
+        Raises:
+            UnsupportedShapeError: No whole number of bytes, or more than the format can say.
+        """
+        count = 1
+        for dim in self.shape:
+            # In order, as readers multiply: what comes after a zero counts for nothing.
+            count *= dim
+            if not 0 <= count <= _MAX_COUNT:
+                raise self._refused("a number of elements that fits 64 bits")
+        if count * self.dtype.bits > _MAX_COUNT:
+            raise self._refused("a size in bits that fits 64 bits")
+        nbytes = self.dtype.size_of(self.shape)
+        if nbytes is None:
+            raise self._refused(f"a whole number of bytes of {self.dtype}")
+        return nbytes
+
+    def _refused(self, expected: str) -> errors.UnsupportedShapeError:
+        shown = str(list(self.shape[:8]))
+        return errors.UnsupportedShapeError(
+            "no file can hold this shape", tensor=self.name, expected=expected, found=shown
+        )
+
+
+class Layout(NamedTuple):
+    """A file to be written.
+
+    Attributes:
+        header: Its first bytes: the length, the JSON and the spaces; the data begins after them.
+        tensors: Rows in file order, offsets counted from the start of the file.
+        size: Bytes of the whole file.
+    """
+
+    header: bytes
+    tensors: tuple[TensorInfo, ...]
+    size: int
+
+
+def check_align(align: object) -> int:
+    """The argument `align=`, checked.
+
+    Raises:
+        UsageError: It is no power of two, less than 8, or more than a header may be long.
+    """
+    if isinstance(align, bool) or not hasattr(align, "__index__"):
+        raise _no_align(align)
+    value = int(align)  # pyright: ignore
+    if not 8 <= value <= MAX_HEADER or value & (value - 1):
+        raise _no_align(align)
+    return value
+
+
+def _no_align(found: object) -> errors.UsageError:
+    wanted = f"a power of two from 8 to {1 << (MAX_HEADER.bit_length() - 1)} (bytes)"
+    return errors.UsageError("align", expected=wanted, found=repr(found))
+
+
+def lay_out(
+    entries: Iterable[Entry], metadata: Mapping[str, str] | None = None, align: int = ALIGN
+) -> Layout:
+    """Lays out one file; pure.
+
+    Args:
+        entries: The tensors, in any order.
+        metadata: Strings for the header's `__metadata__`; None for none.
+        align: Multiple of which the data begins, in bytes: a power of two from 8 up.
+
+    Returns:
+        The layout; equal arguments give equal bytes.
+
+    Raises:
+        UsageError: A name or the metadata can't be written, a name is given twice, or the header
+            grows beyond what readers take.
+        UnsupportedShapeError: A shape has no whole number of bytes, or overflows.
+    """
+    align = check_align(align)
+    header: dict[str, Any] = {} if metadata is None else {_METADATA: checked_metadata(metadata)}
+    rows: list[tuple[Entry, int, int]] = []
+    cursor = 0
+    for entry, nbytes in _ranked(entries):
+        name, dtype, shape = entry
+        _check_name(name)
+        if name in header:
+            raise errors.UsageError("a name is given twice", tensor=name)
+        header[name] = {
+            "dtype": dtype.name,
+            "shape": list(shape),
+            "data_offsets": [cursor, cursor + nbytes],
+        }
+        rows.append((entry, cursor, nbytes))
+        cursor += nbytes
+    text = _text(header)
+    length = -(-(8 + len(text)) // align) * align - 8
+    if length > MAX_HEADER:
+        raise errors.UsageError(
+            "the header would be over the cap of readers; several files (max_shard_size) would do",
+            expected=f"at most {MAX_HEADER} bytes",
+            found=f"{length} bytes",
+        )
+    start = 8 + length
+    if start + cursor > _MAX_FILE:
+        raise errors.UsageError(
+            "no file can be that large", expected=f"{_MAX_FILE} bytes", found=f"{start + cursor}"
+        )
+    tensors = tuple(
+        TensorInfo(name, dtype, shape, (Piece(0, start + begin, nbytes),))
+        for (name, dtype, shape), begin, nbytes in rows
+    )
+    return Layout(struct.pack("<Q", length) + text.ljust(length), tensors, start + cursor)
+
+
+def split(entries: Iterable[Entry], limit: int | None) -> list[list[Entry]]:
+    """Spreads tensors over files, greedily; pure.
+
+    They are ranked first, as they will lie in the files. So whoever loads the files and splits
+    again, by the same limit, gets the same ones.
+
+    Args:
+        entries: The tensors.
+        limit: Bytes of tensors a file, at most; a larger tensor gets a file of its own. None for
+            one file.
+
+    Returns:
+        The tensors of each file; one empty list where there are none.
+    """
+    files: list[list[Entry]] = [[]]
+    held = 0
+    for entry, nbytes in _ranked(entries):
+        if limit is not None and files[-1] and held + nbytes > limit:
+            files.append([])
+            held = 0
+        files[-1].append(entry)
+        held += nbytes
+    return files
+
+
+def index_json(placed: Mapping[str, str], total: int) -> bytes:
+    """The index beside the files of a checkpoint, as Hugging Face lays it out.
+
+    Args:
+        placed: The file of each tensor.
+        total: Bytes of all tensors.
+
+    Raises:
+        UsageError: It grows beyond what readers take.
+    """
+    table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    raw = (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+    if len(raw) > MAX_HEADER:
+        raise errors.UsageError(
+            "the index would be over the cap of readers",
+            expected=f"at most {MAX_HEADER} bytes",
+            found=f"{len(raw)} bytes",
+        )
+    return raw
+
+
+def shard_limit(size: object) -> int | None:
+    """The argument `max_shard_size=`, in bytes.
+
+    Args:
+        size: Bytes, or a number and a unit: "5GB" is decimal, "500MiB" binary. None for no limit.
+
+    Raises:
+        UsageError: It is no size, or none above zero.
+    """
+    if size is None:
+        return None
+    found = 0
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if match is not None:
+            base = 1024 if match["binary"] else 1000
+            power = " KMGTP".index((match["unit"] or " ").upper())
+            found = int(Decimal(match["number"]) * base**power)
+    elif hasattr(size, "__index__") and not isinstance(size, bool):
+        found = int(size)  # pyright: ignore
+    if found < 1:
+        wanted = 'bytes above 0, or such as "5GB" or "500MiB"'
+        raise errors.UsageError("max_shard_size", expected=wanted, found=repr(size))
+    return found
+
+
+def checked_metadata(metadata: object) -> dict[str, str]:
+    """The metadata, by name, as a reader will take it.
+
+    Raises:
+        UsageError: It is no mapping of strings to strings, or one has half of a surrogate pair.
+    """
+    if not isinstance(metadata, Mapping):
+        raise errors.UsageError("metadata", expected="{str: str}", found=repr(metadata))
+    for text in (*metadata.keys(), *metadata.values()):
+        if not _encodable(text):
+            raise errors.UsageError(
+                "metadata", expected="strings that UTF-8 can spell", found=repr(text)
+            )
+    return {key: metadata[key] for key in sorted(metadata)}
+
+
+def _ranked(entries: Iterable[Entry]) -> Sequence[tuple[Entry, int]]:
+    sized = [(entry, entry.nbytes) for entry in entries]
+    return sorted(sized, key=_rank)
+
+
+def _rank(sized: tuple[Entry, int]) -> int:
+    # The greatest power of two that divides the size; nothing at all fits everywhere.
+    nbytes = sized[1]
+    return -min(nbytes & -nbytes, _BEST) if nbytes else -_BEST
+
+
+def _check_name(name: object) -> None:
+    if not _encodable(name):
+        raise errors.UsageError(
+            "no name for a tensor", expected="a string that UTF-8 can spell", found=repr(name)
+        )
+    if name == _METADATA:
+        raise errors.UsageError(
+            "the format keeps this name for its metadata", tensor=_METADATA, expected="another name"
+        )
+
+
+def _encodable(text: object) -> bool:
+    if not isinstance(text, str):
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(header: dict[str, Any]) -> bytes:
+    return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,263 @@
+"""Where a checkpoint is to lie, and what lies there already."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mfload import errors
+from mfload.formats.finding import INDEX_SUFFIX, SUFFIX
+
+_DEFAULT = "model" + SUFFIX
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory and the name of a single file in it.
+
+    Attributes:
+        directory: Absolute, links resolved.
+        name: What one file would be called.
+        linked: The symbolic link that led here, None where there was none.
+        whole: Whether the directory was named, not a file in it.
+    """
+
+    directory: str
+    name: str
+    linked: str | None = None
+    whole: bool = False
+
+    @property
+    def path(self) -> str:
+        """Of the single file."""
+        return os.path.join(self.directory, self.name)
+
+    @property
+    def stem(self) -> str | None:
+        """What the names of shards begin with; None where the name is no safetensors name."""
+        found = self.name.removesuffix(SUFFIX)
+        return found if found not in (self.name, "") else None
+
+    @property
+    def index(self) -> str | None:
+        """What the index of the shards is called."""
+        return None if self.stem is None else self.stem + INDEX_SUFFIX
+
+    def names(self, count: int) -> list[str]:
+        """What so many files are called: Hugging Face's names where there are several.
+
+        Raises:
+            UsageError: Several, of a name that can't be numbered.
+        """
+        if count == 1:
+            return [self.name]
+        if self.stem is None:
+            raise errors.UsageError(
+                "shards need a name to count up from",
+                file=self.path,
+                expected=f"a name that ends in {SUFFIX}",
+                found=self.name,
+            )
+        width = max(5, len(str(count)))
+        return [
+            f"{self.stem}-{number:0{width}}-of-{count:0{width}}{SUFFIX}"
+            for number in range(1, count + 1)
+        ]
+
+    def hidden(self) -> str:
+        """A prefix for names that nothing else has; the same file's are known by their start."""
+        return f"{self._hidden}{secrets.token_hex(8)}-"
+
+    @property
+    def _hidden(self) -> str:
+        # Not the name itself: it may be as long as a name can be.
+        return f".mfload-{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:12]}-"
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether a name is one that `hidden` made for this place, in any process."""
+        return re.match(re.escape(self._hidden) + "[0-9a-f]{16}-", name) is not None
+
+
+def resolve(path: str | os.PathLike[str]) -> Place:
+    """Takes apart what a user gave.
+
+    Args:
+        path: A file, or a directory that is there or ends with a separator: a file
+            `model.safetensors` in it is meant then.
+
+    Raises:
+        UsageError: It is no path, or the name of an index.
+        TargetError: The directory is not there, or something other than a file has the name.
+    """
+    try:
+        given = os.fsdecode(path)
+    except TypeError:
+        raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
+    if not given or "\0" in given:
+        raise errors.UsageError("not a path", expected="a path", found=repr(given))
+    try:
+        place = _resolved(given)
+        directory = os.stat(place.directory)
+    except (OSError, ValueError) as error:
+        known = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
+        raise errors.from_target(known, given, "look at the target") from error
+    if not stat.S_ISDIR(directory.st_mode):
+        raise _missing(place.directory, errno.ENOTDIR)
+    if place.name.endswith(".json"):
+        raise errors.UsageError(
+            "an index is written beside its shards, on its own accord",
+            file=given,
+            expected=f"a {SUFFIX} file or a directory",
+            found=place.name,
+        )
+    check_names(place.directory, [place.name])
+    return place
+
+
+def _resolved(given: str) -> Place:
+    separators = tuple(filter(None, (os.sep, os.altsep)))
+    inside = given.endswith(separators) or os.path.basename(given) in (".", "..")
+    if inside or (os.path.isdir(given) and not given.endswith(SUFFIX)):
+        directory, name = given, _DEFAULT
+    else:
+        directory, name = os.path.split(given)
+    directory = os.path.realpath(directory or ".")
+    if not os.path.lexists(directory):
+        raise _missing(directory, errno.ENOENT)
+    path = os.path.join(directory, name)
+    if not os.path.islink(path):
+        return Place(directory, name, whole=name is _DEFAULT)
+    # As an editor would: what the link leads to is replaced, the link stays.
+    target = os.path.realpath(path)
+    if os.path.islink(target):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if not os.path.isdir(os.path.dirname(target)):
+        raise _missing(os.path.dirname(target), errno.ENOENT)
+    return Place(*os.path.split(target), path)
+
+
+def _missing(directory: str, number: int) -> errors.TargetError:
+    error = errors.TargetError(
+        "no such directory; it is not made on the way",
+        file=directory,
+        expected="a directory",
+        found=os.strerror(number),
+    )
+    error.errno, error.strerror = number, os.strerror(number)
+    return error
+
+
+def check_names(directory: str, names: list[str], *, links: bool = True) -> None:
+    """Refuses names that no file of ours can take.
+
+    Args:
+        directory: Where.
+        names: Of files to be.
+        links: Whether a symbolic link may be there.
+
+    Raises:
+        TargetError: One is too long, or something other than a regular file has it.
+    """
+    for name in names:
+        path = os.path.join(directory, name)
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise errors.from_target(error, path, "look at the target") from error
+        if stat.S_ISREG(mode) or (links and stat.S_ISLNK(mode)):
+            continue
+        raise errors.TargetError(
+            "something other than a file has the name",
+            file=path,
+            expected="a regular file, or nothing",
+            found=_KINDS.get(stat.S_IFMT(mode), "something else"),
+        )
+
+
+class Found(NamedTuple):
+    """What lies at a place.
+
+    Attributes:
+        single: Whether the single file is there.
+        indexed: Whether the index is.
+        placed: Files in the directory to which the index leads.
+        shards: Files with names of shards, whether the index knows them or not.
+        hidden: Files that writers left, or have not finished.
+        kept: Files to which other indexes in the directory lead.
+        others: Other checkpoints' files and indexes that a load of the directory would see.
+    """
+
+    single: bool
+    indexed: bool
+    placed: frozenset[str]
+    shards: frozenset[str]
+    hidden: frozenset[str]
+    kept: frozenset[str]
+    others: tuple[str, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files of the checkpoint, the single one and the index left out."""
+        return (self.placed | self.shards) - self.kept
+
+
+def look(place: Place) -> Found:
+    """Looks at what lies at a place.
+
+    Raises:
+        TargetError: The directory can't be listed.
+    """
+    try:
+        names = frozenset(os.listdir(place.directory))
+    except OSError as error:
+        raise errors.from_target(error, place.directory, "list the directory") from error
+    hidden = frozenset(filter(place.is_hidden, names))
+    if place.stem is None or place.index is None:
+        none: frozenset[str] = frozenset()
+        return Found(place.name in names, False, none, none, hidden, none, ())
+    shard = re.compile(re.escape(place.stem) + r"-\d+-of-\d+" + re.escape(SUFFIX))
+    shards = frozenset(filter(shard.fullmatch, names))
+    placed = _leads_to(place, place.index) & names if place.index in names else frozenset[str]()
+    seen = sorted(name for name in names if not name.startswith("."))
+    indexes = [name for name in seen if name.endswith(INDEX_SUFFIX) and name != place.index]
+    kept = frozenset(name for index in indexes for name in _leads_to(place, index))
+    files = [name for name in seen if name.endswith(SUFFIX)]
+    others = [name for name in files if name not in shards | placed | {place.name}]
+    return Found(
+        place.name in names,
+        place.index in names,
+        placed,
+        shards,
+        hidden,
+        kept,
+        (*indexes, *others),
+    )
+
+
+def _leads_to(place: Place, index: str) -> frozenset[str]:
+    """Files beside an index to which it leads; none where it can't be read."""
+    try:
+        with open(os.path.join(place.directory, index), "rb") as file:
+            table: Any = json.load(file)
+        found = {os.path.normpath(name) for name in table["weight_map"].values()}
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return frozenset()
+    # Whatever lies in other directories is not ours to touch.
+    return frozenset(name for name in found if os.path.basename(name) == name)

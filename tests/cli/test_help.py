@@ -1,0 +1,162 @@
+"""Help, completion, and what is said to who mistypes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import Run, command, environment, process
+
+from mfload.cli import app, options
+from mfload.errors import UsageError
+
+
+def test_help_lists_the_commands(run: Run) -> None:
+    ran = run("--help")
+    assert (ran.code, ran.err) == (0, "")
+    for name in app.COMMANDS:
+        line = re.search(rf"^  {name} +(\S.*)$", ran.out, re.M)
+        assert line, name
+        assert len(line[1]) > 10
+    for option in ("--version", "--traceback", "--install-completion", "--show-completion"):
+        assert option in ran.out
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_help_of_every_command(run: Run, name: str) -> None:
+    ran = run(name, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(f"Usage: mfload {name} [OPTIONS]")
+    # Each has JSON, and an example that begins as one would type it.
+    assert "--json" in ran.out
+    example = " ".join(ran.out.split("Example")[-1].split())
+    assert re.search(rf"mfload {name} \S", example)
+    # Every option says what it is for.
+    for line in ran.out.splitlines():
+        assert not re.fullmatch(r"  (-\w, )?--[\w-]+( [A-Z]+)?", line) or "--" in line
+    assert "\x1b" not in ran.out
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_without_arguments_it_is_said_what_is_missing(run: Run, name: str) -> None:
+    ran = run(name)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("mfload: error: Missing argument")
+    assert f"mfload {name} --help" in ran.err
+
+
+def test_alone_it_helps_and_is_wrong_usage(run: Run) -> None:
+    ran = run()
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("Usage: mfload")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lss"], "no such command: lss, did you mean 'ls'?"),
+        (["laod", "x"], "did you mean 'load'?"),
+        (["ls", "x", "--jsn"], "--json"),
+        (["--vesion"], "--version"),
+        (["load", "x", "--threads", "many"], "'--threads'"),
+        (["load", "x", "--repeat", "0"], "'--repeat'"),
+        (["load", "x", "--max-host-overhead", "3 apples"], "a size such as 256MiB"),
+        (["ls", "x", "y"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage(run: Run, arguments: list[str], said: str) -> None:
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("mfload: error: ")
+    assert said in ran.err
+    error = run(*arguments, "--json").json["error"]
+    assert error["type"] == "UsageError"
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--framework", "pytroch"], "unknown framework, did you mean 'torch'?"),
+        (["--framework", "Tensorflw"], "did you mean 'tensorflow'?"),
+        (["--engine", "dierct"], "unknown engine, did you mean 'direct'?"),
+        (["--landing", "framwork"], "unknown landing, did you mean 'framework'?"),
+        (["--dtype", "bflot16"], "unknown dtype, did you mean 'bfloat16'?"),
+        (["--names", "LAYERS"], "(?i)LAYERS"),
+        (["--names", "layrs.0.q.weight"], "layers.0.q.weight"),
+        (["--names", "*weight"], "what a shell writes * is .* here"),
+        (["--threads", "0"], "1 or more"),
+        (["--timeout", "-1"], "timeout"),
+    ],
+)
+def test_names_that_nobody_knows(run: Run, model: Path, arguments: list[str], said: str) -> None:
+    for name in ("load", "plan"):
+        ran = run(name, model, *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert said in ran.err
+
+
+def test_dtypes_for_all_or_by_name() -> None:
+    assert options.dtypes(None) is None
+    assert options.dtypes([]) is None
+    assert options.dtypes(["bf16"]) == "bf16"
+    assert options.dtypes([r"a=b$=int8", "c=f32"]) == {"a=b$": "int8", "c": "f32"}
+    with pytest.raises(UsageError, match="takes a regex"):
+        options.dtypes(["bf16", "a=f32"])
+
+
+# Completion -------------------------------------------------------------------------------
+
+
+def _completed(*words: str) -> list[str]:
+    ran = process(
+        _MFLOAD_COMPLETE="complete_bash",
+        COMP_WORDS=shlex.join(("mfload", *words)),
+        COMP_CWORD=str(len(words)),
+    )
+    assert (ran.code, ran.err) == (0, "")
+    return ran.out.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["l"], {"ls", "load"}),
+        (["load", "x", "--framework", "t"], {"torch", "tensorflow"}),
+        (["load", "x", "-f", "pa"], {"paddle"}),
+        (["plan", "x", "--engine", "p"], {"pread"}),
+        (["plan", "x", "--landing", "f"], {"framework"}),
+        (["load", "x", "--dtype", "bf"], {"bfloat16"}),
+        (["load", "x", "--dtype", "norm=int6"], {"norm=int64"}),
+        (["ls", "x", "--sort", "n"], {"name"}),
+        (["ls", "x", "--tr"], {"--tree"}),
+        (["ls", "/nowhere/x", "--names", "l"], set()),
+    ],
+)
+def test_what_the_tab_key_offers(words: list[str], offered: set[str]) -> None:
+    assert {*_completed(*words)} == offered
+
+
+def test_the_tab_key_offers_names_of_tensors(model: Path, tmp_path: Path) -> None:
+    assert r"layers\.0\.q\.bias" in _completed("ls", str(model), "--names", "l")
+    assert len(_completed("ls", str(model), "--names", "l")) == 4
+    # Not where that would take long: the header is said to be large.
+    large = tmp_path / "large.safetensors"
+    large.write_bytes((50 << 20).to_bytes(8, "little") + b"{")
+    assert _completed("ls", str(large), "--names", "l") == []
+
+
+def test_completion_is_shown() -> None:
+    shell = shutil.which("bash")
+    if shell is None:
+        pytest.skip("no bash")
+    line = shlex.join(command("--show-completion"))
+    done = subprocess.run(
+        [shell, "-c", f"{line}; true"],
+        capture_output=True, text=True, env=environment(), timeout=60,
+    )  # fmt: skip
+    assert "_MFLOAD_COMPLETE=complete_bash" in done.stdout

@@ -1,0 +1,135 @@
+"""Saves over old checkpoints: what was there, what comes, and what must be found in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import mfload
+
+Arrays = Mapping[str, Any]
+
+
+def arrays(seed: int, count: int = 6, size: int = 5000) -> dict[str, Any]:
+    """Tensors that no other seed has, and names that some other seeds have."""
+    rng = np.random.default_rng(seed)
+    made = {f"w{n}": rng.integers(0, 255, size + n, dtype=np.uint8) for n in range(count)}
+    made[f"only.{seed}"] = rng.standard_normal((3, 5))
+    return made
+
+
+class Scenario(NamedTuple):
+    """One save.
+
+    Attributes:
+        old: Shard size of the old checkpoint; None for one file, 0 for nothing there.
+        new: Shard size of the new one.
+        name: What the file is called; the directory is named where None.
+        index: Whether the old checkpoint keeps its index.
+        both: Whether a stale single file lies beside the old shards.
+    """
+
+    old: int | None
+    new: int | None
+    name: str | None = None
+    index: bool = True
+    both: bool = False
+
+    def path(self, folder: Path) -> Path:
+        """Where the save goes."""
+        return folder if self.name is None else folder / self.name
+
+    def begin(self, folder: Path, old: Arrays) -> None:
+        """Lays out what is there before."""
+        folder.mkdir()
+        (folder / "config.json").write_text('{"keep": true}')
+        if self.old != 0:
+            mfload.save(old, self.path(folder), max_shard_size=self.old)
+        if not self.index:
+            (folder / "model.safetensors.index.json").unlink()
+        if self.both:
+            files = {each.name: each.read_bytes() for each in folder.iterdir()}
+            mfload.save(old, self.path(folder), overwrite=True)
+            for name, raw in files.items():
+                (folder / name).write_bytes(raw)
+
+    def save(self, folder: Path, new: Arrays) -> mfload.Saved:
+        """Saves the new checkpoint."""
+        return mfload.save(new, self.path(folder), max_shard_size=self.new, overwrite=True)
+
+
+SCENARIOS = {
+    "nothing-single": Scenario(0, None),
+    "nothing-sharded": Scenario(0, 9000),
+    "single-single": Scenario(None, None),
+    "single-single-named": Scenario(None, None, "other.safetensors"),
+    "sharded-same-names": Scenario(9000, 9000),
+    "sharded-fewer": Scenario(6000, 14000),
+    "sharded-more": Scenario(14000, 6000),
+    "single-sharded": Scenario(None, 9000),
+    "sharded-single": Scenario(9000, None),
+    "sharded-single-named": Scenario(9000, None, "model.safetensors"),
+    "no-index-single": Scenario(9000, None, index=False),
+    "no-index-sharded": Scenario(9000, 9000, index=False),
+    "both-single": Scenario(9000, None, both=True),
+    "both-sharded": Scenario(9000, 14000, both=True),
+}
+
+
+def hidden(folder: Path) -> list[str]:
+    """Names in a directory that begin with a dot."""
+    return sorted(name for name in os.listdir(folder) if name.startswith("."))
+
+
+def found(path: Path, choices: Mapping[str, Arrays]) -> str:
+    """Which of the checkpoints a load finds, bit for bit; "nothing" where there is none.
+
+    Raises:
+        AssertionError: It is none of them.
+        MfloadError: What is there can't be loaded.
+    """
+    try:
+        got = mfload.load(path, framework="numpy")
+    except mfload.errors.SourceNotFoundError:
+        return "nothing"
+    for name, each in choices.items():
+        if got.keys() == each.keys() and all(same(got[key], each[key]) for key in each):
+            return name
+    raise AssertionError(f"{path}: neither {' nor '.join(choices)}")
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in dtype, shape and every bit."""
+    return bool(
+        left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    )
+
+
+def check(folder: Path, scenario: Scenario, old: Arrays, new: Arrays) -> str:
+    """Looks at a directory from all sides; returns what a load of it finds.
+
+    Raises:
+        AssertionError: Something is neither old nor new, or another file was touched.
+    """
+    assert (folder / "config.json").read_text() == '{"keep": true}'
+    choices = {"old": old, "new": new}
+    path = folder / (scenario.name or "model.safetensors")
+    whole = found(folder, choices)
+    assert whole != "nothing" or scenario.old == 0
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        assert found(index, choices) == whole
+    if path.exists():
+        # Whoever names the file may find the new one a little earlier.
+        assert found(path, choices) in ("old", "new")
+    return whole
+
+
+def final(folder: Path, scenario: Scenario, saved: mfload.Saved) -> None:
+    """Nothing lies there but what was saved, and what was never touched."""
+    names = {os.path.basename(file) for file in saved.files} | {"config.json"}
+    assert set(os.listdir(folder)) == names
