@@ -61,7 +61,9 @@ def sample(
     seconds = time.perf_counter() - started
     if process.returncode:
         lines = said.decode(errors="replace").strip().splitlines()
-        raise ChildError(lines[-1] if lines else f"ended with status {process.returncode}")
+        # Our own command says it first, a traceback last.
+        named = [line for line in lines if line.startswith("mfload:")]
+        raise ChildError([*named[:1], *lines[-1:], f"status {process.returncode}"][0])
     return {
         "case": case.name,
         "name": name,

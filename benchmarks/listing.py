@@ -8,20 +8,16 @@ Writes `listing.json`, `listing.png` and the figures of `listing.md`. Wants a qu
 from __future__ import annotations
 
 import random
-import secrets
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import ROOT, arguments, commands, listing_files, listing_tasks, pages
+from benchmarks import ROOT, arguments, commands, listing_files, listing_tasks, timings
 from benchmarks.checkpoint import write_many_small
 from benchmarks.listing_files import Listed
 from benchmarks.run import Run
 from mfload.bench import machine, markdown, plot
-from mfload.bench.plot import CEILING, OURS, PEER, Bar
 from mfload.bench.results import MIB, Results
 from mfload.bench.runner import Bed, Case, Sample, sample
 
@@ -75,55 +71,46 @@ def measure(folder: Path, cases: Sequence[str], rounds: int, seed: int, scale: f
         seed: What orders follow from.
         scale: A part of the full number of tensors and shards.
     """
-    rng = random.Random(seed)
     found = listing_files.write_all(folder, scale)
     warmup = write_many_small(folder / "warmup", seed, 3)
-    results = Results(
-        machine=machine.describe(folder),
-        run={
-            "seed": seed,
-            "rounds": rounds,
-            "busy_share": {},
-            "started": time.strftime("%Y-%m-%d %H:%M"),
-        },
-        checkpoints={
-            case: {
-                "words": listed.words,
-                "tensors": listed.subject.tensors,
-                "files": len(listed.subject.files),
-                "nbytes": listed.nbytes,
-                "header_bytes": sum(extent.nbytes for extent in listed.subject.extents),
-            }
-            for case, listed in found.items()
-        },
-    )
+    about: dict[str, object] = {
+        case: {
+            "words": listed.words,
+            "short": listed.short,
+            "tensors": listed.subject.tensors,
+            "files": len(listed.subject.files),
+            "nbytes": listed.nbytes,
+            "header_bytes": sum(extent.nbytes for extent in listed.subject.extents),
+        }
+        for case, listed in found.items()
+    }
+    results = timings.begun(folder, seed, rounds, about)
     bed = Bed(warmup.paths, "benchmarks.listing_tasks", [str(ROOT)])
-    run = Run(results, rng, _LABELS.__getitem__)
+    run = Run(results, random.Random(seed), _LABELS.__getitem__)
     for name in cases:
         for cold in (False, True) if name == _COLD else (False,):
             case = Case(f"{name}-cold" if cold else name, cold=cold, primed=False)
             take = partial(_take, case=case, listed=found[name], bed=bed)
             run.take(case.name, list(_LABELS), take, rounds)
-    results.run["ended"] = time.strftime("%Y-%m-%d %H:%M")
     return results
 
 
-def _heading(results: Results, case: str) -> str:
+def _heading(results: Results, case: str, key: str) -> str:
     name, _, cold = case.partition("-")
-    words = results.checkpoints[name]["words"]
-    return f"{words}, page cache empty" if cold else words
+    words = results.checkpoints[name][key]
+    words = f"{words}, page cache empty" if cold else words
+    return f"{words[0].upper()}{words[1:]}"
 
 
 def _table(results: Results, case: str, labels: dict[str, str], head: str) -> str:
     tensors = results.checkpoints[case.partition("-")[0]]["tensors"]
     rows: list[list[str]] = []
-    for name in (name for name in labels if results.best(case, name) is not None):
+    for name in timings.measured(results, case, labels):
         best = results.best(case, name) or 0.0
-        label = f"**{labels[name]}**" if name.startswith("mfload") else labels[name]
         peak = results.worst([case], name, "peak_over")
         rows.append(
             [
-                label,
+                timings.cell(name, labels),
                 markdown.seconds(best),
                 markdown.seconds(results.median(case, name)),
                 f"{best / tensors * 1e6:.1f}",
@@ -137,50 +124,36 @@ def _table(results: Results, case: str, labels: dict[str, str], head: str) -> st
 
 def page(results: Results) -> str:
     """The figures as Markdown, under headings of the third level."""
-    m, run = results.machine, results.run
-    busy = ", ".join(f"{case} {share:.0%}" for case, share in run["busy_share"].items())
+    m = results.machine
     parts = [
-        f"{machine.sentence(m)}. {run['rounds']} rounds, seed {run['seed']}; busy with other "
-        f"things before each case: {busy}. {machine.versions_sentence(m)}."
+        f"{machine.sentence(m)}. {timings.busy(results)}. {machine.versions_sentence(m)}.",
     ]
-    for case in dict.fromkeys(s["case"] for s in results.samples):
+    for case in timings.cases(results):
         parts += [
-            f"### {_heading(results, case)[0].upper()}{_heading(results, case)[1:]}",
+            f"### {_heading(results, case, 'words')}",
             _table(results, case, _COMMANDS, "whole command"),
             _table(results, case, listing_tasks.LABELS, "in Python, imports done"),
         ]
-    if results.skipped:
-        lines = (f"- {case}: {name}: {reason}" for case, name, reason in results.skipped)
-        parts += ["### Not measured", "\n".join(lines)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *timings.skipped(results)])
 
 
 def draw(results: Results, path: Path) -> None:
     """Draw a panel a case: seconds, commands first."""
-    cases = list(dict.fromkeys(s["case"] for s in results.samples))
+    cases = timings.cases(results)
     rows = -(-len(cases) // 2)
     drawn, grid = plot.figure((15.5, 0.7 + 3.7 * rows), min(2, len(cases)), rows)
     panels = list(grid.flat)
     for axes, case in zip(panels, cases, strict=False):
-        bars: list[Bar] = []
-        for name, label in _LABELS.items():
-            best, middle = results.best(case, name), results.median(case, name)
-            if best is None or middle is None:
-                continue
-            ours = name.startswith("mfload")
-            floor = name in ("python", "headers")
-            colour = OURS if ours else CEILING if floor else PEER
-            bars.append(Bar(label, best, middle, f"{best:.3f} s", colour, bold=ours))
+        bars = timings.bars(results, case, _LABELS, ("python", "headers"))
+        title = _heading(results, case, "short")
         limit = max(bar.middle for bar in bars) * 1.05
-        plot.panel(
-            axes, bars, title=_heading(results, case), unit="seconds", limit=limit, line=None
-        )
+        plot.panel(axes, bars, title=title, unit="seconds", limit=limit)
     for axes in panels[len(cases) :]:
         axes.set_visible(False)
     m = results.machine
     title = (
         f"Listing a checkpoint on {m['cpu']}, {m['cores']} cores, {m['file_system']}; bar: best of "
-        f"{results.run['rounds']} rounds, tick: median; grey-black: the floor"
+        f"{results.run['rounds']}, tick: median; dark: the floor"
     )
     plot.finish(drawn, title, path)
 
@@ -197,15 +170,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.parser("listing", __doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="part of the full size (1)")
     args = arguments.parsed(parser, CASES, argv)
-    if args.redraw:
-        results = Results.read(args.out / "listing.json")
-    else:
-        seed = secrets.randbelow(2**32) if args.seed is None else args.seed
-        with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
-            results = measure(Path(folder), args.cases, args.rounds, seed, args.scale)
-        results.save(args.out / "listing.json")
-    pages.put(args.out / "listing.md", page(results))
-    draw(results, args.out / "listing.png")
+    timings.carry_out(
+        args,
+        "listing",
+        lambda folder, seed: measure(folder, args.cases, args.rounds, seed, args.scale),
+        page,
+        draw,
+    )
     return 0
 
 

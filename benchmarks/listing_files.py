@@ -12,6 +12,9 @@ from mfload.bench.extents import Extent
 from mfload.bench.subject import Subject
 from mfload.formats import layout
 
+_WIDE = 25_600
+"""Columns of a tensor of 52 MB."""
+
 
 class Listed(NamedTuple):
     """A checkpoint to list.
@@ -19,15 +22,17 @@ class Listed(NamedTuple):
     Attributes:
         subject: Its path, its files, and their headers as extents.
         words: What it is, for people.
+        short: The same in few words.
         nbytes: Bytes of tensor data, on the disk or not.
     """
 
     subject: Subject
     words: str
+    short: str
     nbytes: int
 
 
-def write(folder: Path, shards: int, tensors: int, columns: int, words: str) -> Listed:
+def write(folder: Path, shards: int, tensors: int, columns: int, words: str, short: str) -> Listed:
     """Write shards of bf16 tensors whose data is a hole: only headers take room on the disk.
 
     Args:
@@ -36,6 +41,7 @@ def write(folder: Path, shards: int, tensors: int, columns: int, words: str) -> 
         tensors: How many in each.
         columns: Width of each tensor, of 1024 rows.
         words: What it is, for people.
+        short: The same in few words.
     """
     folder.mkdir(parents=True)
     placed: dict[str, str] = {}
@@ -65,7 +71,7 @@ def write(folder: Path, shards: int, tensors: int, columns: int, words: str) -> 
         where.write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": placed}))
         headers.append(Extent(str(where), 0, where.stat().st_size))
     subject = Subject(str(where), files, headers, 0, len(placed))
-    return Listed(subject, words, nbytes)
+    return Listed(subject, words, short, nbytes)
 
 
 def write_all(folder: Path, scale: float) -> dict[str, Listed]:
@@ -76,14 +82,30 @@ def write_all(folder: Path, scale: float) -> dict[str, Listed]:
         scale: A part of their full number of tensors and shards.
     """
     many, shards, huge = (max(1, int(n * scale)) for n in (20_000, 1_000, 200))
+    terabytes = f"{huge * 100 * 1024 * _WIDE * 2 / 1e12:.2f} TB"
     return {
-        "file": write(folder / "file", 1, many, 1, f"{many:,} tensors in one file"),
+        "file": write(
+            folder / "file",
+            1,
+            many,
+            1,
+            f"{many:,} tensors in one file",
+            f"{many:,} tensors, one file",
+        ),
         "shards": write(
-            folder / "shards", shards, 20, 1, f"{shards:,} shards of 20 tensors, with an index"
+            folder / "shards",
+            shards,
+            20,
+            1,
+            f"{shards:,} shards of 20 tensors, with an index",
+            f"{shards:,} shards of 20 tensors",
         ),
         "huge": write(
-            folder / "huge", huge, 100, 25_600,
-            f"{huge * 100 * 1024 * 25_600 * 2 / 1e12:.2f} TB in {huge} sparse shards of "
-            "100 tensors, with an index",
+            folder / "huge",
+            huge,
+            100,
+            _WIDE,
+            f"{terabytes} in {huge} sparse shards of 100 tensors, with an index",
+            f"{terabytes} in {huge} shards",
         ),
-    }  # fmt: skip
+    }

@@ -66,7 +66,7 @@ myst_heading_anchors = 4
 nb_custom_formats = {".py": "examples.reads"}
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300
 nb_execution_show_tb = True
 nb_merge_streams = True
 # What a framework says of the machine it runs on is no result of the example.
@@ -105,8 +105,9 @@ html_theme_options = {
         "color-brand-content": "#5ed3bf",
     },
 }
-pygments_style = "friendly"
-pygments_dark_style = "monokai"
+# (The theme's own styles switch on the log of everybody.)
+pygments_style = "xcode"
+pygments_dark_style = "github-dark"
 copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .go"

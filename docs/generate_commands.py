@@ -1,4 +1,4 @@
-"""Writes docs/reference/commands.md from the command line itself: `python docs/generate_commands.py`.
+"""Writes docs/reference/commands.md from the commands: `python docs/generate_commands.py`.
 
 With `--check` nothing is written, and the exit status says whether the page is up to date.
 """

@@ -80,4 +80,16 @@ with mfload.open(path, framework="jax") as file:
     rows = file.get_slice("dense.weight")[4:]
 print(rows.astype(jax.numpy.bfloat16).dtype, rows.shape)
 assert np.array_equal(rows, written["dense.weight"][4:])
+
+# %% [markdown]
+# ## Save
+#
+# The way back: whole or not at all, and on the disk when the call returns.
+
+# %%
+trained = {"dense.weight": doubled, "dense.bias": params["dense.bias"]}
+saved = mfload.save(trained, Path(folder.name) / "trained.safetensors")
+again = mfload.load(saved.files[0], framework="jax")
+print(saved.tensors, "tensors saved")
+assert all(jax.numpy.array_equal(again[name], trained[name]) for name in trained)
 folder.cleanup()

@@ -71,6 +71,17 @@ print(columns.shape)
 assert np.array_equal(columns, written["layers.0.weight"][:, 2:4])
 
 # %% [markdown]
+# ## Save
+#
+# The way back: whole or not at all, and on the disk when the call returns.
+
+# %%
+saved = mfload.save(first, Path(folder.name) / "first.safetensors", metadata={"layer": "0"})
+again = mfload.load(saved.files[0], framework="numpy")
+print(saved.tensors, "tensors saved")
+assert all(np.array_equal(again[name], first[name]) for name in first)
+
+# %% [markdown]
 # ## The arrays are yours
 #
 # They own their memory and may be written to. The file may go.

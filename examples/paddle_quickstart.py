@@ -55,4 +55,16 @@ with mfload.open(path, framework="paddle") as file:
     columns = file.get_slice("weight")[:, :2]
 print(narrow.dtype, tuple(columns.shape))
 assert np.array_equal(columns.numpy(), written["weight"][:, :2])
+
+# %% [markdown]
+# ## Save
+#
+# The way back, from a state dict as it is: whole or not at all, and on the disk when the call
+# returns.
+
+# %%
+saved = mfload.save(layer.state_dict(), Path(folder.name) / "trained.safetensors")
+again = mfload.load(saved.files[0], framework="paddle", device="cpu")
+print(saved.tensors, "tensors saved")
+assert np.array_equal(again["bias"].numpy(), written["bias"])
 folder.cleanup()

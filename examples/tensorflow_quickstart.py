@@ -59,4 +59,17 @@ with mfload.open(path, framework="tensorflow") as file:
     columns = file.get_slice("kernel")[:, :2]
 print(wide.dtype.name, tuple(columns.shape))
 assert np.array_equal(wide[:, :2].numpy(), columns.numpy().astype(np.float32))
+
+# %% [markdown]
+# ## Save
+#
+# The way back, variables as well as constants: whole or not at all, and on the disk when the call
+# returns.
+
+# %%
+trained = {"kernel": params["kernel"], "bias": bias}
+saved = mfload.save(trained, Path(folder.name) / "trained.safetensors")
+again = mfload.load(saved.files[0], framework="tensorflow")
+print(saved.tensors, "tensors saved")
+assert np.array_equal(again["bias"].numpy(), written["bias"] + 1)
 folder.cleanup()

@@ -68,4 +68,16 @@ with mfload.open(path, framework="torch") as file:
     rows = file.get_slice("weight")[:4]
 print(half.dtype, tuple(rows.shape))
 assert torch.equal(half[:4].float(), rows)
+
+# %% [markdown]
+# ## Save
+#
+# The way back, from a state dict as it is: whole or not at all, and on the disk when the call
+# returns.
+
+# %%
+saved = mfload.save(module.state_dict(), Path(folder.name) / "trained.safetensors")
+again = mfload.load(saved.files[0], framework="torch")
+print(saved.tensors, "tensors saved")
+assert torch.equal(again["bias"], torch.zeros(8))
 folder.cleanup()

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload import errors
+    from mfload.aligning import Aligned, align
     from mfload.api import load, open, plan, save
+    from mfload.comparing import diff
+    from mfload.difference import Difference
     from mfload.errors import MfloadError
     from mfload.io.buffers import live_bytes
     from mfload.manifest import Manifest
@@ -23,11 +26,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Aligned": "mfload.aligning",
+    "Difference": "mfload.difference",
     "Manifest": "mfload.manifest",
     "MfloadError": "mfload.errors",
     "Report": "mfload.report",
     "Saved": "mfload.saving",
     "Verification": "mfload.verification",
+    "align": "mfload.aligning",
+    "diff": "mfload.comparing",
     "errors": "mfload.errors",
     "live_bytes": "mfload.io.buffers",
     "load": "mfload.api",
@@ -39,11 +46,15 @@ _WHERE = {
 }
 
 __all__ = [
+    "Aligned",
+    "Difference",
     "Manifest",
     "MfloadError",
     "Report",
     "Saved",
     "Verification",
+    "align",
+    "diff",
     "errors",
     "live_bytes",
     "load",

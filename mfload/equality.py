@@ -114,4 +114,4 @@ def _values(info: TensorInfo, block: Any) -> list[str]:
     numbers = packed.unpack(block.copy(), info.dtype.name, (info.dtype.elements,))
     if info.dtype.elements > 1:
         return [str(number) for number in numbers]
-    return [f"{numbers[0]} (0x{raw})"]
+    return [f"{numbers[0]!s} (0x{raw})"]

@@ -215,7 +215,7 @@ class MemoryLimitError(MfloadError, MemoryError):
 
 
 class FrameworkMissingError(MfloadError, ImportError):
-    """The framework is not installed."""
+    """The framework, or a package that what was asked for takes, is not installed."""
 
 
 class FrameworkVersionError(MfloadError, ImportError):
@@ -282,7 +282,7 @@ def from_target(
     for number in _FAILED:
         kinds[number] = WriteError
     reason = error.strerror or str(error) or type(error).__name__
-    kind = kinds.get(error.errno, WriteError if action == "write" else TargetError)
+    kind = kinds.get(error.errno, WriteError if action.startswith("write") else TargetError)
     mapped = kind(f"could not {action}: {reason}", file=file, expected=expected, found=found)
     mapped.errno = error.errno
     mapped.strerror = error.strerror

@@ -70,9 +70,8 @@ def of_hub(file: str) -> Sum | None:
     names its objects. A download into a directory of the user's keeps the digest in a file
     below `.cache/huggingface`.
     """
-    real = os.path.basename(os.path.realpath(file))
-    if _HEX.fullmatch(real):
-        return Sum(real.lower(), "the name of its blob")
+    if is_blob(file):
+        return Sum(os.path.basename(os.path.realpath(file)).lower(), "the name of its blob")
     path = os.path.abspath(file)
     directory = os.path.dirname(path)
     for _ in range(_LEVELS):
@@ -82,6 +81,11 @@ def of_hub(file: str) -> Sum | None:
             return Sum(digest, record)
         directory = os.path.dirname(directory)
     return None
+
+
+def is_blob(file: str) -> bool:
+    """Whether a file, or what a link leads to, is named by its SHA-256."""
+    return _HEX.fullmatch(os.path.basename(os.path.realpath(file))) is not None
 
 
 def _recorded(record: str) -> str | None:

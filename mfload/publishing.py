@@ -17,6 +17,7 @@ next. `renaming` has the steps for file systems without hard links.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import stat
@@ -105,9 +106,11 @@ class Target:
         """
         names = self._checked(len(sizes))
         drafts: list[Draft] = []
-        folder = Folder(self.place.directory)
-        self._folder = folder
-        try:
+        # Whatever happens to one on the way out, the others are let go of.
+        with contextlib.ExitStack() as stack:
+            folder = self._folder = Folder(self.place.directory)
+            stack.callback(folder.close)
+            stack.callback(setattr, self, "_folder", None)
             # Under the lock, so that nobody takes a draft with a name for a leftover.
             with folder.locked():
                 old = targets.look(self.place)
@@ -115,12 +118,8 @@ class Target:
                 for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
                     hidden = f"{self._hidden}{number:05}.safetensors"
                     drafts.append(self._draft(hidden, size, name, old))
+                    stack.callback(drafts[-1].discard)
             yield drafts
-        finally:
-            for draft in drafts:
-                draft.discard()
-            self._folder = None
-            folder.close()
 
     def _checked(self, count: int) -> list[str]:
         """Names of the files, none of which may be a link where several change at once."""
@@ -238,37 +237,37 @@ class Target:
                 "remove that first",
                 file=folder.at(final),
             )
-        made: list[Draft] = []
+        numbers = itertools.count()
+        with contextlib.ExitStack() as stack:
 
-        def index(files: Iterable[str]) -> Draft:
-            placed = {name: file for file, some in zip(files, held, strict=True) for name in some}
-            raw = np.frombuffer(layout.index_json(placed, total), np.uint8)
-            hidden = f"{self._hidden}index{len(made)}.json"
-            made.append(self._draft(hidden, raw.size, final, old))
-            made[-1].write(0, raw)
-            made[-1].sync()
-            return made[-1]
+            def index(files: Iterable[str]) -> Draft:
+                pairs = zip(files, held, strict=True)
+                placed = {name: file for file, some in pairs for name in some}
+                raw = np.frombuffer(layout.index_json(placed, total), np.uint8)
+                hidden = f"{self._hidden}index{next(numbers)}.json"
+                draft = self._draft(hidden, raw.size, final, old)
+                stack.callback(draft.discard)
+                draft.write(0, raw)
+                draft.sync()
+                return draft
 
-        change = Change(
-            folder,
-            drafts,
-            names,
-            index,
-            final,
-            replaces=self.overwrite,
-            # For one file it is there for the time of the change alone.
-            keeps_index=len(names) > 1,
-            old=old.names | {self.place.name} if old.single else old.names,
-            led=old.placed if old.indexed else None,
-            alone=not (old.single or old.shards or old.others),
-        )
-        try:
-            return change.run()
-        except OSError as error:
-            action = "put the files in place"
-            if change.committed:
-                action = "finish the names of the files; the new checkpoint is whole, and loads"
-            raise errors.from_target(error, folder.at(final), action) from error
-        finally:
-            for draft in made:
-                draft.discard()
+            change = Change(
+                folder,
+                drafts,
+                names,
+                index,
+                final,
+                replaces=self.overwrite,
+                # For one file it is there for the time of the change alone.
+                keeps_index=len(names) > 1,
+                old=old.names | {self.place.name} if old.single else old.names,
+                led=old.placed if old.indexed else None,
+                alone=not (old.single or old.shards or old.others),
+            )
+            try:
+                return change.run()
+            except OSError as error:
+                told = errors.from_target(error, folder.at(final), "put the files in place")
+                if change.committed:
+                    told.message += "; the new checkpoint is whole, and loads by its index"
+                raise told from (None if told is error else error)

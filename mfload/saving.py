@@ -133,11 +133,11 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
     for name, data in _contents(made, wanted):
         at = 0
         while at < data.nbytes:
-            part = data[at : at + BLOCK - filled]
             first = name if not pieces else first
-            pieces.append(part)
-            at += part.nbytes
-            filled += part.nbytes
+            stop = min(data.nbytes, at + BLOCK - filled)
+            pieces.append(data[at:stop])
+            filled += stop - at
+            at = stop
             if filled == BLOCK:
                 yield Job(draft, start, pieces, filled, first)
                 start, filled, pieces = start + filled, 0, []

@@ -106,16 +106,16 @@ def resolve(path: str | os.PathLike[str]) -> Place:
     """
     try:
         given = os.fsdecode(path)
-    except TypeError:
+        os.fsencode(given)
+    except (TypeError, UnicodeError):
         raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
     if not given or "\0" in given:
         raise errors.UsageError("not a path", expected="a path", found=repr(given))
     try:
         place = _resolved(given)
         directory = os.stat(place.directory)
-    except (OSError, ValueError) as error:
-        known = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
-        raise errors.from_target(known, given, "look at the target") from error
+    except OSError as error:
+        raise errors.from_target(error, given, "look at the target") from error
     if not stat.S_ISDIR(directory.st_mode):
         raise _missing(place.directory, errno.ENOTDIR)
     if place.name.endswith(".json"):

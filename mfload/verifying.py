@@ -95,7 +95,7 @@ def verify(
         len(seen.files),
         len(tensors),
         sum(info.nbytes for info in tensors.values()),
-        total,
+        total + (equality.nbytes if equality is not None else 0),
         time.perf_counter() - start,
         digesting.manifest,
     )

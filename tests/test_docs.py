@@ -7,6 +7,8 @@ of its own that holds the sample checkpoint (the block of docs/quickstart.md mar
   together with the page's plain blocks: TensorFlow and Paddle don't live in one process.
 - A ```text block right after a python block is what it prints; `…` stands for anything within a
   line, and alone on a line for any lines. Runs of spaces count as one.
+- A ```console block with a line `$ mfload …` is run by bash, all of a page in one directory: what
+  follows a `$` line is what it prints, on stderr too.
 - `<!-- docs: skip, because … -->` before a block keeps it from being run.
 """
 
@@ -149,6 +151,61 @@ def test_code_of_the_page_runs_and_prints_what_is_shown(
             shown = _expected(block.output)
             assert re.fullmatch(shown, _plain(printed)), (
                 f"{name}:{block.line} shows\n{block.output}\nand prints\n{printed}"
+            )
+
+
+_MARK = "--- end of a command ---"
+
+
+def _consoles(page: Path) -> list[Block]:
+    return [
+        block
+        for block in _fences(page.read_text("utf-8"))
+        if block.language == "console"
+        and re.search(r"^\$ mfload ", block.code, re.M)
+        and not block.mark.startswith("skip")
+    ]
+
+
+def _commands(block: Block) -> list[tuple[str, str]]:
+    """Commands of a console block, and what each prints."""
+    found: list[tuple[str, str]] = []
+    for line in block.code.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], ""))
+        elif found and found[-1][0].endswith("\\"):
+            found[-1] = (f"{found[-1][0]}\n{line}", "")
+        else:
+            assert found, f"line {block.line}: output of no command"
+            found[-1] = (found[-1][0], f"{found[-1][1]}{line}\n")
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in _pages() if _consoles(page)], ids=_name)
+def test_commands_of_the_page_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    work, tools = tmp_path / "work", tmp_path / "tools"
+    work.mkdir()
+    tools.mkdir()
+    tool = tools / "mfload"
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m mfload "$@"\n')
+    tool.chmod(0o755)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{tools}:{os.environ['PATH']}"}
+    env |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TERM": "dumb", "HF_HUB_CACHE": str(tmp_path)}
+    subprocess.run([sys.executable, "-P", "-c", _sample()], cwd=work, env=env, check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+    for block in _consoles(page):
+        commands = _commands(block)
+        # The status is kept, for a line that prints it.
+        script = "".join(f'{command}\nstatus=$?; echo "{_MARK}"; (exit $status)\n'
+                         for command, _ in commands)  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-c", f"exec 2>&1\n{script}"],
+            cwd=work, env=env, stdout=subprocess.PIPE, text=True, timeout=SECONDS,
+        )  # fmt: skip
+        printed = done.stdout.split(f"{_MARK}\n")
+        for (command, shown), found in zip(commands, printed, strict=False):
+            assert re.fullmatch(_expected(shown), _plain(found)), (
+                f"{_name(page)}:{block.line}: {command} shows\n{shown}\nand prints\n{found}"
             )
 
 

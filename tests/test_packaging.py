@@ -277,3 +277,14 @@ def test_make_clean_asks_for_no_python() -> None:
     for goals in (["test"], [], ["clean", "test"]):
         refused = _run("make", "-n", *goals, "PYTHON=false", code=2, cwd=ROOT).stderr
         assert "needs Python 3.11" in refused
+
+
+def test_contributing_names_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
+    assert phony is not None
+    told = re.findall(r"^\| `(\w+)` \|", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M)
+    assert sorted([*told, "test", "clean"]) == sorted(phony[1].split())
+    test = re.search(r"^test: (.*)$", makefile, re.M)
+    assert test is not None
+    assert sorted(test[1].split()) == sorted(told)

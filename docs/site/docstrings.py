@@ -1,6 +1,7 @@
 """Sphinx extension: docstrings are read as they are written, with single backticks.
 
-`mfload.save` becomes a link, and must lead somewhere; anything else in backticks is code.
+`mfload.save` becomes a link, and must lead somewhere; anything else in backticks is code. Bars
+outside of them are bars: |a - b|.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-_ONCE = re.compile(r"(?<![`:\w])`([^`\n]+(?:\n[^`\n]+)?)`(?![`_])")
-_PUBLIC = re.compile(r"(mfload(?:\.[A-Za-z]\w*)+)(\(\))?")
+_MARKED = re.compile(r"(?<![`:\w])`([^`\n]+(?:\n[^`\n]+)?)`(?![`_])|\|")
+_PUBLIC = re.compile(r"mfload(?:\.[A-Za-z]\w*)+")
 
 
 def _written(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return r"\|"
     text = " ".join(found[1].split())
-    name = _PUBLIC.fullmatch(text)
-    return f":py:obj:`~{name[1]}`".replace("~mfload", "mfload") if name else f"``{text}``"
+    return f":py:obj:`{text}`" if _PUBLIC.fullmatch(text) else f"``{text}``"
 
 
 def _process(
     _app: Sphinx, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
 ) -> None:
-    lines[:] = _ONCE.sub(_written, "\n".join(lines)).split("\n")
+    lines[:] = _MARKED.sub(_written, "\n".join(lines)).split("\n")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,8 +1,8 @@
 """Sphinx extension: files of the repository that pages link to become pages of the site.
 
 A link such as `[api.py](../mfload/api.py)` leads to the file where the repository is browsed. In
-the site it leads to a page with the file's text, its lines numbered; names of the API reference
-link to their line there. Links to data (JSON, NPZ) stay downloads.
+the site it leads to a page with the file's text; names of the API reference link to their
+line there. Links to data (JSON, NPZ) stay downloads.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
             lexer = get_lexer_for_filename(file)
         except ClassNotFound:
             lexer = TextLexer()
-        shown = highlight(text, lexer, HtmlFormatter(lineanchors="L", nowrap=False))
+        shown = highlight(text, lexer, HtmlFormatter(lineanchors="L"))
         body = f"<h1><code>{escape(file)}</code></h1>\n{shown}"
         yield _page(file), {"title": file, "body": body, "parents": []}, "page.html"
 

@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from typing import TextIO, TypedDict
@@ -118,7 +119,9 @@ def _explained(found: Found) -> Explained | None:
     report = found.report
     if report is None:
         return None
-    return {"route": list(report.route), "threads": report.threads, "notes": list(report.notes)}
+    legs = Counter((engine, why) for _, engine, why in report.route)
+    route = [(engine, why, files) for (engine, why), files in legs.most_common()]
+    return {"route": route, "threads": report.threads, "notes": list(report.notes)}
 
 
 def _die_with_parent(parent: int) -> None:

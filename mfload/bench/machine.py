@@ -24,6 +24,9 @@ _PACKAGES = (
     "safetensors",
     "fastsafetensors",
     "runai-model-streamer",
+    "xxhash",
+    "typer",
+    "rich",
 )
 
 

@@ -38,7 +38,14 @@ class Bar(NamedTuple):
 
 
 def panel(
-    axes: Any, bars: Sequence[Bar], *, title: str, unit: str, limit: float, line: float | None
+    axes: Any,
+    bars: Sequence[Bar],
+    *,
+    title: str,
+    unit: str,
+    limit: float,
+    line: float | None = None,
+    room: float = 0.28,
 ) -> None:
     """Draw bars below each other.
 
@@ -49,6 +56,7 @@ def panel(
         unit: What stands below the scale.
         limit: Where bars are cut off.
         line: Where a dashed line stands, if one is to.
+        room: What the text right of the longest bar takes, as a share of that bar.
     """
     for at, bar in enumerate(bars):
         axes.barh(at, min(bar.best, limit), height=0.66, color=bar.colour, zorder=2)
@@ -66,7 +74,7 @@ def panel(
     axes.tick_params(axis="y", length=0, labelsize=9)
     axes.tick_params(axis="x", labelsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlim(0, limit * 1.28)
+    axes.set_xlim(0, limit * (1 + room))
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= limit])
     axes.set_xlabel(unit, fontsize=9)
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")

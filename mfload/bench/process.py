@@ -107,6 +107,8 @@ class Child:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        if code == -signal.SIGKILL:
+            how += ", perhaps since memory ran out"
         # What a signal ends has had no last words; what it printed before says little.
         said = lines[-1] if lines and code > 0 else how
         return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"

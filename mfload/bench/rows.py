@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ class Row:
         gb_per_s: 10⁹ bytes of tensors a second, at its best.
         over_ceiling: Its best time over that of the fastest ceiling of the case.
         cpu_s: CPU seconds of the process, all threads, at their least.
-        peak_over_bytes: The most resident memory beside the data, in any sample.
+        peak_over_bytes: The most resident memory beside the data, in any sample; None for a
+            ceiling that keeps no data.
         engines: Engines that mfload took.
         explanation: How it was done, or why not.
     """
@@ -90,10 +92,14 @@ def _measured(made: Bench, case: str, name: str) -> Row:
         gb_per_s=speed,
         over_ceiling=ratio,
         cpu_s=results.best(case, name, "cpu_s"),
-        peak_over_bytes=max(s["peak_over"] for s in samples),
-        engines=tuple(dict.fromkeys(leg[1] for each in explained for leg in each["route"])),
+        peak_over_bytes=None if _keeps_nothing(name) else max(s["peak_over"] for s in samples),
+        engines=tuple(dict.fromkeys(leg[0] for each in explained for leg in each["route"])),
         explanation=_sentence(name, explained, speed, ratio),
     )
+
+
+def _keeps_nothing(name: str) -> bool:
+    return is_ceiling(name) and PATTERNS[name].reuse
 
 
 def _sentence(
@@ -108,16 +114,15 @@ def _sentence(
 
 def _how(name: str, explained: list[dict[str, Any]]) -> str:
     if is_ceiling(name):
-        kept = "keeps nothing of it" if PATTERNS[name].reuse else "keeps all of it"
+        kept = "keeps nothing of it" if _keeps_nothing(name) else "keeps all of it"
         return f"reads the bytes as fast as this machine gives them, {kept}"
     if not explained:
         mapped = loaders.find(name).mapped
         return "maps the files, copies nothing" if mapped else "as its own documentation calls it"
-    counted: dict[tuple[str, str], int] = {}
+    counted: Counter[tuple[str, str]] = Counter()
     for each in explained:
-        for _, engine, why in each["route"]:
-            counted[engine, why] = counted.get((engine, why), 0) + 1
-    most = sorted(counted, key=lambda leg: -counted[leg])[:2]
+        counted.update({(engine, why): files for engine, why, files in each["route"]})
+    most = [leg for leg, _ in counted.most_common(2)]
     threads = max(each["threads"] for each in explained)
     ways = " and ".join(f"{engine} ({why})" for engine, why in most) or "nothing to read"
     return f"{ways}, {threads} thread{'s' if threads > 1 else ''}"

@@ -23,7 +23,7 @@ def conditions(made: Bench) -> list[str]:
         f"{machine.sentence(m)}.",
         f"{machine.versions_sentence(m)}.",
         f"{what.nbytes / 1e9:.3f} GB in {what.tensors} tensors of {len(what.files)} files; "
-        f"{results.run['rounds']} rounds, a fresh process for each sample, imports and a first "
+        f"rounds: {results.run['rounds']}, a fresh process for each sample, imports and a first "
         "tiny load done, every page touched.",
         *(f"{note[0].upper()}{note[1:]}." for note in made.chosen.notes),
     ]

@@ -42,8 +42,8 @@ class Job(TypedDict):
 class Explained(TypedDict):
     """How mfload went about a load."""
 
-    route: list[tuple[str, str, str]]
-    """File, engine and why."""
+    route: list[tuple[str, str, int]]
+    """Engine, why, and for how many files."""
     threads: int
     notes: list[str]
 

@@ -6,7 +6,6 @@ A command's module is imported when it is needed, so that each starts with what 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import os
 import sys
@@ -20,11 +19,7 @@ import mfload
 from mfload import spelling
 from mfload.cli import exits, failures
 
-COMMANDS = tuple(
-    name
-    for name in ("ls", "plan", "load", "verify", "diff", "align", "bench")
-    if importlib.util.find_spec(f"mfload.cli.{name}")
-)
+COMMANDS = ("ls", "plan", "load", "verify", "diff", "align", "bench")
 """Each is the function `command` of the module mfload.cli.<name>."""
 
 # Click's errors lie elsewhere in each generation of typer; all derive from this.

@@ -147,9 +147,9 @@ def _print(made: Bench) -> None:
     for case in CASES:
         lines = [row for row in found if row.case == case]
         if lines:
-            heads = [case, "best s", "median s", "÷ ceiling", "GB/s", "CPU s", "MiB beside", "how"]
+            heads = [case, "best s", "median s", "÷ ceiling", "GB/s", "CPU s", "MiB beside"]
             print_table(heads, map(_cells, lines), right=range(1, 7))
-            write([""])
+            write(["", *(clean(f"{row.label}: {row.explanation}.") for row in lines), ""])
     write([clean(sentence) for sentence in summary.conditions(made)])
 
 
@@ -161,7 +161,6 @@ def _cells(row: Row) -> list[str]:
         *(_figure(x, 2) for x in (row.over_ceiling, row.gb_per_s)),
         _figure(row.cpu_s, 3),
         _figure(beside, 0),
-        row.explanation,
     ]
 
 

@@ -31,6 +31,12 @@ def command(
     repeat: Annotated[
         int, typer.Option(min=1, metavar="N", help="Load that often, one after the other.")
     ] = 1,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MANIFEST", help="Check the bytes, as they come, against this manifest."
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Load a checkpoint, let go of the arrays, and say what happened.
@@ -53,6 +59,7 @@ def command(
                 max_host_overhead=max_host_overhead,
                 threads=threads,
                 timeout=timeout,
+                verify=verify,
                 progress=progress,
                 report=report,
                 **chosen,

@@ -177,11 +177,14 @@ def _print_totals(
 ) -> None:
     files = len(index.files)
     size = shown(sum(row.nbytes for row in rows))
-    line = f"{len(rows)} tensors, {size}, in {files} file{'s' if files > 1 else ''}"
+    by_file = sorted(listing.totals(rows, _source).items())
+    if len(rows) == len(index):
+        line = f"{len(rows)} tensors, {size}, in {files} file{'s' if files > 1 else ''}"
+    else:
+        line = f"{len(rows)} of {len(index)} tensors, {size}, in {len(by_file)} of {files} files"
     write([*([""] if gap else []), line])
     _print_sums("dtype", listing.totals(rows, _dtype).items(), shown)
     if files > 1 and (summary or files <= _FEW_FILES):
-        by_file = sorted(listing.totals(rows, _source).items())
         named = [(os.path.basename(index.files[n]), total) for n, total in by_file]
         _print_sums("file", named, shown)
     if index.notes:

@@ -15,6 +15,8 @@ from mfload.cli.text import cells, clean
 _PRETTY_ROWS = 200
 """Longest table that is drawn with lines; drawing takes rich about a millisecond a row."""
 
+_PART = 16 << 10
+
 
 def fancy(stream: Any) -> bool:
     """Whether somebody looks at a stream on a terminal that can more than print."""
@@ -84,7 +86,11 @@ def write(lines: Iterable[str]) -> None:
     """Writes lines to stdout, many at a time."""
     lines = iter(lines)
     while chunk := list(itertools.islice(lines, 1000)):
-        sys.stdout.write("\n".join(chunk) + "\n")
+        text = "\n".join(chunk) + "\n"
+        # With PYTHONUNBUFFERED a write goes to the system as it is, and what a pipe does not
+        # take of a long one is lost without a word.
+        for at in range(0, len(text), _PART):
+            sys.stdout.write(text[at : at + _PART])
 
 
 def _draw(headers: Sequence[str] | None, rows: list[list[str]], right: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -84,3 +85,5 @@ class _Bar:
             if self._bar is not None:
                 self._bar.stop()
                 self._bar = None
+                # Whoever still reads has no screen to draw on.
+                self._start = math.inf

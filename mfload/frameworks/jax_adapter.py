@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,6 +203,10 @@ def _gather(array: Any) -> Any:
 
 
 def _on_host(array: Any) -> Any:
+    """An array of one device as a NumPy array, over its own memory if that is on the host."""
+    if array.device.platform != "cpu" or giving.BY_NAME[array.dtype.name].elements > 1:
+        # Host copies that were let go of are freed by JAX in its part of a collection only.
+        gc.collect(0)
     # An array keeps the copy that NumPy is given for as long as it lives: the one that does so
     # here is another over the same memory.
     return np.asarray(

@@ -137,7 +137,8 @@ def _foreign(name: str, array: Any) -> Outgoing:
             expected="an array",
             found=f"{type(array).__name__} with {len(array)} entries",
         )
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+    a_class = isinstance(array, type)  # It has the methods and no array.
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") and not a_class:
         device = array.__dlpack_device__()
         if device[0] not in _HOST:
             raise giving.refused(
@@ -147,7 +148,7 @@ def _foreign(name: str, array: Any) -> Outgoing:
                 f"DLPack device {tuple(device)}",
             )
         return giving.host(type(array).__name__, name, np.from_dlpack(array))
-    if hasattr(array, "__array__") and not isinstance(array, type):
+    if hasattr(array, "__array__") and not a_class:
         return giving.host(type(array).__name__, name, np.asarray(array))
     hint = "not an array"
     if isinstance(array, bool | int | float | complex | list | tuple):

@@ -117,10 +117,6 @@ def _at(name: str) -> PaddleAdapter:
     raise adapter.no_device("Paddle", name, paddle.device.get_available_device())
 
 
-# What Paddle calls uint16 is bfloat16; it has no such integers.
-_ROWS = {name: row for name, row in giving.BY_NAME.items() if name != "uint16"}
-
-
 def give(name: str, array: Any) -> giving.Outgoing:
     """What is to be written of a tensor; one on a device is copied when its turn comes.
 
@@ -128,7 +124,7 @@ def give(name: str, array: Any) -> giving.Outgoing:
         UnsupportedArrayError: It can't be saved.
     """
     _refuse(name, array)
-    row = _ROWS.get(str(array.dtype).removeprefix("paddle."))
+    row = giving.BY_NAME.get(str(array.dtype).removeprefix("paddle."))
     if row is None:
         raise giving.no_word("paddle", name, array.dtype)
     shape = tuple(array.shape)

@@ -133,7 +133,7 @@ def give(name: str, array: Any) -> giving.Outgoing:
         if not shape:
             raise giving.refused("torch", name, "two elements have no shape []", array.dtype)
         shape = (*shape[:-1], row.elements * shape[-1])
-    plain = array.detach().as_subclass(torch.Tensor)
+    plain = array.detach()
     span = _span(plain) if plain.device.type == "cpu" else None
     return giving.late("torch", name, row, shape, lambda: _units(plain), span, as_stored=True)
 

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,7 +148,9 @@ class Draft:
             with self._lock:
                 self._written += nbytes
         except OSError as error:
-            raise self._failed(error, "write", f"{offset} bytes and more") from error
+            # Its frames hold slots, and whoever keeps the error would keep them.
+            traceback.clear_frames(error.__traceback__)
+            raise self._failed(error, "write") from error
         finally:
             with self._lock:
                 self._busy -= 1
@@ -218,7 +221,7 @@ class Draft:
         try:
             folders.fsync(self._fd)
         except OSError as error:
-            raise self._failed(error, "write", f"{self._written} bytes not yet on disk") from error
+            raise self._failed(error, "write to the disk") from error
         direct, self._direct = self._direct, -1
         if direct >= 0:
             os.close(direct)
@@ -261,17 +264,19 @@ class Draft:
 
     def discard(self) -> None:
         """Lets go of it; unless it was published, the file is gone. Twice does nothing."""
-        if self.named:
-            self.named = False
-            with contextlib.suppress(OSError):
-                os.unlink(self.hidden)
-        with self._lock:
-            # A thread that hangs in the kernel keeps its descriptors: their numbers must not be
-            # given to other files under its hands.
-            hung = self._busy > 0
-        self._slots.clear()
-        if not hung:
-            self._close()
+        named, self.named = self.named, False
+        try:
+            if named:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.hidden)
+        finally:
+            with self._lock:
+                # A thread that hangs in the kernel keeps its descriptors: their numbers must not
+                # be given to other files under its hands.
+                hung = self._busy > 0
+            self._slots.clear()
+            if not hung:
+                self._close()
 
     def _close(self) -> None:
         for fd in (self._fd, self._direct):
@@ -279,11 +284,12 @@ class Draft:
                 os.close(fd)
         self._fd = self._direct = -1
 
-    def _failed(self, error: OSError, action: str, found: str | None = None) -> errors.TargetError:
-        expected = f"{self.size} bytes"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and found is None:
+    def _failed(self, error: OSError, action: str) -> errors.TargetError:
+        found = f"{self._written} bytes written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = allotting.free_bytes(os.path.dirname(self.hidden))
-            found = None if free is None else f"{free} bytes free"
+            found += "" if free is None else f", {free} bytes free"
+        expected = f"{self.size} bytes"
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
 
 

@@ -70,6 +70,7 @@ class GivingConformance:
         unpacked: The packed ones of them that take a byte an element.
         loaded_as_bytes: Those that a load hands out as bytes all the same.
         reference_lacks: Those that safetensors' own writer does not take from this framework.
+        reference_lacks_scalars: Whether it takes none of no dims.
         steps: Whether its arrays can be views with steps, also negative ones.
         turned: Whether transposing one makes a view.
         refused: What can't be saved: a word for each, and one that the message has.
@@ -80,6 +81,7 @@ class GivingConformance:
     unpacked: ClassVar[tuple[str, ...]] = ()
     loaded_as_bytes: ClassVar[tuple[str, ...]] = ()
     reference_lacks: ClassVar[tuple[str, ...]] = ()
+    reference_lacks_scalars: ClassVar[bool] = False
     steps: ClassVar[bool] = False
     turned: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]]
@@ -153,7 +155,8 @@ class GivingConformance:
         made: dict[str, Any] = {}
         for dtype in self.gives:
             if dtype in material.COMMON and dtype not in self.reference_lacks:
-                for shape in ((), (7,), (5, 3), (0, 2)):
+                shapes = ((7,), (5, 3), (0, 2), ())
+                for shape in shapes[:-1] if self.reference_lacks_scalars else shapes:
                     made[f"{dtype}{list(shape)}"] = self.made(self.numbers(dtype, shape)[1])
         theirs = reference.read(self.reference_save(made))
         ours = {one.name: read(one) for one in outgoing(made)}

@@ -315,6 +315,28 @@ class Conformance:
         gc.collect()
         assert mfload.live_bytes() == 0
 
+    @pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
+    @pytest.mark.parametrize("landing", LANDINGS)
+    def test_a_flipped_bit_is_found(
+        self, aligned: Any, tmp_path: Path, engine: str, landing: str
+    ) -> None:
+        pytest.importorskip("xxhash")
+        path, rows = aligned
+        manifest = tmp_path / "checksums.json"
+        assert mfload.verify(path, checksums="write", manifest=manifest).ok
+        options: dict[str, Any] = {"engine": engine, "landing": landing, "verify": manifest}
+        report = mfload.Report()
+        assert len(self.load(path, report=report, **options)) == len(rows)
+        assert report.notes[-1] == f"{len(rows)} tensors verified against the manifest"
+        damaged = bytearray(path.read_bytes())
+        with mfload.open(path) as opened:
+            last = max(opened.info(name).pieces[0] for name in opened.keys())  # noqa: SIM118
+        damaged[last.offset] ^= 1
+        copy = tmp_path / "damaged.safetensors"
+        copy.write_bytes(damaged)
+        with pytest.raises(errors.ChecksumError, match=f"1 of {len(rows)} tensors"):
+            self.load(copy, **options)
+
     def test_a_part_keeps_the_memory(self, aligned: Any) -> None:
         path, rows = aligned
         row = next(row for row in rows if row.dtype == "F32")

@@ -306,18 +306,15 @@ class TestJaxGivesShards:
         [
             (P("x"), 4),
             (P(None, "y"), 2),
-            (P("y", None, "x"), None),
             (P(("x", "y")), 8),
             (P("x", "y"), 8),
             (P(), 1),
         ],
     )
     def test_each_number_is_read_once(
-        self, monkeypatch: pytest.MonkeyPatch, spec: Any, reads: int | None
+        self, monkeypatch: pytest.MonkeyPatch, spec: Any, reads: int
     ) -> None:
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-        if reads is None:
-            pytest.skip("6 does not divide by 4") if self.NUMBERS.shape[2] % 4 else None
         array = jax.device_put(self.NUMBERS, jax.sharding.NamedSharding(mesh, spec))
         taken: list[int] = []
         on_host = jax_adapter._on_host
@@ -349,19 +346,27 @@ class TestJaxGivesShards:
             given = read(give(array))
             assert (given.shape, given.raw) == (shape, np.ones(shape, np.float32).tobytes())
 
-    def test_no_copy_stays_with_the_array(self) -> None:
+    @pytest.mark.parametrize("dtype", ["float32", "float4_e2m1fn"])  # The second is unpacked.
+    @pytest.mark.parametrize("spec", [P("x"), P()])
+    def test_no_copy_stays_with_the_array(self, spec: Any, dtype: str) -> None:
+        if not hasattr(jnp, dtype):
+            pytest.skip("this version has no such type")
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-        where = jax.sharding.NamedSharding(mesh, self.P("x"))
-        array = jax.block_until_ready(jax.device_put(np.ones((1024, 2048), np.float32), where))
+        where = jax.sharding.NamedSharding(mesh, spec)
+        array = jax.jit(lambda: jnp.ones((1024, 2048), dtype), out_shardings=where)()
+        array.block_until_ready()
         gc.collect()
         tracemalloc.start()
         try:
-            for _ in range(3):
-                assert give(array).fetch().size == 8 << 20
-                assert tracemalloc.get_traced_memory()[0] < 1 << 20
+            for _ in range(5):
+                assert give(array).fetch().size == (8 << 20 if dtype == "float32" else 1 << 20)
+            # The last copy may wait to be collected, not the others.
+            assert tracemalloc.get_traced_memory()[0] < 3 << 20
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 1 << 19
         finally:
             tracemalloc.stop()
-        assert array.addressable_shards[0].data.sum() == 1024 * 2048 / 8
+        assert not array.is_deleted()
 
     def test_on_a_device_that_is_not_the_first(self) -> None:
         array = jax.device_put(self.NUMBERS, jax.devices()[5])

@@ -1,0 +1,366 @@
+"""The parts that measure: extents, patterns, sums, page cache, touching, figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+
+from mfload import errors
+from mfload.bench import (
+    ceilings,
+    extents,
+    loaders,
+    machine,
+    markdown,
+    memory,
+    pagecache,
+    results,
+    subject,
+    sums,
+    touch,
+)
+from mfload.bench.ceilings import MIB, Pattern
+from mfload.bench.extents import Extent
+from mfload.bench.options import Options, entrants
+from mfload.bench.results import Results
+from mfload.formats import checkpoint
+from mfload.io import probes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return samples.save(tmp_path / "model.safetensors", samples.model())
+
+
+def _on_disk(path: Path) -> bool:
+    return pagecache.file_system(path) not in pagecache.MEMORY_FILE_SYSTEMS
+
+
+# Extents ----------------------------------------------------------------------------------
+
+
+def test_extents_join_what_nearly_touches(model: Path) -> None:
+    index, _ = checkpoint.read(model)
+    rows = list(index.tensors.values())
+    (one,) = extents.of_rows(index, rows)
+    first = min(row.pieces[0].offset for row in rows)
+    assert one == Extent(str(model), first, model.stat().st_size)
+    large = sorted(rows, key=lambda row: row.nbytes)[-2:]
+    apart = extents.of_rows(index, large)
+    assert extents.total(apart) == sum(row.nbytes for row in large)
+    assert extents.paths_of(apart) == [str(model)]
+
+
+def test_an_empty_tensor_has_no_extent(model: Path) -> None:
+    index, _ = checkpoint.read(model)
+    assert extents.of_rows(index, [index["empty"]]) == []
+
+
+# Ceilings ---------------------------------------------------------------------------------
+
+
+def _held(found: ceilings.Bytes) -> list[bytes]:
+    whole = [touch._Strided((address, nbytes)) for address, nbytes in found.spans]
+    for each, (_, nbytes) in zip(whole, found.spans, strict=True):
+        each.__array_interface__ |= {"shape": (nbytes,), "strides": None}
+    return [np.asarray(each).tobytes() for each in whole]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_pattern_reads_the_bytes_of_every_extent(
+    tmp_path: Path, threads: int, direct: bool
+) -> None:
+    if direct and not _on_disk(tmp_path):
+        pytest.skip("no O_DIRECT here")
+    data = np.random.default_rng(0).bytes(5 * MIB + 777)
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    parts = [
+        Extent(str(path), 0, 100),
+        Extent(str(path), 5000, 5001),
+        Extent(str(path), 8191, 3 * MIB + 1),
+        Extent(str(path), 4 * MIB, len(data)),
+    ]
+    found = ceilings.read(parts, Pattern(threads, 1 * MIB, direct=direct))
+    assert found.whole
+    assert _held(found) == [data[start:stop] for _, start, stop in parts]
+
+
+def test_used_slots_hold_the_last_block_alone(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"a" * MIB + b"b" * MIB)
+    found = ceilings.read(extents.whole([str(path)]), Pattern(1, MIB, reuse=True))
+    assert not found.whole
+    assert _held(found) == [b"b" * MIB]
+
+
+def test_a_pattern_refuses_a_file_that_ends_early(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"a" * 5000)
+    with pytest.raises(OSError, match="ended early"):
+        ceilings.read([Extent(str(path), 0, 10_000)], ceilings.WARM)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_patterns_on_trial_are_known_by_name(cores: int) -> None:
+    for cold in (False, True):
+        few = ceilings.trial(cores, cold=cold, quick=True)
+        many = ceilings.trial(cores, cold=cold, quick=False)
+        assert 0 < len(few) <= len(many)
+        for pattern in (*few, *many):
+            assert ceilings.PATTERNS[pattern.name] == pattern
+        # A loader keeps what it reads: so does one of them at least.
+        assert any(not pattern.reuse for pattern in few)
+
+
+# What touching yields -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [4096, 100_000, 16 << 20])
+def test_sums_are_those_of_the_arrays(
+    model: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "_BLOCK", block)
+    index, _ = checkpoint.read(model)
+    rows = list(index.tensors.values())
+    parts = extents.of_rows(index, rows)
+    kept = ceilings.read(parts, ceilings.WARM)
+    flat = [np.frombuffer(array.tobytes(), np.uint8) for array in samples.model().values()]
+    assert sums.read(index.files, rows, parts) == (
+        sum(int(each[::4096].sum()) for each in flat),
+        touch.touch(kept.spans),
+    )
+
+
+def test_sums_of_a_file_that_shrank_are_an_error(model: Path) -> None:
+    index, _ = checkpoint.read(model)
+    rows = list(index.tensors.values())
+    os.truncate(model, model.stat().st_size - 10)
+    with pytest.raises(errors.SourceChangedError):
+        sums.read(index.files, rows, extents.of_rows(index, rows))
+
+
+def test_touching_numpy_reads_every_page() -> None:
+    array = np.arange(10_000, dtype=np.uint16)
+    found = touch.touch([touch.SPAN["numpy"](array)])
+    assert found == int(array.view(np.uint8)[::4096].sum())
+    with pytest.raises(ValueError, match="contiguous"):
+        touch.SPAN["numpy"](array[::2])
+
+
+# Page cache ---------------------------------------------------------------------------------
+
+
+def test_the_page_cache_is_filled_and_dropped(tmp_path: Path) -> None:
+    if not _on_disk(tmp_path):
+        pytest.skip("a file system in memory")
+    path = tmp_path / "data"
+    path.write_bytes(np.random.default_rng(0).bytes(3 * MIB + 5))
+    parts = [Extent(str(path), 4096, 2 * MIB), Extent(str(path), 2 * MIB + 4096, 3 * MIB + 5)]
+    assert pagecache.drop(parts) in (0, None)
+    assert pagecache.why_not_cold(parts) is None
+    assert pagecache.warm(parts) in (1, None)
+    assert pagecache.cached_share(parts) in (1, None)
+    assert pagecache.drop(parts) in (0, None)
+
+
+def test_mincore_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _on_disk(tmp_path):
+        pytest.skip("a file system in memory")
+    path = tmp_path / "data"
+    path.write_bytes(bytes(3 * MIB))
+    parts = [Extent(str(path), 5000, 2 * MIB)]
+    monkeypatch.setattr(probes, "cached_share", lambda *_: None)
+    assert pagecache.drop(parts) == 0
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        file.seek(8192)
+        file.read(4096)
+    assert 0 < (pagecache.cached_share(parts) or 0) < 0.1
+    assert pagecache.warm(parts) == 1
+
+
+def test_memory_file_systems_are_not_cold() -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or pagecache.file_system(shm) != "tmpfs":
+        pytest.skip("no tmpfs here")
+    path = shm / f"mfload-test-{os.getpid()}"
+    try:
+        path.write_bytes(bytes(MIB))
+        why = pagecache.why_not_cold(extents.whole([str(path)]))
+        assert why == "tmpfs keeps its files in memory"
+    finally:
+        path.unlink()
+
+
+def test_what_stays_cached_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(MIB))
+    parts = extents.whole([str(path)])
+    monkeypatch.setattr(pagecache, "MEMORY_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(pagecache, "cached_share", lambda _: 0.5)
+    with pytest.raises(pagecache.UnfitError, match=r"holds 50\.0%"):
+        pagecache.drop(parts)
+    assert "holds 50.0%" in (pagecache.why_not_cold(parts) or "")
+    with pytest.raises(pagecache.UnfitError, match=r"keeps only 50\.0%"):
+        pagecache.warm(parts)
+    monkeypatch.setattr(pagecache, "cached_share", lambda _: None)
+    assert "does not tell" in (pagecache.why_not_cold(parts) or "")
+
+
+def test_memory_is_primed_and_counted() -> None:
+    assert memory.prime(1 << 20)
+    assert 0 < memory.status("VmRSS") <= memory.status("VmHWM")
+    assert memory.free() > 0
+
+
+# What is measured ---------------------------------------------------------------------------
+
+
+def test_a_subject_is_the_whole_checkpoint(model: Path) -> None:
+    chosen = subject.choose(str(model), None, 1 << 30)
+    what = chosen.subject
+    assert (what.names, chosen.notes, chosen.known) == (None, [], True)
+    assert what.tensors == len(samples.model())
+    assert what.nbytes == sum(array.nbytes for array in samples.model().values())
+
+
+def test_a_subject_is_cut_to_what_may_be_measured(model: Path) -> None:
+    chosen = subject.choose(str(model), None, 500_000)
+    what = chosen.subject
+    assert what.names is not None
+    assert 0 < what.nbytes <= 500_000
+    assert what.tensors == len(what.names) < len(samples.model())
+    (note,) = chosen.notes
+    assert f"{what.tensors} of {len(samples.model())} tensors" in note
+    assert "--max-bytes 488.3 KiB" in note
+
+
+def test_a_subject_fits_into_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "memory_room", lambda: (1_000_000, "test"))
+    chosen = subject.choose(str(model), None, 1 << 30)
+    assert chosen.subject.nbytes <= 350_000
+    assert "left in the test" in chosen.notes[0]
+    monkeypatch.setattr(probes, "memory_room", lambda: (1, "test"))
+    with pytest.raises(errors.MemoryLimitError, match="no tensor fits"):
+        subject.choose(str(model), "^wide$", 1 << 30)
+
+
+def test_a_subject_can_be_named(model: Path) -> None:
+    what = subject.choose(str(model), r"layer\.0", 1 << 30).subject
+    assert what.names == ["layer.0.q", "layer.0.norm"]
+    with pytest.raises(errors.UsageError, match="no tensor holds any bytes"):
+        subject.choose(str(model), "empty", 1 << 30)
+
+
+def test_packed_dtypes_have_no_sum_to_compare(tmp_path: Path) -> None:
+    path = samples.save_raw(tmp_path / "f4.safetensors", [("w", "F4", (4, 4), bytes(8))])
+    assert not subject.choose(str(path), None, 1 << 30).known
+
+
+# Options and loaders ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"frameworks": ("tensor",)}, {"engines": ("fast",)}, {"rounds": 0}, {"threads": -1},
+     {"max_bytes": 0}, {"timeout": 0.0}],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError):
+        Options(**wrong)
+
+
+def test_loaders_are_found_by_name() -> None:
+    for name, loader in loaders.LOADERS.items():
+        assert loaders.find(name) is loader
+        assert loader.ours == name.startswith("mfload-")
+    assert loaders.find("mfload-jax-direct").label == "mfload → jax, engine direct"
+    assert loaders.find("mfload-numpy-mmap").mapped
+    for wrong in ("mfload-nothing", "nothing", "safetensors-x"):
+        with pytest.raises(KeyError):
+            loaders.find(wrong)
+
+
+def test_entrants_say_why_they_cannot_take_part() -> None:
+    found = {each.loader.name: each.why_not for each in entrants(Options(), everything=True)}
+    assert list(found) == [
+        f"mfload-{name}" for name in ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
+    ]
+    assert found["mfload-numpy"] is None
+    assert found["mfload-cupy"]
+    both = Options(frameworks=("np", "numpy"), engines=("pread", "mmap"), peers=True)
+    part = {each.loader.name: each.why_not for each in entrants(both, everything=False)}
+    assert list(part) == ["mfload-numpy-pread", "mfload-numpy-mmap", "safetensors-numpy"]
+    assert "whole files only" in (part["safetensors-numpy"] or "")
+
+
+# Figures --------------------------------------------------------------------------------------
+
+
+def _results() -> Results:
+    made = Results({}, {}, {})
+    times = {"ceiling-buffered-2x16-fresh": (2.0, 1.0, 4.0), "mfload-jax": (3.0, 1.5, 9.0),
+             "ceiling-buffered-1x16-fresh": (5.0,), "another": (1.0, 2.0)}  # fmt: skip
+    for name, values in times.items():
+        made.samples += [{"case": "warm", "name": name, "seconds": v, "peak": v} for v in values]
+    made.samples.append({"case": "cold", "name": "mfload-jax", "seconds": 0.5})
+    return made
+
+
+def test_figures_are_best_median_and_ratio() -> None:
+    made = _results()
+    assert made.best("warm", "mfload-jax") == 1.5
+    assert made.median("warm", "mfload-jax") == 3.0
+    assert made.median("warm", "another") == 1.5
+    assert made.ceiling("warm") == ("ceiling-buffered-2x16-fresh", 1.0)
+    assert made.ratio("warm", "mfload-jax") == 1.5
+    assert made.worst(["warm", "cold"], "mfload-jax", "peak") == 9.0
+    assert made.names("warm") == [
+        "ceiling-buffered-2x16-fresh", "ceiling-buffered-1x16-fresh", "mfload-jax", "another"
+    ]  # fmt: skip
+
+
+def test_what_was_not_measured_has_no_figures() -> None:
+    made = _results()
+    assert made.best("warm", "mfload-torch") is None
+    assert made.median("warm", "mfload-torch") is None
+    assert made.ceiling("cold") is None
+    assert made.ratio("cold", "mfload-jax") is None
+    assert made.best("warm", "mfload-jax", "cpu_s") is None
+
+
+def test_results_come_back_from_json(tmp_path: Path) -> None:
+    made = _results()
+    made.skipped.append(("warm", "mfload-torch", "not there"))
+    made.save(tmp_path / "r.json", targets=[1])
+    again = Results.read(tmp_path / "r.json")
+    assert again == made
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["targets"] == [1]
+    assert written["summary"]["warm"]["mfload-jax"] == {"best_seconds": 1.5, "median_seconds": 3.0}
+
+
+def test_floats_are_cut_to_microseconds() -> None:
+    assert results.rounded({"a": [0.12345678, (1, "x", None)]}) == {"a": [0.123457, [1, "x", None]]}
+
+
+def test_markdown_tables() -> None:
+    assert markdown.table(("a", "b"), [("c", "d")]) == "| a | b |\n| --- | --: |\n| c | d |"
+    assert (markdown.seconds(None), markdown.seconds(1.23456)) == ("–", "1.235")
+    assert (markdown.times(None), markdown.times(1.239)) == ("–", "1.24")
+
+
+def test_the_machine_is_named(tmp_path: Path) -> None:
+    found = machine.describe(tmp_path, 0.01)
+    assert found["cores"] == os.cpu_count()
+    assert 0 <= float(str(found["busy_share_before"])) <= 1
+    assert str(found["kernel"]) in machine.sentence(found)
+    assert "numpy" in machine.versions_sentence(found)

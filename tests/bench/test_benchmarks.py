@@ -1,0 +1,146 @@
+"""The project's own benchmarks, at a size at which their figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+
+from benchmarks import ROOT, commands, listing, listing_files, load, pages, verifying
+from mfload.bench import machine, memory
+from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
+from mfload.bench.process import ChildError
+from mfload.bench.runner import Case
+
+PERFORMANCE = ROOT / "docs" / "performance"
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Leaves out what only matters to figures."""
+    if file_system(tmp_path) in MEMORY_FILE_SYSTEMS:
+        pytest.skip("a file system in memory")
+    monkeypatch.setattr(memory, "prime", lambda nbytes: True)
+    monkeypatch.setattr(machine, "busy_share", lambda seconds=0: 0.0)
+
+
+def _places(tmp_path: Path) -> list[str]:
+    return ["--out", str(tmp_path / "out"), "--workdir", str(tmp_path / "work"), "--rounds", "1"]
+
+
+def _check_picture(path: Path) -> None:
+    drawn = image.imread(path)
+    assert drawn.shape[0] > 200
+    assert drawn.shape[1] > 500
+
+
+def test_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert listing.main([*_places(tmp_path), "--scale", "0.002"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "listing.json").read_text())
+    assert set(found["summary"]) == {"file", "shards", "shards-cold", "huge"}
+    for case in found["summary"].values():
+        assert set(case) == set(listing._LABELS)
+    page = (out / "listing.md").read_text()
+    assert "### 40 tensors in one file" in page
+    assert "| **mfload ls** |" in page
+    _check_picture(out / "listing.png")
+    drawn = (out / "listing.png").read_bytes()
+    assert listing.main([*_places(tmp_path), "--redraw"]) == 0
+    assert (out / "listing.md").read_text() == page
+    assert (out / "listing.png").read_bytes() == drawn
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_listed_terabyte_takes_no_room(tmp_path: Path) -> None:
+    found = listing_files.write_all(tmp_path, 0.01)["huge"]
+    assert found.nbytes == 2 * 100 * 1024 * 25_600 * 2
+    assert sum(path.stat().st_blocks for path in tmp_path.rglob("*")) * 512 < 10 << 20
+
+
+def test_verifying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verifying.main([*_places(tmp_path), "--gb", "0.005"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "verifying.json").read_text())
+    wanted = set(verifying._LABELS)
+    if not shutil.which("sha256sum"):
+        wanted -= {"sha256sum"}
+    assert set(found["summary"]["warm"]) == wanted
+    assert set(found["summary"]["cold"]) == wanted - set(verifying._MEMORY)
+    page = (out / "verifying.md").read_text()
+    assert "| **mfload.load(verify=manifest)** |" in page
+    _check_picture(out / "verifying.png")
+    assert verifying.main([*_places(tmp_path), "--redraw"]) == 0
+    assert (out / "verifying.md").read_text() == page
+
+
+def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--loaders", "mfload-numpy,safetensors-numpy", "--cases", "warm,memory"]
+    assert load.main([*_places(tmp_path), "--gb", "0.01", "--seed", "3", *wanted]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "loading.json").read_text())
+    assert set(found["summary"]) == {"warm", "memory", "memory-cold"}
+    assert len(found["summary"]["warm"]) == 3
+    assert "| **mfload → numpy** |" in (out / "loading_table.md").read_text()
+    _check_picture(out / "loading.png")
+
+
+def test_the_loading_table_follows_from_its_samples(tmp_path: Path) -> None:
+    shutil.copy(PERFORMANCE / "loading.json", tmp_path)
+    assert load.main(["--redraw", "--out", str(tmp_path)]) == 0
+    written = (tmp_path / "loading_table.md").read_text()
+    assert written == (PERFORMANCE / "loading_table.md").read_text()
+
+
+@pytest.mark.parametrize("module", ["listing", "verifying"])
+def test_the_pages_figures_follow_from_their_samples(module: str, tmp_path: Path) -> None:
+    for suffix in ("json", "md"):
+        shutil.copy(PERFORMANCE / f"{module}.{suffix}", tmp_path)
+    main = {"listing": listing.main, "verifying": verifying.main}[module]
+    assert main(["--redraw", "--out", str(tmp_path)]) == 0
+    written = (tmp_path / f"{module}.md").read_text()
+    assert written == (PERFORMANCE / f"{module}.md").read_text()
+
+
+@pytest.mark.parametrize("module", ["load", "listing", "verifying"])
+def test_a_case_that_there_is_not(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--cases", "warm,nope"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert "no such case: " in done.stderr
+    assert "nope" in done.stderr
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    subject = listing_files.write(tmp_path / "c", 1, 1, 1, "", "").subject
+    case = Case("file", primed=False)
+    failing = [sys.executable, "-c", "raise SystemExit('told you')"]
+    with pytest.raises(ChildError, match="told you"):
+        commands.sample("x", failing, case, subject)
+    silent = [sys.executable, "-c", "raise SystemExit(3)"]
+    with pytest.raises(ChildError, match="status 3"):
+        commands.sample("x", silent, case, subject)
+    found = commands.sample("x", [sys.executable, "-c", "pass"], case, subject)
+    assert found["seconds"] > 0
+    assert found["cpu_s"] > 0
+
+
+def test_figures_are_put_between_the_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    pages.put(page, "one")
+    page.write_text(f"# Title\n\n{page.read_text()}\nthe end\n")
+    pages.put(page, "two\n")
+    pages.put(page, "two")
+    assert page.read_text() == (f"# Title\n\n{pages.BEGIN}\n\ntwo\n\n{pages.END}\n\nthe end\n")

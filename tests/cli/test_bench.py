@@ -1,0 +1,304 @@
+"""`mfload bench`: small runs, whatever can be in its way, and what it must leave alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+
+from mfload.bench import machine, memory, pagecache
+from mfload.cli.app import run
+
+QUICK = ("--quick", "--rounds", "1", "--frameworks", "numpy")
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what only matters to figures."""
+    monkeypatch.setattr(memory, "prime", lambda nbytes: True)
+    monkeypatch.setattr(machine, "busy_share", lambda seconds=0: 0.25)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    samples.save(folder / "model-00001-of-00002.safetensors", samples.model())
+    more = {"more": samples.numbers((1000, 700))}
+    samples.save(folder / "model-00002-of-00002.safetensors", more)
+    return folder
+
+
+def _state(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+
+def _fake(folder: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a framework of that name before all others, here and in child processes."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def _rows(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    found = json.loads(capsys.readouterr().out)
+    return {(row["case"], row["name"]): row for row in found["rows"]}
+
+
+def test_a_bench_writes_table_json_and_plot(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = _state(model)
+    out, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    arguments = [
+        *QUICK,
+        "--engines",
+        "auto,mmap",
+        "--peers",
+        "--out",
+        str(out),
+        "--plot",
+        str(plot),
+    ]
+    assert run(["bench", str(model), *arguments]) == 0
+    printed = capsys.readouterr()
+    assert "mfload → numpy, engine mmap" in printed.out
+    assert "safetensors.numpy" in printed.out
+    assert "a fresh process for each sample" in printed.out
+    assert "The machine was busy with other things: 25% (warm)" in printed.out
+    assert "mfload: warm" in printed.err
+    assert _state(model) == before
+    _check_schema(json.loads(out.read_text()))
+    _check_picture(plot)
+
+
+def _check_schema(found: dict[str, Any]) -> None:
+    assert list(found) == [
+        "schema", "machine", "run", "checkpoint", "conditions", "impossible", "rows", "samples",
+        "failed",
+    ]  # fmt: skip
+    assert found["schema"] == 1
+    assert found["failed"] == []
+    assert found["checkpoint"]["whole"] is True
+    cases = {"warm", "cold"} - found["impossible"].keys()
+    for case in cases:
+        rows = {row["name"]: row for row in found["rows"] if row["case"] == case}
+        assert {"mfload-numpy", "mfload-numpy-mmap", "safetensors-numpy"} < set(rows)
+        assert {row["kind"] for row in rows.values()} == {"ceiling", "mfload", "peer"}
+        for row in rows.values():
+            assert list(row) == [
+                "case", "name", "label", "kind", "framework", "measured", "rounds", "best_s",
+                "median_s", "gb_per_s", "over_ceiling", "cpu_s", "peak_over_bytes", "engines",
+                "explanation",
+            ]  # fmt: skip
+            assert row["measured"]
+            assert row["rounds"] == 1
+            assert 0 < row["best_s"] <= row["median_s"]
+            assert "GB/s" in row["explanation"]
+            assert "of the ceiling's time" in row["explanation"]
+        assert min(row["over_ceiling"] for row in rows.values() if row["kind"] == "ceiling") == 1
+        assert rows["mfload-numpy-mmap"]["engines"] == ["mmap"]
+        assert "(asked for)" in rows["mfload-numpy-mmap"]["explanation"]
+
+
+def _check_picture(path: Path) -> None:
+    from matplotlib import image
+
+    drawn = image.imread(path)
+    assert drawn.shape[0] > 200
+    assert drawn.shape[1] > 500
+    assert len({tuple(pixel) for pixel in drawn[::7, ::7].reshape(-1, drawn.shape[2])}) > 5
+
+
+def test_json_goes_to_stdout_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", str(model), *QUICK, "--warm", "--json", "--names", "more"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["case"] for row in found["rows"]} == {"warm"}
+    assert found["checkpoint"]["tensors"] == 1
+    assert found["checkpoint"]["whole"] is False
+
+
+def test_a_framework_that_fails_is_a_row(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fakes = tmp_path / "fakes"
+    _fake(fakes, "torch", "raise RuntimeError('a broken build')", monkeypatch)
+    _fake(fakes, "jax", "import os\nos.abort()", monkeypatch)
+    _fake(fakes, "paddle", "import time\ntime.sleep(100)", monkeypatch)
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # find_spec calls that missing
+    wanted = "torch,jax,paddle,tf,cupy,numpy"
+    arguments = [*QUICK[:3], "--frameworks", wanted, "--warm", "--json", "--timeout", "6"]
+    assert run(["bench", str(model), *arguments]) == 0
+    rows = _rows(capsys)
+    assert rows["warm", "mfload-numpy"]["measured"]
+    said = {name: row["explanation"] for (_, name), row in rows.items() if not row["measured"]}
+    assert said.pop("mfload-cupy")
+    assert said == {
+        "mfload-torch": "RuntimeError: a broken build",
+        "mfload-jax": "ended by SIGABRT",
+        "mfload-paddle": "no answer within 6 s",
+        "mfload-tensorflow": "not installed: tensorflow",
+    }
+
+
+def test_a_checkpoint_too_large_is_measured_in_part(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", str(model), *QUICK, "--warm", "--max-bytes", "300kB", "--peers"]) == 0
+    printed = capsys.readouterr().out
+    assert "since --max-bytes 293 KiB" in printed
+    assert "it loads whole files only" in printed
+
+
+def test_what_lies_in_memory_is_not_called_cold(capsys: pytest.CaptureFixture[str]) -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or pagecache.file_system(shm) != "tmpfs":
+        pytest.skip("no tmpfs here")
+    path = shm / f"mfload-test-{os.getpid()}.safetensors"
+    try:
+        samples.save(path, {"w": samples.numbers((500, 500))})
+        assert run(["bench", str(path), *QUICK]) == 0
+    finally:
+        path.unlink()
+    printed = capsys.readouterr().out
+    assert "cold: not possible here, because tmpfs keeps its files in memory." in printed
+    assert "\ncold " not in printed
+
+
+def test_files_in_memory_alone_have_nothing_to_draw(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pagecache, "MEMORY_FILE_SYSTEMS", {pagecache.file_system(model)})
+    plot = tmp_path / "bench.png"
+    assert run(["bench", str(model), *QUICK, "--cold", "--plot", str(plot)]) == 0
+    assert "nothing was measured" in capsys.readouterr().err
+    assert not plot.exists()
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+def test_damage_is_a_typed_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(model.iterdir())
+    path.write_bytes(path.read_bytes()[:-7])
+    assert run(["bench", str(model), *QUICK, "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "HeaderError"
+
+
+def test_nothing_there_is_an_error(tmp_path: Path) -> None:
+    assert run(["bench", str(tmp_path / "nothing.safetensors")]) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--frameworks", "nope"], ["--engines", "fast"], ["--rounds", "0"], ["--threads", "0"],
+     ["--max-bytes", "0"], ["--names", "["], ["--frameworks"]],
+)  # fmt: skip
+def test_bad_usage_is_refused_at_once(model: Path, wrong: list[str]) -> None:
+    started = time.monotonic()
+    assert run(["bench", str(model), *wrong]) == 2
+    assert time.monotonic() - started < 20
+
+
+def test_a_file_of_the_checkpoint_is_not_written_to(model: Path) -> None:
+    before = _state(model)
+    path = next(model.iterdir())
+    for option in ("--out", "--plot"):
+        assert run(["bench", str(model), *QUICK, option, str(path)]) == 2
+        link = model.parent / f"link{option}"
+        link.symlink_to(path)
+        assert run(["bench", str(model), *QUICK, option, str(link)]) == 2
+    assert _state(model) == before
+
+
+def test_a_place_that_can_not_be_written_is_refused_first(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", str(model), *QUICK, "--out", str(tmp_path / "no" / "x.json")]) == 3
+    assert run(["bench", str(model), *QUICK, "--out", str(tmp_path)]) == 3
+    assert "warm" not in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name)
+    )
+    assert run(["bench", str(model), *QUICK, "--plot", str(tmp_path / "x.png")]) == 5
+    assert "pip install 'mfload[bench]'" in capsys.readouterr().err
+
+
+# What is left behind ----------------------------------------------------------------------------
+
+
+def _children(pid: int) -> list[int]:
+    """Measuring processes that name this parent."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            continue
+        if b"mfload.bench.child" in words and str(pid).encode() in words and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def running(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A bench in the middle of its work, its child hanging in an import."""
+    fake = tmp_path / "fakes" / "torch"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("import time\ntime.sleep(100)")
+    command = [sys.executable, "-P", "-m", "mfload", "bench", str(model), "--quick", "--warm",
+               "--frameworks", "torch"]  # fmt: skip
+    path = os.pathsep.join([str(fake.parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+    )
+    deadline = time.monotonic() + 60
+    while not _children(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert _children(process.pid)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_an_interrupt_leaves_nothing(running: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    running.send_signal(signal.SIGINT)
+    assert running.wait(30) == 130
+    assert _children(running.pid) == []
+    assert list(tmp_path.glob("mfload-bench-*")) == []
+
+
+def test_a_killed_bench_leaves_no_process(running: subprocess.Popen[bytes]) -> None:
+    running.kill()
+    running.wait(30)
+    deadline = time.monotonic() + 10
+    while _children(running.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert _children(running.pid) == []

@@ -1,0 +1,143 @@
+"""`mfload plan` and `mfload load`: what would happen, and what happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Run, process
+
+import mfload
+from mfload.cli import options, progress
+from mfload.cli.output import fancy
+
+
+def test_a_plan_is_the_librarys(run: Run, model: Path) -> None:
+    data = run("plan", model, "--json").json
+    assert data == _plain(mfload.plan(model).as_dict())
+    assert data["tensors"] == 6
+    ran = run("plan", model)
+    assert ran.out.rstrip() == str(mfload.plan(model))
+    assert (ran.code, ran.err) == (0, "")
+
+
+def _plain(data: dict[str, object]) -> object:
+    import json
+
+    return json.loads(json.dumps(data))
+
+
+@pytest.mark.parametrize("name", ["plan", "load"])
+def test_options_reach_the_library(run: Run, model: Path, name: str) -> None:
+    def asked(*arguments: str) -> dict[str, object]:
+        data = run(name, model, "--json", *arguments).json
+        return data["runs"][0] if name == "load" else data
+
+    assert asked("--names", "q")["tensors"] == 4
+    assert asked("--engine", "mmap")["mapped_bytes"]
+    assert asked("--threads", "3")["threads"] == 3
+    assert asked("--framework", "np")["framework"] == "numpy"
+    whole = asked()["result_bytes"]
+    assert asked("--dtype", "float64")["result_bytes"] > whole
+    by_name = asked("--dtype", "embed=float64", "--dtype", "q=float64")
+    assert by_name["result_bytes"] == asked("--dtype", "float64")["result_bytes"]
+    assert asked("--dtype", "steps=complex64")["result_bytes"] == whole
+    assert asked("--names", "bias", "--dtype", "bias=bf16")["result_bytes"] == 32
+    assert asked("--landing", "mfload")["result_bytes"] == whole
+    assert (
+        asked("--max-host-overhead", "8MiB", "--timeout", "60", "--device", "cpu")["tensors"] == 6
+    )
+    assert run(name, model, "--max-host-overhead", "1kB").code == 2
+
+
+def test_a_load_says_what_happened(run: Run, model: Path) -> None:
+    ran = run("load", model)
+    assert (ran.code, ran.err) == (0, "")
+    names = [line.split()[0] for line in ran.out.splitlines()]
+    assert names == [
+        "loaded",
+        "time",
+        "stages",
+        "read",
+        "mapped",
+        "aliased",
+        "peak",
+        "threads",
+        "route",
+    ]
+    assert ran.out.startswith("loaded   6 numpy tensors, 5.07 KiB\n")
+    data = run("load", model, "--json").json["runs"][0]
+    assert data["result_bytes"] == 5192
+    assert data["route"] == [[str(model), "pread", "small read"]]
+
+
+def test_repeats_are_told_one_by_one(run: Run, model: Path) -> None:
+    ran = run("load", model, "--repeat", "3")
+    rows = [line.split() for line in ran.out.split("\n\n")[1].splitlines()]
+    assert [row[0] for row in rows] == ["run", "1", "2", "3", "median"]
+    assert len(run("load", model, "--repeat", "3", "--json").json["runs"]) == 3
+
+
+def test_a_framework_prints_nothing_on_standard_output(model: Path) -> None:
+    ran = process("load", model, "--framework", "torch", "--json")
+    assert ran.json["runs"][0]["framework"] == "torch"
+
+
+class _Screen:
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+def test_a_bar_waits_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = _Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.bar("reading") as shown:
+        assert shown
+        shown(1, 10)
+        shown(10, 10)
+    assert screen.text == ""
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    with progress.bar("reading") as shown:
+        assert shown
+        shown(1 << 30, 10 << 30)
+        # Its threads may be many, and the total may grow.
+        shown(2 << 30, 11 << 30)
+    assert "reading" in screen.text
+    # Nothing is drawn after its end.
+    ended = screen.text
+    shown(3 << 30, 11 << 30)
+    assert screen.text == ended
+
+
+def test_where_nobody_looks_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.bar("reading") as shown:
+        assert shown is False
+    monkeypatch.setattr("sys.stderr", _Screen())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not fancy(_Screen())
+    with progress.bar("reading") as shown:
+        assert shown is False
+
+
+def test_names_of_options_are_those_of_the_library() -> None:
+    import inspect
+
+    from mfload.cli import load, plan
+
+    ours = {*inspect.signature(load.command).parameters}
+    assert {*inspect.signature(mfload.load).parameters} - ours <= {"progress", "report"}
+    assert {*inspect.signature(mfload.plan).parameters} <= {
+        *inspect.signature(plan.command).parameters
+    }
+    assert options.dtypes is not None

@@ -1,0 +1,144 @@
+"""Names from a stranger's header: one line each, harmless, and whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import samples
+from hypothesis import example, given, strategies as st
+
+from mfload import errors
+from mfload.cli import app, output, text
+
+NASTY = st.one_of(
+    st.text(max_size=40),
+    st.lists(
+        st.sampled_from(
+            ["\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "[red]", "[/]", "[link=x]", "\n", "\r", "\t",
+             "\u2028", "\u202e", "\x85", "雪", "👩‍🚀", "e\u0301", ".", "..", " ", "\\n", "%s", "{}",
+             "\0", ":smile:"]
+        ),
+        max_size=12,
+    ).map("".join),
+)  # fmt: skip
+
+
+@contextmanager
+def _file(names: list[str]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as directory:
+        rows = [(name, "U8", (1,), b"x") for name in names]
+        yield samples.save_raw(Path(directory) / "x.safetensors", rows)
+
+
+def _run(*arguments: object) -> str:
+    out = StringIO()
+    with redirect_stdout(out):
+        assert app.run([str(each) for each in arguments]) == 0
+    return out.getvalue()
+
+
+@given(st.lists(NASTY.filter(lambda x: x != "__metadata__"), unique=True, max_size=6))
+@example(["", " ", "a\nb", "a\\nb"])
+def test_one_harmless_line_a_tensor(names: list[str]) -> None:
+    with _file(names) as path:
+        printed = _run("ls", path, "--quiet")
+        lines = printed.split("\n")
+        assert lines.pop() == ""
+        assert len(lines) == len(names)
+        assert printed.replace("\n", "").isprintable()
+        for line, name in zip(lines, names, strict=True):
+            assert line == f"U8  [1]  1 B  {text.clean(name)}".rstrip()
+        assert _run("ls", path, "--tree").replace("\n", "").isprintable()
+        data = json.loads(_run("ls", path, "--json"))
+        assert [each["name"] for each in data["tensors"]] == names
+
+
+@given(NASTY)
+def test_a_drawn_table_is_as_harmless(name: str) -> None:
+    class Screen(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Screen()
+    environment = {"TERM": "xterm", "COLUMNS": "200", "NO_COLOR": "1"}
+    before = {key: os.environ.get(key) for key in environment}
+    os.environ.update(environment)
+    try:
+        with redirect_stdout(screen):
+            output.print_table(["head"], [[name]])
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+    drawn = re.sub(r"\x1b\[\d*m", "", screen.getvalue())
+    assert drawn.replace("\n", "").isprintable()
+    assert text.clean(name).strip() in drawn
+
+
+@given(st.text())
+def test_clean_leaves_what_is_harmless(value: str) -> None:
+    cleaned = text.clean(value)
+    assert cleaned.isprintable()
+    if value.isprintable():
+        assert cleaned == value
+
+
+def test_wide_characters_take_two_columns() -> None:
+    assert [text.cells(each) for each in ("", "ab", "雪", "e\u0301", "ａ")] == [0, 2, 2, 1, 2]
+    lines = list(output.aligned([["雪", "1"], ["ab", "2"], ["", "3"]], ()))
+    assert lines == ["雪  1", "ab  2", "    3"]
+
+
+def test_columns() -> None:
+    rows = [["a", "1", "x"], ["bbb", "200", ""]]
+    assert list(output.aligned(rows, [1])) == ["a      1  x", "bbb  200"]
+    assert list(output.aligned([], ())) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "nbytes"),
+    [("0", 0), ("4096", 4096), ("256MiB", 256 << 20), ("1.5GB", 1_500_000_000), ("64k", 64_000),
+     ("64K", 64_000), ("1 GiB", 1 << 30), ("2tib", 2 << 40), ("0.5KiB", 512), ("1b", 1),
+     ("1.000000000001TB", 10**12 + 1), (" 3 ", 3), ("7Gi", 7 << 30), ("1PB", 10**15)],
+)  # fmt: skip
+def test_sizes_as_typed(typed: str, nbytes: int) -> None:
+    assert text.size(typed) == nbytes
+
+
+@pytest.mark.parametrize(
+    "typed", ["", "x", "-1", "1.2.3", "MiB", "1 apple", "1e9", "0x10", "1iB", "1i", "١"]
+)
+def test_what_is_no_size(typed: str) -> None:
+    with pytest.raises(errors.UsageError, match="not a size"):
+        text.size(typed)
+
+
+@given(st.integers(0, 10**18))
+def test_bytes_are_taken_as_they_are(nbytes: int) -> None:
+    assert text.size(str(nbytes)) == nbytes
+
+
+def test_json_takes_what_reports_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    class Has:
+        def as_dict(self) -> dict[str, float]:
+            return {"x": float("inf")}
+
+    data = {"path": Path("a"), "count": np.int64(3), "nan": float("nan"), "has": Has(), "t": (1,)}
+    output.print_json(data)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out, parse_constant=lambda x: pytest.fail(x)) == {
+        "path": "a", "count": 3, "nan": "nan", "has": {"x": "inf"}, "t": [1],
+    }  # fmt: skip

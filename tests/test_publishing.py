@@ -1,0 +1,504 @@
+"""Publishing: names, links, permissions, races, leftovers, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import faults
+import numpy as np
+import pytest
+import scenarios
+
+import mfload
+from mfload import errors, publishing, renaming
+from mfload.io import folders
+from mfload.io.drafts import Draft
+from mfload.publishing import Target
+from mfload.targets import Place
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")
+WAYS: list[Callable[[], AbstractContextManager[None]]] = [
+    nullcontext,
+    faults.no_tmpfile,
+    faults.no_links,
+]
+OLD, NEW = scenarios.arrays(1), scenarios.arrays(2)
+
+
+@pytest.fixture(autouse=True)
+def no_descriptors_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def found(path: Path) -> str:
+    return scenarios.found(path, {"old": OLD, "new": NEW})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class TestTarget:
+    """As others use it, who bring their own bytes."""
+
+    def write(self, target: Target, parts: list[bytes], held: list[list[str]]) -> Any:
+        with target.drafts([len(part) for part in parts]) as drafts:
+            for draft, part in zip(drafts, parts, strict=True):
+                draft.write(0, np.frombuffer(part, np.uint8))
+                draft.sync()
+            return target.publish(drafts, held, sum(map(len, parts)))
+
+    def test_one_file(self, tmp_path: Path) -> None:
+        there = self.write(Target(tmp_path / "a.bin"), [b"x" * 5000], [["w"]])
+        assert there == ((str(tmp_path / "a.bin"),), ())
+        assert files(tmp_path) == {"a.bin": b"x" * 5000}
+
+    def test_several(self, tmp_path: Path) -> None:
+        there = self.write(Target(tmp_path), [b"x", b"yy"], [["a"], ["b", "c"]])
+        assert [os.path.basename(file) for file in there.files] == [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+        ]
+        assert {os.path.basename(file) for file in there.files} == files(tmp_path).keys()
+
+    def test_what_is_not_published_is_gone(self, tmp_path: Path) -> None:
+        for way in WAYS:
+            with way(), Target(tmp_path / "a.safetensors").drafts([10, 20]) as drafts:
+                drafts[0].write(0, np.zeros(10, np.uint8))
+            assert os.listdir(tmp_path) == []
+
+    def test_a_file_that_is_not_whole_is_not_published(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(errors.WriteError, match="not whole"),
+            Target(tmp_path).drafts([10]) as (draft,),
+        ):
+            draft.sync()
+        assert os.listdir(tmp_path) == []
+
+
+class TestExisting:
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("old", [None, 9000])
+    @pytest.mark.parametrize("new", [None, 9000])
+    def test_nothing_is_replaced_unless_asked_for(
+        self,
+        old: int | None,
+        new: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=old)
+        before = files(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(publishing, "Draft", None)  # Not a byte may be written.
+            with way(), pytest.raises(errors.TargetExistsError) as caught:
+                mfload.save(NEW, tmp_path, max_shard_size=new)
+        assert isinstance(caught.value, FileExistsError)
+        assert os.path.basename(str(caught.value.file)) in before
+        assert files(tmp_path) == before
+
+    @pytest.mark.parametrize(
+        "name",
+        ["model.safetensors", "model.safetensors.index.json", "model-00007-of-00009.safetensors"],
+    )
+    def test_any_file_of_the_checkpoint_counts(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / name).touch()
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, tmp_path)
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("new", [None, 9000])
+    def test_who_comes_between_is_not_replaced(
+        self,
+        new: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        real = Draft.sync
+
+        def sync(draft: Draft) -> None:
+            real(draft)
+            (tmp_path / "model.safetensors").write_text("mine")
+
+        monkeypatch.setattr(Draft, "sync", sync)
+        with way(), pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, tmp_path, max_shard_size=new)
+        assert files(tmp_path) == {"model.safetensors": b"mine"}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(
+        "name",
+        ["model.safetensors", "model.safetensors.index.json", "model-00003-of-00006.safetensors"],
+    )
+    def test_who_comes_between_and_heeds_no_lock_is_not_replaced(
+        self,
+        name: str,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        real = publishing.targets.look
+        looks: list[Any] = []
+
+        def look(place: Place) -> Any:
+            looks.append(real(place))
+            if len(looks) == 4:  # The last look, under the lock.
+                (tmp_path / name).write_text("mine")
+            return looks[-1]
+
+        monkeypatch.setattr(publishing.targets, "look", look)
+        sharded = name != "model.safetensors"
+        if sharded and way is faults.no_links and "-of-" in name:
+            # Renames keep the hidden name for what is taken, and replace nothing.
+            with way():
+                saved = mfload.save(NEW, tmp_path, max_shard_size=6000)
+            assert "hidden names" in saved.notes[0]
+            assert (tmp_path / name).read_text() == "mine"
+            assert found(tmp_path) == "new"
+            return
+        with way(), pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, tmp_path, max_shard_size=6000 if sharded else None)
+        assert files(tmp_path) == {name: b"mine"}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(("left", "right"), [(None, None), (9000, 9000), (None, 9000)])
+    def test_of_two_that_race_one_wins(
+        self,
+        left: int | None,
+        right: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        both = threading.Barrier(2)
+        real = Target.publish
+
+        def publish(target: Target, *args: Any) -> Any:
+            both.wait(20)  # Both have written all they have, and nothing was there.
+            return real(target, *args)
+
+        monkeypatch.setattr(Target, "publish", publish)
+        lost: list[str] = []
+
+        def run(name: str, arrays: Any, limit: int | None) -> None:
+            try:
+                mfload.save(arrays, tmp_path, max_shard_size=limit)
+            except errors.TargetExistsError:
+                lost.append(name)
+
+        threads = [threading.Thread(target=run, args=args)
+                   for args in (("old", OLD, left), ("new", NEW, right))]  # fmt: skip
+        with way():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert [found(tmp_path), *lost] in (["old", "new"], ["new", "old"])
+        assert scenarios.hidden(tmp_path) == []
+
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_of_two_that_replace_both_are_whole(self, limit: int | None, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=limit)
+
+        def run(arrays: Any) -> None:
+            for number in range(10):
+                mfload.save(arrays, tmp_path, max_shard_size=limit and limit + 5000 * (number % 2),
+                            overwrite=True)  # fmt: skip
+
+        threads = [threading.Thread(target=run, args=(arrays,)) for arrays in (OLD, NEW)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found(tmp_path) in ("old", "new")
+        assert scenarios.hidden(tmp_path) == []
+        names = {os.path.basename(path) for path in mfload.open(tmp_path)._index.files}
+        assert files(tmp_path).keys() - {"model.safetensors.index.json"} == names
+
+
+class TestLinks:
+    def test_a_link_is_followed_and_stays(self, tmp_path: Path) -> None:
+        there = tmp_path / "there"
+        there.mkdir()
+        mfload.save(OLD, there / "real.safetensors")
+        link = tmp_path / "model.safetensors"
+        link.symlink_to("there/real.safetensors")
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, link)
+        saved = mfload.save(NEW, link, overwrite=True)
+        assert saved.files == (str(there / "real.safetensors"),)
+        assert link.is_symlink()
+        assert found(link) == found(tmp_path) == found(there) == "new"
+        assert os.listdir(there) == ["real.safetensors"]
+
+    def test_a_link_that_leads_nowhere_yet(self, tmp_path: Path) -> None:
+        link = tmp_path / "link.safetensors"
+        link.symlink_to("real.safetensors")
+        mfload.save(NEW, link)
+        assert link.is_symlink()
+        assert found(tmp_path / "real.safetensors") == "new"
+
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_a_hub_s_snapshot_is_left_alone(self, limit: int | None, tmp_path: Path) -> None:
+        blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+        blobs.mkdir()
+        snapshot.mkdir()
+        mfload.save(OLD, blobs, max_shard_size=9000)
+        for path in blobs.iterdir():
+            (snapshot / path.name).symlink_to(path)
+        before = files(blobs)
+        with pytest.raises(errors.TargetError) as caught:
+            mfload.save(NEW, snapshot, max_shard_size=limit, overwrite=True)
+        assert "symbolic link" in str(caught.value)
+        assert files(blobs) == before
+        assert all(path.is_symlink() for path in snapshot.iterdir())
+        assert found(snapshot) == "old"
+
+    def test_shards_are_not_written_through_a_link(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "real.safetensors")
+        link = tmp_path / "model.safetensors"
+        link.symlink_to("real.safetensors")
+        with pytest.raises(errors.TargetError, match="through a symbolic link"):
+            mfload.save(NEW, link, max_shard_size=9000, overwrite=True)
+        assert found(link) == "old"
+
+    def test_a_link_beside_an_index_is_not_written_through(self, tmp_path: Path) -> None:
+        there, here = tmp_path / "there", tmp_path / "here"
+        there.mkdir()
+        here.mkdir()
+        mfload.save(OLD, here, max_shard_size=9000)
+        (here / "model.safetensors").symlink_to("../there/model.safetensors")
+        with pytest.raises(errors.TargetError, match="through a symbolic link"):
+            mfload.save(NEW, here / "model.safetensors", overwrite=True)
+        assert found(here) == "old"
+        assert os.listdir(there) == []
+
+    def test_something_else_where_a_shard_would_be(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path)
+        (tmp_path / "model-00002-of-00006.safetensors").mkdir()
+        with pytest.raises(errors.TargetError, match="directory"):
+            mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        assert found(tmp_path / "model.safetensors") == "old"
+
+    def test_other_names_of_the_old_file_keep_it(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "a.safetensors")
+        os.link(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        mfload.save(NEW, tmp_path / "a.safetensors", overwrite=True)
+        assert found(tmp_path / "b.safetensors") == "old"
+
+
+class TestPermissions:
+    @pytest.fixture(autouse=True)
+    def umask(self) -> Iterator[None]:
+        before = os.umask(0o022)
+        yield
+        os.umask(before)
+
+    def modes(self, folder: Path) -> dict[str, int]:
+        return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_new_files_are_as_any(
+        self, limit: int | None, way: Callable[[], AbstractContextManager[None]], tmp_path: Path
+    ) -> None:
+        with way():
+            mfload.save(OLD, tmp_path, max_shard_size=limit)
+        assert set(self.modes(tmp_path).values()) == {0o644}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(("old", "new"), [(None, None), (9000, 9000), (9000, 6000),
+                                              (None, 9000), (9000, None)])  # fmt: skip
+    def test_what_is_replaced_hands_its_own_on(
+        self,
+        old: int | None,
+        new: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=old)
+        for path in tmp_path.iterdir():
+            path.chmod(0o600)
+        with way():
+            mfload.save(NEW, tmp_path, max_shard_size=new, overwrite=True)
+        assert set(self.modes(tmp_path).values()) == {0o600}
+
+
+class TestLeftovers:
+    def leave(self, folder: Path) -> list[str]:
+        """Has a writer without O_TMPFILE die before it publishes."""
+        code = (
+            "import os, sys, faults, scenarios\n"
+            "with faults.no_tmpfile(), faults.steps(faults.killing(5)):\n"
+            "    scenarios.SCENARIOS['single-single'].save(__import__('pathlib').Path(sys.argv[1]),"
+            " scenarios.arrays(1))\n"
+        )
+        subprocess.run(
+            [sys.executable, "-c", code, str(folder)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+            check=False,
+        )
+        return scenarios.hidden(folder)
+
+    def test_a_dead_writer_s_are_removed_by_the_next_save(self, tmp_path: Path) -> None:
+        assert len(self.leave(tmp_path)) == 1
+        mfload.save(OLD, tmp_path / "other.safetensors")
+        assert len(scenarios.hidden(tmp_path)) == 1  # Another checkpoint's: not its business.
+        mfload.save(NEW, tmp_path, overwrite=True)
+        assert scenarios.hidden(tmp_path) == []
+
+    def test_a_live_writer_s_are_not(self, tmp_path: Path) -> None:
+        with faults.no_tmpfile():
+            context = Target(tmp_path, True).drafts([10])
+            (draft,) = context.__enter__()
+        assert len(scenarios.hidden(tmp_path)) == 1
+        mfload.save(NEW, tmp_path)
+        assert len(scenarios.hidden(tmp_path)) == 1
+        assert draft.is_at(draft.hidden)
+        context.__exit__(None, None, None)
+        assert scenarios.hidden(tmp_path) == []
+
+    def test_where_locks_are_not_known_nothing_is_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = self.leave(tmp_path)
+        monkeypatch.setattr(folders, "fcntl", None)
+        mfload.save(NEW, tmp_path, overwrite=True)
+        assert scenarios.hidden(tmp_path) == left
+
+    def test_those_of_which_a_checkpoint_is_made_are_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with faults.no_links():
+            saved = mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        kept = scenarios.hidden(tmp_path)
+        assert len(kept) == 6
+        assert "hidden names" in saved.notes[0]
+        monkeypatch.setattr(Target, "publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            mfload.save(OLD, tmp_path, overwrite=True)
+        assert scenarios.hidden(tmp_path) == kept
+        assert found(tmp_path) == "new"
+
+
+class TestRefused:
+    def test_nothing_over_shards(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with pytest.raises(errors.TargetError, match="nothing can't take the place"):
+            mfload.save({}, tmp_path, overwrite=True)
+        assert found(tmp_path) == "old"
+        assert scenarios.hidden(tmp_path) == []
+
+    def test_one_over_shards_without_links_and_index(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        (tmp_path / "model.safetensors.index.json").unlink()
+        before = files(tmp_path)
+        with faults.no_links(), pytest.raises(errors.TargetError, match="hard links"):
+            mfload.save(NEW, tmp_path, overwrite=True)
+        assert files(tmp_path) == before
+
+    def test_one_without_links_over_that_to_which_an_index_leads(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(OLD, "model.safetensors")})
+        )
+        with faults.no_links(), pytest.raises(errors.TargetError, match="hard links"):
+            mfload.save(NEW, tmp_path, overwrite=True)
+        assert found(tmp_path) == "old"
+        mfload.save(NEW, tmp_path, overwrite=True)
+        assert found(tmp_path) == "new"
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+class TestOthers:
+    def test_other_checkpoints_are_not_touched(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "other.safetensors", max_shard_size=9000)
+        mfload.save(OLD, tmp_path / "model2.safetensors")
+        before = files(tmp_path)
+        mfload.save(OLD, tmp_path / "model.safetensors", max_shard_size=9000)
+        mfload.save(NEW, tmp_path / "model.safetensors", max_shard_size=6000, overwrite=True)
+        mfload.save(NEW, tmp_path / "model.safetensors", overwrite=True)
+        after = files(tmp_path)
+        assert after.pop("model.safetensors")
+        assert after == before
+
+    def test_files_that_another_index_leads_to_are_kept(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        shutil_index = (tmp_path / "model.safetensors.index.json").read_bytes()
+        (tmp_path / "copy.safetensors.index.json").write_bytes(shutil_index)
+        mfload.save(NEW, tmp_path / "model.safetensors", overwrite=True)
+        assert found(tmp_path / "copy.safetensors.index.json") == "old"
+        assert found(tmp_path / "model.safetensors") == "new"
+
+    def test_who_names_the_directory_is_told_of_neighbours(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "other.safetensors")
+        assert mfload.save(NEW, tmp_path / "model.safetensors").notes == ()
+        saved = mfload.save(NEW, tmp_path, overwrite=True)
+        assert saved.notes == (
+            "other.safetensors lies beside it: load model.safetensors by its name, not the "
+            "directory",
+        )
+        assert mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True).notes == ()
+        assert found(tmp_path) == "new"
+        mfload.save(OLD, tmp_path / "other.safetensors", max_shard_size=9000, overwrite=True)
+        saved = mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        assert "other.safetensors.index.json lies beside it" in saved.notes[0]
+
+    def test_what_can_t_be_removed_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        real = os.unlink
+
+        def unlink(path: Any, **options: Any) -> None:
+            if "-00002-of-" in str(path):
+                raise PermissionError(errno.EPERM, "sticky")
+            real(path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink)
+            saved = mfload.save(NEW, tmp_path, overwrite=True)
+        assert "could not be removed" in saved.notes[0]
+        # Without its index the directory would hold both.
+        assert saved.files[-1].endswith(".index.json")
+        assert found(tmp_path) == "new"
+        mfload.save(OLD, tmp_path, overwrite=True)
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+class TestRenameFree:
+    @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.ENOSYS])
+    def test_it_replaces_nothing(
+        self, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if code is not None:
+            # As on systems that have no such call.
+            monkeypatch.setattr(renaming, "_linux", False)
+        a, b = tmp_path / "a", tmp_path / "b"
+        a.write_text("a")
+        b.write_text("b")
+        with pytest.raises(FileExistsError):
+            renaming._rename_free(str(a), str(b))
+        assert (a.read_text(), b.read_text()) == ("a", "b")
+        b.unlink()
+        renaming._rename_free(str(a), str(b))
+        assert b.read_text() == "a"
+        with pytest.raises(OSError) as caught:
+            renaming._rename_free(str(a), str(tmp_path / "c"))
+        assert caught.value.errno == errno.ENOENT
