@@ -105,7 +105,7 @@ html_theme_options = {
         "color-brand-content": "#5ed3bf",
     },
 }
-# (The theme's own styles switch on the log of everybody.)
+# The theme's own styles would switch on everybody's log.
 pygments_style = "xcode"
 pygments_dark_style = "github-dark"
 copybutton_prompt_text = r"\$ |>>> "

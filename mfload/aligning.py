@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mfload import errors, published, rewriting
-from mfload.formats import checkpoint, finding, layout, safetensors
+from mfload import errors, inplace, rewriting
+from mfload.formats import checkpoint, layout, safetensors
 from mfload.formats.finding import Path
 from mfload.formats.layout import Entry, Layout
 from mfload.index import Index, TensorInfo
@@ -115,7 +114,7 @@ def align(
     Settings(threads=threads)
     limit, align = layout.shard_limit(max_shard_size), layout.check_align(align)
     index, sources = deadline.bound(lambda: checkpoint.read(source), "reading headers")
-    place = Target(_own_place(source, index) if target is None else target, overwrite)
+    place = Target(inplace.own_place(source, index) if target is None else target, overwrite)
     layouts = _layouts(index, sources, limit, align)
     old, known = _manifest(source, index)
     size = sum(made.size for made in layouts)
@@ -134,36 +133,6 @@ def align(
         notes.append(_write_manifest(place, there.files, index.tensors, digests, sums))
     took = time.perf_counter() - start
     return Aligned(there.files, len(index), size, took, tuple(dict.fromkeys(notes)))
-
-
-def _own_place(source: Path | Sequence[Path], index: Index) -> str:
-    """The place of the source itself, where all of it would be replaced.
-
-    Raises:
-        UsageError: Other files than those it is made of would lie there afterwards.
-    """
-    files = index.files
-    for file in files:
-        if published.is_blob(file):
-            raise errors.UsageError(
-                "a hub's cache names files by what they hold; name another target", file=file
-            )
-    if len(files) == 1:
-        return files[0]
-    found = finding.find(source)
-    directory = os.path.dirname(files[0])
-    if found.placed is not None and found.name is not None:
-        stem = os.path.basename(found.name).removesuffix(finding.INDEX_SUFFIX)
-    else:
-        stem = finding.stem(os.path.basename(files[0]))
-        shard = re.compile(re.escape(stem) + r"-\d+-of-\d+" + re.escape(finding.SUFFIX))
-        names = [os.path.basename(file) for file in files if os.path.dirname(file) == directory]
-        if found.name is None or not all(shard.fullmatch(name) for name in names):
-            raise errors.UsageError(
-                "several files that are no shards; name a target, or align one by one",
-                file=directory,
-            )
-    return os.path.join(directory, stem + finding.SUFFIX)
 
 
 class _AsStored(Entry):
@@ -203,9 +172,7 @@ def _manifest(source: Path | Sequence[Path], index: Index) -> tuple[str, Manifes
     return path, Manifest.read(path) if os.path.exists(path) else None
 
 
-def _compare(
-    index: Index, digests: Mapping[str, str], path: str, known: Manifest | None
-) -> None:
+def _compare(index: Index, digests: Mapping[str, str], path: str, known: Manifest | None) -> None:
     if known is None:
         return
     for info in index.tensors.values():

@@ -45,8 +45,11 @@ class Change(NamedTuple):
     at: tuple[int, ...] | None
 
     def order(self) -> Any:
-        """Sorts the largest change first: what can't be compared, then NaN on one side alone,
-        then by absolute difference."""
+        """Sorts the largest change first.
+
+        What can't be compared comes before, then NaN on one side alone, then the absolute
+        difference counts.
+        """
         compared = self.differing is not None
         most, count = self.max_abs or 0, self.differing or 0
         return compared, -(self.nans or 0), -most, -count, self.equal, self.name
@@ -122,7 +125,9 @@ class Difference:
                 some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
                 rows.append((what, f"{len(names)}: {some}"))
         speed = self.read_bytes / self.seconds / 2**30 if self.seconds else 0.0
-        rows.append(("read", f"{human(self.read_bytes)} in {self.seconds:.3g} s, {speed:.2f} GiB/s"))
+        rows.append(
+            ("read", f"{human(self.read_bytes)} in {self.seconds:.3g} s, {speed:.2f} GiB/s")
+        )
         return rows + [("note", note) for note in self.notes]
 
     def __str__(self) -> str:

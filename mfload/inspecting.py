@@ -133,7 +133,9 @@ def _check_twice(seen: Inspected) -> None:
     for row in itertools.chain.from_iterable(seen.rows):
         if first[row.name] is not row:
             holders = f"{seen.file_of(first[row.name])} and {seen.file_of(row)}"
-            seen.problems.append(Problem("two files hold the tensor", None, row.name, None, holders))
+            seen.problems.append(
+                Problem("two files hold the tensor", None, row.name, None, holders)
+            )
 
 
 def _check_index(seen: Inspected, found: Found, placed: Mapping[str, str]) -> None:

@@ -222,6 +222,4 @@ def _bad(
     path: str, expected: object, found: Any, tensor: str | None = None, what: str = "malformed"
 ) -> errors.HeaderError:
     what = "the manifest is malformed" if what == "malformed" else what
-    return errors.HeaderError(
-        what, file=path, tensor=tensor, expected=expected, found=brief(found)
-    )
+    return errors.HeaderError(what, file=path, tensor=tensor, expected=expected, found=brief(found))

@@ -49,7 +49,7 @@ def expected(given: Sums, files: Sequence[str]) -> dict[str, Sum]:
         return {}
     if isinstance(given, Mapping):
         return _named(given, files)
-    if not isinstance(given, str | os.PathLike):
+    if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         wanted = '"auto", 64 hexadecimal digits, a path, or {file: digits}'
         raise errors.UsageError("sha256", expected=wanted, found=repr(given))
     if given == AUTO:

@@ -105,11 +105,11 @@ def save(
                     for job in _jobs(draft, made, wanted):
                         writers.put(job)
                         del job
-                writers.drain()
+                    # One by one: a draft that is synced has one descriptor instead of two.
+                    writers.drain()
+                    draft.sync()
             finally:
                 writers.close()
-        for draft in drafts:
-            draft.sync()
         total = sum(row.nbytes for made in layouts for row in made.tensors)
         held = [[row.name for row in made.tensors] for made in layouts]
         published = target.publish(drafts, held, total)

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 
 from mfload import inspecting
-from mfload.digesting import Checksums, Digesting
+from mfload.digesting import Digesting
 from mfload.equality import Equality
+from mfload.expecting import Checksums, Expecting
 from mfload.formats.finding import Path
 from mfload.io.deadline import Deadline
 from mfload.manifest import Manifest
@@ -67,9 +68,10 @@ def verify(
     deadline = Deadline(timeout)
     Settings(threads=threads)
     seen = deadline.bound(lambda: inspecting.inspect(path), "reading headers")
-    digesting = Digesting(
+    expecting = Expecting(
         seen, path, checksums=checksums, manifest=manifest, sha256=sha256, overwrite=overwrite
     )
+    digesting = Digesting(seen, expecting)
     equality = None
     if against is not None:
         other = deadline.bound(lambda: inspecting.inspect(against), "reading headers")
@@ -79,13 +81,13 @@ def verify(
         digesting.run(threads, deadline, advance)
         if equality is not None:
             equality.run(threads, deadline, advance)
-    digesting.write()
+    lies = digesting.write(overwrite=overwrite) if expecting.writes else expecting.path
     tensors = seen.tensors
     checked = {
         "headers": True,
         "index": seen.indexed,
         "checksums": checksums is not None,
-        "sha256": bool(digesting.sums),
+        "sha256": bool(expecting.sums),
         "against": equality is not None,
     }
     return Verification(
@@ -97,5 +99,5 @@ def verify(
         sum(info.nbytes for info in tensors.values()),
         total + (equality.nbytes if equality is not None else 0),
         time.perf_counter() - start,
-        digesting.manifest,
+        lies,
     )

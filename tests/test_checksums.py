@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import sys
 import threading
@@ -54,7 +55,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
     size, rows, cuts = layout
     data = _data(size, seed)
     witness = Witness(rows, {0: size} if whole else None)
-    blocks = [Block(0, a, b - a, ()) for a, b in zip(cuts, cuts[1:], strict=False)]
+    blocks = [Block(0, a, b - a, ()) for a, b in itertools.pairwise(cuts)]
     delays = random.Random(seed)
 
     class Reader:

@@ -387,7 +387,7 @@ for engine in ("auto", "pread", "direct", "mmap"):
     print(report.route[0][1], end=" ")
 """
 _NOT_ON_MACOS = ("O_DIRECT", "posix_fadvise", "sched_getaffinity", "MADV_HUGEPAGE")
-_NOT_ON_WINDOWS = (*_NOT_ON_MACOS, "preadv", "pread", "sysconf", "register_at_fork",
+_NOT_ON_WINDOWS = (*_NOT_ON_MACOS, "preadv", "pread", "sysconf", "fork", "register_at_fork",
                    "O_NONBLOCK", "O_CLOEXEC")  # fmt: skip
 
 

@@ -158,6 +158,29 @@ class TestFromOs:
         assert errors.from_os(error, "f", "read") is error
 
 
+class TestFromTarget:
+    FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+    @pytest.mark.parametrize("action", ["write", "write to the disk", "rename"])
+    def test_every_number(self, action: str) -> None:
+        other = errors.WriteError if action.startswith("write") else errors.TargetError
+        for number in errno.errorcode:
+            wanted = errors.WriteError if number in self.FAILED else other
+            if number == errno.EEXIST:
+                wanted = errors.TargetExistsError
+            error = errors.from_target(OSError(number, os.strerror(number)), "some/f", action)
+            assert type(error) is wanted
+            assert (error.errno, error.strerror) == (number, os.strerror(number))
+            assert str(error) == f"could not {action}: {os.strerror(number)} [file: some/f]"
+            arrived = pickle.loads(pickle.dumps(error))
+            assert (arrived.errno, str(arrived)) == (number, str(error))
+
+    def test_what_it_carries(self) -> None:
+        error = errors.from_target(OSError("odd"), "f", "link", expected=1, found=2)
+        assert str(error) == "could not link: odd [file: f; expected: 1; found: 2]"
+        assert errors.from_target(error, "g", "x") is error
+
+
 # --- nothing else gets out -----------------------------------------------------------------------
 
 
@@ -236,6 +259,30 @@ def test_odd_arguments(argument: str, file: Path) -> None:
 @hypothesis.given(st.dictionaries(st.sampled_from(ARGUMENTS), st.sampled_from(VALUES), max_size=3))
 def test_odd_arguments_together(file: Path, options: dict[str, Any]) -> None:
     only_ours(mfload.load, file, **{"framework": "numpy", **options})
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: repr(p)[:30])
+def test_odd_targets(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(path, str | bytes) and os.fsdecode(path).startswith(("/", "~")):
+        pytest.skip("not in the test's own directory")
+    monkeypatch.chdir(tmp_path)
+    only_ours(mfload.save, {"w": b"no array"}, path)
+    only_ours(mfload.save, {}, path)
+    # Where it went well, it is a file that loads.
+    for each in tmp_path.iterdir():
+        assert mfload.load(each, framework="numpy") == {}
+
+
+@pytest.mark.parametrize("argument", ["metadata", "align", "max_shard_size", "overwrite"])
+def test_odd_arguments_of_a_save(argument: str, tmp_path: Path) -> None:
+    for value in VALUES:
+        only_ours(mfload.save, {}, tmp_path / "f.safetensors", **{argument: value})
+
+
+@pytest.mark.parametrize("arrays", VALUES, ids=lambda p: repr(p)[:30])
+def test_odd_arrays(arrays: Any, tmp_path: Path) -> None:
+    only_ours(mfload.save, arrays, tmp_path)
+    only_ours(mfload.save, {"w": arrays}, tmp_path, overwrite=True)
 
 
 def test_odd_questions_to_an_opened_checkpoint(file: Path) -> None:

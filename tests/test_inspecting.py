@@ -180,7 +180,8 @@ def test_a_file_that_suits_needs_no_hint(tmp_path: Path) -> None:
     path.write_bytes((4088).to_bytes(8, "little") + header + raw[8 + length :])
     (note,) = inspecting.inspect(path).notes
     assert note == (
-        "2 of 3 tensors begin on a multiple of 64 bytes, and the data of 1 of 1 files on one of 4096"
+        "2 of 3 tensors begin on a multiple of 64 bytes, "
+        "and the data of 1 of 1 files on one of 4096"
     )
 
 

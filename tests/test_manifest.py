@@ -22,12 +22,8 @@ _tensors = st.builds(
     st.lists(st.integers(0, 2**64 - 1), max_size=4).map(tuple),
     st.text(_hex, min_size=32, max_size=32),
 )
-_files = st.builds(
-    FileEntry, st.integers(0, 2**63 - 1), st.text(_hex, min_size=64, max_size=64)
-)
-_manifests = st.builds(
-    Manifest, st.dictionaries(_names, _tensors), st.dictionaries(_names, _files)
-)
+_files = st.builds(FileEntry, st.integers(0, 2**63 - 1), st.text(_hex, min_size=64, max_size=64))
+_manifests = st.builds(Manifest, st.dictionaries(_names, _tensors), st.dictionaries(_names, _files))
 
 GOOD = {
     "mfload_checksums": 1,

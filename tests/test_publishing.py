@@ -18,14 +18,17 @@ import faults
 import numpy as np
 import pytest
 import scenarios
+from test_saving_kill import memory
 
 import mfload
 from mfload import errors, publishing, renaming
+from mfload.formats import safetensors
 from mfload.io import folders
 from mfload.io.drafts import Draft
 from mfload.publishing import Target
 from mfload.targets import Place
 
+__all__ = ["memory"]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")
 WAYS: list[Callable[[], AbstractContextManager[None]]] = [
     nullcontext,
@@ -502,3 +505,82 @@ class TestRenameFree:
         with pytest.raises(OSError) as caught:
             renaming._rename_free(str(a), str(tmp_path / "c"))
         assert caught.value.errno == errno.ENOENT
+
+
+class TestReaders:
+    """Who loads while a checkpoint is replaced finds one of the two, or an error; never a mix."""
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(
+        "name", [name for name, each in scenarios.SCENARIOS.items() if each.old != 0]
+    )
+    def test_a_save_between_any_two_headers(
+        self,
+        name: str,
+        way: Callable[[], AbstractContextManager[None]],
+        memory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        if (name, way) == ("no-index-single", faults.no_links):
+            pytest.skip("refused: see above")
+        scenario = scenarios.SCENARIOS[name]
+        real = safetensors.read
+        read: list[str] = []
+
+        def between(file: Any, source: int = 0) -> Any:
+            read.append(file.path)
+            if len(read) == at:
+                with way():
+                    scenario.save(folder, NEW)
+            return real(file, source)
+
+        for at in range(1, 7):
+            folder = memory / str(at)
+            scenario.begin(folder, OLD)
+            read.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(safetensors, "read", between)
+                whole = found(folder)
+            # What is read again after the change is the new one.
+            assert whole == ("new" if len(read) > at or at == 1 else "old")
+            assert found(folder) == ("new" if len(read) >= at else "old")
+
+    def test_a_checkpoint_that_never_rests(
+        self, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, memory, max_shard_size=9000)
+        real = safetensors.read
+
+        def between(file: Any, source: int = 0) -> Any:
+            mfload.save(OLD, memory, max_shard_size=9000, overwrite=True)
+            return real(file, source)
+
+        monkeypatch.setattr(safetensors, "read", between)
+        with pytest.raises((errors.SourceChangedError, errors.CheckpointError)):
+            mfload.open(memory)
+
+    def test_readers_beside_a_writer(self, memory: Path) -> None:
+        mfload.save(OLD, memory, max_shard_size=9000)
+        seen: dict[str, int] = {}
+        stop = threading.Event()
+
+        def look() -> None:
+            while not stop.is_set():
+                try:
+                    what = found(memory)
+                except (errors.SourceError, errors.CheckpointError) as error:
+                    what = type(error).__name__
+                except AssertionError:
+                    what = "mixed"
+                seen[what] = seen.get(what, 0) + 1
+
+        reader = threading.Thread(target=look)
+        reader.start()
+        for number in range(30):
+            limit = [9000, 6000, None][number % 3]
+            mfload.save([NEW, OLD][number % 2], memory, max_shard_size=limit, overwrite=True)
+        stop.set()
+        reader.join()
+        # "nothing": a file that was gone when its bytes were to be read; an error as well.
+        assert seen.keys() <= {"old", "new", "nothing", "SourceChangedError", "CheckpointError"}
+        assert seen.get("old", 0) + seen.get("new", 0) > 0

@@ -112,7 +112,7 @@ def test_every_byte_is_read_once(shards: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sum(read.values()) == sum(f.stat().st_size for f in shards.glob("*.safetensors"))
 
 
-@given(st.data())
+@given(data=st.data())
 @settings(max_examples=30)
 def test_any_flipped_bit_is_found(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

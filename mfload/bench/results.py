@@ -42,7 +42,7 @@ class Results:
     def values(self, case: str, name: str, key: str) -> list[float]:
         """All values of one figure, of the samples that have it."""
         return [
-            s[key] for s in self.samples if s["case"] == case and s["name"] == name 
+            s[key] for s in self.samples if s["case"] == case and s["name"] == name and key in s
         ]
 
     def best(self, case: str, name: str, key: str = "seconds") -> float | None:

@@ -8,6 +8,7 @@ import sys
 COMMAND = "pip install 'mfload[cli]'"
 MISSING = 5
 """Exit code where something that is needed is not installed."""
+INTERRUPTED = 130
 
 
 def main() -> int:
@@ -16,10 +17,13 @@ def main() -> int:
     Returns:
         The exit code (`mfload.cli.exits` lists them).
     """
-    for module in ("typer", "rich"):
-        if importlib.util.find_spec(module) is None:
-            print(f"mfload: error: the command needs {module}: {COMMAND}", file=sys.stderr)
-            return MISSING
-    from mfload.cli.app import run
+    try:
+        for module in ("typer", "rich"):
+            if importlib.util.find_spec(module) is None:
+                print(f"mfload: error: the command needs {module}: {COMMAND}", file=sys.stderr)
+                return MISSING
+        from mfload.cli.app import run
 
-    return run(sys.argv[1:])
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # While it starts; later on it is taken care of there.
+        return INTERRUPTED

@@ -39,7 +39,7 @@ def command(
     timeout: options.Timeout = None,
     as_json: options.Json = False,
 ) -> None:
-    """Rewrite a checkpoint so that it loads without copies and past the page cache.
+    """Rewrite a checkpoint for zero-copy and direct reads.
 
     Bytes are streamed, hashed on the way, and read back from the disk before the new files take
     their names. Until then the old ones are untouched: so a checkpoint can be aligned in place.

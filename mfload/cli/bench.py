@@ -63,7 +63,7 @@ def command(
     ] = None,
     as_json: options.Json = False,
 ) -> int:
-    """Measure this machine's ceilings, and mfload on a checkpoint against them.
+    """Measure this machine's ceilings, and mfload against them.
 
     Loads the checkpoint into each installed framework, with its files in the page cache (warm)
     and with none of them in it (cold), a fresh process each time, and compares with the fastest

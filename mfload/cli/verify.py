@@ -51,7 +51,7 @@ def command(
     timeout: options.Timeout = None,
     as_json: options.Json = False,
 ) -> int:
-    """Check a checkpoint: headers, index, checksums, equality with another.
+    """Check headers, index and checksums, or equality with another.
 
     Headers are always checked, by every rule of the format, and the index against its shards. The
     rest is done where it is asked for; all that is asked for is hashed in one read. Exit code 1

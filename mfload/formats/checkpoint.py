@@ -11,6 +11,8 @@ from mfload.formats.finding import Found, Path
 from mfload.index import Index, TensorInfo
 from mfload.io.source import LocalFile
 
+_TRIES = 5
+
 
 def read(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
     """Reads the headers of a checkpoint.
@@ -30,7 +32,7 @@ def read(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
         MemoryLimitError: The headers do not fit in memory.
     """
     try:
-        return _read(finding.find(path))
+        return _settled(path)
     except errors.SourceNotFoundError as error:
         raise surroundings.explain(error, path) from None
     except errors.MfloadError:
@@ -38,6 +40,28 @@ def read(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
     except MemoryError:
         name = path if isinstance(path, str | os.PathLike) else None
         raise errors.MemoryLimitError("the headers do not fit in memory", file=name) from None
+
+
+def _settled(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
+    """Reads headers that belong together, where a writer puts another checkpoint in their place.
+
+    Shards keep their names, so that half of them may be read before and half after: the index
+    tells, which changes first.
+    """
+    for left in reversed(range(_TRIES)):
+        before = finding.state(path)
+        try:
+            found = _read(finding.find(path))
+        except (errors.SourceError, errors.FormatError):
+            if left and finding.state(path) != before:
+                continue
+            raise
+        if finding.state(path) == before:
+            return found
+    raise errors.SourceChangedError(
+        "the checkpoint was replaced again and again while its headers were read",
+        file=path if isinstance(path, str | os.PathLike) else None,
+    )
 
 
 def _read(found: Found) -> tuple[Index, list[LocalFile]]:

@@ -71,6 +71,34 @@ def find(path: Path | Sequence[Path], *, partial: bool = False) -> Found:
     return Found([name], name=name)
 
 
+def state(path: Path | Sequence[Path]) -> object:
+    """What changes when the files of a checkpoint are exchanged: its index, or their names.
+
+    Args:
+        path: As for `find`.
+
+    Returns:
+        Something to compare with what the same call gives later; None where nothing can be told.
+    """
+    try:
+        name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+        if not os.path.isdir(name):
+            return _identity(name) if name else None
+        names = [each for each in os.listdir(name) if not each.startswith(".")]
+        indexes = sorted(each for each in names if each.endswith(INDEX_SUFFIX))
+        files = sorted(each for each in names if each.endswith(SUFFIX))
+        if not indexes and len(files) != 1:
+            return files
+        return [(each, _identity(os.path.join(name, each))) for each in indexes or files]
+    except (OSError, ValueError):
+        return None
+
+
+def _identity(path: str) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 def _text(path: Any) -> str:
     """A path as text, and absolute: the process may be elsewhere when it reads the data."""
     try:

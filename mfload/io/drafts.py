@@ -58,7 +58,7 @@ class Draft:
         self.named = False
         self._fd = self._direct = -1
         self._unit = PAGE
-        self._takes_direct = False
+        self._takes_direct = self._looked = False
         self._written = self._busy = 0
         self._lock = threading.Lock()
         self._slots: list[WorkerSlot] = []
@@ -71,7 +71,6 @@ class Draft:
         except BaseException:
             self.discard()
             raise
-        self._open_direct()
 
     def _create(self, mode: int | None) -> None:
         flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -91,7 +90,12 @@ class Draft:
             self.named = True
             folders.lock(self._fd)
         if mode is not None and hasattr(os, "fchmod"):
-            os.fchmod(self._fd, mode)
+            try:
+                os.fchmod(self._fd, mode)
+            except OSError as error:
+                # All files have the same permissions there.
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                    raise
 
     @property
     def _own_path(self) -> str:
@@ -103,9 +107,9 @@ class Draft:
         return self.hidden if self.named else self._own_path
 
     def _open_direct(self) -> None:
-        if self.size < _DIRECT_FROM:
-            return
-        units = probes.direct_alignment(self._fd)
+        """Opens it a second time, past the page cache, where that is possible and pays."""
+        self._looked = True
+        units = probes.direct_alignment(self._fd) if self.size >= _DIRECT_FROM else None
         if units is None or PAGE % max(units):
             return
         with contextlib.suppress(OSError):  # Slower, not wrong.
@@ -142,6 +146,8 @@ class Draft:
         """
         with self._lock:
             self._busy += 1
+            if not self._looked:
+                self._open_direct()
         try:
             nbytes = sum(piece.nbytes for piece in pieces)
             self._gather(offset, pieces, nbytes)
@@ -289,6 +295,8 @@ class Draft:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = allotting.free_bytes(os.path.dirname(self.hidden))
             found += "" if free is None else f", {free} bytes free"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            found += "; each shard needs an open file: raise `ulimit -n`, or max_shard_size"
         expected = f"{self.size} bytes"
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
 

@@ -111,9 +111,11 @@ def test_the_pages_figures_follow_from_their_samples(module: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("module", ["load", "listing", "verifying"])
-def test_a_case_that_there_is_not(module: str) -> None:
+def test_a_case_that_there_is_not(module: str, tmp_path: Path) -> None:
+    # Were it taken, there would be nothing to read.
+    redraw = ["--redraw", "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", "--cases", "warm,nope"],
+        [sys.executable, "-m", f"benchmarks.{module}", "--cases", "warm,nope", *redraw],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -140,6 +142,7 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
 def test_figures_are_put_between_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     pages.put(page, "one")
+    assert page.read_text() == f"{pages.BEGIN}\n\none\n\n{pages.END}\n"
     page.write_text(f"# Title\n\n{page.read_text()}\nthe end\n")
     pages.put(page, "two\n")
     pages.put(page, "two")

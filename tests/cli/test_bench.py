@@ -137,7 +137,7 @@ def test_a_framework_that_fails_is_a_row(
 ) -> None:
     fakes = tmp_path / "fakes"
     _fake(fakes, "torch", "raise RuntimeError('a broken build')", monkeypatch)
-    _fake(fakes, "jax", "import os\nos.abort()", monkeypatch)
+    _fake(fakes, "jax", "import os, sys\nprint(1, file=sys.stderr)\nos.abort()", monkeypatch)
     _fake(fakes, "paddle", "import time\ntime.sleep(100)", monkeypatch)
     monkeypatch.setitem(sys.modules, "tensorflow", None)  # find_spec calls that missing
     wanted = "torch,jax,paddle,tf,cupy,numpy"
@@ -229,6 +229,7 @@ def test_a_place_that_can_not_be_written_is_refused_first(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["bench", str(model), *QUICK, "--out", str(tmp_path / "no" / "x.json")]) == 3
+    assert "no such directory" in capsys.readouterr().err
     assert run(["bench", str(model), *QUICK, "--out", str(tmp_path)]) == 3
     assert "warm" not in capsys.readouterr().err
 
@@ -269,7 +270,9 @@ def running(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A bench in the middle of its work, its child hanging in an import."""
     fake = tmp_path / "fakes" / "torch"
     fake.mkdir(parents=True)
-    (fake / "__init__.py").write_text("import time\ntime.sleep(100)")
+    reached = tmp_path / "reached"
+    code = f"import pathlib, time\npathlib.Path({str(reached)!r}).touch()\ntime.sleep(100)"
+    (fake / "__init__.py").write_text(code)
     command = [sys.executable, "-P", "-m", "mfload", "bench", str(model), "--quick", "--warm",
                "--frameworks", "torch"]  # fmt: skip
     path = os.pathsep.join([str(fake.parent), str(Path(__file__).parents[2])])
@@ -280,9 +283,9 @@ def running(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
     )
     deadline = time.monotonic() + 60
-    while not _children(process.pid) and time.monotonic() < deadline:
+    while not reached.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert _children(process.pid)
+    assert len(_children(process.pid)) == 1
     yield process
     process.kill()
     process.wait()

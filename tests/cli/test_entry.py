@@ -82,6 +82,20 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
         assert pipe.wait(SECONDS) == 141
 
 
+def test_a_reader_that_never_reads_is_no_error(model: Path) -> None:
+    for unbuffered in ("", "1"):
+        pipe = subprocess.Popen(
+            command("ls", model), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment(PYTHONUNBUFFERED=unbuffered),
+        )  # fmt: skip
+        assert pipe.stdout
+        assert pipe.stderr
+        pipe.stdout.close()
+        assert pipe.stderr.read() == b""
+        pipe.stderr.close()
+        assert pipe.wait(SECONDS) == 141
+
+
 def test_a_full_device_is_an_error(model: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
@@ -114,6 +128,16 @@ def test_ctrl_c_ends_with_130_and_no_trace(model: Path) -> None:
     assert slow.stderr.read() == ""
     slow.stderr.close()
     assert slow.wait(SECONDS) == 130
+
+
+def test_ctrl_c_while_it_starts_is_no_different(model: Path) -> None:
+    early = """
+import importlib.util
+def find_spec(*_):
+    raise KeyboardInterrupt
+importlib.util.find_spec = find_spec
+"""
+    assert process("ls", model, code=early) == (130, "", "")
 
 
 def test_output_for_a_locale_without_the_characters(tmp_path: Path) -> None:
@@ -210,7 +234,7 @@ def test_long_work_has_a_bar_with_speed_and_time_left(model: Path) -> None:
     assert "0:00:0" in screen
     assert "numpy tensors" in screen
     # It is cleared away: what stays is the result.
-    assert "\x1b[2K" in screen[: screen.index("numpy tensors")]
+    assert "\x1b[1A\x1b[2K" in screen[screen.rindex("GB/s") : screen.index("numpy tensors")]
 
 
 def test_a_pipe_has_no_bar(model: Path) -> None:

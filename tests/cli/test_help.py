@@ -22,6 +22,8 @@ def test_help_lists_the_commands(run: Run) -> None:
         line = re.search(rf"^  {name} +(\S.*)$", ran.out, re.M)
         assert line, name
         assert len(line[1]) > 10
+        # Short enough to be shown whole.
+        assert not line[1].endswith("..."), name
     for option in ("--version", "--traceback", "--install-completion", "--show-completion"):
         assert option in ran.out
 
@@ -146,8 +148,10 @@ def test_the_tab_key_offers_names_of_tensors(model: Path, tmp_path: Path) -> Non
     assert len(_completed("ls", str(model), "--names", "l")) == 4
     # Not where that would take long: the header is said to be large.
     large = tmp_path / "large.safetensors"
-    large.write_bytes((50 << 20).to_bytes(8, "little") + b"{")
-    assert _completed("ls", str(large), "--names", "l") == []
+    entry = b'{"layer": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'
+    for length, offered in ((1 << 20, ["layer"]), (5 << 20, [])):
+        large.write_bytes(length.to_bytes(8, "little") + entry.ljust(length))
+        assert _completed("ls", str(large), "--names", "l") == offered
 
 
 def test_completion_is_shown() -> None:

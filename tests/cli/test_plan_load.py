@@ -78,6 +78,21 @@ def test_repeats_are_told_one_by_one(run: Run, model: Path) -> None:
     assert len(run("load", model, "--repeat", "3", "--json").json["runs"]) == 3
 
 
+def test_a_manifest_is_checked_on_the_way(run: Run, model: Path) -> None:
+    pytest.importorskip("xxhash")
+    mfload.verify(model, checksums="write")
+    manifest = next(model.parent.glob("*.checksums.json"))
+    ran = run("load", model, "--verify", manifest)
+    assert ran.code == 0
+    assert "6 tensors verified" in ran.out
+    raw = bytearray(model.read_bytes())
+    raw[-1] ^= 1
+    model.write_bytes(raw)
+    ran = run("load", model, "--verify", manifest)
+    assert (ran.code, ran.out) == (1, "")
+    assert run("load", model, "--verify", model.parent / "gone").code == 3
+
+
 def test_a_framework_prints_nothing_on_standard_output(model: Path) -> None:
     ran = process("load", model, "--framework", "torch", "--json")
     assert ran.json["runs"][0]["framework"] == "torch"

@@ -85,6 +85,20 @@ def test_a_drawn_table_is_as_harmless(name: str) -> None:
     assert text.clean(name).strip() in drawn
 
 
+def test_long_tables_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for rows, drawn in ((200, True), (201, False)):
+        screen = Screen()
+        with redirect_stdout(screen):
+            output.print_table(["head"], [["x"]] * rows)
+        assert ("─" in screen.getvalue()) is drawn
+        assert screen.getvalue().count("x") == rows
+
+
 @given(st.text())
 def test_clean_leaves_what_is_harmless(value: str) -> None:
     cleaned = text.clean(value)

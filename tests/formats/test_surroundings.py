@@ -109,9 +109,10 @@ def test_a_repository_without_safetensors(tmp_path: Path) -> None:
     assert "without safetensors" in _said(tmp_path / "models--a--b")
 
 
-def test_fifos_are_not_opened(tmp_path: Path) -> None:
+def test_fifos_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "model.bin")
     os.mkfifo(tmp_path / "refs")
+    monkeypatch.setattr(surroundings, "LocalFile", lambda path: pytest.fail(f"opens {path}"))
     assert _said(tmp_path) == "nothing to load in the directory"
 
 

@@ -229,6 +229,8 @@ class TestTensorflowGives(GivingConformance):
         return array._numpy_internal().__array_interface__["data"][0]
 
     def turn(self, array: Any, axes: tuple[int, ...]) -> Any:
+        if array.dtype.name.startswith("float8"):  # It has no kernels for some.
+            return self.made(np.asarray(array.numpy()).transpose(axes))
         return tf.transpose(array, axes)
 
     def reference_save(self, arrays: dict[str, Any]) -> bytes:

@@ -57,6 +57,7 @@ def no_descriptors_left() -> Iterator[None]:
 def direct_here(folder: Path) -> bool:
     made = draft(folder, 2 << 20)
     try:
+        made._open_direct()
         return made._takes_direct
     finally:
         made.discard()
@@ -163,6 +164,7 @@ def test_direct_writes_that_the_kernel_refuses(
     made = draft(tmp_path, data.size)
 
     def refuse(fd: int, vector: list[Any], at: int) -> int:
+        assert made._direct >= 0
         if fd == made._direct:
             raise OSError(code, os.strerror(code))
         return real(fd, vector, at)
@@ -342,6 +344,16 @@ class TestFailures:
                 draft(tmp_path, 1)
         assert caught.value.errno == code
         assert not isinstance(caught.value, errors.WriteError)
+        assert ("ulimit" in str(caught.value)) == (code == errno.EMFILE)
+
+    def test_permissions_that_a_file_system_does_not_have(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(fd: int, mode: int) -> None:
+            raise PermissionError(errno.EPERM, "all files have the same")
+
+        monkeypatch.setattr(os, "fchmod", fail)
+        draft(tmp_path, 10, mode=0o600).discard()
 
     def test_a_write_that_hangs_keeps_its_descriptors(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
