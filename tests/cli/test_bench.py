@@ -143,6 +143,7 @@ def test_a_framework_that_fails_is_a_row(
     wanted = "torch,jax,paddle,tf,cupy,numpy"
     arguments = [*QUICK[:3], "--frameworks", wanted, "--warm", "--json", "--timeout", "6"]
     assert run(["bench", str(model), *arguments]) == 0
+    assert _children(os.getpid()) == []
     rows = _rows(capsys)
     assert rows["warm", "mfload-numpy"]["measured"]
     said = {name: row["explanation"] for (_, name), row in rows.items() if not row["measured"]}
