@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import ROOT, arguments, commands, listing_files, listing_tasks, timings
+from benchmarks import ROOT, commands, listing_files, listing_tasks, timings
 from benchmarks.checkpoint import write_many_small
 from benchmarks.listing_files import Listed
 from benchmarks.run import Run
@@ -167,17 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, 0.
     """
-    parser = arguments.parser("listing", __doc__)
-    parser.add_argument("--scale", type=float, default=1.0, help="part of the full size (1)")
-    args = arguments.parsed(parser, CASES, argv)
-    timings.carry_out(
-        args,
-        "listing",
-        lambda folder, seed: measure(folder, args.cases, args.rounds, seed, args.scale),
-        page,
-        draw,
-    )
-    return 0
+    size = ("--scale", "part of the full size")
+    return timings.command("listing", __doc__, CASES, size, measure, page, draw, argv)
 
 
 if __name__ == "__main__":

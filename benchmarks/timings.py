@@ -6,10 +6,10 @@ import argparse
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import pages
+from benchmarks import arguments, pages
 from mfload.bench import machine
 from mfload.bench.plot import CEILING, OURS, PEER, Bar
 from mfload.bench.results import Results
@@ -109,15 +109,55 @@ def carry_out(
         page: The figures as Markdown.
         draw: Draws them.
     """
-    if args.redraw:
-        results = Results.read(args.out / f"{name}.json")
-    else:
+    if not args.redraw:
         seed = secrets.randbelow(2**32) if args.seed is None else args.seed
         with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
             results = measure(Path(folder), seed)
         results.run["ended"] = time.strftime("%Y-%m-%d %H:%M")
         results.save(args.out / f"{name}.json")
-        # From what was written, so that page and plot can be made again from it.
-        results = Results.read(args.out / f"{name}.json")
+    # From what was written, so that page and plot can be made again from it.
+    results = Results.read(args.out / f"{name}.json")
     pages.put(args.out / f"{name}.md", page(results))
     draw(results, args.out / f"{name}.png")
+
+
+Measure = Callable[[Path, Sequence[str], int, int, float], Results]
+"""Measures in a folder: cases, rounds, seed, and size."""
+
+
+def command(
+    name: str,
+    doc: str | None,
+    known: Sequence[str],
+    size: tuple[str, str],
+    measure: Measure,
+    page: Callable[[Results], str],
+    draw: Callable[[Results, Path], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """A benchmark's command: its options, and the work.
+
+    Args:
+        name: Of the module and of the files.
+        doc: The module's docstring.
+        known: The cases there are.
+        size: The option that says how large, 1 if not given, and its help.
+        measure: Measures.
+        page: The figures as Markdown.
+        draw: Draws them.
+        argv: The arguments, those of the process by default.
+
+    Returns:
+        The exit status, 0.
+    """
+    parser = arguments.parser(name, doc)
+    parser.add_argument(size[0], dest="size", type=float, default=1.0, help=f"{size[1]} (1)")
+    args = arguments.parsed(parser, known, argv)
+    carry_out(
+        args,
+        name,
+        lambda folder, seed: measure(folder, args.cases, args.rounds, seed, args.size),
+        page,
+        draw,
+    )
+    return 0

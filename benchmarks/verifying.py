@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import mfload
-from benchmarks import ROOT, arguments, commands, timings, verifying_tasks
+from benchmarks import ROOT, commands, timings, verifying_tasks
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
 from benchmarks.run import Run
 from mfload.bench import machine, markdown, plot
@@ -150,17 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, 0.
     """
-    parser = arguments.parser("verifying", __doc__)
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint in GB (1)")
-    args = arguments.parsed(parser, CASES, argv)
-    timings.carry_out(
-        args,
-        "verifying",
-        lambda folder, seed: measure(folder, args.cases, args.rounds, seed, args.gb),
-        page,
-        draw,
-    )
-    return 0
+    size = ("--gb", "size of the checkpoint in GB")
+    return timings.command("verifying", __doc__, CASES, size, measure, page, draw, argv)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def _check_index(seen: Inspected, found: Found, placed: Mapping[str, str]) -> No
             seen.problems.append(Problem(what, seen.file_of(row), name))
     if found.total is not None and len(whole) == len(seen.files):
         total = sum(row.nbytes for row in tensors.values())
-        if isinstance(found.total, bool) or found.total != total:
+        if found.total != total:
             what = "metadata.total_size of the index is not the size of its tensors"
             seen.problems.append(Problem(what, found.name, None, total, brief(found.total)))
     _note_others(seen, found)

@@ -131,11 +131,11 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
     start = filled = 0
     first: str | None = None
     for name, data in _contents(made, wanted):
-        at = 0
-        while at < data.nbytes:
+        at, nbytes = 0, data.nbytes
+        while at < nbytes:
             first = name if not pieces else first
-            stop = min(data.nbytes, at + BLOCK - filled)
-            pieces.append(data[at:stop])
+            stop = min(nbytes, at + BLOCK - filled)
+            pieces.append(data if stop - at == nbytes else data[at:stop])
             filled += stop - at
             at = stop
             if filled == BLOCK:
@@ -148,16 +148,16 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
 
 def _contents(made: Layout, wanted: dict[str, Outgoing]) -> Iterator[tuple[str | None, Any]]:
     yield None, np.frombuffer(made.header, np.uint8)
-    for row in made.tensors:
-        data = wanted.pop(row.name).fetch()
-        if data.nbytes != row.nbytes:
+    for name, _, _, (piece,) in made.tensors:
+        data = wanted.pop(name).fetch()
+        if data.nbytes != piece.nbytes:
             raise errors.UnsupportedArrayError(
                 "the array gave other bytes than it said it would",
-                tensor=row.name,
-                expected=f"{row.nbytes} bytes",
+                tensor=name,
+                expected=f"{piece.nbytes} bytes",
                 found=f"{data.nbytes} bytes",
             )
-        yield row.name, data
+        yield name, data
         del data
 
 

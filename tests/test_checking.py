@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small = blocks.Costs(block=BLOCK)
     monkeypatch.setattr("mfload.preparing.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.transfer._MAPPED_BLOCK", BLOCK)
 
 
 @pytest.fixture(scope="module")

@@ -160,6 +160,10 @@ class TestRecognition:
         outer = type("Param", (), {"__module__": "flax.nnx", "raw_value": inner, "value": 1 / 2})()
         assert give(outer).dtype.name == "I8"
 
+    def test_a_box_that_is_empty(self) -> None:
+        kind = type("Variable", (), {"__module__": "keras.src", "value": property(lambda s: 1 / 0)})
+        assert "ZeroDivisionError" in str(refused(kind()))
+
     def test_a_box_that_holds_itself(self) -> None:
         kind = type("Variable", (), {"__module__": "keras.src", "value": property(lambda s: s)})
         assert "not an array" in str(refused(kind()))

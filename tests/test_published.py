@@ -76,6 +76,8 @@ def test_what_is_no_list(files: list[str], tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(errors.HeaderError) as info:
         published.expected(path, files)
     assert info.value.file == os.fspath(path)
+    path.write_text(f"{A}  a.safetensors\n")
+    assert published.expected(path, files)
     monkeypatch.setattr(published, "_MAX_LIST", 3)
     with pytest.raises(errors.HeaderError, match="no list"):
         published.expected(path, files)

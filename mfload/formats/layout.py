@@ -13,7 +13,8 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple
+from json.encoder import encode_basestring as _quoted
+from typing import NamedTuple
 
 from mfload import errors
 from mfload.dtypes import DType
@@ -54,17 +55,21 @@ class Entry(NamedTuple):
         Raises:
             UnsupportedShapeError: No whole number of bytes, or more than the format can say.
         """
+        dtype, shape = self.dtype, self.shape
+        nbytes = dtype.size_of(shape)
+        # Without a zero, no product on the way is larger than the last.
+        if nbytes and nbytes <= _MAX_COUNT >> 6 and min(shape, default=0) >= 0:
+            return nbytes
         count = 1
-        for dim in self.shape:
+        for dim in shape:
             # In order, as readers multiply: what comes after a zero counts for nothing.
             count *= dim
             if not 0 <= count <= _MAX_COUNT:
                 raise self._refused("a number of elements that fits 64 bits")
-        if count * self.dtype.bits > _MAX_COUNT:
+        if count * dtype.bits > _MAX_COUNT:
             raise self._refused("a size in bits that fits 64 bits")
-        nbytes = self.dtype.size_of(self.shape)
         if nbytes is None:
-            raise self._refused(f"a whole number of bytes of {self.dtype}")
+            raise self._refused(f"a whole number of bytes of {dtype}")
         return nbytes
 
     def _refused(self, expected: str) -> errors.UnsupportedShapeError:
@@ -126,22 +131,26 @@ def lay_out(
         UnsupportedShapeError: A shape has no whole number of bytes, or overflows.
     """
     align = check_align(align)
-    header: dict[str, Any] = {} if metadata is None else {_METADATA: checked_metadata(metadata)}
+    parts: list[str] = []
+    if metadata is not None:
+        parts.append(f'"{_METADATA}":{_compact(checked_metadata(metadata))}')
     rows: list[tuple[Entry, int, int]] = []
+    names: set[str] = set()
     cursor = 0
     for entry, nbytes in _ranked(entries):
         name, dtype, shape = entry
         _check_name(name)
-        if name in header:
+        # By hand: a checkpoint may have hundreds of thousands, and dicts cost twice as much.
+        dims = ",".join(map(str, shape))
+        end = cursor + nbytes
+        spelled = f'"dtype":{_quoted(dtype.name)},"shape":[{dims}],"data_offsets":[{cursor},{end}]'
+        parts.append(f"{_quoted(name)}:{{{spelled}}}")
+        names.add(name)
+        if len(names) == len(rows):
             raise errors.UsageError("a name is given twice", tensor=name)
-        header[name] = {
-            "dtype": dtype.name,
-            "shape": list(shape),
-            "data_offsets": [cursor, cursor + nbytes],
-        }
         rows.append((entry, cursor, nbytes))
-        cursor += nbytes
-    text = _text(header)
+        cursor = end
+    text = f"{{{','.join(parts)}}}".encode()
     length = -(-(8 + len(text)) // align) * align - 8
     if length > MAX_HEADER:
         raise errors.UsageError(
@@ -175,10 +184,12 @@ def split(entries: Iterable[Entry], limit: int | None) -> list[list[Entry]]:
     Returns:
         The tensors of each file; one empty list where there are none.
     """
+    if limit is None:
+        return [list(entries)]
     files: list[list[Entry]] = [[]]
     held = 0
     for entry, nbytes in _ranked(entries):
-        if limit is not None and files[-1] and held + nbytes > limit:
+        if files[-1] and held + nbytes > limit:
             files.append([])
             held = 0
         files[-1].append(entry)
@@ -274,6 +285,8 @@ def _check_name(name: object) -> None:
 def _encodable(text: object) -> bool:
     if not isinstance(text, str):
         return False
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -281,5 +294,5 @@ def _encodable(text: object) -> bool:
     return True
 
 
-def _text(header: dict[str, Any]) -> bytes:
-    return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+def _compact(value: dict[str, str]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

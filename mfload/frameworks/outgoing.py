@@ -6,6 +6,7 @@ imported that is not there already, and a subclass of a tensor is that framework
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -68,7 +69,7 @@ def _one(name: Any, array: Any, givers: dict[type, _Give]) -> Outgoing:
             found=repr(name),
         )
     for _ in range(4):  # A box in a box is enough; one that holds itself is not unpacked for ever.
-        inner = _unboxed(array)
+        inner = _by_name(name, functools.partial(_unboxed, array))
         if inner is array:
             break
         array = inner
