@@ -12,7 +12,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats import layout
-from mfload.formats.layout import Entry, Layout
+from mfload.formats.layout import Layout
 from mfload.frameworks.outgoing import Outgoing, outgoing
 from mfload.io import probes
 from mfload.io.drafts import BLOCK, Draft
@@ -91,7 +91,7 @@ def save(
     with collector_paused():
         given = outgoing(arrays)
         wanted = {each.name: each for each in given}
-        files = layout.split([Entry(x.name, x.dtype, x.shape) for x in given], limit)
+        files = layout.split(given, limit)
         layouts = [layout.lay_out(entries, metadata, align) for entries in files]
         notes = _shared(given)
     del given
@@ -127,38 +127,34 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
     Bytes are fetched in the thread that saves: frameworks order their work by thread. Whatever
     was fetched is let go of once its last block is written.
     """
-    pieces: list[Any] = []
-    start = filled = 0
+    pieces: list[Any] = [np.frombuffer(made.header, np.uint8)]
+    start, filled = 0, len(made.header)
     first: str | None = None
-    for name, data in _contents(made, wanted):
-        at, nbytes = 0, data.nbytes
-        while at < nbytes:
-            first = name if not pieces else first
+    for name, _, _, (piece,) in made.tensors:
+        nbytes = piece.nbytes
+        data = wanted.pop(name).fetch()
+        if data.nbytes != nbytes:
+            raise errors.UnsupportedArrayError(
+                "the array gave other bytes than it said it would",
+                tensor=name,
+                expected=f"{nbytes} bytes",
+                found=f"{data.nbytes} bytes",
+            )
+        at = 0
+        # The header may be several blocks long; what is cut here is the tensor.
+        while at < nbytes or filled >= BLOCK:
+            if filled >= BLOCK:
+                yield Job(draft, start, pieces, filled, first)
+                start, filled, pieces, first = start + filled, 0, [], None
+                continue
+            first = first or name
             stop = min(nbytes, at + BLOCK - filled)
             pieces.append(data if stop - at == nbytes else data[at:stop])
             filled += stop - at
             at = stop
-            if filled == BLOCK:
-                yield Job(draft, start, pieces, filled, first)
-                start, filled, pieces = start + filled, 0, []
         del data
     if pieces:
         yield Job(draft, start, pieces, filled, first)
-
-
-def _contents(made: Layout, wanted: dict[str, Outgoing]) -> Iterator[tuple[str | None, Any]]:
-    yield None, np.frombuffer(made.header, np.uint8)
-    for name, _, _, (piece,) in made.tensors:
-        data = wanted.pop(name).fetch()
-        if data.nbytes != piece.nbytes:
-            raise errors.UnsupportedArrayError(
-                "the array gave other bytes than it said it would",
-                tensor=name,
-                expected=f"{piece.nbytes} bytes",
-                found=f"{data.nbytes} bytes",
-            )
-        yield name, data
-        del data
 
 
 def _shared(given: Sequence[Outgoing]) -> list[str]:

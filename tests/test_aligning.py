@@ -307,6 +307,26 @@ def test_a_header_that_was_not_written(
     assert _names(target) == set()
 
 
+def test_all_is_on_disk_before_it_has_its_name(
+    shards: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Draft] = []
+    real, publish = Draft.sync, aligning.Target.publish
+
+    def sync(draft: Draft) -> None:
+        synced.append(draft)
+        real(draft)
+
+    def check(self: Any, drafts: Any, *args: Any) -> Any:
+        assert synced == list(drafts)
+        return publish(self, drafts, *args)
+
+    monkeypatch.setattr(Draft, "sync", sync)
+    monkeypatch.setattr(aligning.Target, "publish", check)
+    mfload.align(shards, target)
+    assert len(synced) >= 3
+
+
 @pytest.mark.parametrize("when", ["reading", "publishing"])
 def test_failures_leave_what_was_there(
     when: str, source: Path, monkeypatch: pytest.MonkeyPatch

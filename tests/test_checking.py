@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -253,3 +257,65 @@ def test_nobody_waits_for_a_reader_that_hangs_or_fails(
         if thread.name == "mfload-reader":
             thread.join(10)
             assert not thread.is_alive()
+
+
+INTERRUPTED = """
+    import os, sys, threading, time
+    import mfload, mfload.preparing
+    from mfload.io import blocks
+
+    path = sys.argv[1]
+    mfload.preparing.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    real, lock, reads = os.preadv, threading.Lock(), 0
+
+    def slow(*args):
+        global reads
+        try:
+            with lock:
+                reads += 1
+                mine = reads
+            if mine == 4:
+                print("reading", flush=True)
+            # The first of the tensor's blocks is the last to come: the others wait for it.
+            time.sleep(1 if mine == 1 else 0.01)
+            return real(*args)
+        finally:
+            del args
+
+    os.preadv = slow
+    start = time.monotonic()
+    try:
+        mfload.load(path, framework="numpy", names=["wide"], threads=4, engine="pread",
+                    verify=path + ".json")
+    except KeyboardInterrupt:
+        assert mfload.live_bytes() == 0, mfload.live_bytes()
+        assert threading.active_count() == 1, threading.enumerate()
+        assert time.monotonic() - start < 4
+    else:
+        sys.exit("not interrupted")
+    os.preadv = real
+    assert len(mfload.load(path, framework="numpy", verify=path + ".json")) == 10
+    print("done", flush=True)
+"""
+
+
+def test_ctrl_c_while_readers_wait_for_their_turn(
+    made: tuple[bytes, Manifest], tmp_path: Path
+) -> None:
+    raw, known = made
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(raw)
+    known.write(f"{path}.json")
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), os.fspath(path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "reading\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.communicate()
+    assert (child.returncode, out, err) == (0, "done\n", "")

@@ -14,7 +14,7 @@ import pytest
 import samples
 
 import mfload
-from mfload import errors
+from mfload import dtypes, errors
 from mfload.io import buffers
 
 MODEL = samples.model()
@@ -125,6 +125,38 @@ def test_packed_and_unknown_dtypes(tmp_path: Path) -> None:
     c = samples.save_raw(tmp_path / "c.safetensors", [("new", "U8", (3,), b"xyz")])
     (change,) = mfload.diff(a, c, names=["new"]).tensors
     assert (change.equal, change.differing) == (False, None)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E3M2"])
+def test_packed_elements_over_many_parts(dtype: str, tmp_path: Path) -> None:
+    count = 40_000
+    size = dtypes.TABLE[dtype].size_of((count,))
+    ours = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    theirs = np.random.default_rng(2).integers(0, 256, size, np.uint8)
+    a = samples.save_raw(tmp_path / "a.safetensors", [("w", dtype, (count,), ours.tobytes())])
+    wide = mfload.unpack(theirs, dtype, (count,)).astype(np.float32)
+    b = samples.save(tmp_path / "b.safetensors", {"w": wide})
+    c = samples.save_raw(tmp_path / "c.safetensors", [("w", dtype, (count,), theirs.tobytes())])
+    gap = np.abs(mfload.unpack(ours, dtype, (count,)).astype(np.float32) - wide)
+    for other in (b, c):
+        (change,) = mfload.diff(a, other).tensors
+        assert change.differing == np.count_nonzero(gap)
+        assert change.max_abs == gap.max()
+        assert change.at == (gap.argmax(),)
+
+
+def test_a_file_that_changes_meanwhile(one: Path, tmp_path: Path) -> None:
+    two = samples.save(tmp_path / "two.safetensors", MODEL)
+    for changed in (one, two):
+
+        def change(done: int, total: int, path: Path = changed) -> None:
+            # When all was read: nobody opens it any more.
+            if done == total:
+                os.utime(path, (1, 1))
+
+        with pytest.raises(errors.SourceChangedError) as info:
+            mfload.diff(one, two, progress=change)
+        assert info.value.file == os.fspath(changed)
 
 
 def test_which_tensors(one: Path, tmp_path: Path) -> None:

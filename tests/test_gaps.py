@@ -126,6 +126,7 @@ def test_complex_numbers() -> None:
     assert gap(complex(math.nan, 1), complex(2, math.nan)) == Gap(max_abs=0.0)
     assert gap(complex(math.nan, 1), 1)[:4] == (1, 1, 0.0, 0.0)
     assert gap(complex(math.inf, 1), 1)[:4] == (1, 0, math.inf, math.inf)
+    assert gap(complex(math.inf, 1), complex(math.inf, 2))[:4] == (1, 0, math.inf, math.inf)
     real = _compare("C64", _pack(np.complex64, 3 + 4j), "F32", _pack(np.float32, 3))
     assert real == Gap(1, 0, 4.0, 0.8, 0)
 

@@ -58,12 +58,20 @@ def test_every_byte_is_shown_once(
     assert buffers.live_bytes() == 0
 
 
-def test_files_are_read_in_turns(files: tuple[list[LocalFile], list[bytes]]) -> None:
+def test_files_are_read_in_turns(
+    files: tuple[list[LocalFile], list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources, _ = files
     seen = _Seen()
     ranges = [Range(n, 0, source.size) for n, source in enumerate(sources)]
     streaming.look(sources, ranges, seen, threads=1, lanes=True, block=30_000)
     assert [n for n, _, _ in seen.parts] == [0, 0, 0, 0, 1, 1, 1, 2]
+    planned: list[Any] = []
+    monkeypatch.setattr(streaming.transfer, "run", lambda plan, *_, **__: planned.append(plan))
+    streaming.look(sources, ranges, seen, threads=2, lanes=True, block=30_000)
+    assert [block.source for block in planned[0].blocks] == [0, 1, 0, 1, 0, 1, 0, 2]
+    streaming.look(sources, ranges, seen, threads=2, block=30_000)
+    assert [block.source for block in planned[1].blocks] == [0, 0, 0, 0, 1, 1, 1, 2]
     queues: Any = [iter([10 * n, 10 * n + 1, 10 * n + 2]) for n in range(3)]
     turns = streaming._in_turns(queues, 2)
     assert list(turns) == [0, 10, 1, 11, 2, 12, 20, 21, 22]

@@ -167,8 +167,11 @@ def test_a_manifest_is_not_replaced_by_accident(path: Path) -> None:
     mfload.verify(path, checksums="write")
     before = path.with_name("model.checksums.json").read_bytes()
     _flip(path, path.stat().st_size - 1)
-    with pytest.raises(errors.TargetExistsError):
-        mfload.verify(path, checksums="write")
+    with pytest.MonkeyPatch.context() as patch:
+        # Nobody is to read a terabyte first.
+        patch.setattr(os, "preadv", None)
+        with pytest.raises(errors.TargetExistsError):
+            mfload.verify(path, checksums="write")
     assert path.with_name("model.checksums.json").read_bytes() == before
     assert mfload.verify(path, checksums="write", overwrite=True).ok
     assert mfload.verify(path, checksums="check").ok
@@ -208,6 +211,19 @@ def test_a_file_that_can_t_be_read_is_a_finding(
         # The others were looked at all the same.
         assert os.fspath(shards / "model-00003-of-00003.safetensors") in files
         assert len(files) == 3
+
+
+def test_files_that_change_meanwhile_are_findings(shards: Path) -> None:
+    files = sorted(shards.glob("*.safetensors"))
+
+    def change(*_: Any) -> None:
+        for file in files[:2]:
+            os.utime(file, (1, 1))
+
+    # Each is opened before the first word of progress.
+    found = mfload.verify(shards, checksums="write", threads=3, progress=change)
+    assert {each.file for each in found.problems} == {os.fspath(file) for file in files[:2]}
+    assert found.manifest is None
 
 
 def test_files_by_their_published_sums(path: Path, shards: Path) -> None:

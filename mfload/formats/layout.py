@@ -8,13 +8,14 @@ a rank is the caller's, so a file that was loaded and is laid out again comes ou
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from json.encoder import encode_basestring as _quoted
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from mfload import errors
 from mfload.dtypes import DType
@@ -79,6 +80,33 @@ class Entry(NamedTuple):
         )
 
 
+class Row(Protocol):
+    """What a layout needs to know of a tensor: an `Entry`, or whatever says as much."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def dtype(self) -> DType:
+        """A row of the dtype table."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In elements."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it will take."""
+        ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
 class Layout(NamedTuple):
     """A file to be written.
 
@@ -113,7 +141,7 @@ def _no_align(found: object) -> errors.UsageError:
 
 
 def lay_out(
-    entries: Iterable[Entry], metadata: Mapping[str, str] | None = None, align: int = ALIGN
+    entries: Iterable[Row], metadata: Mapping[str, str] | None = None, align: int = ALIGN
 ) -> Layout:
     """Lays out one file; pure.
 
@@ -134,22 +162,22 @@ def lay_out(
     parts: list[str] = []
     if metadata is not None:
         parts.append(f'"{_METADATA}":{_compact(checked_metadata(metadata))}')
-    rows: list[tuple[Entry, int, int]] = []
-    names: set[str] = set()
+    rows = [(row.name, row.dtype, row.shape, nbytes) for row, nbytes in _ranked(entries)]
+    shapes: dict[tuple[str, tuple[int, ...]], str] = {}
     cursor = 0
-    for entry, nbytes in _ranked(entries):
-        name, dtype, shape = entry
-        _check_name(name)
-        # By hand: a checkpoint may have hundreds of thousands, and dicts cost twice as much.
-        dims = ",".join(map(str, shape))
+    for name, dtype, shape, nbytes in rows:
+        if name == _METADATA or not _encodable(name):
+            raise _bad_name(name)
+        # By hand: a checkpoint may have hundreds of thousands, and few shapes.
+        what = shapes.get((dtype.name, shape))
+        if what is None:
+            dims = ",".join(map(str, shape))
+            what = f'"dtype":{_quoted(dtype.name)},"shape":[{dims}],"data_offsets"'
+            shapes[dtype.name, shape] = what
         end = cursor + nbytes
-        spelled = f'"dtype":{_quoted(dtype.name)},"shape":[{dims}],"data_offsets":[{cursor},{end}]'
-        parts.append(f"{_quoted(name)}:{{{spelled}}}")
-        names.add(name)
-        if len(names) == len(rows):
-            raise errors.UsageError("a name is given twice", tensor=name)
-        rows.append((entry, cursor, nbytes))
+        parts.append(f"{_quoted(name)}:{{{what}:[{cursor},{end}]}}")
         cursor = end
+    _check_twice([row[0] for row in rows])
     text = f"{{{','.join(parts)}}}".encode()
     length = -(-(8 + len(text)) // align) * align - 8
     if length > MAX_HEADER:
@@ -163,14 +191,15 @@ def lay_out(
         raise errors.UsageError(
             "no file can be that large", expected=f"{_MAX_FILE} bytes", found=f"{start + cursor}"
         )
-    tensors = tuple(
-        TensorInfo(name, dtype, shape, (Piece(0, start + begin, nbytes),))
-        for (name, dtype, shape), begin, nbytes in rows
-    )
-    return Layout(struct.pack("<Q", length) + text.ljust(length), tensors, start + cursor)
+    tensors: list[TensorInfo] = []
+    offset = start
+    for name, dtype, shape, nbytes in rows:
+        tensors.append(TensorInfo(name, dtype, shape, (Piece(0, offset, nbytes),)))
+        offset += nbytes
+    return Layout(struct.pack("<Q", length) + text.ljust(length), tuple(tensors), offset)
 
 
-def split(entries: Iterable[Entry], limit: int | None) -> list[list[Entry]]:
+def split(entries: Iterable[AnyRow], limit: int | None) -> list[list[AnyRow]]:
     """Spreads tensors over files, greedily; pure.
 
     They are ranked first, as they will lie in the files. So whoever loads the files and splits
@@ -186,7 +215,7 @@ def split(entries: Iterable[Entry], limit: int | None) -> list[list[Entry]]:
     """
     if limit is None:
         return [list(entries)]
-    files: list[list[Entry]] = [[]]
+    files: list[list[AnyRow]] = [[]]
     held = 0
     for entry, nbytes in _ranked(entries):
         if files[-1] and held + nbytes > limit:
@@ -260,26 +289,38 @@ def checked_metadata(metadata: object) -> dict[str, str]:
     return {key: metadata[key] for key in sorted(metadata)}
 
 
-def _ranked(entries: Iterable[Entry]) -> Sequence[tuple[Entry, int]]:
-    sized = [(entry, entry.nbytes) for entry in entries]
-    return sorted(sized, key=_rank)
+def _ranked(entries: Iterable[AnyRow]) -> list[tuple[AnyRow, int]]:
+    """Entries with their sizes, in the order in which they will lie."""
+    ranks: dict[int, list[tuple[AnyRow, int]]] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for entry in entries:
+        if type(entry) is Entry:
+            key = entry.dtype.name, entry.shape
+            nbytes = sizes.get(key)
+            if nbytes is None:
+                nbytes = sizes[key] = entry.nbytes
+        else:
+            nbytes = entry.nbytes
+        # The greatest power of two that divides the size; nothing at all fits everywhere.
+        rank = min(nbytes & -nbytes, _BEST) if nbytes else _BEST
+        ranks.setdefault(rank, []).append((entry, nbytes))
+    return [each for rank in sorted(ranks, reverse=True) for each in ranks[rank]]
 
 
-def _rank(sized: tuple[Entry, int]) -> int:
-    # The greatest power of two that divides the size; nothing at all fits everywhere.
-    nbytes = sized[1]
-    return -min(nbytes & -nbytes, _BEST) if nbytes else -_BEST
+def _check_twice(names: list[str]) -> None:
+    if len({*names}) < len(names):
+        ((twice, _),) = collections.Counter(names).most_common(1)
+        raise errors.UsageError("a name is given twice", tensor=twice)
 
 
-def _check_name(name: object) -> None:
-    if not _encodable(name):
-        raise errors.UsageError(
-            "no name for a tensor", expected="a string that UTF-8 can spell", found=repr(name)
-        )
+def _bad_name(name: object) -> errors.UsageError:
     if name == _METADATA:
-        raise errors.UsageError(
+        return errors.UsageError(
             "the format keeps this name for its metadata", tensor=_METADATA, expected="another name"
         )
+    return errors.UsageError(
+        "no name for a tensor", expected="a string that UTF-8 can spell", found=repr(name)
+    )
 
 
 def _encodable(text: object) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
-from benchmarks import ROOT, commands, listing, listing_files, load, pages, verifying
+from benchmarks import ROOT, commands, listing, listing_files, load, pages, saving, verifying
 from mfload.bench import machine, memory
 from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
 from mfload.bench.process import ChildError
@@ -82,6 +82,23 @@ def test_verifying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (out / "verifying.md").read_text() == page
 
 
+def test_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert saving.main([*_places(tmp_path), "--gb", "0.005"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "saving.json").read_text())
+    assert set(found["summary"]) == {"large", "small"}
+    for case in found["summary"].values():
+        assert set(case) == set(saving.LABELS)
+    page = (out / "saving.md").read_text()
+    assert "| **mfload.save, torch** | yes |" in page
+    assert "| safetensors.torch.save_file, left to the page cache | no |" in page
+    _check_picture(out / "saving.png")
+    assert saving.main([*_places(tmp_path), "--redraw"]) == 0
+    assert (out / "saving.md").read_text() == page
+    assert list((tmp_path / "work").iterdir()) == []
+
+
 def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["--loaders", "mfload-numpy,safetensors-numpy", "--cases", "warm,memory"]
     assert load.main([*_places(tmp_path), "--gb", "0.01", "--seed", "3", *wanted]) == 0
@@ -101,17 +118,17 @@ def test_the_loading_table_follows_from_its_samples(tmp_path: Path) -> None:
     assert written == (PERFORMANCE / "loading_table.md").read_text()
 
 
-@pytest.mark.parametrize("module", ["listing", "verifying"])
+@pytest.mark.parametrize("module", ["listing", "verifying", "saving"])
 def test_the_pages_figures_follow_from_their_samples(module: str, tmp_path: Path) -> None:
     for suffix in ("json", "md"):
         shutil.copy(PERFORMANCE / f"{module}.{suffix}", tmp_path)
-    main = {"listing": listing.main, "verifying": verifying.main}[module]
+    main = {"listing": listing.main, "verifying": verifying.main, "saving": saving.main}[module]
     assert main(["--redraw", "--out", str(tmp_path)]) == 0
     written = (tmp_path / f"{module}.md").read_text()
     assert written == (PERFORMANCE / f"{module}.md").read_text()
 
 
-@pytest.mark.parametrize("module", ["load", "listing", "verifying"])
+@pytest.mark.parametrize("module", ["load", "listing", "verifying", "saving"])
 def test_a_case_that_there_is_not(module: str, tmp_path: Path) -> None:
     # Were it taken, there would be nothing to read.
     redraw = ["--redraw", "--out", str(tmp_path)]
