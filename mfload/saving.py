@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from mfload.report import html_table, human, table
 _THREADS = 4
 # A save up to this many bytes is over before a thread has started.
 _INLINE = 1 << 20
+_SOON = 256 << 20
+_BLOCKS = 2
 _SHOWN = 8
 
 
@@ -97,9 +100,11 @@ def save(
     del given
     size = sum(made.size for made in layouts)
     count = len(wanted)
-    with target.drafts([made.size for made in layouts]) as drafts:
+    # A small save makes all its objects in a moment; a long one must not hold up others' garbage.
+    quiet = collector_paused() if size <= _SOON else nullcontext()
+    with quiet, target.drafts([made.size for made in layouts]) as drafts:
         with shown(progress, size) as advance:
-            writers = Writers(0 if size <= _INLINE else _threads(), advance)
+            writers = Writers(0 if size <= _INLINE else _threads(size), advance)
             try:
                 for draft, made in zip(drafts, layouts, strict=True):
                     for job in _jobs(draft, made, wanted):
@@ -110,15 +115,17 @@ def save(
                     draft.sync()
             finally:
                 writers.close()
-        total = sum(row.nbytes for made in layouts for row in made.tensors)
-        held = [[row.name for row in made.tensors] for made in layouts]
+        total = sum(nbytes for made in layouts for *_, nbytes in made.rows)
+        held = [[name for name, *_ in made.rows] for made in layouts]
         published = target.publish(drafts, held, total)
     took = time.perf_counter() - start
     return Saved(published.files, count, size, took, (*notes, *published.notes))
 
 
-def _threads() -> int:
-    return max(_THREADS, min(probes.cores(), 2 * _THREADS))
+def _threads(size: int) -> int:
+    # Each needs a slot and a start: below some blocks a thread they are not worth that.
+    most = max(_THREADS, min(probes.cores(), 2 * _THREADS))
+    return max(1, min(most, size // (_BLOCKS * BLOCK)))
 
 
 def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[Job]:
@@ -127,11 +134,14 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
     Bytes are fetched in the thread that saves: frameworks order their work by thread. Whatever
     was fetched is let go of once its last block is written.
     """
-    pieces: list[Any] = [np.frombuffer(made.header, np.uint8)]
-    start, filled = 0, len(made.header)
+    header = np.frombuffer(made.header, np.uint8)
+    start = len(header) // BLOCK * BLOCK
+    for at in range(0, start, BLOCK):
+        yield Job(draft, at, [header[at : at + BLOCK]], BLOCK, None)
+    pieces: list[Any] = [header[start:]]
+    filled = len(header) - start
     first: str | None = None
-    for name, _, _, (piece,) in made.tensors:
-        nbytes = piece.nbytes
+    for name, _, _, nbytes in made.rows:
         data = wanted.pop(name).fetch()
         if data.nbytes != nbytes:
             raise errors.UnsupportedArrayError(
@@ -141,17 +151,15 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
                 found=f"{data.nbytes} bytes",
             )
         at = 0
-        # The header may be several blocks long; what is cut here is the tensor.
-        while at < nbytes or filled >= BLOCK:
-            if filled >= BLOCK:
-                yield Job(draft, start, pieces, filled, first)
-                start, filled, pieces, first = start + filled, 0, [], None
-                continue
+        while at < nbytes:
             first = first or name
             stop = min(nbytes, at + BLOCK - filled)
             pieces.append(data if stop - at == nbytes else data[at:stop])
             filled += stop - at
             at = stop
+            if filled == BLOCK:
+                yield Job(draft, start, pieces, filled, first)
+                start, filled, pieces, first = start + BLOCK, 0, [], None
         del data
     if pieces:
         yield Job(draft, start, pieces, filled, first)
@@ -159,11 +167,17 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
 
 def _shared(given: Sequence[Outgoing]) -> list[str]:
     """Says which tensors lie in each other's memory: each is written in full."""
-    spans = sorted((each.span, each.name) for each in given if each.span and each.nbytes)
+    owners = {each.owner for each in given}
+    if len(owners) == len(given) and None not in owners:
+        return []
+    named = [(each.span, each.name) for each in given if each.nbytes]
+    spans = [(*span, name) for span, name in named if span is not None]
+    if not _overlapping([span[0] for span in spans], [span[1] for span in spans]):
+        return []
     notes: list[str] = []
     group: list[str] = []
     end = 0
-    for (first, past), name in [*spans, ((1 << 70, 0), "")]:
+    for first, past, name in [*sorted(spans), (1 << 70, 0, "")]:
         if first >= end:
             if len(group) > 1:
                 notes.append(f"lie in the same memory, each is written in full: {_named(group)}")
@@ -171,6 +185,13 @@ def _shared(given: Sequence[Outgoing]) -> list[str]:
         group.append(name)
         end = max(end, past)
     return notes
+
+
+def _overlapping(first: list[int], past: list[int]) -> bool:
+    """Whether any two spans have an address in common."""
+    starts, ends = np.array(first, np.uint64), np.array(past, np.uint64)
+    order = np.argsort(starts)
+    return bool((starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any())
 
 
 def _named(names: list[str]) -> str:

@@ -283,7 +283,7 @@ def test_a_load_in_waves_that_does_not_fit_never_begins(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Half(_Copying):
-        forms = _Copying.forms | {"F32": Form("alias", "")}  # noqa: RUF012
+        forms = _Copying.forms | {"F32": Form("alias", "")}
 
     asked: list[int] = []
     monkeypatch.setattr(frameworks, "get", lambda *_: Half())

@@ -112,13 +112,23 @@ class Layout(NamedTuple):
 
     Attributes:
         header: Its first bytes: the length, the JSON and the spaces; the data begins after them.
-        tensors: Rows in file order, offsets counted from the start of the file.
+        rows: Name, dtype, shape and bytes of each tensor, in file order.
         size: Bytes of the whole file.
     """
 
     header: bytes
-    tensors: tuple[TensorInfo, ...]
+    rows: list[tuple[str, DType, tuple[int, ...], int]]
     size: int
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Rows of an index, in file order, offsets counted from the start of the file."""
+        found: list[TensorInfo] = []
+        offset = len(self.header)
+        for name, dtype, shape, nbytes in self.rows:
+            found.append(TensorInfo(name, dtype, shape, (Piece(0, offset, nbytes),)))
+            offset += nbytes
+        return tuple(found)
 
 
 def check_align(align: object) -> int:
@@ -191,12 +201,7 @@ def lay_out(
         raise errors.UsageError(
             "no file can be that large", expected=f"{_MAX_FILE} bytes", found=f"{start + cursor}"
         )
-    tensors: list[TensorInfo] = []
-    offset = start
-    for name, dtype, shape, nbytes in rows:
-        tensors.append(TensorInfo(name, dtype, shape, (Piece(0, offset, nbytes),)))
-        offset += nbytes
-    return Layout(struct.pack("<Q", length) + text.ljust(length), tuple(tensors), offset)
+    return Layout(struct.pack("<Q", length) + text.ljust(length), rows, start + cursor)
 
 
 def split(entries: Iterable[AnyRow], limit: int | None) -> list[list[AnyRow]]:
@@ -291,6 +296,7 @@ def checked_metadata(metadata: object) -> dict[str, str]:
 
 def _ranked(entries: Iterable[AnyRow]) -> list[tuple[AnyRow, int]]:
     """Entries with their sizes, in the order in which they will lie."""
+    best: list[tuple[AnyRow, int]] = []
     ranks: dict[int, list[tuple[AnyRow, int]]] = {}
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     for entry in entries:
@@ -302,9 +308,12 @@ def _ranked(entries: Iterable[AnyRow]) -> list[tuple[AnyRow, int]]:
         else:
             nbytes = entry.nbytes
         # The greatest power of two that divides the size; nothing at all fits everywhere.
-        rank = min(nbytes & -nbytes, _BEST) if nbytes else _BEST
-        ranks.setdefault(rank, []).append((entry, nbytes))
-    return [each for rank in sorted(ranks, reverse=True) for each in ranks[rank]]
+        rank = nbytes & -nbytes if nbytes % _BEST else _BEST
+        if rank == _BEST:
+            best.append((entry, nbytes))
+        else:
+            ranks.setdefault(rank, []).append((entry, nbytes))
+    return [*best, *(each for rank in sorted(ranks, reverse=True) for each in ranks[rank])]
 
 
 def _check_twice(names: list[str]) -> None:

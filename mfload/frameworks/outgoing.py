@@ -58,7 +58,14 @@ def outgoing(arrays: Mapping[str, Any]) -> list[Outgoing]:
             "arrays are saved by name", expected="a dict of arrays", found=type(arrays).__name__
         )
     givers: dict[type, _Give] = {}
-    return [_one(name, array, givers) for name, array in arrays.items()]
+    found: list[Outgoing] = []
+    for name, array in arrays.items():
+        quick = None
+        # Once the first has been looked at in full: most are alike, and there may be many.
+        if np.ndarray in givers and type(array) is np.ndarray and type(name) is str:
+            quick = giving.plain(name, array)
+        found.append(quick or _one(name, array, givers))
+    return found
 
 
 def _one(name: Any, array: Any, givers: dict[type, _Give]) -> Outgoing:
@@ -76,6 +83,9 @@ def _one(name: Any, array: Any, givers: dict[type, _Give]) -> Outgoing:
     kind = type(array)
     if kind not in givers:
         givers[kind] = _giver(array)
+        quick = giving.plain(name, array) if kind is np.ndarray else None
+        if quick is not None:
+            return quick
     give = givers[kind]
     given: Outgoing = _by_name(name, lambda: give(name, array))
     return given._replace(fetch=lambda: _by_name(name, given.fetch))
