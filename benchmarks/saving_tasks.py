@@ -122,6 +122,7 @@ class _Writing:
         """Write it."""
         if self._memory is None:
             self.prepare(job)
+        assert self._memory is not None
         whole = memoryview(self._memory)
         path = _target(job)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if self._direct else 0)

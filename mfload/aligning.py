@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mfload import errors, inplace, rewriting
-from mfload.formats import checkpoint, layout, safetensors
+from mfload.formats import checkpoint, layout, options, safetensors
 from mfload.formats.finding import Path
 from mfload.formats.layout import Entry, Layout
 from mfload.index import Index, TensorInfo
@@ -69,7 +69,7 @@ def align(
     source: Path | Sequence[Path],
     target: Path | None = None,
     *,
-    align: int = layout.ALIGN,
+    align: int = options.ALIGN,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     threads: int | None = None,
@@ -112,7 +112,7 @@ def align(
     start = time.perf_counter()
     deadline = Deadline(timeout)
     Settings(threads=threads)
-    limit, align = layout.shard_limit(max_shard_size), layout.check_align(align)
+    limit, align = options.shard_limit(max_shard_size), options.check_align(align)
     index, sources = deadline.bound(lambda: checkpoint.read(source), "reading headers")
     place = Target(inplace.own_place(source, index) if target is None else target, overwrite)
     layouts = _layouts(index, sources, limit, align)

@@ -6,11 +6,13 @@ where one is infinite. NaN and NaN are no difference; NaN and a number are count
 no maximum. Zeros of either sign are equal.
 
 Floats of any width are compared as float64, which holds them all. Integers are compared as
-integers, so that those beyond 2^53 are not mistaken for their neighbours; against a float, too.
+integers, so that those beyond 2^53 are not mistaken for their neighbours; against a float or a
+complex number, too.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +86,9 @@ def between(left: DType, ours: Any, right: DType, theirs: Any, first: int = 0) -
         a, b = _bytes(left, ours, start, stop), _bytes(right, theirs, start, stop)
         # What is the same in every bit need not be understood.
         if left is not right or not np.array_equal(a, b):
-            found = _gap(_numbers(left, a), _numbers(right, b), first + start)
+            # A signalling NaN sets a flag wherever it is converted; it is no error here.
+            with np.errstate(all="ignore"):
+                found = _gap(_numbers(left, a), _numbers(right, b), first + start)
             gap = gap.joined(found)
     return gap
 
@@ -110,12 +114,9 @@ def _gap(a: Any, b: Any, first: int) -> Gap:
     if all(integers):
         return _largest(*_integers(a, b), first)
     if any(integers):
-        whole, other = (a, b) if integers[0] else (b, a)
-        if other.dtype.kind == "f":
-            return _mixed(whole, other, first)
-    with np.errstate(all="ignore"):
-        kind = np.result_type(a, b)
-        return _floats(a.astype(kind), b.astype(kind), first)
+        return _mixed(*((a, b) if integers[0] else (b, a)), first)
+    kind = np.result_type(a, b)
+    return _floats(a.astype(kind), b.astype(kind), first)
 
 
 def _floats(a: Any, b: Any, first: int) -> Gap:
@@ -161,20 +162,16 @@ def _integers(a: Any, b: Any) -> tuple[Any, Any, Any]:
 
 
 def _mixed(whole: Any, other: Any, first: int) -> Gap:
-    """Integers against floats."""
-    with np.errstate(all="ignore"):
-        found = _floats(whole.astype(np.float64), other, first)
-        rough = (np.abs(whole.astype(np.float64)) >= _EXACT) & np.isfinite(other)
+    """Integers against floats, or complex numbers."""
+    found = _floats(whole.astype(np.float64), other, first)
+    rough = (np.abs(whole.astype(np.float64)) >= _EXACT) & np.isfinite(other)
     if not rough.any():
         return found
     # Beyond float64's integers Python's own numbers take over, for these alone.
     places = np.flatnonzero(rough)
-    gaps = [abs(int(whole[n]) - int(other[n])) for n in places]
-    sizes = [max(abs(int(whole[n])), abs(int(other[n]))) for n in places]
-    with np.errstate(all="ignore"):
-        rest = _floats(
-            np.where(rough, 0, whole).astype(np.float64), np.where(rough, 0, other), first
-        )
+    gaps = [_length(int(whole[n]) - int(other[n].real), other[n].imag) for n in places]
+    sizes = [max(abs(int(whole[n])), float(abs(other[n]))) for n in places]
+    rest = _floats(np.where(rough, 0, whole).astype(np.float64), np.where(rough, 0, other), first)
     worst = max(range(len(gaps)), key=lambda n: gaps[n])
     exact = Gap(
         sum(gap > 0 for gap in gaps),
@@ -184,6 +181,10 @@ def _mixed(whole: Any, other: Any, first: int) -> Gap:
         first + int(places[worst]) if gaps[worst] else None,
     )
     return rest.joined(exact)
+
+
+def _length(real: int, imaginary: float) -> Number:
+    return math.hypot(real, imaginary) if imaginary else abs(real)
 
 
 def _largest(differ: Any, gap: Any, relative: Any, first: int) -> Gap:

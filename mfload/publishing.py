@@ -27,14 +27,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mfload import errors, renaming, targets
+from mfload import errors, existing, renaming, targets
+from mfload.existing import Found
 from mfload.formats import layout
 from mfload.formats.finding import INDEX_SUFFIX
 from mfload.io import folders
 from mfload.io.drafts import Draft
 from mfload.io.folders import Folder
 from mfload.renaming import Change
-from mfload.targets import Found
 
 log = logging.getLogger("mfload")
 
@@ -73,7 +73,7 @@ class Target:
         self.overwrite = overwrite
         self._hidden = self.place.hidden()
         self._folder: Folder | None = None
-        self._refuse_existing(targets.look(self.place))
+        self._refuse_existing(existing.look(self.place))
 
     def _refuse_existing(self, old: Found) -> None:
         if self.overwrite:
@@ -113,7 +113,7 @@ class Target:
             stack.callback(setattr, self, "_folder", None)
             # Under the lock, so that nobody takes a draft with a name for a leftover.
             with folder.locked():
-                old = targets.look(self.place)
+                old = existing.look(self.place)
                 self._sweep(old)
                 for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
                     hidden = f"{self._hidden}{number:05}.safetensors"
@@ -124,12 +124,12 @@ class Target:
     def _checked(self, count: int) -> list[str]:
         """Names of the files, none of which may be a link where several change at once."""
         place, names = self.place, self.names(count)
-        old = targets.look(place)
+        old = existing.look(place)
         several = count > 1 or old.indexed or bool(old.shards)
         behind = place.linked
         if behind is not None and not several:
             # The link's own neighbours would go on hiding what lies behind it.
-            there = targets.look(targets.Place(*os.path.split(behind)))
+            there = existing.look(targets.Place(*os.path.split(behind)))
             several = there.indexed or bool(there.shards)
         if several and behind is not None:
             raise errors.TargetError(
@@ -187,7 +187,7 @@ class Target:
         assert folder is not None, "published outside of the drafts' context"
         names = self.names(len(drafts))
         with folder.locked():
-            old = targets.look(self.place)
+            old = existing.look(self.place)
             self._refuse_existing(old)
             if len(drafts) == 1 and not old.indexed and not old.shards:
                 notes: list[str] = []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.formats import layout
+from mfload.formats import layout, options
 from mfload.formats.layout import Layout
 from mfload.frameworks.outgoing import Outgoing, outgoing
 from mfload.io import probes
@@ -81,15 +81,15 @@ def save(
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
-    align: int = layout.ALIGN,
+    align: int = options.ALIGN,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     progress: Progress = False,
 ) -> Saved:
     """See `mfload.save`."""
     start = time.perf_counter()
-    limit = layout.shard_limit(max_shard_size)
-    align = layout.check_align(align)
+    limit = options.shard_limit(max_shard_size)
+    align = options.check_align(align)
     target = Target(path, overwrite)
     with collector_paused():
         given = outgoing(arrays)
@@ -150,6 +150,11 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
                 expected=f"{nbytes} bytes",
                 found=f"{data.nbytes} bytes",
             )
+        first = first or name
+        if filled + nbytes < BLOCK:
+            pieces.append(data)
+            filled += nbytes
+            continue
         at = 0
         while at < nbytes:
             first = first or name
@@ -191,7 +196,8 @@ def _overlapping(first: list[int], past: list[int]) -> bool:
     """Whether any two spans have an address in common."""
     starts, ends = np.array(first, np.uint64), np.array(past, np.uint64)
     order = np.argsort(starts)
-    return bool((starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any())
+    # Of all spans that overlap one, its next neighbour begins first.
+    return bool((starts[order][1:] < ends[order][:-1]).any())
 
 
 def _named(names: list[str]) -> str:

@@ -12,8 +12,7 @@ from unittest import mock
 
 from mfload.io import allotting
 
-CALLS = ("open", "pwritev", "fsync", "link", "replace", "unlink", "fchmod", "fstat", "lstat")
-_SEVERAL_AT_ONCE = ("fstat", "lstat")
+CALLS = ("open", "pwritev", "fsync", "link", "replace", "unlink", "fchmod")
 
 
 class Stop(BaseException):
@@ -39,8 +38,7 @@ def steps(before: Callable[[int, str], None]) -> Iterator[list[str]]:
 
         return call
 
-    names = [name for name in CALLS if name not in _SEVERAL_AT_ONCE]
-    patches = [mock.patch.object(os, name, watched(name, getattr(os, name))) for name in names]
+    patches = [mock.patch.object(os, name, watched(name, getattr(os, name))) for name in CALLS]
     patches.append(mock.patch.object(allotting, "allot", watched("allot", allotting.allot)))
     for patch in patches:
         patch.start()

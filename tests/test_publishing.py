@@ -21,10 +21,11 @@ import scenarios
 from test_saving_kill import memory
 
 import mfload
-from mfload import errors, publishing, renaming
-from mfload.formats import safetensors
+from mfload import errors, publishing
+from mfload.formats import checkpoint, safetensors
 from mfload.io import folders
 from mfload.io.drafts import Draft
+from mfload.io.source import LocalFile
 from mfload.publishing import Target
 from mfload.targets import Place
 
@@ -155,7 +156,7 @@ class TestExisting:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        real = publishing.targets.look
+        real = publishing.existing.look
         looks: list[Any] = []
 
         def look(place: Place) -> Any:
@@ -164,7 +165,7 @@ class TestExisting:
                 (tmp_path / name).write_text("mine")
             return looks[-1]
 
-        monkeypatch.setattr(publishing.targets, "look", look)
+        monkeypatch.setattr(publishing.existing, "look", look)
         sharded = name != "model.safetensors"
         if sharded and way is faults.no_links and "-of-" in name:
             # Renames keep the hidden name for what is taken, and replace nothing.
@@ -485,28 +486,6 @@ class TestOthers:
         assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-class TestRenameFree:
-    @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.ENOSYS])
-    def test_it_replaces_nothing(
-        self, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if code is not None:
-            # As on systems that have no such call.
-            monkeypatch.setattr(renaming, "_linux", False)
-        a, b = tmp_path / "a", tmp_path / "b"
-        a.write_text("a")
-        b.write_text("b")
-        with pytest.raises(FileExistsError):
-            renaming._rename_free(str(a), str(b))
-        assert (a.read_text(), b.read_text()) == ("a", "b")
-        b.unlink()
-        renaming._rename_free(str(a), str(b))
-        assert b.read_text() == "a"
-        with pytest.raises(OSError) as caught:
-            renaming._rename_free(str(a), str(tmp_path / "c"))
-        assert caught.value.errno == errno.ENOENT
-
-
 class TestReaders:
     """Who loads while a checkpoint is replaced finds one of the two, or an error; never a mix."""
 
@@ -544,6 +523,26 @@ class TestReaders:
             # What is read again after the change is the new one.
             assert whole == ("new" if len(read) > at or at == 1 else "old")
             assert found(folder) == ("new" if len(read) >= at else "old")
+
+    @pytest.mark.parametrize("indexed", [True, False])
+    def test_headers_of_two_are_not_mixed_though_they_fit(
+        self, indexed: bool, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Same names, same shapes: nothing in the headers tells one from the other."""
+        old, new = ({f"w{n}": np.full(9, seed) for n in range(4)} for seed in (1, 2))
+        mfload.save(old, memory, max_shard_size=72)
+        if not indexed:
+            (memory / "model.safetensors.index.json").unlink()
+        opened: list[str] = []
+
+        def between(path: str) -> LocalFile:
+            opened.append(path)
+            if len(opened) == 3:
+                mfload.save(new, memory, max_shard_size=72, overwrite=True)
+            return LocalFile(path)
+
+        monkeypatch.setattr(checkpoint, "LocalFile", between)
+        assert scenarios.found(memory, {"old": old, "new": new}) == "new"
 
     def test_a_checkpoint_that_never_rests(
         self, memory: Path, monkeypatch: pytest.MonkeyPatch

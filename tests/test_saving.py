@@ -78,6 +78,9 @@ class TestRoundTrip:
             saved = mfload.save(arrays, path, metadata=metadata, align=align)
             content = Path(path).read_bytes()
             assert reference.read(content) == as_stored(arrays)
+            start = 8 + int.from_bytes(content[:8], "little")
+            assert start % align == 0
+            assert start - len(content[:start].rstrip(b" ")) < align
             with safetensors.safe_open(path, "np") as opened:
                 assert opened.metadata() == metadata
             assert saved.bytes == len(content)
@@ -134,6 +137,26 @@ class TestRoundTrip:
         assert len(writes) <= saved.bytes // drafts.BLOCK + 3
         samples.assert_same(mfload.load(tmp_path, framework="numpy"), arrays)
 
+    def test_a_header_of_several_blocks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[int] = []
+        real = drafts.Draft.gather
+
+        def gather(draft: Any, offset: int, pieces: Any) -> None:
+            begun.append(offset)
+            real(draft, offset, pieces)
+
+        monkeypatch.setattr(drafts.Draft, "gather", gather)
+        metadata = {"long": "x" * (2 * drafts.BLOCK + 99)}
+        data = np.random.default_rng(0).integers(0, 256, 2 * drafts.BLOCK, np.uint8)
+        mfload.save({"w": data}, tmp_path, metadata=metadata, align=8)
+        # Blocks begin where they can be written past the page cache.
+        assert sorted(begun) == [n * drafts.BLOCK for n in range(5)]
+        with mfload.open(tmp_path) as opened:
+            assert opened.metadata() == metadata
+            assert (opened.get_tensor("w") == data).all()
+
     def test_frameworks_together(self, tmp_path: Path) -> None:
         import torch
 
@@ -161,6 +184,8 @@ class TestSharing:
         assert self.notes(tmp_path, a=base[:60], b=base[50:], c=base[99:]) == (f"{said}a, b, c",)
         assert self.notes(tmp_path, a=base[:50], b=base[50:]) == ()
         assert self.notes(tmp_path, a=base[:0], b=base[:0], c=base) == ()
+        assert self.notes(tmp_path, a=base, b=base[50:]) == (f"{said}a, b",)
+        assert self.notes(tmp_path, a=base[:50], b=base[50:80], c=base[60:80]) == (f"{said}b, c",)
         other = np.arange(9)
         assert self.notes(tmp_path, x=other, a=base, y=other, b=base[::-2]) == tuple(
             sorted(

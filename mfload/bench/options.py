@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,8 +58,9 @@ class Options:
                 raise errors.UsageError("unknown engine", expected=expected, found=engine)
         for what in ("rounds", "threads", "max_bytes", "timeout"):
             value = getattr(self, what)
-            if value is not None and value <= 0:
-                raise errors.UsageError(what, expected="more than 0", found=value)
+            # Nothing waits for ever; and NaN is not above 0, either.
+            if value is not None and not 0 < value < math.inf:
+                raise errors.UsageError(what, expected="a finite number above 0", found=value)
 
 
 class Entrant(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from mfload.cli import streams
+
 COMMAND = "pip install 'mfload[cli]'"
 MISSING = 5
 """Exit code where something that is needed is not installed."""
@@ -18,9 +20,10 @@ def main() -> int:
         The exit code (`mfload.cli.exits` lists them).
     """
     try:
+        streams.fill()
         for module in ("typer", "rich"):
             if importlib.util.find_spec(module) is None:
-                print(f"mfload: error: the command needs {module}: {COMMAND}", file=sys.stderr)
+                streams.say(f"mfload: error: the command needs {module}: {COMMAND}")
                 return MISSING
         from mfload.cli.app import run
 

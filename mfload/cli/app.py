@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 import mfload
 from mfload import spelling
-from mfload.cli import exits, failures
+from mfload.cli import exits, failures, streams
 
 COMMANDS = ("ls", "plan", "load", "verify", "diff", "align", "bench")
 """Each is the function `command` of the module mfload.cli.<name>."""
@@ -46,11 +46,18 @@ class _Group(TyperGroup):  # pyright: ignore[reportUntypedBaseClass]
             ctx.fail(f"no such command: {args[0]}{spelling.meant(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
+    # Where nobody reads, typer would end with 1, which says "different" here.
+
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        try:
+            return super().make_context(*given, **more)
+        except BrokenPipeError:
+            raise typer.Exit(exits.CLOSED) from None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # Typer would end with 1, which says "different" here.
             raise typer.Exit(exits.CLOSED) from None
 
 
@@ -105,14 +112,19 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A locale without the characters of a name is no reason to fail.
             stream.reconfigure(errors="backslashreplace")
-    code = _run(rest, as_json="--json" in options, trace=trace)
     try:
-        sys.stdout.flush()
+        code = _run(rest, as_json="--json" in options, trace=trace)
+        streams.flush()
     except BrokenPipeError:
         code = exits.CLOSED
+    except OSError as error:
+        code = failures.show(error, as_json=False, trace=trace)
     if code == exits.CLOSED:
-        # Python flushes once more at its end and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.mute(sys.stdout)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        streams.mute(sys.stderr)
     return code
 
 
@@ -126,15 +138,28 @@ def _run(arguments: list[str], *, as_json: bool, trace: bool) -> int:
     except _ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             # Help that was not asked for is no result.
-            print(error.ctx.get_help(), file=sys.stderr)
+            streams.say(error.ctx.get_help())
             return exits.USAGE
         return failures.usage(error.format_message(), as_json=as_json, hint=_hint(error))
     except (KeyboardInterrupt, typer.Abort):
         return exits.INTERRUPTED
     except BrokenPipeError:
-        return exits.CLOSED
+        raise
     except Exception as error:  # noqa: BLE001  The one place where errors end.
+        if _interrupted(error):
+            return exits.INTERRUPTED
         return failures.show(error, as_json=as_json, trace=trace)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error; NumPy makes an ImportError of it while it starts."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _hint(error: Any) -> str | None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mfload import errors
-from mfload.bench import measuring, plot, rows as tabled, summary
+from mfload.bench import measuring, outputs, plot, rows as tabled, summary
 from mfload.bench.measuring import Bench
 from mfload.bench.options import CASES, Options
 from mfload.bench.results import write_json
 from mfload.bench.rows import Row
-from mfload.cli import exits, options
+from mfload.cli import exits, options, streams
+from mfload.cli.failures import AfterResultError
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.steps import steps
 from mfload.cli.text import clean
@@ -71,14 +70,7 @@ def command(
     is asked to drop these files from its page cache, and no others. Host memory is measured.
     Takes minutes, and wants a machine that does nothing else.
     """
-    for target in (out, picture):
-        _check_target(target, path)
-    if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise errors.FrameworkMissingError(
-            "the plot needs matplotlib; pip install 'mfload[bench]'",
-            expected="matplotlib",
-            found="no such module",
-        )
+    _check_targets(out, picture, path)
     wanted = Options(
         frameworks=_listed(frameworks),
         engines=_listed(engines) or ("auto",),
@@ -93,14 +85,13 @@ def command(
     )
     with steps() as watch:
         made = measuring.bench(path, wanted, watch)
-    if out is not None:
-        _written(out, lambda: write_json(out, summary.as_dict(made)))
-    if picture is not None:
-        _draw(made, picture)
-    if as_json:
-        print_json(summary.as_dict(made))
-    else:
-        _print(made)
+    # Minutes were spent on it: whatever fails, the others are tried. The last one goes first.
+    with ExitStack() as acts:
+        if picture is not None:
+            acts.callback(_draw, made, picture)
+        acts.callback(_print, made, as_json)
+        if out is not None:
+            acts.callback(_written, out, lambda: write_json(out, summary.as_dict(made)))
     return exits.FINE
 
 
@@ -108,27 +99,29 @@ def _listed(given: str | None) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in (given or "").split(","))))
 
 
-def _check_target(target: Path | None, path: str) -> None:
+def _check_targets(out: Path | None, picture: Path | None, path: str) -> None:
     """Refuses, before minutes are spent, what could not be written or must not be."""
-    if target is None:
+    if out is None and picture is None:
         return
-    folder = target.absolute().parent
-    if not folder.is_dir():
-        raise errors.SourceNotFoundError("there is no such directory to write to", file=folder)
-    there = target.exists()
-    if target.is_dir() or not os.access(target if there else folder, os.W_OK):
-        raise errors.SourcePermissionError("can't be written", file=target)
     found = finding.find(path)
     files = [*found.files, *([found.name] if found.name else [])]
-    if there and any(os.path.exists(file) and target.samefile(file) for file in files):
-        raise errors.UsageError("this is a file of the checkpoint", file=target)
+    if out is not None:
+        outputs.check(out, files)
+        outputs.check_json(out)
+    if picture is not None:
+        outputs.check(picture, files)
+        outputs.check_picture(picture)
+        if out is not None and out.resolve() == picture.resolve():
+            raise errors.UsageError("--out and --plot are one file", file=out)
 
 
 def _written(target: Path, act: Any) -> None:
     try:
         act()
     except OSError as error:
-        raise errors.from_os(error, target, "write") from error
+        raise AfterResultError from errors.from_os(error, target, "write")
+    except Exception as error:
+        raise AfterResultError from error
 
 
 def _draw(made: Bench, picture: Path) -> None:
@@ -139,10 +132,13 @@ def _draw(made: Bench, picture: Path) -> None:
 
     _written(picture, draw)
     if not drawn[0]:
-        print("mfload: nothing was measured that could be drawn", file=sys.stderr)
+        streams.say("mfload: nothing was measured that could be drawn")
 
 
-def _print(made: Bench) -> None:
+def _print(made: Bench, as_json: bool) -> None:
+    if as_json:
+        print_json(summary.as_dict(made))
+        return
     found = tabled.rows(made)
     for case in CASES:
         lines = [row for row in found if row.case == case]

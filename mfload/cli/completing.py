@@ -51,6 +51,7 @@ def names(incomplete: str) -> list[str]:
 
 def _names() -> list[str]:
     from mfload.formats import checkpoint, finding
+    from mfload.io.source import LocalFile
 
     # The parser gives up on an option without its value, so it knows no path by now. These are
     # the variables in which shells hand over the line.
@@ -58,8 +59,8 @@ def _names() -> list[str]:
     path = next(word for word in shlex.split(line)[2:] if os.path.exists(word))
     size = 0
     for file in finding.find(path).files:
-        with open(file, "rb") as opened:
-            size += int.from_bytes(opened.read(8), "little")
+        # Not by `open`, which waits at a FIFO for somebody to write.
+        size += int.from_bytes(LocalFile(file).read(0, 8), "little")
     if size > _MOST_BYTES:
         return []
     index, _ = checkpoint.read(path)

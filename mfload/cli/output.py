@@ -6,14 +6,19 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mfload.cli import streams
 from mfload.cli.text import cells, clean
 
 _PRETTY_ROWS = 200
 """Longest table that is drawn with lines; drawing takes rich about a millisecond a row."""
+
+_NARROW = 8
+"""Columns of a terminal that a cell gets at least before it goes on in the next line."""
 
 _PART = 16 << 10
 
@@ -44,8 +49,9 @@ def print_table(
 ) -> None:
     """Prints a table: drawn on a terminal, aligned columns elsewhere.
 
-    Long tables are aligned columns everywhere. Cells are made harmless here; nothing is cut
-    short. What may be long, such as names, belongs in the last column.
+    Long tables are aligned columns everywhere, as all are on a terminal too narrow to draw them.
+    Cells are made harmless here; nothing is cut short. What may be long, such as names, belongs
+    in the last column.
 
     Args:
         headers: Names of the columns, None for a table without a head.
@@ -53,7 +59,7 @@ def print_table(
         right: Numbers of the columns that are aligned to the right.
     """
     texts = [[clean(cell) for cell in row] for row in rows]
-    if fancy(sys.stdout) and len(texts) <= _PRETTY_ROWS:
+    if fancy(sys.stdout) and len(texts) <= _PRETTY_ROWS and _fits(headers, texts):
         _draw(headers, texts, right)
     else:
         write(aligned([list(headers), *texts] if headers else texts, right))
@@ -62,7 +68,7 @@ def print_table(
 def print_pairs(rows: Iterable[Sequence[object]]) -> None:
     """Prints names and values, such as a report's, without a head."""
     texts = [[clean(cell) for cell in row] for row in rows]
-    if fancy(sys.stdout):
+    if fancy(sys.stdout) and _fits(None, texts):
         _draw(None, texts, ())
     else:
         write(aligned(texts, ()))
@@ -89,8 +95,21 @@ def write(lines: Iterable[str]) -> None:
         text = "\n".join(chunk) + "\n"
         # With PYTHONUNBUFFERED a write goes to the system as it is, and what a pipe does not
         # take of a long one is lost without a word.
-        for at in range(0, len(text), _PART):
-            sys.stdout.write(text[at : at + _PART])
+        try:
+            for at in range(0, len(text), _PART):
+                sys.stdout.write(text[at : at + _PART])
+        except OSError as error:
+            raise streams.named(error) from None
+
+
+def _fits(headers: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> bool:
+    """Whether a drawn table has room for its heads and for some of each cell."""
+    heads = map(cells, headers or ())
+    columns = zip(*rows, strict=True)
+    pairs = itertools.zip_longest(heads, (max(map(cells, column)) for column in columns))
+    widths = [max(head or 0, min(cell or 0, _NARROW)) for head, cell in pairs]
+    # A blank on either side of each column, and one between two.
+    return sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns
 
 
 def _draw(headers: Sequence[str] | None, rows: list[list[str]], right: Sequence[int]) -> None:
@@ -104,7 +123,8 @@ def _draw(headers: Sequence[str] | None, rows: list[list[str]], right: Sequence[
         justify = "right" if n in right else "left"
         style = "bold cyan" if headers is None and n == 0 else None
         head = headers[n] if headers else ""
-        table.add_column(Text(head), justify=justify, overflow="fold", style=style)
+        width = cells(head) or None
+        table.add_column(Text(head), justify=justify, overflow="fold", style=style, min_width=width)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console(file=sys.stdout, markup=False, highlight=False, emoji=False).print(table)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from mfload.cli import streams
 from mfload.cli.output import fancy
 
 Watch = Callable[[int, int, str], None]
@@ -50,4 +51,4 @@ class _Lines:
         if what != self._last:
             self._last = what
             count = f" ({done} of {total} done)" if total else ""
-            print(f"mfload: {what}{count}", file=sys.stderr, flush=True)
+            streams.say(f"mfload: {what}{count}")

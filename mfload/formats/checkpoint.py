@@ -43,25 +43,20 @@ def read(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
 
 
 def _settled(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
-    """Reads headers that belong together, where a writer puts another checkpoint in their place.
+    """Reads the headers, again where a writer put another checkpoint in place meanwhile.
 
-    Shards keep their names, so that half of them may be read before and half after: the index
-    tells, which changes first.
+    Half of the shards may have been looked at before and half after: sources notice that, and so
+    do names that do not fit the index. What tells it from damage is that the index changed too.
     """
-    for left in reversed(range(_TRIES)):
+    tries = 0
+    while True:
+        tries += 1
         before = finding.state(path)
         try:
-            found = _read(finding.find(path))
+            return _read(finding.find(path))
         except (errors.SourceError, errors.FormatError):
-            if left and finding.state(path) != before:
-                continue
-            raise
-        if finding.state(path) == before:
-            return found
-    raise errors.SourceChangedError(
-        "the checkpoint was replaced again and again while its headers were read",
-        file=path if isinstance(path, str | os.PathLike) else None,
-    )
+            if tries == _TRIES or finding.state(path) == before:
+                raise
 
 
 def _read(found: Found) -> tuple[Index, list[LocalFile]]:

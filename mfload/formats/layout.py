@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import collections
 import json
-import re
 import struct
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 from json.encoder import encode_basestring as _quoted
 from typing import NamedTuple, Protocol, TypeVar
 
 from mfload import errors
 from mfload.dtypes import DType
+from mfload.formats.options import ALIGN, check_align, checked_metadata, encodable
 from mfload.formats.safetensors import MAX_HEADER
 from mfload.index import Piece, TensorInfo
 
-ALIGN = 4096
-"""Multiple of which the data begins where nobody says otherwise: a page, and a disk's sector."""
-
-_SIZE = re.compile(
-    r"(?P<number>\d{1,20}(\.\d{1,20})?)\s*((?P<unit>[KMGTP])(?P<binary>I)?)?B?",
-    re.ASCII | re.IGNORECASE,
-)
 _METADATA = "__metadata__"
 _BEST = 64
 _MAX_COUNT = 2**64 - 1
@@ -131,25 +123,6 @@ class Layout(NamedTuple):
         return tuple(found)
 
 
-def check_align(align: object) -> int:
-    """The argument `align=`, checked.
-
-    Raises:
-        UsageError: It is no power of two, less than 8, or more than a header may be long.
-    """
-    if isinstance(align, bool) or not hasattr(align, "__index__"):
-        raise _no_align(align)
-    value = int(align)  # pyright: ignore
-    if not 8 <= value <= MAX_HEADER or value & (value - 1):
-        raise _no_align(align)
-    return value
-
-
-def _no_align(found: object) -> errors.UsageError:
-    wanted = f"a power of two from 8 to {1 << (MAX_HEADER.bit_length() - 1)} (bytes)"
-    return errors.UsageError("align", expected=wanted, found=repr(found))
-
-
 def lay_out(
     entries: Iterable[Row], metadata: Mapping[str, str] | None = None, align: int = ALIGN
 ) -> Layout:
@@ -176,8 +149,8 @@ def lay_out(
     shapes: dict[tuple[str, tuple[int, ...]], str] = {}
     cursor = 0
     for name, dtype, shape, nbytes in rows:
-        if name == _METADATA or not _encodable(name):
-            raise _bad_name(name)
+        if type(name) is not str or not name.isascii() or name == _METADATA:
+            _check_name(name)
         # By hand: a checkpoint may have hundreds of thousands, and few shapes.
         what = shapes.get((dtype.name, shape))
         if what is None:
@@ -252,48 +225,6 @@ def index_json(placed: Mapping[str, str], total: int) -> bytes:
     return raw
 
 
-def shard_limit(size: object) -> int | None:
-    """The argument `max_shard_size=`, in bytes.
-
-    Args:
-        size: Bytes, or a number and a unit: "5GB" is decimal, "500MiB" binary. None for no limit.
-
-    Raises:
-        UsageError: It is no size, or none above zero.
-    """
-    if size is None:
-        return None
-    found = 0
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size.strip())
-        if match is not None:
-            base = 1024 if match["binary"] else 1000
-            power = " KMGTP".index((match["unit"] or " ").upper())
-            found = int(Decimal(match["number"]) * base**power)
-    elif hasattr(size, "__index__") and not isinstance(size, bool):
-        found = int(size)  # pyright: ignore
-    if found < 1:
-        wanted = 'bytes above 0, or such as "5GB" or "500MiB"'
-        raise errors.UsageError("max_shard_size", expected=wanted, found=repr(size))
-    return found
-
-
-def checked_metadata(metadata: object) -> dict[str, str]:
-    """The metadata, by name, as a reader will take it.
-
-    Raises:
-        UsageError: It is no mapping of strings to strings, or one has half of a surrogate pair.
-    """
-    if not isinstance(metadata, Mapping):
-        raise errors.UsageError("metadata", expected="{str: str}", found=repr(metadata))
-    for text in (*metadata.keys(), *metadata.values()):
-        if not _encodable(text):
-            raise errors.UsageError(
-                "metadata", expected="strings that UTF-8 can spell", found=repr(text)
-            )
-    return {key: metadata[key] for key in sorted(metadata)}
-
-
 def _ranked(entries: Iterable[AnyRow]) -> list[tuple[AnyRow, int]]:
     """Entries with their sizes, in the order in which they will lie."""
     best: list[tuple[AnyRow, int]] = []
@@ -322,26 +253,15 @@ def _check_twice(names: list[str]) -> None:
         raise errors.UsageError("a name is given twice", tensor=twice)
 
 
-def _bad_name(name: object) -> errors.UsageError:
+def _check_name(name: object) -> None:
     if name == _METADATA:
-        return errors.UsageError(
+        raise errors.UsageError(
             "the format keeps this name for its metadata", tensor=_METADATA, expected="another name"
         )
-    return errors.UsageError(
-        "no name for a tensor", expected="a string that UTF-8 can spell", found=repr(name)
-    )
-
-
-def _encodable(text: object) -> bool:
-    if not isinstance(text, str):
-        return False
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    if not encodable(name):
+        raise errors.UsageError(
+            "no name for a tensor", expected="a string that UTF-8 can spell", found=repr(name)
+        )
 
 
 def _compact(value: dict[str, str]) -> str:

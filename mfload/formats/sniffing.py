@@ -214,14 +214,17 @@ def _text(look: Look) -> str | None:
         what = f" saying {_quoted(said[1])}" if said else ""
         return f"XML{what}, maybe an error of a server saved in place of the file"
     if text.startswith(("{", "[")):
-        return _json(text)
+        return _json(text, look.name)
     if look.name == "checkpoint" and text.startswith("model_checkpoint_path"):
         return "a part of a TensorFlow checkpoint: load it with tf.train.load_checkpoint"
     return f"text that begins with {_quoted(text)}"
 
 
-def _json(text: str) -> str:
+def _json(text: str, name: str) -> str:
     if '"weight_map"' in text:
+        if name.endswith(".json"):
+            # It was taken for an index; what is wrong with it has been said.
+            return ""
         return "a safetensors index under another name: mfload takes it for one if it ends in .json"
     if '"error"' in text[:200]:
         return f"an error of a server saved in place of the file: {_quoted(text)}"

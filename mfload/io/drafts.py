@@ -17,13 +17,13 @@ import os
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from mfload import errors
 from mfload.io import allotting, folders, probes
 from mfload.io.buffers import PAGE, Bytes, WorkerSlot
+from mfload.io.pwrite import write_all
 
 BLOCK = 4 << 20
 """Bytes of one write: a slot that stays in the processor's cache until the disk has it."""
@@ -34,7 +34,6 @@ _PIECE_FROM = 64 << 10
 # What open(2) says of O_TMPFILE where the file system, or an old kernel, does not know it.
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-_IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 
 
 class Draft:
@@ -149,7 +148,7 @@ class Draft:
             if not self._looked:
                 self._open_direct()
         try:
-            nbytes = sum(piece.nbytes for piece in pieces)
+            nbytes = sum(map(len, pieces))
             self._gather(offset, pieces, nbytes)
             with self._lock:
                 self._written += nbytes
@@ -165,12 +164,12 @@ class Draft:
         head = -offset % PAGE
         inner = (nbytes - head) // PAGE * PAGE
         if not self._takes_direct or inner < _PIECE_FROM:
-            _write_all(self._fd, pieces, offset)
+            write_all(self._fd, pieces, offset)
             return
         if len(pieces) == 1 and (pieces[0].ctypes.data + head) % self._unit == 0:
             whole = pieces[0]
             if not self._write_direct(whole[head : head + inner], offset + head):
-                _write_all(self._fd, (whole,), offset)
+                write_all(self._fd, (whole,), offset)
                 return
             self._ends(whole, offset, head, inner)
             return
@@ -184,7 +183,7 @@ class Draft:
             if self._write_direct(whole[head : head + inner], offset + head):
                 self._ends(whole, offset, head, inner)
             else:
-                _write_all(self._fd, (whole,), offset)
+                write_all(self._fd, (whole,), offset)
         finally:
             landed = whole = None
             self._slots.append(slot)
@@ -193,12 +192,12 @@ class Draft:
     def _ends(self, whole: Bytes, offset: int, head: int, inner: int) -> None:
         for start, stop in ((0, head), (head + inner, whole.nbytes)):
             if stop > start:
-                _write_all(self._fd, (whole[start:stop],), offset + start)
+                write_all(self._fd, (whole[start:stop],), offset + start)
 
     def _write_direct(self, data: Bytes, offset: int) -> bool:
         """Writes past the page cache; False where the kernel won't, and all must go through it."""
         try:
-            _write_all(self._direct, (data,), offset)
+            write_all(self._direct, (data,), offset)
         except OSError as error:
             # EFAULT: memory that the kernel copies from and no disk reads from (a device's).
             if error.errno == errno.EFAULT:
@@ -299,31 +298,3 @@ class Draft:
             found += "; each shard needs an open file: raise `ulimit -n`, or max_shard_size"
         expected = f"{self.size} bytes"
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
-
-
-def _write_all(fd: int, pieces: Sequence[Any], offset: int) -> None:
-    """Writes all of it; short writes are taken up again."""
-    for first in range(0, len(pieces), _IOV_MAX):
-        vector = list(pieces[first : first + _IOV_MAX])
-        while vector:
-            done = _pwritev(fd, vector, offset)
-            stuck = done == 0
-            offset += done
-            while vector and done >= vector[0].nbytes:
-                done -= vector[0].nbytes
-                vector.pop(0)
-            if done:
-                vector[0] = vector[0][done:]
-            elif vector and stuck:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-_seek = threading.Lock()
-
-
-def _pwritev(fd: int, vector: list[Any], offset: int) -> int:
-    if hasattr(os, "pwritev"):
-        return os.pwritev(fd, vector, offset)
-    with _seek:  # Windows
-        os.lseek(fd, offset, os.SEEK_SET)
-        return os.write(fd, vector[0])

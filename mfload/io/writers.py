@@ -84,7 +84,6 @@ class Writers:
         """Stops the threads; jobs that none has begun are dropped."""
         with self._changed:
             self._stop = True
-            self._waiting.clear()
             self._changed.notify_all()
         end = time.monotonic() + _GRACE
         for thread in self._threads:

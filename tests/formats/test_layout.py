@@ -172,6 +172,7 @@ class TestSplit:
         assert split(found, None) == [found]
         assert split([], 1) == [[]]
         assert [len(file) for file in split(found, 19)] == [1, 1]
+        assert [len(file) for file in split(found, 1)] == [1, 1]
 
     @hypothesis.given(entries(), st.integers(1, 200))
     def test_splitting_what_was_split_changes_nothing(self, found: list[Entry], limit: int) -> None:
@@ -184,24 +185,6 @@ class TestSplit:
         )
         for file in files:
             assert len(file) == 1 or sum(each.nbytes for each in file) <= limit
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [(None, None), (7, 7), ("7", 7), ("5GB", 5 * 10**9), ("500MiB", 500 << 20), ("1.5 kB", 1500),
-     (" 2GiB ", 2 << 30), ("3g", 3 * 10**9), ("1TiB", 1 << 40), ("0.001MB", 1000)],
-)  # fmt: skip
-def test_limits(given: Any, found: int | None) -> None:
-    assert layout.shard_limit(given) == found
-
-
-@pytest.mark.parametrize(
-    "given",
-    ["", "GB", "-1", "0", "5XB", "5i", "1e9", "0.1", "nan", "9" * 5000, True, 1.5, 0, -1, []],
-)
-def test_limits_that_are_none(given: Any) -> None:
-    with pytest.raises(errors.UsageError, match="max_shard_size"):
-        layout.shard_limit(given)
 
 
 def test_the_index_is_hugging_face_s(monkeypatch: pytest.MonkeyPatch) -> None:

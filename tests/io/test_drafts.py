@@ -144,6 +144,17 @@ def test_large_writes_go_past_the_page_cache(
         made.discard()
 
 
+def test_all_but_the_first_block_begin_where_the_file_s_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    made = draft(tmp_path, 3 * BLOCK)
+    monkeypatch.setattr(made, "gather", lambda offset, pieces: begun.append(offset))
+    made.write(5000, numbers(3 * BLOCK - 5000))
+    assert begun == [5000, BLOCK, 2 * BLOCK]
+    made.discard()
+
+
 def test_aligned_memory_needs_no_slot(tmp_path: Path) -> None:
     data = buffers.allocate(BLOCK)
     made = draft(tmp_path, BLOCK)
@@ -353,7 +364,10 @@ class TestFailures:
             raise PermissionError(errno.EPERM, "all files have the same")
 
         monkeypatch.setattr(os, "fchmod", fail)
-        draft(tmp_path, 10, mode=0o600).discard()
+        made = draft(tmp_path, 10, mode=0o600)
+        # What was private is never open to others, not even for a moment.
+        assert stat.S_IMODE(os.stat(made.path).st_mode) == 0o600
+        made.discard()
 
     def test_a_write_that_hangs_keeps_its_descriptors(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

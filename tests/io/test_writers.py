@@ -166,3 +166,18 @@ def test_bytes_are_let_go_of_once_written() -> None:
     made.drain()
     assert gone() is None
     made.close()
+
+
+def test_who_keeps_the_error_keeps_no_bytes() -> None:
+    draft = FakeDraft()
+    draft.fail_at = 0
+    made = Writers(2)
+    piece = np.zeros(5, np.uint8)
+    gone = weakref.ref(piece)
+    made.put(Job(draft, 0, [piece], 5, None))  # type: ignore[arg-type]
+    del piece
+    with pytest.raises(errors.WriteError) as caught:
+        made.drain()
+    made.close()
+    assert gone() is None
+    assert caught.value.errno == errno.ENOSPC
