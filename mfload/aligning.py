@@ -9,13 +9,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mfload import errors, inplace, rewriting
-from mfload.formats import checkpoint, layout, options, safetensors
+from mfload.formats import checkpoint, finding, layout, options, safetensors
 from mfload.formats.finding import Path
 from mfload.formats.layout import Entry, Layout
 from mfload.index import Index, TensorInfo
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
-from mfload.manifest import FileEntry, Manifest, TensorEntry, beside
+from mfload.manifest import (
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    beside,
+    check_target,
+    sayable,
+)
 from mfload.progress import Progress, shown
 from mfload.publishing import Target
 from mfload.report import html_table, human, table
@@ -117,6 +124,11 @@ def align(
     place = Target(inplace.own_place(source, index) if target is None else target, overwrite)
     layouts = _layouts(index, sources, limit, align)
     old, known = _manifest(source, index)
+    path = beside(place.path, [place.path])
+    if target is not None:
+        inplace.refuse_hub([file for file in index.files if os.path.realpath(file) == place.path])
+    if known is not None:
+        check_target(path, overwrite=overwrite or _is_same(path, old))
     size = sum(made.size for made in layouts)
     with place.drafts([made.size for made in layouts]) as drafts:
         # Both passes tell of the same bytes but for the headers.
@@ -127,10 +139,16 @@ def align(
             sums = rewriting.read_back(drafts, layouts, digests, sums=known is not None, **how)
         total = sum(row.nbytes for made in layouts for row in made.tensors)
         held = [[row.name for row in made.tensors] for made in layouts]
+        if known is not None and os.path.lexists(path):
+            # What is said of files ends with the stroke; of the tensors it holds before and after.
+            if _is_same(path, old):
+                Manifest(_entries(index.tensors, digests)).write(path, overwrite=True)
+            else:
+                os.unlink(path)
         there = place.publish(drafts, held, total)
     notes = [*index.notes, *there.notes]
     if known is not None:
-        notes.append(_write_manifest(place, there.files, index.tensors, digests, sums))
+        notes.append(_write_manifest(path, there.files, index.tensors, digests, sums))
     took = time.perf_counter() - start
     return Aligned(there.files, len(index), size, took, tuple(dict.fromkeys(notes)))
 
@@ -168,7 +186,8 @@ def _layouts(
 
 
 def _manifest(source: Path | Sequence[Path], index: Index) -> tuple[str, Manifest | None]:
-    path = beside(source, index.files)
+    found = finding.find(source)
+    path = beside(source, index.files, found.name if found.placed is not None else None)
     return path, Manifest.read(path) if os.path.exists(path) else None
 
 
@@ -187,21 +206,35 @@ def _compare(index: Index, digests: Mapping[str, str], path: str, known: Manifes
             )
 
 
+def _entries(
+    tensors: Mapping[str, TensorInfo], digests: Mapping[str, str]
+) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(info.dtype.name, info.shape, digests[name])
+        for name, info in tensors.items()
+    }
+
+
+def _is_same(path: str, other: str) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
 def _write_manifest(
-    place: Target,
+    path: str,
     files: Sequence[str],
     tensors: Mapping[str, TensorInfo],
     digests: Mapping[str, str],
     sums: Sequence[str],
 ) -> str:
-    entries = {
-        name: TensorEntry(info.dtype.name, info.shape, digests[name])
-        for name, info in tensors.items()
-    }
     named = {
         os.path.basename(file): FileEntry(os.path.getsize(file), digest)
         for file, digest in zip(files, sums, strict=False)
+        if sayable(os.path.basename(file))
     }
-    path = beside(place.path, [place.path])
-    Manifest(entries, named).write(path, overwrite=True)
+    try:
+        Manifest(_entries(tensors, digests), named).write(path, overwrite=True)
+    except errors.TargetError as error:
+        error.message += "; the checkpoint itself is whole and in its place"
+        error.args = (error.message,)
+        raise
     return f"checksums written to {path}"

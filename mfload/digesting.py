@@ -10,7 +10,7 @@ from mfload.expecting import Expecting
 from mfload.index import TensorInfo
 from mfload.inspecting import Inspected, Problem
 from mfload.io.deadline import Deadline
-from mfload.manifest import FileEntry, Manifest, TensorEntry
+from mfload.manifest import FileEntry, Manifest, TensorEntry, sayable
 from mfload.streaming import Range
 
 
@@ -128,5 +128,9 @@ class Digesting:
             self._expecting.name(source.path): FileEntry(source.size, self._hashed[source.path])
             for source in self._seen.sources
         }
+        for name in [name for name in files if not sayable(name)]:
+            del files[name]
+            note = f"the manifest leaves out the file {name!a}, whose name is no text"
+            self._seen.notes.append(f"{note}; its tensors are in it")
         Manifest(tensors, files).write(path, overwrite=overwrite)
         return path

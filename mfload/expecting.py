@@ -10,7 +10,7 @@ from mfload import errors, published
 from mfload.formats.finding import Path
 from mfload.index import TensorInfo
 from mfload.inspecting import Inspected, Problem
-from mfload.manifest import Manifest, beside, home
+from mfload.manifest import Manifest, beside, check_target, home
 from mfload.published import Sum, Sums
 
 Checksums = Literal["write", "check"] | None
@@ -37,7 +37,7 @@ class Expecting:
         UsageError: The arguments make no sense together.
         SourceError: The manifest or the list of sums can't be read.
         HeaderError: One of them is malformed.
-        TargetExistsError: There is a manifest already.
+        TargetExistsError: There is a manifest already, or something that is none.
     """
 
     def __init__(
@@ -85,14 +85,20 @@ class Expecting:
                 raise errors.UsageError("the manifest to write", expected="a path")
             self.known, self.path = manifest, manifest.path
             return
-        self.path = beside(path, self._seen.files) if manifest is None else _text(manifest)
-        if self._checksums == "check":
+        seen = self._seen
+        index = seen.name if seen.indexed else None
+        self.path = beside(path, seen.files, index) if manifest is None else _text(manifest)
+        if self._checksums == "write":
+            check_target(self.path, overwrite=overwrite, files=seen.files, index=index)
+            return
+        try:
             self.known = Manifest.read(self.path)
-        elif not overwrite and os.path.lexists(self.path):
-            raise errors.TargetExistsError(
-                "there is a manifest already; overwrite=True replaces what it knows",
-                file=self.path,
-            )
+        except (errors.SourceError, errors.FormatError) as error:
+            # What is wrong with the checkpoint itself must not hide behind its manifest.
+            if not seen.problems:
+                raise
+            seen.problems.append(Problem.of(error))
+            self._checksums = self.path = None
 
     def _add_sums(self) -> None:
         """Where all is read anyway, whatever else is known of the files is looked at."""
@@ -114,6 +120,11 @@ class Expecting:
         if self.known.files and others:
             note = f"the manifest knows other files than these ({others}); tensors were compared"
             self._seen.notes.append(note)
+
+    @property
+    def looks(self) -> bool:
+        """Whether checksums of tensors are made or compared with."""
+        return self._checksums is not None
 
     def tensors(self) -> list[TensorInfo]:
         """The tensors to hash; what can't be right is told now."""

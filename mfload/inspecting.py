@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mfload import errors
-from mfload.formats import finding, safetensors
+from mfload.formats import finding, safetensors, surroundings
 from mfload.formats.finding import Found, Path
 from mfload.formats.strict_json import brief
 from mfload.index import TensorInfo
@@ -91,6 +91,13 @@ def inspect(path: Path | Sequence[Path]) -> Inspected:
         CheckpointError: Several checkpoints lie side by side.
     """
     try:
+        return _inspect(path)
+    except errors.SourceNotFoundError as error:
+        raise surroundings.explain(error, path) from None
+
+
+def _inspect(path: Path | Sequence[Path]) -> Inspected:
+    try:
         found = finding.find(path, partial=True)
     except errors.FormatError as error:
         # An index that is broken is a finding. That nobody can tell which checkpoint is meant
@@ -98,7 +105,7 @@ def inspect(path: Path | Sequence[Path]) -> Inspected:
         if error.file is None or os.path.isdir(error.file):
             raise
         problems = [Problem.of(error), *map(Problem, error.problems)]
-        return Inspected([], problems=problems, indexed=True)
+        return Inspected([], problems=problems, name=error.file, indexed=True)
     seen = Inspected(found.files, name=found.name, indexed=found.placed is not None)
     seen.problems += [Problem(line, file=found.name) for line in found.missing]
     for file in found.files:

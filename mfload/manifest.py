@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ MAX_SIZE = 256 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
 
 
 class TensorEntry(NamedTuple):
@@ -113,10 +115,13 @@ class Manifest:
         """Writes it; whoever looks finds the old one or the new one, whole.
 
         Raises:
-            TargetExistsError: Something is there, and `overwrite` is not set.
+            UsageError: The name is one of a checkpoint.
+            TargetExistsError: Something is there, and `overwrite` is not set, or it is no
+                manifest.
             TargetError: It can't be written.
         """
         name = os.path.abspath(os.fsdecode(path))
+        check_target(name, overwrite=overwrite)
         directory, base = os.path.split(name)
         raw = np.frombuffer(self.text().encode(), np.uint8)
         draft = Draft(os.path.join(directory, f".{base}.{os.getpid()}"), raw.size, name)
@@ -125,6 +130,7 @@ class Manifest:
             draft.sync()
             try:
                 if overwrite:
+                    check_target(name, overwrite=True)  # Whoever came between keeps his file.
                     os.replace(draft.appear(), name)
                     draft.published()
                 else:
@@ -139,17 +145,85 @@ class Manifest:
         return f"<mfload manifest{where}: {len(self.tensors)} tensors, {len(self.files)} files>"
 
 
-def beside(path: finding.Path | Sequence[finding.Path], files: Sequence[str]) -> str:
+def check_target(
+    path: str, *, overwrite: bool, files: Sequence[str] = (), index: str | None = None
+) -> None:
+    """Refuses to write a manifest where a file lies that is none.
+
+    Args:
+        path: Where the manifest is to lie.
+        overwrite: Whether a manifest may be replaced; nothing else ever is.
+        files: Files of the checkpoint.
+        index: Its index, None where it has none.
+
+    Raises:
+        UsageError: The path is a file of the checkpoint, or a name that a checkpoint would have.
+        TargetExistsError: Something is there, and it may not be replaced.
+        TargetError: Nobody can look.
+    """
+    own = [*files, *([] if index is None else [index])]
+    if path.endswith((finding.SUFFIX, finding.INDEX_SUFFIX)) or any(_same(path, f) for f in own):
+        raise errors.UsageError(
+            "a manifest can't take the place of a checkpoint's file",
+            file=path,
+            expected=f"another name, such as model{SUFFIX}",
+        )
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise errors.from_target(error, path, "look at the manifest") from error
+    except ValueError:
+        raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
+    if not overwrite:
+        raise errors.TargetExistsError(
+            "there is a manifest already; overwrite=True replaces what it knows", file=path
+        )
+    if not stat.S_ISREG(mode) or not _is_manifest(path):
+        raise errors.TargetExistsError(
+            "something other than a manifest has the name; it is not replaced",
+            file=path,
+            expected="a manifest, or nothing",
+        )
+
+
+def _same(path: str, other: str) -> bool:
+    """Whether two paths lead to one file, by whatever links."""
+    try:
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):
+        return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _is_manifest(path: str) -> bool:
+    """Whether a file begins as a manifest does, damaged or not, or can be read as one."""
+    try:
+        source = LocalFile(path)
+        if _MARK.match(source.read(0, min(source.size, 4096))):
+            return True
+        Manifest.read(path)
+    except errors.MfloadError:
+        return False
+    return True
+
+
+def beside(
+    path: finding.Path | Sequence[finding.Path], files: Sequence[str], index: str | None = None
+) -> str:
     """Where the manifest of a checkpoint lies unless somebody says otherwise.
 
     Args:
         path: What the checkpoint was named by.
         files: Its files.
+        index: Its index, None where it has none; the manifest is named after it.
 
     Returns:
         `model.checksums.json` for model.safetensors, for its index, and for its shards.
     """
     name = "" if not isinstance(path, str | bytes | os.PathLike) else os.fsdecode(path)
+    if index is not None and index.endswith(finding.INDEX_SUFFIX):
+        name = index
     if name.endswith(finding.INDEX_SUFFIX):
         stem = os.path.basename(name).removesuffix(finding.INDEX_SUFFIX)
     else:
@@ -164,6 +238,15 @@ def home(path: finding.Path | Sequence[finding.Path], files: Sequence[str]) -> s
         name = os.path.abspath(os.fsdecode(path))
         return name if os.path.isdir(name) else os.path.dirname(name)
     return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
+
+
+def sayable(name: str) -> bool:
+    """Whether JSON can hold a name: what is no UTF-8 on the disk has no text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _lines(table: Mapping[str, Any]) -> str:

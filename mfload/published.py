@@ -60,7 +60,12 @@ def expected(given: Sums, files: Sequence[str]) -> dict[str, Sum]:
             wanted = f"a list of sums for {len(files)} files"
             raise errors.UsageError("one sha256 for several files", expected=wanted, found=given)
         return {files[0]: Sum(given.lower(), "given")}
-    return _listed(os.fsdecode(given), files)
+    try:
+        return _listed(os.fsdecode(given), files)
+    except errors.SourceNotFoundError as error:
+        error.message += "; sha256 takes 64 hexadecimal digits, the path of a list of sums, or auto"
+        error.args = (error.message,)
+        raise
 
 
 def of_hub(file: str) -> Sum | None:

@@ -137,9 +137,23 @@ class Target:
                 file=behind,
                 expected=self.path,
             )
+        if several:
+            self._refuse_kept(names, old)
         index = [place.index] if several and place.index is not None else []
         targets.check_names(place.directory, [*names, *index], links=False)
         return names
+
+    def _refuse_kept(self, names: Sequence[str], old: Found) -> None:
+        """What another index leads to neither changes nor goes, where several files do."""
+        taken = ({self.place.name} if old.single else set[str]()) | {*names}
+        for name in sorted(taken & old.kept):
+            path = os.path.join(self.place.directory, name)
+            if os.path.lexists(path):
+                raise errors.TargetError(
+                    "an index of another name leads to the file, which would be replaced; "
+                    "name that index's checkpoint, or another target",
+                    file=path,
+                )
 
     def _draft(self, hidden: str, size: int, name: str, old: Found) -> Draft:
         path = os.path.join(self.place.directory, hidden)
@@ -231,6 +245,7 @@ class Target:
     ) -> list[str]:
         """Several files, or over several: by the index."""
         final = str(self.place.index)
+        self._refuse_kept(names, old)
         if not any(held):
             raise errors.TargetError(
                 "nothing can't take the place of a sharded checkpoint at one stroke; "

@@ -1,7 +1,7 @@
 """Tensors from old files to new ones: streamed, hashed on the way, and read back.
 
 Parts are cut where the new files' blocks end, so that writes go to disk past the page cache. What
-is held is a part a reader, however large the checkpoint is.
+is held is a part a reader, however large the checkpoint is, and a table of the parts.
 """
 
 from __future__ import annotations

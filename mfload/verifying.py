@@ -86,7 +86,7 @@ def verify(
     checked = {
         "headers": True,
         "index": seen.indexed,
-        "checksums": checksums is not None,
+        "checksums": expecting.looks,
         "sha256": bool(expecting.sums),
         "against": equality is not None,
     }

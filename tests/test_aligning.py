@@ -454,3 +454,102 @@ def test_a_kill_in_place_leaves_the_whole_of_it(shards: Path) -> None:
         assert found.ok, str(found)
     mfload.align(shards, overwrite=True, max_shard_size="1GB")
     assert _names(shards) == {"model.safetensors"}
+
+
+def _bytes(directory: Path) -> dict[str, bytes]:
+    return {os.fspath(p): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("limit", [None, 300_000])
+def test_an_index_into_directories_is_not_replaced(
+    limit: int | None, shards: Path, target: Path
+) -> None:
+    index = shards / "model.safetensors.index.json"
+    (shards / "sub").mkdir()
+    for file in shards.glob("*.safetensors"):
+        file.rename(shards / "sub" / file.name)
+    placed = json.loads(index.read_text())["weight_map"]
+    moved = {name: f"sub/{file}" for name, file in placed.items()}
+    index.write_text(json.dumps({"weight_map": moved}))
+    before = _bytes(shards)
+    for source in (shards, index):
+        with pytest.raises(errors.UsageError, match="name a target"):
+            mfload.align(source, overwrite=True, max_shard_size=limit)
+    assert _bytes(shards) == before
+    mfload.align(shards, target, max_shard_size=limit)
+    assert mfload.verify(target, against=shards).ok
+
+
+@pytest.mark.parametrize("limit", [None, 300_000])
+def test_an_index_with_one_shard_in_place(limit: int | None, tmp_path: Path) -> None:
+    name = "model-00001-of-00001.safetensors"
+    samples.save(tmp_path / name, MODEL)
+    text = json.dumps({"weight_map": dict.fromkeys(MODEL, name)})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    mfload.align(tmp_path, overwrite=True, max_shard_size=limit)
+    assert name not in _names(tmp_path)
+    samples.assert_same(mfload.load(tmp_path, framework="numpy"), MODEL)
+
+
+def test_one_shard_of_a_model_is_not_cut_under_its_index(shards: Path) -> None:
+    before = _bytes(shards)
+    shard = shards / "model-00001-of-00003.safetensors"
+    with pytest.raises(errors.TargetError, match="index of another name"):
+        mfload.align(shard, overwrite=True, max_shard_size=100_000)
+    with pytest.raises(errors.TargetError, match="index of another name"):
+        mfload.save(MODEL, shard, overwrite=True, max_shard_size=100_000)
+    assert _bytes(shards) == before
+    mfload.align(shard, overwrite=True)
+    samples.assert_same(mfload.load(shards, framework="numpy"), MODEL)
+
+
+def test_a_hubs_download_is_not_replaced(source: Path) -> None:
+    records = source.parent / ".cache" / "huggingface" / "download"
+    records.mkdir(parents=True)
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    (records / f"{source.name}.metadata").write_text(f"{'c' * 40}\n{digest}\n1.5\n")
+    for target in (None, source):
+        with pytest.raises(errors.UsageError, match="another target"):
+            mfload.align(source, target, overwrite=True)
+    assert mfload.verify(source, sha256="auto").ok
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_stop_at_the_stroke_leaves_no_stale_manifest(
+    when: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mfload.verify(source, checksums="write")
+    real = aligning.Target.publish
+
+    def publish(*args: Any) -> Any:
+        if when == "after":
+            real(*args)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(aligning.Target, "publish", publish)
+    with pytest.raises(ZeroDivisionError):
+        mfload.align(source, overwrite=True)
+    assert mfload.verify(source, checksums="check").ok
+
+
+def test_a_manifest_that_can_t_be_written_at_the_end(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mfload.verify(source, checksums="write")
+
+    def write(*_: Any, **__: Any) -> None:
+        raise errors.WriteError("the disk is full")
+
+    monkeypatch.setattr(Manifest, "write", write)
+    with pytest.raises(errors.WriteError, match="checkpoint itself is whole"):
+        mfload.align(source, target)
+    samples.assert_same(mfload.load(target, framework="numpy"), MODEL)
+
+
+def test_another_file_by_the_manifest_s_name_is_not_replaced(source: Path, target: Path) -> None:
+    mfload.verify(source, checksums="write")
+    (target / "model.checksums.json").write_text("{}")
+    for overwrite in (False, True):
+        with pytest.raises(errors.TargetExistsError):
+            mfload.align(source, target, overwrite=overwrite)
+        assert _bytes(target) == {os.fspath(target / "model.checksums.json"): b"{}"}

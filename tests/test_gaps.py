@@ -131,6 +131,29 @@ def test_complex_numbers() -> None:
     assert real == Gap(1, 0, 4.0, 0.8, 0)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_whole_numbers_against_complex_ones_are_exact(turned: bool) -> None:
+    def gap(whole: int, other: complex) -> Gap:
+        sides = [("I64", _pack(np.int64, whole)), ("C64", _pack(np.complex64, other))]
+        (left, a), (right, b) = reversed(sides) if turned else sides
+        return _compare(left, a, right, b)
+
+    big = 2**60
+    assert gap(big, big) == Gap(max_abs=0.0)
+    found = gap(big + 1, big)
+    assert (found.differing, found.max_abs, found.at) == (1, 1.0, 0)
+    assert math.isclose(found.max_rel, 2**-60)
+    assert gap(big, complex(big, 3))[:3] == (1, 0, 3.0)
+    assert gap(big, complex(math.nan, 3))[:3] == (1, 1, 0.0)
+    assert gap(3, 3 + 4j)[:3] == (1, 0, 4.0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_signalling_nans_warn_of_nothing() -> None:
+    raw = (0x7F800001).to_bytes(4, "little")
+    assert _compare("F32", raw, "F32", _pack(np.float32, 1))[:2] == (1, 1)
+
+
 def test_the_worst_place_over_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps, "_CHUNK", 8)
     a = np.zeros(100, np.float32)

@@ -61,7 +61,11 @@ def test_writing_replaces_nothing_unless_asked_to(tmp_path: Path) -> None:
     with pytest.raises(errors.TargetExistsError) as info:
         made.write(path)
     assert info.value.file == os.fspath(path)
+    with pytest.raises(errors.TargetExistsError, match="other than a manifest"):
+        made.write(path, overwrite=True)
     assert path.read_text() == "mine"
+    # Damaged, it still is one.
+    path.write_text('{"mfload_checksums": 1, ')
     made.write(path, overwrite=True)
     assert Manifest.read(path) == made
     assert os.listdir(tmp_path) == ["m.json"]

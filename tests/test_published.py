@@ -118,3 +118,8 @@ def test_what_a_download_into_a_directory_leaves(tmp_path: Path) -> None:
     found = published.expected("auto", [os.fspath(tmp_path / name) for name in names])
     assert [each.digest for each in found.values()] == [A, B]
     assert "metadata" in found[os.fspath(tmp_path / "a.safetensors")].origin
+
+
+def test_digits_that_are_too_few_are_told_what_was_wanted(files: list[str]) -> None:
+    with pytest.raises(errors.SourceNotFoundError, match="64 hexadecimal digits"):
+        published.expected("abcd", files[:1])

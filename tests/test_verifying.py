@@ -400,3 +400,60 @@ def test_the_time_runs_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threading.enumerate():
         if thread.name == "mfload-reader":
             thread.join(10)
+
+
+def test_a_manifest_takes_no_other_file_s_place(path: Path, shards: Path, tmp_path: Path) -> None:
+    other = samples.save(tmp_path / "other.bin", {"a": np.zeros(3)})
+    (tmp_path / "notes.json").write_text('{"mine": 1}')
+    (tmp_path / "link.json").symlink_to(path)
+    os.link(path, tmp_path / "hard.json")
+    index = shards / "model.safetensors.index.json"
+    kept = {each: each.read_bytes() for each in (path, other, index, tmp_path / "notes.json")}
+    cases = [(path, path), (path, tmp_path / "link.json"), (path, tmp_path / "hard.json"),
+             (path, other), (path, tmp_path / "notes.json"), (shards, index),
+             (path, tmp_path / "new.safetensors")]  # fmt: skip
+    for source, manifest in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", None)
+            with pytest.raises((errors.UsageError, errors.TargetExistsError)):
+                mfload.verify(source, checksums="write", manifest=manifest, overwrite=True)
+    assert {each: each.read_bytes() for each in kept} == kept
+    assert (tmp_path / "link.json").is_symlink()
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_a_broken_index_does_not_hide_behind_a_missing_manifest(shards: Path) -> None:
+    index = shards / "model.safetensors.index.json"
+    index.write_text('{"weight_map": 3}')
+    for source in (shards, index):
+        found = mfload.verify(source, checksums="check")
+        assert found.problems[0].file == os.fspath(index)
+        assert str(found.problems[-1].file).endswith("model.checksums.json")
+        assert "checksums" not in found.checked
+
+
+def test_a_directory_and_its_index_mean_one_manifest(shards: Path) -> None:
+    index = shards / "model.safetensors.index.json"
+    index.rename(shards / "other.safetensors.index.json")
+    index = shards / "other.safetensors.index.json"
+    written = mfload.verify(shards, checksums="write")
+    assert written.manifest == os.fspath(shards / "other.checksums.json")
+    assert mfload.verify(index, checksums="check").ok
+
+
+def test_close_names_are_told(path: Path) -> None:
+    for options in ({}, {"against": path.with_name("model.safetensor")}):
+        source = path if options else path.with_name("model.safetensor")
+        with pytest.raises(errors.SourceNotFoundError, match=r"close to it are model\.safetensors"):
+            mfload.verify(source, **options)  # type: ignore[arg-type]
+
+
+def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    name = os.path.join(os.fsencode(tmp_path), b"x\xff.safetensors")
+    samples.save(tmp_path / "x.safetensors", MODEL)
+    os.rename(tmp_path / "x.safetensors", name)
+    at = tmp_path / "x.json"
+    written = mfload.verify(os.fsdecode(name), checksums="write", manifest=at)
+    assert "no text" in written.notes[-1]
+    assert Manifest.read(at).files == {}
+    assert mfload.verify(os.fsdecode(name), checksums="check", manifest=at).ok

@@ -112,13 +112,16 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A locale without the characters of a name is no reason to fail.
             stream.reconfigure(errors="backslashreplace")
+    code = exits.FINE
     try:
         code = _run(rest, as_json="--json" in options, trace=trace)
         streams.flush()
     except BrokenPipeError:
         code = exits.CLOSED
     except OSError as error:
-        code = failures.show(error, as_json=False, trace=trace)
+        # Otherwise an error was told already, of the same stream maybe.
+        if code in (exits.FINE, exits.DIFFERENT):
+            code = failures.show(error, as_json=False, trace=trace)
     if code == exits.CLOSED:
         streams.mute(sys.stdout)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 import samples
 
-from mfload.bench import machine, memory, pagecache
+from mfload.bench import machine, memory, outputs, pagecache, plot
+from mfload.cli import bench
 from mfload.cli.app import run
 
 QUICK = ("--quick", "--rounds", "1", "--frameworks", "numpy")
@@ -207,9 +209,14 @@ def test_nothing_there_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [["--frameworks", "nope"], ["--engines", "fast"], ["--rounds", "0"], ["--threads", "0"],
-     ["--max-bytes", "0"], ["--names", "["], ["--frameworks"]],
+     ["--max-bytes", "0"], ["--names", "["], ["--frameworks"], ["--timeout", "nan"],
+     ["--timeout", "inf"], ["--plot", "x.xyz"], ["--plot", "x"], ["--out", "x.safetensors"],
+     ["--out", "x.safetensors.index.json"], ["--plot", "x.png", "--out", "x.png"]],
 )  # fmt: skip
-def test_bad_usage_is_refused_at_once(model: Path, wrong: list[str]) -> None:
+def test_bad_usage_is_refused_at_once(
+    model: Path, wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     started = time.monotonic()
     assert run(["bench", str(model), *wrong]) == 2
     assert time.monotonic() - started < 20
@@ -224,6 +231,49 @@ def test_a_file_of_the_checkpoint_is_not_written_to(model: Path) -> None:
         link.symlink_to(path)
         assert run(["bench", str(model), *QUICK, option, str(link)]) == 2
     assert _state(model) == before
+
+
+def test_what_is_no_earlier_result_is_kept(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for kept in (b"notes", b"[1]", b'{"machine": 1}', b"\xff" * 99, b"[" * 10**6):
+        other.write_bytes(kept)
+        assert run(["bench", str(model), *QUICK, "--out", str(other)]) == 2
+        assert other.read_bytes() == kept
+    link = tmp_path / "fine.json"
+    link.symlink_to(tmp_path / "gone.safetensors")
+    assert run(["bench", str(model), *QUICK, "--out", str(link)]) == 2
+    for fine in (b"", b'{"machine": 1, "run": 1, "samples": []}'):
+        other.write_bytes(fine)
+        outputs.check_json(other)
+    outputs.check_json(Path("/dev/null"))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_picture_that_fails_loses_nothing(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    def fail(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plot, "draw", fail)
+    monkeypatch.setattr(bench, "write_json", fail)
+    more = ["--plot", str(tmp_path / "x.png"), "--out", str(tmp_path / "x.json")]
+    json_ = ["--json"] if as_json else []
+    assert run(["bench", str(model), *QUICK, "--warm", *more, *json_]) == 3
+    printed = capsys.readouterr()
+    assert printed.err.endswith(f"No space left on device\n  file: {tmp_path / 'x.png'}\n")
+    if as_json:
+        assert json.loads(printed.out)["rows"]
+    else:
+        assert "a fresh process for each sample" in printed.out
+    monkeypatch.undo()
+    monkeypatch.setattr(plot, "draw", fail)
+    assert run(["bench", str(model), *QUICK, "--warm", *more, *json_]) == 3
+    assert json.loads((tmp_path / "x.json").read_text())["rows"]
 
 
 def test_a_place_that_can_not_be_written_is_refused_first(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import SECONDS, Run, command, environment, process
+from conftest import SECONDS, Ran, Run, command, environment, process
 
 import mfload
 from mfload.cli import app
@@ -108,6 +109,45 @@ def test_a_full_device_is_an_error(model: Path) -> None:
     assert done.stderr.count(b"\n") == 1
 
 
+def _into(model: Path, streams: str, *arguments: object, unbuffered: str = "") -> Ran:
+    """Runs the command in a shell that redirects its streams."""
+    line = shlex.join(command(*arguments))
+    done = subprocess.run(
+        ["sh", "-c", f"exec {line} {streams}"],
+        capture_output=True, text=True, timeout=SECONDS,
+        env=environment(PYTHONUNBUFFERED=unbuffered),
+    )  # fmt: skip
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_code(model: Path, streams: str, unbuffered: str) -> None:
+    for code, *arguments in (
+        (0, "ls", model), (0, "ls", model, "--json"), (0, "--version"), (0, "verify", model),
+        (3, "ls", model / "x"), (3, "ls", model / "x", "--json"), (2, "lss"),
+    ):  # fmt: skip
+        ran = _into(model, streams, *arguments, unbuffered=unbuffered)
+        assert ran.code == code, (arguments, ran)
+        assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_streams_are_told_once_and_by_the_code(model: Path, unbuffered: str) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    for code, *arguments in (
+        (3, "ls", model), (3, "ls", model, "--json"), (3, "--version"), (3, "ls", "--help"),
+        (3, "verify", model), (3, "ls", model / "x", "--json"), (2, "lss", "--json"),
+    ):  # fmt: skip
+        ran = _into(model, ">/dev/full", *arguments, unbuffered=unbuffered)
+        assert (ran.code, ran.err.count("mfload: error: ")) == (code, 1), (arguments, ran)
+        assert "Traceback" not in ran.err
+    for code, *arguments in ((0, "ls", model), (3, "ls", model / "x"), (2, "lss"), (2,)):
+        ran = _into(model, "2>/dev/full", *arguments, unbuffered=unbuffered)
+        assert ran.code == code, (arguments, ran)
+
+
 SLOW = """
 import sys, time
 import mfload.api
@@ -140,6 +180,21 @@ importlib.util.find_spec = find_spec
     assert process("ls", model, code=early) == (130, "", "")
 
 
+@pytest.mark.parametrize("way", ["from interrupt", ""])
+def test_ctrl_c_while_numpy_starts_is_an_interrupt(model: Path, way: str) -> None:
+    broken = f"""
+import mfload.cli.listing as listing
+def totals(*_):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as interrupt:
+        raise ImportError("NumPy's own words") {way}
+listing.totals = totals
+"""
+    ran = process("ls", model, code=broken)
+    assert (ran.code, ran.err) == (130, "")
+
+
 def test_output_for_a_locale_without_the_characters(tmp_path: Path) -> None:
     import samples
 
@@ -151,14 +206,16 @@ def test_output_for_a_locale_without_the_characters(tmp_path: Path) -> None:
 # On a terminal ----------------------------------------------------------------------------
 
 
-def terminal(*arguments: object, code: str | None = None, **changes: str) -> tuple[int, str]:
-    """Runs the command on a terminal of 50 columns; gives what was on its screen."""
+def terminal(
+    *arguments: object, code: str | None = None, columns: int = 50, **changes: str
+) -> tuple[int, str]:
+    """Runs the command on a terminal; gives what was on its screen."""
     import fcntl
     import struct
     import termios
 
     outside, inside = pty.openpty()
-    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 50, 0, 0))
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     running = subprocess.Popen(
         command(*arguments, code=code),
         stdin=inside, stdout=inside, stderr=inside, env=environment(**changes),
@@ -183,6 +240,15 @@ def test_a_terminal_shows_a_drawn_table(model: Path) -> None:
     assert "───" in screen
     assert "\x1b[1m" in screen
     assert "layers.10.q.weight" in screen
+
+
+def test_a_narrow_terminal_gets_plain_lines(model: Path) -> None:
+    for columns in (8, 20):
+        for command_ in ("ls", "plan"):
+            code, screen = terminal(command_, model, columns=columns)
+            assert code == 0
+            assert "─" not in screen
+        assert "layers.10.q.weight\r\n" in terminal("ls", model, columns=columns)[1]
 
 
 @pytest.mark.parametrize("changes", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])

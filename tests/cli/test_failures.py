@@ -156,3 +156,29 @@ def test_a_fault_has_no_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
     failures.show(KeyError("x"), as_json=True, trace=False)
     assert '"type": "KeyError"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("there already; overwrite=True replaces it", "there already; --overwrite replaces it"),
+        ("max_shard_size", "--max-shard-size"),
+        ("threads", "--threads"),
+        ("two threads met", "two threads met"),
+    ],
+)
+def test_arguments_are_spelled_as_on_a_command_line(
+    said: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for as_json in (False, True):
+        failures.show(errors.UsageError(said), as_json=as_json, trace=False)
+        assert shown in "".join(capsys.readouterr())
+    failures.show(errors.UsageError(said), as_json=False, trace=False)
+    assert capsys.readouterr().err == f"mfload: error: {shown}\n"
+    failures.show(errors.UsageError("x", expected=said, found=said), as_json=False, trace=False)
+    assert f"  found: {said}\n" in capsys.readouterr().err
+
+
+def test_what_is_there_is_replaced_with_an_option(run: Run, model: Path) -> None:
+    assert "; --overwrite replaces it" in run("align", model).err
+    assert "overwrite=" not in run("align", model, "--json").out

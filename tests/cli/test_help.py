@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -152,6 +153,12 @@ def test_the_tab_key_offers_names_of_tensors(model: Path, tmp_path: Path) -> Non
     for length, offered in ((1 << 20, ["layer"]), (5 << 20, [])):
         large.write_bytes(length.to_bytes(8, "little") + entry.ljust(length))
         assert _completed("ls", str(large), "--names", "l") == offered
+
+
+def test_the_tab_key_does_not_wait_at_a_fifo(tmp_path: Path) -> None:
+    fifo = tmp_path / "x.safetensors"
+    os.mkfifo(fifo)
+    assert _completed("ls", str(fifo), "--names", "l") == []
 
 
 def test_completion_is_shown() -> None:

@@ -246,6 +246,9 @@ def test_an_index_that_is_none(tmp_path: Path) -> None:
     ):
         path.write_bytes(raw)
         assert what in _said(path)
+    # It has the name of an index already.
+    path.write_text('{"weight_map": 3}')
+    assert _said(path) == "no checkpoint index"
     path.write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
     (tmp_path / "pytorch_model.bin").write_bytes(gzip.compress(b"x"))
     with pytest.raises(errors.HeaderError, match="a gzip file"):
