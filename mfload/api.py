@@ -203,8 +203,9 @@ def save(
         max_shard_size: Bytes of tensors a file, or "5GB", "500MiB". What does not fit in one goes
             to files named as in `model-00001-of-00003.safetensors`, and an index beside them. A
             larger tensor has a file of its own.
-        overwrite: Whether a checkpoint that is there is replaced, its shards and its index with
-            it. Other files are never touched.
+        overwrite: Whether a checkpoint that is there is replaced: the file, the index, and the
+            shards to which it leads (without an index, one complete set of them). Other files
+            are never touched; the notes name those that were removed.
         progress: True for a bar, or a function of (bytes done, bytes in all).
 
     Returns:

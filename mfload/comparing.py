@@ -36,7 +36,7 @@ def diff(
 
     Values are compared as numbers, whatever dtypes they are stored in: a float32 checkpoint and
     its bfloat16 copy differ by their rounding. Both are read once, in parts: about 16 MiB of
-    memory a reader, however large they are.
+    memory a reader, and some hundred bytes for each of the parts.
 
     Args:
         a: The one, as for `load`.

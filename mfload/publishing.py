@@ -7,8 +7,8 @@ index that commits them: whoever loads the directory or the index follows it alo
 2. An index that leads to these takes the place of the old one: this is the stroke. Until then a
    load finds the old checkpoint, from then on the new one.
 3. The files get their own names too, by hard links.
-4. An index that leads to their own names takes the place of the first.
-5. The hidden names go, and whatever the old checkpoint had and the new one has not.
+4. What the old checkpoint had and the new one has not goes; the first index remembers its names.
+5. An index that leads to their own names takes the place of the first, and the hidden names go.
 
 A writer that dies on the way leaves one of the two whole; what lies about then is removed by the
 next. `renaming` has the steps for file systems without hard links.
@@ -77,10 +77,13 @@ class Target:
 
     def _refuse_existing(self, old: Found) -> None:
         if self.overwrite:
+            if old.broken is not None:
+                raise old.broken
             return
         names = [self.place.name] * old.single + [str(self.place.index)] * old.indexed
-        if names or old.shards:
-            found = (names or sorted(old.shards))[0]
+        named = old.shards | old.strays
+        if names or named:
+            found = (names or sorted(named))[0]
             raise errors.TargetExistsError(
                 "a checkpoint is there already; overwrite=True replaces it",
                 file=os.path.join(self.place.directory, found),
@@ -114,6 +117,7 @@ class Target:
             # Under the lock, so that nobody takes a draft with a name for a leftover.
             with folder.locked():
                 old = existing.look(self.place)
+                self._refuse_existing(old)
                 self._sweep(old)
                 for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
                     hidden = f"{self._hidden}{number:05}.safetensors"
@@ -138,10 +142,23 @@ class Target:
                 expected=self.path,
             )
         if several:
+            self._refuse_unspelled()
             self._refuse_kept(names, old)
         index = [place.index] if several and place.index is not None else []
         targets.check_names(place.directory, [*names, *index], links=False)
         return names
+
+    def _refuse_unspelled(self) -> None:
+        """An index is UTF-8, and has the names in it."""
+        try:
+            self.place.name.encode()
+        except UnicodeEncodeError:
+            raise errors.UsageError(
+                "an index can't name the files",
+                file=self.path,
+                expected="a name that UTF-8 can spell",
+                found=repr(self.place.name),
+            ) from None
 
     def _refuse_kept(self, names: Sequence[str], old: Found) -> None:
         """What another index leads to neither changes nor goes, where several files do."""
@@ -171,6 +188,8 @@ class Target:
 
     def _sweep(self, old: Found) -> None:
         """Removes what writers of this checkpoint left that died."""
+        if old.doubt is not None:
+            return  # They may be what that index leads to.
         for name in old.hidden - old.placed - old.kept:
             path = os.path.join(self.place.directory, name)
             with contextlib.suppress(OSError):
@@ -210,6 +229,12 @@ class Target:
                 notes = self._several(drafts, names, held, total, folder, old)
         if self.place.index is not None and os.path.exists(folder.at(self.place.index)):
             names.append(self.place.index)
+        strays = sorted(old.strays - {*names})
+        if strays and self.overwrite:
+            notes.append(
+                f"{len(strays)} files such as {strays[0]} are named as shards of it, and were "
+                "left: no index leads to them, and they are no complete set"
+            )
         notes += self._neighbours(names, old)
         return Published(tuple(map(folder.at, names)), tuple(notes))
 
@@ -245,6 +270,7 @@ class Target:
     ) -> list[str]:
         """Several files, or over several: by the index."""
         final = str(self.place.index)
+        self._refuse_unspelled()
         self._refuse_kept(names, old)
         if not any(held):
             raise errors.TargetError(
@@ -255,10 +281,10 @@ class Target:
         numbers = itertools.count()
         with contextlib.ExitStack() as stack:
 
-            def index(files: Iterable[str]) -> Draft:
+            def index(files: Iterable[str], replaced: Sequence[str]) -> Draft:
                 pairs = zip(files, held, strict=True)
                 placed = {name: file for file, some in pairs for name in some}
-                raw = np.frombuffer(layout.index_json(placed, total), np.uint8)
+                raw = np.frombuffer(layout.index_json(placed, total, replaced), np.uint8)
                 hidden = f"{self._hidden}index{next(numbers)}.json"
                 draft = self._draft(hidden, raw.size, final, old)
                 stack.callback(draft.discard)
@@ -266,6 +292,8 @@ class Target:
                 draft.sync()
                 return draft
 
+            going = old.names | {self.place.name} if old.single else old.names
+            staying = sorted(going - {*names}) if old.doubt is not None else []
             change = Change(
                 folder,
                 drafts,
@@ -275,10 +303,15 @@ class Target:
                 replaces=self.overwrite,
                 # For one file it is there for the time of the change alone.
                 keeps_index=len(names) > 1,
-                old=old.names | {self.place.name} if old.single else old.names,
+                old=frozenset() if old.doubt is not None else going,
+                stays=bool(staying),
                 led=old.placed if old.indexed else None,
                 alone=not (old.single or old.shards or old.others),
             )
+            if old.doubt is not None:
+                change.notes.append(
+                    f"{old.doubt} was no index that can be read: no file was removed"
+                )
             try:
                 return change.run()
             except OSError as error:

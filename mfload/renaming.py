@@ -17,6 +17,7 @@ from mfload.io.folders import Folder
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
+_SHOWN = 8
 
 
 def place(draft: Draft, path: str) -> None:
@@ -62,11 +63,13 @@ class Change:
         folder: Where, locked.
         drafts: The new files, whole and on disk.
         names: Their names to be.
-        index: Writes an index, synced, that leads to given names.
+        index: Writes an index, synced, that leads to given names, and says which files of the
+            old checkpoint are still to be removed.
         index_name: What it is called.
         replaces: Whether files and an index that are there may be replaced.
         keeps_index: Whether the index stays; one file needs none.
-        old: Files of the old checkpoint, the index left out.
+        old: Files of the old checkpoint that are to go, the index left out.
+        stays: Whether others of its files stay, so that the index must.
         led: Those of them to which the old index led; None where there was none.
         alone: Whether nothing that a load of the directory sees lies there.
         committed: Whether the stroke was done.
@@ -75,13 +78,14 @@ class Change:
     folder: Folder
     drafts: Sequence[Draft]
     names: Sequence[str]
-    index: Callable[[Iterable[str]], Draft]
+    index: Callable[[Iterable[str], Sequence[str]], Draft]
     index_name: str
     replaces: bool
     keeps_index: bool
     old: frozenset[str]
     led: frozenset[str] | None
     alone: bool
+    stays: bool = False
     committed: bool = False
     notes: list[str] = field(default_factory=list[str])
 
@@ -102,7 +106,8 @@ class Change:
         return self.notes
 
     def _by_links(self, hidden: list[str]) -> None:
-        self._stroke(map(os.path.basename, hidden), hidden)
+        going = self._only_old(self.names)
+        self._stroke([os.path.basename(each) for each in hidden], going, hidden)
         given: list[str] = []
         for source, name in zip(hidden, self.names, strict=True):
             path = self.folder.at(name)
@@ -114,9 +119,12 @@ class Change:
                 self.committed = False
                 raise
             given.append(path)
-        self._replace_index(self.names)
+        left = self._tidy(going)
+        # The names are on disk before what leads to them.
+        self.folder.sync()
+        self._replace_index(self.names, left)
         _remove(hidden)
-        self._tidy(self.names)
+        self._end(left)
 
     def _give(self, source: str, path: str) -> None:
         try:
@@ -128,12 +136,12 @@ class Change:
             os.link(source, spare)
             os.replace(spare, path)
 
-    def _stroke(self, names: Iterable[str], undo: list[str]) -> None:
+    def _stroke(self, names: Iterable[str], going: Sequence[str], undo: list[str]) -> None:
         """Puts the first index in place; before that, `undo` is removed on any failure."""
         final = self.folder.at(self.index_name)
         draft: Draft | None = None
         try:
-            draft = self.index(names)
+            draft = self.index(names, going)
             self.folder.sync()
             for each in self.drafts:
                 each.published()  # Its name is what the index leads to.
@@ -148,16 +156,28 @@ class Change:
                 _remove(undo)
         self.folder.sync()
 
-    def _replace_index(self, names: Iterable[str]) -> None:
-        os.replace(self.index(names).appear(), self.folder.at(self.index_name))
+    def _replace_index(self, names: Iterable[str], left: Sequence[str]) -> None:
+        os.replace(self.index(names, left).appear(), self.folder.at(self.index_name))
         self.folder.sync()
 
-    def _tidy(self, names: Iterable[str]) -> None:
-        """Removes what only the old checkpoint had."""
-        left = _remove(self.folder.at(name) for name in sorted(self.old - {*names}))
+    def _only_old(self, names: Sequence[str]) -> list[str]:
+        return sorted(self.old - {*names, self.index_name})
+
+    def _tidy(self, going: Sequence[str]) -> list[str]:
+        """Removes what only the old checkpoint had; returns what stays of it."""
+        failed = {*map(os.path.basename, _remove(map(self.folder.at, going)))}
+        left = [name for name in going if name in failed]
+        gone = [name for name in going if name not in failed]
         if left:
-            self.notes.append(f"of the old checkpoint, {left[0]} could not be removed")
-        elif not self.keeps_index:
+            path = self.folder.at(left[0])
+            self.notes.append(f"of the old checkpoint, {path} could not be removed")
+        if gone:
+            more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+            self.notes.append(f"removed of the old checkpoint: {', '.join(gone[:_SHOWN])}{more}")
+        return left
+
+    def _end(self, left: Sequence[str]) -> None:
+        if not left and not self.keeps_index and not self.stays:
             # Only now: without the index, a load of the directory takes all files there are.
             self.folder.sync()
             _remove([self.folder.at(self.index_name)])
@@ -183,14 +203,19 @@ class Change:
         except BaseException:
             _remove(undo)
             raise
-        self._stroke(taken, undo)
+        going = self._only_old(taken)
+        self._stroke(taken, going, undo)
         kept = [name for name in taken if name not in self.names]
         if kept:
             self.notes.append(
                 f"{len(kept)} of {len(taken)} files keep hidden names such as {kept[0]}: the file "
                 "system has no hard links, and the old checkpoint had their own"
             )
-        self._tidy(taken)
+        left = self._tidy(going)
+        if going:
+            self.folder.sync()
+            self._replace_index(taken, left)
+        self._end(left)
 
     def _rename(self, source: str, name: str, undo: list[str]) -> str:
         """Takes a name before the stroke, where a load looks at the index alone."""

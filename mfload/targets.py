@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mfload import errors
@@ -86,9 +87,13 @@ class Place:
         # Not the name itself: it may be as long as a name can be.
         return f".mfload-{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:12]}-"
 
-    def is_hidden(self, name: str) -> bool:
-        """Whether a name is one that `hidden` made for this place, in any process."""
-        return re.match(re.escape(self._hidden) + "[0-9a-f]{16}-", name) is not None
+    def hidden_among(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of many names that `hidden` made for this place, in any process."""
+        start = self._hidden
+        token = re.compile("[0-9a-f]{16}-")
+        return frozenset(
+            name for name in names if name.startswith(start) and token.match(name, len(start))
+        )
 
 
 def resolve(path: str | os.PathLike[str]) -> Place:

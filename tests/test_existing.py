@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,15 @@ class TestLook:
         assert found.single
         assert found.indexed
         assert found.placed == {shard, "free.safetensors"}
-        assert found.shards == {shard, stray}
+        assert found.shards == frozenset()
+        assert found.strays == {stray}
         assert found.names == {shard, "free.safetensors"}
         assert found.hidden == {hidden}
         assert found.kept == {"adapter.safetensors", stray}
         assert found.others == (
             "adapter.safetensors.index.json",
             "adapter.safetensors",
+            stray,
             "model-x-of-y.safetensors",
         )
 
@@ -65,6 +68,27 @@ class TestLook:
         found = self.look(tmp_path)
         assert found.indexed
         assert found.placed == frozenset()
+        assert found.doubt == "model.safetensors.index.json"
+
+    def test_without_an_index_a_complete_set_is_the_checkpoint_s(self, tmp_path: Path) -> None:
+        names = {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+        for name in (*names, "model-1-of-2.safetensors"):
+            touch(tmp_path / name)
+        assert self.look(tmp_path).names == names
+        touch(tmp_path / "model-00001-of-00003.safetensors")
+        assert self.look(tmp_path).names == frozenset()
+
+    def test_an_index_names_files_that_are_not_ours(self, tmp_path: Path) -> None:
+        for name in ("config.json", "notes.txt", "a.safetensors"):
+            touch(tmp_path / name)
+        own = "model.safetensors.index.json"
+        index(tmp_path / own, "config.json", "notes.txt", own, "a.safetensors")
+        assert self.look(tmp_path).placed == {"a.safetensors"}
+
+    def test_an_index_that_is_a_fifo(self, tmp_path: Path) -> None:
+        touch(tmp_path / self.PLACE)
+        os.mkfifo(tmp_path / "other.safetensors.index.json")
+        assert self.look(tmp_path).doubt == "other.safetensors.index.json"
 
     def test_a_name_that_is_no_safetensors_name_has_no_neighbours(self, tmp_path: Path) -> None:
         touch(tmp_path / "weights.bin")

@@ -458,11 +458,12 @@ class TestOthers:
             "other.safetensors lies beside it: load model.safetensors by its name, not the "
             "directory",
         )
-        assert mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True).notes == ()
+        saved = mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        assert saved.notes == ("removed of the old checkpoint: model.safetensors",)
         assert found(tmp_path) == "new"
         mfload.save(OLD, tmp_path / "other.safetensors", max_shard_size=9000, overwrite=True)
         saved = mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
-        assert "other.safetensors.index.json lies beside it" in saved.notes[0]
+        assert "other.safetensors.index.json lies beside it" in saved.notes[-1]
 
     def test_what_can_t_be_removed_is_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -484,6 +485,87 @@ class TestOthers:
         assert found(tmp_path) == "new"
         mfload.save(OLD, tmp_path, overwrite=True)
         assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+class TestNotOurs:
+    """What an overwriting save must leave, whatever lies about."""
+
+    @pytest.mark.parametrize("name", ["model", "copy"])
+    @pytest.mark.parametrize("kind", ["EIO", "text"])
+    def test_an_index_that_can_t_be_read_costs_nothing(
+        self, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with faults.no_links():
+            mfload.save(OLD, tmp_path, max_shard_size=9000, overwrite=True)
+        own = tmp_path / "model.safetensors.index.json"
+        index = tmp_path / f"{name}.safetensors.index.json"
+        os.replace(own, index)
+        raw = index.read_bytes()
+        if kind == "text":
+            index.write_text("{")
+        before = scenarios.hidden(tmp_path)
+        assert before
+        real = os.pread
+
+        def pread(fd: int, *args: Any) -> bytes:
+            if os.path.samestat(os.fstat(fd), index.stat()):
+                raise OSError(errno.EIO, "injected")
+            return real(fd, *args)
+
+        with monkeypatch.context() as patch:
+            if kind == "EIO":
+                patch.setattr(os, "pread", pread)
+            patch.setattr(Target, "publish", lambda *_: 1 / 0)
+            with pytest.raises((ZeroDivisionError, errors.TargetError)):
+                mfload.save(NEW, tmp_path, overwrite=True)
+        index.write_bytes(raw)
+        assert scenarios.hidden(tmp_path) == before
+        assert found(index) == "old"
+
+    def test_hidden_files_to_which_a_neighbour_leads_are_kept(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with faults.no_links():
+            mfload.save(OLD, tmp_path, max_shard_size=9000, overwrite=True)
+        copy = tmp_path / "copy.safetensors.index.json"
+        os.replace(tmp_path / "model.safetensors.index.json", copy)
+        mfload.save(NEW, tmp_path / "model.safetensors", overwrite=True)
+        assert found(copy) == "old"
+
+    def test_files_of_others_that_an_index_names(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("mine")
+        (tmp_path / "run-3-of-10.safetensors").write_text("mine")
+        (tmp_path / "run.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "config.json", "b": "run.safetensors.index.json"}})
+        )
+        mfload.save(NEW, tmp_path / "run.safetensors", max_shard_size=9000, overwrite=True)
+        assert found(tmp_path / "run.safetensors.index.json") == "new"
+        assert (tmp_path / "config.json").read_text() == "mine"
+        assert (tmp_path / "run-3-of-10.safetensors").read_text() == "mine"
+
+    def test_a_name_that_is_not_utf_8(self, tmp_path: Path) -> None:
+        path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors")
+        with pytest.raises(errors.UsageError, match="UTF-8"):
+            mfload.save(NEW, path, max_shard_size=9000)
+        assert os.listdir(tmp_path) == []
+
+    def test_the_same_thread_does_not_wait_for_itself(self, tmp_path: Path) -> None:
+        folder = folders.Folder(str(tmp_path))
+        try:
+            with folder.locked(), pytest.raises(errors.TargetError, match="in this thread"):
+                mfload.save(NEW, tmp_path)
+        finally:
+            folder.close()
+        mfload.save(NEW, tmp_path)
+
+    def test_names_are_on_disk_before_what_leads_to_them(self, tmp_path: Path) -> None:
+        with faults.steps(lambda number, call: None) as made:
+            mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        # Each index: its bytes, the names it leads to, then its own name, and that again.
+        for at in [at for at, call in enumerate(made) if call == "replace"]:
+            before = [call for call in made[:at] if call in ("link", "fsync", "replace")]
+            assert before[-3:] == ["fsync", "fsync", "link"], before
+            assert made[at + 1] == "fsync"
 
 
 class TestReaders:

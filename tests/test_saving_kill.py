@@ -58,3 +58,4 @@ def test_a_kill_at_a_random_moment(name: str, tmp_path: Path) -> None:
     found = run("random", name, RANDOM, tmp_path)
     assert sum(found.values()) == RANDOM
     assert found["finished"] >= 1
+    assert RANDOM - found["finished"] >= 1, "none was killed"

@@ -133,6 +133,6 @@ class TestNames:
         assert name != place.hidden() + "00001.safetensors"
         assert name.startswith(".")
         assert len(name) < 100
-        assert Place("/e", "x" * 255).is_hidden(name)
-        assert not other.is_hidden(name)
-        assert not other.is_hidden("model.safetensors")
+        assert Place("/e", "x" * 255).hidden_among([name])
+        assert not other.hidden_among([name])
+        assert not other.hidden_among(["model.safetensors"])

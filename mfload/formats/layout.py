@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring as _quoted
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -204,17 +204,25 @@ def split(entries: Iterable[AnyRow], limit: int | None) -> list[list[AnyRow]]:
     return files
 
 
-def index_json(placed: Mapping[str, str], total: int) -> bytes:
+REPLACED = "mfload_replaced"
+"""In the metadata of an index, while files of an old checkpoint are still to be removed: which."""
+
+
+def index_json(placed: Mapping[str, str], total: int, replaced: Sequence[str] = ()) -> bytes:
     """The index beside the files of a checkpoint, as Hugging Face lays it out.
 
     Args:
         placed: The file of each tensor.
         total: Bytes of all tensors.
+        replaced: Files of an old checkpoint that are still to be removed.
 
     Raises:
         UsageError: It grows beyond what readers take.
     """
-    table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    metadata: dict[str, object] = {"total_size": total}
+    if replaced:
+        metadata[REPLACED] = list(replaced)
+    table = {"metadata": metadata, "weight_map": dict(sorted(placed.items()))}
     raw = (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
     if len(raw) > MAX_HEADER:
         raise errors.UsageError(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +19,14 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+log = logging.getLogger("mfload")
+
+_TICK = 0.01
+"""Seconds between two tries for a lock that somebody else has."""
+
+_held: set[tuple[int, int, int, int]] = set()
+"""Whose locks are held: process, thread, device and inode of the directory."""
 
 
 class Folder:
@@ -48,14 +59,44 @@ class Folder:
         Names change in several steps, and two writers must not take them in turns. The kernel
         drops the lock of a process that dies. Where a file system knows no such locks, there are
         none.
+
+        Raises:
+            TargetError: This very thread has it: a signal handler that saves would wait for ever.
         """
-        held = lock(self._fd, wait=True) is True
+        owner = self._owner()
+        if owner in _held:
+            raise errors.TargetError(
+                "a save into this directory is under way in this thread", file=self.path
+            )
+        locked = False
         try:
+            if owner is not None:
+                _held.add(owner)
+            locked = self._wait()
             yield
         finally:
-            if held:
+            if locked:
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if owner is not None:
+                _held.discard(owner)
+
+    def _owner(self) -> tuple[int, int, int, int] | None:
+        if self._fd < 0:
+            return None
+        status = os.fstat(self._fd)
+        # A fork copies the record, but the child is somebody else.
+        return os.getpid(), threading.get_ident(), status.st_dev, status.st_ino
+
+    def _wait(self) -> bool:
+        """Waits in ticks, so that Ctrl-C gets through; whether there is a lock."""
+        had = lock(self._fd)
+        if had is False:
+            log.info("%s: waiting for another save into this directory", self.path)
+        while had is False:
+            time.sleep(_TICK)
+            had = lock(self._fd)
+        return had is True
 
     def sync(self) -> None:
         """Returns when the names it holds are on disk.
@@ -73,8 +114,10 @@ class Folder:
             os.close(fd)
 
 
-def lock(fd: int, *, wait: bool = False) -> bool | None:
-    """Takes the lock of an open file; it goes with the descriptor, or with the process.
+def lock(fd: int) -> bool | None:
+    """Takes the lock of an open file where nobody has it.
+
+    It goes with the descriptor, or with the process.
 
     Returns:
         Whether it was had; None where locks are not known.
@@ -82,7 +125,7 @@ def lock(fd: int, *, wait: bool = False) -> bool | None:
     if fcntl is None or fd < 0:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
