@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload import errors
-    from mfload.aligning import Aligned, align
+    from mfload.aligning.align import Aligned, align
     from mfload.api import load, open, plan, save
-    from mfload.comparing import diff
-    from mfload.difference import Difference
+    from mfload.checks.comparing import diff
+    from mfload.checks.difference import Difference
+    from mfload.checks.manifest import Manifest
+    from mfload.checks.verification import Verification
+    from mfload.checks.verifying import verify
     from mfload.errors import MfloadError
     from mfload.io.buffers import live_bytes
-    from mfload.manifest import Manifest
     from mfload.packed import unpack
     from mfload.report import Report
-    from mfload.saving import Saved
-    from mfload.verification import Verification
-    from mfload.verifying import verify
+    from mfload.saving.save import Saved
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Aligned": "mfload.aligning",
-    "Difference": "mfload.difference",
-    "Manifest": "mfload.manifest",
+    "Aligned": "mfload.aligning.align",
+    "Difference": "mfload.checks.difference",
+    "Manifest": "mfload.checks.manifest",
     "MfloadError": "mfload.errors",
     "Report": "mfload.report",
-    "Saved": "mfload.saving",
-    "Verification": "mfload.verification",
-    "align": "mfload.aligning",
-    "diff": "mfload.comparing",
+    "Saved": "mfload.saving.save",
+    "Verification": "mfload.checks.verification",
+    "align": "mfload.aligning.align",
+    "diff": "mfload.checks.comparing",
     "errors": "mfload.errors",
     "live_bytes": "mfload.io.buffers",
     "load": "mfload.api",
@@ -42,7 +42,7 @@ _WHERE = {
     "plan": "mfload.api",
     "save": "mfload.api",
     "unpack": "mfload.packed",
-    "verify": "mfload.verifying",
+    "verify": "mfload.checks.verifying",
 }
 
 __all__ = [

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mfload import errors, frameworks, mapping, saving
-from mfload.checking import Check
+from mfload import errors, frameworks, mapping
+from mfload.checks.checking import Check
+from mfload.checks.manifest import Manifest
 from mfload.formats import checkpoint
 from mfload.index import Index
 from mfload.io.deadline import Deadline
@@ -16,14 +17,14 @@ from mfload.io.route import EngineName
 from mfload.io.source import LocalFile
 from mfload.lazy import LazyCheckpoint
 from mfload.loading import Loader
-from mfload.manifest import Manifest
 from mfload.mapping import Dtypes, Names
 from mfload.pause import collector_paused
 from mfload.placement import Need
 from mfload.preview import Preview
 from mfload.progress import Progress, shown
 from mfload.report import Report
-from mfload.saving import Saved
+from mfload.saving import save as saving
+from mfload.saving.save import Saved
 from mfload.settings import Landing, Settings
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

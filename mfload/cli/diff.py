@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from mfload import comparing
+from mfload.checks import comparing
+from mfload.checks.difference import HEADS
 from mfload.cli import exits, options
 from mfload.cli.output import print_json, print_pairs, print_table, write
 from mfload.cli.progress import bar
-from mfload.difference import HEADS
 
 EPILOG = "Example: mfload diff base/ finetuned/ --names 'layers\\.0\\.'"
 

@@ -1,0 +1,1 @@
+"""Checks: whether a checkpoint is whole, is what it was, and what differs between two."""

@@ -1,0 +1,205 @@
+"""A save from arrays to files: the street run backwards."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.formats import layout, options
+from mfload.formats.layout import Layout
+from mfload.frameworks.outgoing import Outgoing, outgoing
+from mfload.io import probes
+from mfload.io.drafts import BLOCK, Draft
+from mfload.io.writers import Job, Writers
+from mfload.pause import collector_paused
+from mfload.progress import Progress, shown
+from mfload.report import html_table, human, table
+from mfload.saving.publishing import Target
+
+# Writes past the page cache wait for the disk, not for a core.
+_THREADS = 4
+# A save up to this many bytes is over before a thread has started.
+_INLINE = 1 << 20
+_SOON = 256 << 20
+_BLOCKS = 2
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `mfload.save` did; prints well.
+
+    Attributes:
+        files: Paths of what lies there now; the index last where there is one.
+        tensors: How many were written.
+        bytes: Of all files, headers and their padding counted.
+        seconds: From the call to the last name on disk.
+        notes: What was decided without being asked for, and which tensors shared memory.
+    """
+
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gib_per_s(self) -> float:
+        """GiB a second, from the call to the last name on disk."""
+        return self.bytes / self.seconds / 2**30 if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self) | {"gib_per_s": self.gib_per_s}
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [
+            ("saved", f"{self.tensors} tensors, {human(self.bytes)}"),
+            ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s, on disk"),
+        ]
+        rows += [("file", file) for file in self.files[:_SHOWN]]
+        if len(self.files) > _SHOWN:
+            rows.append(("file", f"… and {len(self.files) - _SHOWN} more"))
+        return rows + [("note", note) for note in self.notes]
+
+    def __str__(self) -> str:
+        return table(self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows())
+
+
+def save(
+    arrays: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    align: int = options.ALIGN,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    progress: Progress = False,
+) -> Saved:
+    """See `mfload.save`."""
+    start = time.perf_counter()
+    limit = options.shard_limit(max_shard_size)
+    align = options.check_align(align)
+    target = Target(path, overwrite)
+    with collector_paused():
+        given = outgoing(arrays)
+        wanted = {each.name: each for each in given}
+        files = layout.split(given, limit)
+        layouts = [layout.lay_out(entries, metadata, align) for entries in files]
+        notes = _shared(given)
+    del given
+    size = sum(made.size for made in layouts)
+    count = len(wanted)
+    # A small save makes all its objects in a moment; a long one must not hold up others' garbage.
+    quiet = collector_paused() if size <= _SOON else nullcontext()
+    with quiet, target.drafts([made.size for made in layouts]) as drafts:
+        with shown(progress, size) as advance:
+            writers = Writers(0 if size <= _INLINE else _threads(size), advance)
+            try:
+                for draft, made in zip(drafts, layouts, strict=True):
+                    for job in _jobs(draft, made, wanted):
+                        writers.put(job)
+                        del job
+                    # One by one: a draft that is synced has one descriptor instead of two.
+                    writers.drain()
+                    draft.sync()
+            finally:
+                writers.close()
+        total = sum(nbytes for made in layouts for *_, nbytes in made.rows)
+        held = [[name for name, *_ in made.rows] for made in layouts]
+        published = target.publish(drafts, held, total)
+    took = time.perf_counter() - start
+    return Saved(published.files, count, size, took, (*notes, *published.notes))
+
+
+def _threads(size: int) -> int:
+    # Each needs a slot and a start: below some blocks a thread they are not worth that.
+    most = max(_THREADS, min(probes.cores(), 2 * _THREADS))
+    return max(1, min(most, size // (_BLOCKS * BLOCK)))
+
+
+def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[Job]:
+    """Cuts a file into blocks, each fetched when its turn comes.
+
+    Bytes are fetched in the thread that saves: frameworks order their work by thread. Whatever
+    was fetched is let go of once its last block is written.
+    """
+    header = np.frombuffer(made.header, np.uint8)
+    start = len(header) // BLOCK * BLOCK
+    for at in range(0, start, BLOCK):
+        yield Job(draft, at, [header[at : at + BLOCK]], BLOCK, None)
+    pieces: list[Any] = [header[start:]]
+    filled = len(header) - start
+    first: str | None = None
+    for name, _, _, nbytes in made.rows:
+        data = wanted.pop(name).fetch()
+        if data.nbytes != nbytes:
+            raise errors.UnsupportedArrayError(
+                "the array gave other bytes than it said it would",
+                tensor=name,
+                expected=f"{nbytes} bytes",
+                found=f"{data.nbytes} bytes",
+            )
+        first = first or name
+        if filled + nbytes < BLOCK:
+            pieces.append(data)
+            filled += nbytes
+            continue
+        at = 0
+        while at < nbytes:
+            first = first or name
+            stop = min(nbytes, at + BLOCK - filled)
+            pieces.append(data if stop - at == nbytes else data[at:stop])
+            filled += stop - at
+            at = stop
+            if filled == BLOCK:
+                yield Job(draft, start, pieces, filled, first)
+                start, filled, pieces, first = start + BLOCK, 0, [], None
+        del data
+    if pieces:
+        yield Job(draft, start, pieces, filled, first)
+
+
+def _shared(given: Sequence[Outgoing]) -> list[str]:
+    """Says which tensors lie in each other's memory: each is written in full."""
+    owners = {each.owner for each in given}
+    if len(owners) == len(given) and None not in owners:
+        return []
+    named = [(each.span, each.name) for each in given if each.nbytes]
+    spans = [(*span, name) for span, name in named if span is not None]
+    if not _overlapping([span[0] for span in spans], [span[1] for span in spans]):
+        return []
+    notes: list[str] = []
+    group: list[str] = []
+    end = 0
+    for first, past, name in [*sorted(spans), (1 << 70, 0, "")]:
+        if first >= end:
+            if len(group) > 1:
+                notes.append(f"lie in the same memory, each is written in full: {_named(group)}")
+            group = []
+        group.append(name)
+        end = max(end, past)
+    return notes
+
+
+def _overlapping(first: list[int], past: list[int]) -> bool:
+    """Whether any two spans have an address in common."""
+    starts, ends = np.array(first, np.uint64), np.array(past, np.uint64)
+    order = np.argsort(starts)
+    # Of all spans that overlap one, its next neighbour begins first.
+    return bool((starts[order][1:] < ends[order][:-1]).any())
+
+
+def _named(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,200 @@
+"""Hashes made while bytes arrive: in whatever order threads bring them, and never of a part."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, strategies as st
+
+from mfload import dtypes, errors
+from mfload.checks import checksums
+from mfload.checks.checksums import Witness
+from mfload.index import Piece, TensorInfo
+from mfload.io.blocks import Block, Segment, stored
+from mfload.io.engine import ThreadEngine
+
+
+def _row(name: str, start: int, nbytes: int, source: int = 0) -> TensorInfo:
+    return TensorInfo(name, dtypes.TABLE["U8"], (nbytes,), (Piece(source, start, nbytes),))
+
+
+def _data(nbytes: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def _never() -> bool:
+    return False
+
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> tuple[int, list[TensorInfo], list[int]]:
+    """A header's length, tensors one after another, and where the reads are cut."""
+    start = draw(st.integers(0, 20))
+    sizes = draw(st.lists(st.integers(0, 60), max_size=8))
+    rows: list[TensorInfo] = []
+    end = start
+    for n, size in enumerate(sizes):
+        rows.append(_row(f"t{n}", end, size))
+        end += size
+    cuts = draw(st.lists(st.integers(0, end), max_size=12))
+    return end, rows, sorted({0, end, *cuts})
+
+
+@given(_layouts(), st.integers(1, 6), st.integers(0, 1000), st.booleans())
+def test_digests_are_those_of_the_bytes_whoever_brings_them(
+    layout: tuple[int, list[TensorInfo], list[int]], threads: int, seed: int, whole: bool
+) -> None:
+    size, rows, cuts = layout
+    data = _data(size, seed)
+    witness = Witness(rows, {0: size} if whole else None)
+    blocks = [Block(0, a, b - a, ()) for a, b in itertools.pairwise(cuts)]
+    delays = random.Random(seed)
+
+    class Reader:
+        def fill(self, block: Block, memory: Any, slot: Any) -> Any:
+            # Whoever has read may come later than those who began after it.
+            time.sleep(delays.choice([0, 0, 0.001]))
+            return data[block.offset : block.offset + block.nbytes]
+
+        def close(self) -> None: ...
+
+    engine = ThreadEngine(lambda _: Reader(), [], threads, witness)
+    engine.submit(blocks)
+    left = len(blocks)
+    while left:
+        done = engine.complete(10)
+        assert done is not None
+        assert done.error is None
+        left -= done.blocks
+    assert engine.close(10)
+    for row in rows:
+        part = data[row.pieces[0].offset :][: row.nbytes]
+        assert witness.tensor(row.name) == xxhash.xxh3_128_hexdigest(part.tobytes())
+    if whole:
+        assert witness.file(0) == hashlib.sha256(data.tobytes()).hexdigest()
+    assert witness.complete(0)
+
+
+def test_a_range_waits_for_the_ones_before() -> None:
+    data = _data(30)
+    witness = Witness([_row("a", 0, 30)])
+    order: list[int] = []
+
+    def late(start: int) -> None:
+        witness.saw(0, start, data[start : start + 10], _never)
+        order.append(start)
+
+    threads = [threading.Thread(target=late, args=(start,)) for start in (20, 10)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    assert order == []
+    assert not witness.complete(0)
+    with pytest.raises(AssertionError, match="not all bytes"):
+        witness.tensor("a")
+    late(0)
+    for thread in threads:
+        thread.join(10)
+    assert sorted(order) == [0, 10, 20]
+    assert witness.tensor("a") == xxhash.xxh3_128_hexdigest(data.tobytes())
+
+
+def test_who_waits_when_all_is_given_up_goes() -> None:
+    witness = Witness([_row("a", 0, 30)], {0: 30})
+    stop = threading.Event()
+    waiting = threading.Thread(
+        target=witness.saw, args=(0, 10, _data(10), stop.is_set), daemon=True
+    )
+    waiting.start()
+    time.sleep(0.05)
+    assert waiting.is_alive()
+    stop.set()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    with pytest.raises(AssertionError):
+        witness.tensor("a")
+    with pytest.raises(AssertionError, match="only 0 of 30"):
+        witness.file(0)
+
+
+def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, *_: Any) -> None: ...
+
+        def update(self, data: Any) -> None:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(checksums, "tensor_hash", lambda: Failing)
+    witness = Witness([_row("a", 0, 100)])
+
+    class Reader:
+        def fill(self, block: Block, memory: Any, slot: Any) -> Any:
+            if block.offset == 0:
+                time.sleep(0.05)
+            return _data(10)
+
+        def close(self) -> None: ...
+
+    engine = ThreadEngine(lambda _: Reader(), [], 4, witness)
+    engine.submit([Block(0, at, 10, ()) for at in range(0, 100, 10)])
+    done = engine.complete(10)
+    assert done is not None
+    assert isinstance(done.error, ZeroDivisionError)
+    assert engine.close(10)
+
+
+def test_bytes_shown_twice_are_a_fault_and_no_digest() -> None:
+    witness = Witness([_row("a", 0, 30)])
+    witness.saw(0, 0, _data(10), _never)
+    with pytest.raises(AssertionError, match="twice"):
+        witness.saw(0, 5, _data(10), _never)
+
+
+def test_files_and_empty_tensors_and_others_bytes() -> None:
+    witness = Witness([_row("a", 8, 4, source=1), _row("none", 12, 0, source=1)])
+    witness.saw(0, 0, _data(100), _never)  # Of a source that holds none of them.
+    witness.saw(1, 0, _data(8), _never)
+    assert witness.tensor("none") == xxhash.xxh3_128_hexdigest(b"")
+    with pytest.raises(AssertionError):
+        witness.tensor("a")
+    witness.saw(1, 8, np.arange(4, dtype=np.uint8), _never)
+    assert witness.tensor("a") == xxhash.xxh3_128_hexdigest(bytes(range(4)))
+    empty = Witness(files={0: 0})
+    assert empty.file(0) == hashlib.sha256().hexdigest()
+
+
+def test_the_published_digest_of_some_bytes() -> None:
+    # From the algorithm's own test vectors: nothing, with seed 0.
+    witness = Witness([_row("none", 0, 0)])
+    assert witness.tensor("none") == "99aa06d3014798d86001c324468d497f"
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'mfload\[verify\]'"):
+        Witness([_row("a", 0, 1)])
+    # SHA-256 takes no package.
+    Witness(files={0: 1})
+
+
+def test_what_was_stored_is_shown_segment_by_segment() -> None:
+    memory = [np.arange(100, dtype=np.uint8)]
+    block = Block(0, 1000, 30, (Segment(1000, 10, 0, 50), Segment(1020, 10, 0, 70)))
+    placed = [(at, bytes(part)) for at, part in stored(block, memory, None)]
+    assert placed == [(1000, bytes(range(50, 60))), (1020, bytes(range(70, 80)))]
+    landed = np.arange(200, 230, dtype=np.uint8)
+    slot = [(at, bytes(part)) for at, part in stored(block, memory, landed)]
+    assert slot == [(1000, bytes(range(200, 210))), (1020, bytes(range(220, 230)))]
+    bare = [(at, bytes(part)) for at, part in stored(block._replace(segments=()), memory, landed)]
+    assert bare == [(1000, bytes(range(200, 230)))]

@@ -1,0 +1,234 @@
+"""`diff`: what differs, by value, against NumPy; however the two are stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import samples
+
+import mfload
+from mfload import dtypes, errors
+from mfload.io import buffers
+
+MODEL = samples.model()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mfload.checks.pairing.PART", 10_000)
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    return samples.save(tmp_path / "one.safetensors", MODEL)
+
+
+def test_the_same_stored_otherwise(one: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "shards"
+    directory.mkdir()
+    names = list(reversed(MODEL))
+    for n in range(3):
+        some = {name: MODEL[name] for name in names[n::3]}
+        samples.save(directory / f"x{n}.safetensors", some)
+    for threads in (1, 5):
+        found = mfload.diff(one, directory, threads=threads)
+        assert found.same
+        assert found.changed == ()
+        assert {each.name for each in found.tensors} == set(MODEL)
+        assert all(each.equal for each in found.tensors)
+        assert found.read_bytes == 2 * sum(array.nbytes for array in MODEL.values())
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("wanted", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_values_against_numpy(wanted: Any, threads: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    ours = rng.normal(size=(57, 301)).astype(np.float32)
+    theirs = (ours.astype(np.float64) + rng.normal(size=ours.shape) * 1e-3).astype(wanted)
+    theirs[3:5] = ours[3:5].astype(wanted)
+    a = samples.save(tmp_path / "a.safetensors", {"x": np.zeros(3), "w": ours})
+    b = samples.save(tmp_path / "b.safetensors", {"w": theirs, "x": np.zeros(3)})
+    (change, same) = mfload.diff(a, b, threads=threads).tensors
+    gap = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
+    size = np.maximum(np.abs(ours.astype(np.float64)), np.abs(theirs.astype(np.float64)))
+    assert change.name == "w"
+    assert not change.equal
+    assert change.max_abs == gap.max()
+    assert change.max_rel == (gap / size).max()
+    assert change.differing == np.count_nonzero(gap)
+    assert change.at == np.unravel_index(gap.argmax(), gap.shape)
+    assert change.dtype_b == next(k for k, v in samples.NUMPY.items() if np.dtype(v) == wanted)
+    assert (same.name, same.equal, same.max_abs) == ("x", True, 0)
+
+
+def test_names_dtypes_and_shapes(one: Path, tmp_path: Path) -> None:
+    other = dict(MODEL)
+    del other["odd"]
+    other["more"] = np.zeros(3)
+    other["wide"] = MODEL["wide"].reshape(-1)
+    other["steps"] = MODEL["steps"].astype(np.float64)
+    found = mfload.diff(one, samples.save(tmp_path / "two.safetensors", other))
+    assert (found.only_a, found.only_b) == (("odd",), ("more",))
+    assert not found.same
+    told = {each.name: each for each in found.changed}
+    assert told.keys() == {"wide", "steps"}
+    # What can't be compared comes first.
+    assert found.tensors[0].name == "wide"
+    assert told["wide"].shape_b == (300_002,)
+    assert told["wide"].differing is told["wide"].max_abs is told["wide"].max_rel is None
+    assert (told["steps"].dtype_a, told["steps"].dtype_b) == ("I64", "F64")
+
+
+def test_the_largest_change_comes_first(tmp_path: Path) -> None:
+    base = {name: np.zeros(4, np.float32) for name in "abcde"}
+    other = {name: array.copy() for name, array in base.items()}
+    other["b"][1] = 3
+    other["c"][2] = np.nan
+    other["d"][0] = -5
+    other["e"][3] = -0.0
+    a = samples.save(tmp_path / "a.safetensors", base)
+    b = samples.save(tmp_path / "b.safetensors", other)
+    found = mfload.diff(a, b)
+    assert [each.name for each in found.tensors] == ["c", "d", "b", "e", "a"]
+    nan, five, three, zero, same = found.tensors
+    assert (nan.nans, nan.differing, nan.max_abs, nan.at) == (1, 1, 0, (2,))
+    assert (five.max_abs, five.max_rel, five.at) == (5, 1, (0,))
+    assert (three.max_abs, three.at) == (3, (1,))
+    # Of another sign, and yet the same number.
+    assert (zero.equal, zero.differing, zero.max_abs) == (False, 0, 0)
+    assert same.equal
+    assert [each.name for each in found.changed] == ["c", "d", "b", "e"]
+
+
+def test_packed_and_unknown_dtypes(tmp_path: Path) -> None:
+    rows = [("f4", "F4", (3, 2), b"\x21\x43\x65"), ("new", "F5", (3,), b"xyz"),
+            ("f8", "F8_E4M3", (2,), b"\x38\x40"), ("to", "F4", (2,), b"\x24")]  # fmt: skip
+    others = [("f4", "F4", (3, 2), b"\x21\x73\x65"), ("new", "F5", (3,), b"xYz"),
+              ("f8", "F8_E4M3", (2,), b"\x38\x44"),
+              ("to", "F8_E4M3", (2,), b"\x40\x38")]  # fmt: skip
+    a = samples.save_raw(tmp_path / "a.safetensors", rows)
+    b = samples.save_raw(tmp_path / "b.safetensors", others)
+    told = {each.name: each for each in mfload.diff(a, b).tensors}
+    assert (told["f4"].max_abs, told["f4"].at, told["f4"].differing) == (4.0, (1, 1), 1)
+    assert (told["f8"].max_abs, told["f8"].at) == (1.0, (1,))
+    assert (told["to"].max_abs, told["to"].equal) == (0.0, False)
+    new = told["new"]
+    assert (new.differing, new.at, new.max_abs, new.nans) == (1, (1,), None, None)
+    # Of an unknown dtype that became a known one, nothing can be said.
+    c = samples.save_raw(tmp_path / "c.safetensors", [("new", "U8", (3,), b"xyz")])
+    (change,) = mfload.diff(a, c, names=["new"]).tensors
+    assert (change.equal, change.differing) == (False, None)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E3M2"])
+def test_packed_elements_over_many_parts(dtype: str, tmp_path: Path) -> None:
+    count = 40_000
+    size = dtypes.TABLE[dtype].size_of((count,))
+    ours = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    theirs = np.random.default_rng(2).integers(0, 256, size, np.uint8)
+    a = samples.save_raw(tmp_path / "a.safetensors", [("w", dtype, (count,), ours.tobytes())])
+    wide = mfload.unpack(theirs, dtype, (count,)).astype(np.float32)
+    b = samples.save(tmp_path / "b.safetensors", {"w": wide})
+    c = samples.save_raw(tmp_path / "c.safetensors", [("w", dtype, (count,), theirs.tobytes())])
+    gap = np.abs(mfload.unpack(ours, dtype, (count,)).astype(np.float32) - wide)
+    for other in (b, c):
+        (change,) = mfload.diff(a, other).tensors
+        assert change.differing == np.count_nonzero(gap)
+        assert change.max_abs == gap.max()
+        assert change.at == (gap.argmax(),)
+
+
+def test_a_file_that_changes_meanwhile(one: Path, tmp_path: Path) -> None:
+    two = samples.save(tmp_path / "two.safetensors", MODEL)
+    for changed in (one, two):
+
+        def change(done: int, total: int, path: Path = changed) -> None:
+            # When all was read: nobody opens it any more.
+            if done == total:
+                os.utime(path, (1, 1))
+
+        with pytest.raises(errors.SourceChangedError) as info:
+            mfload.diff(one, two, progress=change)
+        assert info.value.file == os.fspath(changed)
+
+
+def test_which_tensors(one: Path, tmp_path: Path) -> None:
+    two = samples.save(tmp_path / "two.safetensors", {"embed": MODEL["embed"], "b.x": np.zeros(1)})
+
+    def names(given: Any) -> set[str]:
+        found = mfload.diff(one, two, names=given)
+        return {*found.only_a, *found.only_b, *(each.name for each in found.tensors)}
+
+    assert names(r"layer\.0") == {"layer.0.q", "layer.0.norm"}
+    assert names(re.compile("^(embed|b)")) == {"embed", "b.x"}
+    assert names(["embed", "b.x", "odd"]) == {"embed", "b.x", "odd"}
+    assert names(lambda name: name == "b.x") == {"b.x"}
+    assert mfload.diff(one, two, names=["embed"]).same
+    for missing in ("zzz", ["embed", "zzz"]):
+        with pytest.raises(errors.TensorNotFoundError):
+            mfload.diff(one, two, names=missing)
+
+
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = np.zeros(4 << 20, np.uint8)
+    a = samples.save(tmp_path / "a.safetensors", {"w": ours.view(ml_dtypes.float8_e4m3fn)})
+    b = samples.save(tmp_path / "b.safetensors", {"w": ours.astype(np.float32)})
+    monkeypatch.setattr("mfload.checks.pairing.PART", 1 << 20)
+    buffers.peak_bytes(reset=True)
+    assert mfload.diff(a, b, threads=2).tensors[0].max_abs == 0
+    # Two slots a reader: the larger of a part of each, and pages for what is not aligned.
+    assert buffers.peak_bytes() <= 2 * ((1 << 20) + (1 << 18) + 4 * 4096)
+
+
+def test_what_can_t_be_read_is_an_error(one: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.SourceNotFoundError):
+        mfload.diff(one, tmp_path / "none.safetensors")
+    os.truncate(samples.save(tmp_path / "b.safetensors", MODEL), 1000)
+    with pytest.raises(errors.HeaderError):
+        mfload.diff(one, tmp_path / "b.safetensors")
+    with pytest.raises(errors.UsageError):
+        mfload.diff(one, one, threads=0)
+
+
+def test_a_file_that_fails_is_named(one: Path, tmp_path: Path,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    two = samples.save(tmp_path / "two.safetensors", MODEL)
+    real = os.preadv
+
+    def preadv(fd: int, *args: Any) -> int:
+        try:
+            if os.path.samestat(os.fstat(fd), os.stat(two)):
+                raise OSError(5, "Input/output error")
+            return real(fd, *args)
+        finally:
+            del args
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    for left, right in ((one, two), (two, one)):
+        with pytest.raises(errors.ReadError) as info:
+            mfload.diff(left, right)
+        assert info.value.file == os.fspath(two)
+
+
+def test_it_shows_itself(one: Path, tmp_path: Path) -> None:
+    other = {**MODEL, "odd": MODEL["odd"] + 1, "new<b>": np.zeros(1)}
+    found = mfload.diff(one, samples.save(tmp_path / "two.safetensors", other))
+    text, page = str(found), found._repr_html_()
+    for part in ("they differ", "10 in both, 1 of them changed", "[3, 5, 7]", "max rel"):
+        assert part in text
+        assert part in page
+    assert "only in b  1: new<b>" in text
+    assert "<b>" not in page
+    plain = found.as_dict()
+    assert plain["same"] is False
+    assert json.loads(json.dumps(plain))["tensors"][0]["name"] == "odd"
+    same = mfload.diff(one, one)
+    assert "no difference" in str(same)
+    assert "max rel" not in str(same)

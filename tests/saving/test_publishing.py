@@ -1,0 +1,668 @@
+"""Publishing: names, links, permissions, races, leftovers, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import faults
+import numpy as np
+import pytest
+import scenarios
+from test_saving_kill import memory
+
+import mfload
+from mfload import errors
+from mfload.formats import checkpoint, safetensors
+from mfload.io import folders
+from mfload.io.drafts import Draft
+from mfload.io.source import LocalFile
+from mfload.saving import publishing
+from mfload.saving.publishing import Target
+from mfload.saving.targets import Place
+
+__all__ = ["memory"]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")
+WAYS: list[Callable[[], AbstractContextManager[None]]] = [
+    nullcontext,
+    faults.no_tmpfile,
+    faults.no_links,
+]
+OLD, NEW = scenarios.arrays(1), scenarios.arrays(2)
+
+
+@pytest.fixture(autouse=True)
+def no_descriptors_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def found(path: Path) -> str:
+    return scenarios.found(path, {"old": OLD, "new": NEW})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class TestTarget:
+    """As others use it, who bring their own bytes."""
+
+    def write(self, target: Target, parts: list[bytes], held: list[list[str]]) -> Any:
+        with target.drafts([len(part) for part in parts]) as drafts:
+            for draft, part in zip(drafts, parts, strict=True):
+                draft.write(0, np.frombuffer(part, np.uint8))
+                draft.sync()
+            return target.publish(drafts, held, sum(map(len, parts)))
+
+    def test_one_file(self, tmp_path: Path) -> None:
+        there = self.write(Target(tmp_path / "a.bin"), [b"x" * 5000], [["w"]])
+        assert there == ((str(tmp_path / "a.bin"),), ())
+        assert files(tmp_path) == {"a.bin": b"x" * 5000}
+
+    def test_several(self, tmp_path: Path) -> None:
+        there = self.write(Target(tmp_path), [b"x", b"yy"], [["a"], ["b", "c"]])
+        assert [os.path.basename(file) for file in there.files] == [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+        ]
+        assert {os.path.basename(file) for file in there.files} == files(tmp_path).keys()
+
+    def test_what_is_not_published_is_gone(self, tmp_path: Path) -> None:
+        for way in WAYS:
+            with way(), Target(tmp_path / "a.safetensors").drafts([10, 20]) as drafts:
+                drafts[0].write(0, np.zeros(10, np.uint8))
+            assert os.listdir(tmp_path) == []
+
+    def test_a_file_that_is_not_whole_is_not_published(self, tmp_path: Path) -> None:
+        with (
+            pytest.raises(errors.WriteError, match="not whole"),
+            Target(tmp_path).drafts([10]) as (draft,),
+        ):
+            draft.sync()
+        assert os.listdir(tmp_path) == []
+
+
+class TestExisting:
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("old", [None, 9000])
+    @pytest.mark.parametrize("new", [None, 9000])
+    def test_nothing_is_replaced_unless_asked_for(
+        self,
+        old: int | None,
+        new: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=old)
+        before = files(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(publishing, "Draft", None)  # Not a byte may be written.
+            with way(), pytest.raises(errors.TargetExistsError) as caught:
+                mfload.save(NEW, tmp_path, max_shard_size=new)
+        assert isinstance(caught.value, FileExistsError)
+        assert os.path.basename(str(caught.value.file)) in before
+        assert files(tmp_path) == before
+
+    @pytest.mark.parametrize(
+        "name",
+        ["model.safetensors", "model.safetensors.index.json", "model-00007-of-00009.safetensors"],
+    )
+    def test_any_file_of_the_checkpoint_counts(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / name).touch()
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, tmp_path)
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("new", [None, 9000])
+    def test_who_comes_between_is_not_replaced(
+        self,
+        new: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        real = Draft.sync
+
+        def sync(draft: Draft) -> None:
+            real(draft)
+            (tmp_path / "model.safetensors").write_text("mine")
+
+        monkeypatch.setattr(Draft, "sync", sync)
+        with way(), pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, tmp_path, max_shard_size=new)
+        assert files(tmp_path) == {"model.safetensors": b"mine"}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(
+        "name",
+        ["model.safetensors", "model.safetensors.index.json", "model-00003-of-00006.safetensors"],
+    )
+    def test_who_comes_between_and_heeds_no_lock_is_not_replaced(
+        self,
+        name: str,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        real = publishing.existing.look
+        looks: list[Any] = []
+
+        def look(place: Place) -> Any:
+            looks.append(real(place))
+            if len(looks) == 4:  # The last look, under the lock.
+                (tmp_path / name).write_text("mine")
+            return looks[-1]
+
+        monkeypatch.setattr(publishing.existing, "look", look)
+        sharded = name != "model.safetensors"
+        if sharded and way is faults.no_links and "-of-" in name:
+            # Renames keep the hidden name for what is taken, and replace nothing.
+            with way():
+                saved = mfload.save(NEW, tmp_path, max_shard_size=6000)
+            assert "hidden names" in saved.notes[0]
+            assert (tmp_path / name).read_text() == "mine"
+            assert found(tmp_path) == "new"
+            return
+        with way(), pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, tmp_path, max_shard_size=6000 if sharded else None)
+        assert files(tmp_path) == {name: b"mine"}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(("left", "right"), [(None, None), (9000, 9000), (None, 9000)])
+    def test_of_two_that_race_one_wins(
+        self,
+        left: int | None,
+        right: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        both = threading.Barrier(2)
+        real = Target.publish
+
+        def publish(target: Target, *args: Any) -> Any:
+            both.wait(20)  # Both have written all they have, and nothing was there.
+            return real(target, *args)
+
+        monkeypatch.setattr(Target, "publish", publish)
+        lost: list[str] = []
+
+        def run(name: str, arrays: Any, limit: int | None) -> None:
+            try:
+                mfload.save(arrays, tmp_path, max_shard_size=limit)
+            except errors.TargetExistsError:
+                lost.append(name)
+
+        threads = [threading.Thread(target=run, args=args)
+                   for args in (("old", OLD, left), ("new", NEW, right))]  # fmt: skip
+        with way():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert [found(tmp_path), *lost] in (["old", "new"], ["new", "old"])
+        assert scenarios.hidden(tmp_path) == []
+
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_of_two_that_replace_both_are_whole(self, limit: int | None, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=limit)
+
+        def run(arrays: Any) -> None:
+            for number in range(10):
+                mfload.save(arrays, tmp_path, max_shard_size=limit and limit + 5000 * (number % 2),
+                            overwrite=True)  # fmt: skip
+
+        threads = [threading.Thread(target=run, args=(arrays,)) for arrays in (OLD, NEW)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found(tmp_path) in ("old", "new")
+        assert scenarios.hidden(tmp_path) == []
+        names = {os.path.basename(path) for path in mfload.open(tmp_path)._index.files}
+        assert files(tmp_path).keys() - {"model.safetensors.index.json"} == names
+
+
+class TestLinks:
+    def test_a_link_is_followed_and_stays(self, tmp_path: Path) -> None:
+        there = tmp_path / "there"
+        there.mkdir()
+        mfload.save(OLD, there / "real.safetensors")
+        link = tmp_path / "model.safetensors"
+        link.symlink_to("there/real.safetensors")
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, link)
+        saved = mfload.save(NEW, link, overwrite=True)
+        assert saved.files == (str(there / "real.safetensors"),)
+        assert link.is_symlink()
+        assert found(link) == found(tmp_path) == found(there) == "new"
+        assert os.listdir(there) == ["real.safetensors"]
+
+    def test_a_link_that_leads_nowhere_yet(self, tmp_path: Path) -> None:
+        link = tmp_path / "link.safetensors"
+        link.symlink_to("real.safetensors")
+        mfload.save(NEW, link)
+        assert link.is_symlink()
+        assert found(tmp_path / "real.safetensors") == "new"
+
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_a_hub_s_snapshot_is_left_alone(self, limit: int | None, tmp_path: Path) -> None:
+        blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+        blobs.mkdir()
+        snapshot.mkdir()
+        mfload.save(OLD, blobs, max_shard_size=9000)
+        for path in blobs.iterdir():
+            (snapshot / path.name).symlink_to(path)
+        before = files(blobs)
+        with pytest.raises(errors.TargetError) as caught:
+            mfload.save(NEW, snapshot, max_shard_size=limit, overwrite=True)
+        assert "symbolic link" in str(caught.value)
+        assert files(blobs) == before
+        assert all(path.is_symlink() for path in snapshot.iterdir())
+        assert found(snapshot) == "old"
+
+    def test_shards_are_not_written_through_a_link(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "real.safetensors")
+        link = tmp_path / "model.safetensors"
+        link.symlink_to("real.safetensors")
+        with pytest.raises(errors.TargetError, match="through a symbolic link"):
+            mfload.save(NEW, link, max_shard_size=9000, overwrite=True)
+        assert found(link) == "old"
+
+    def test_a_link_beside_an_index_is_not_written_through(self, tmp_path: Path) -> None:
+        there, here = tmp_path / "there", tmp_path / "here"
+        there.mkdir()
+        here.mkdir()
+        mfload.save(OLD, here, max_shard_size=9000)
+        (here / "model.safetensors").symlink_to("../there/model.safetensors")
+        with pytest.raises(errors.TargetError, match="through a symbolic link"):
+            mfload.save(NEW, here / "model.safetensors", overwrite=True)
+        assert found(here) == "old"
+        assert os.listdir(there) == []
+
+    def test_something_else_where_a_shard_would_be(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path)
+        (tmp_path / "model-00002-of-00006.safetensors").mkdir()
+        with pytest.raises(errors.TargetError, match="directory"):
+            mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        assert found(tmp_path / "model.safetensors") == "old"
+
+    def test_other_names_of_the_old_file_keep_it(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "a.safetensors")
+        os.link(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        mfload.save(NEW, tmp_path / "a.safetensors", overwrite=True)
+        assert found(tmp_path / "b.safetensors") == "old"
+
+
+class TestPermissions:
+    @pytest.fixture(autouse=True)
+    def umask(self) -> Iterator[None]:
+        before = os.umask(0o022)
+        yield
+        os.umask(before)
+
+    def modes(self, folder: Path) -> dict[str, int]:
+        return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_new_files_are_as_any(
+        self, limit: int | None, way: Callable[[], AbstractContextManager[None]], tmp_path: Path
+    ) -> None:
+        with way():
+            mfload.save(OLD, tmp_path, max_shard_size=limit)
+        assert set(self.modes(tmp_path).values()) == {0o644}
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(("old", "new"), [(None, None), (9000, 9000), (9000, 6000),
+                                              (None, 9000), (9000, None)])  # fmt: skip
+    def test_what_is_replaced_hands_its_own_on(
+        self,
+        old: int | None,
+        new: int | None,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=old)
+        for path in tmp_path.iterdir():
+            path.chmod(0o600)
+        with way():
+            mfload.save(NEW, tmp_path, max_shard_size=new, overwrite=True)
+        assert set(self.modes(tmp_path).values()) == {0o600}
+
+
+class TestLeftovers:
+    def leave(self, folder: Path) -> list[str]:
+        """Has a writer without O_TMPFILE die before it publishes."""
+        code = (
+            "import os, sys, faults, scenarios\n"
+            "with faults.no_tmpfile(), faults.steps(faults.killing(5)):\n"
+            "    scenarios.SCENARIOS['single-single'].save(__import__('pathlib').Path(sys.argv[1]),"
+            " scenarios.arrays(1))\n"
+        )
+        subprocess.run(
+            [sys.executable, "-c", code, str(folder)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+            check=False,
+        )
+        return scenarios.hidden(folder)
+
+    def test_a_dead_writer_s_are_removed_by_the_next_save(self, tmp_path: Path) -> None:
+        assert len(self.leave(tmp_path)) == 1
+        mfload.save(OLD, tmp_path / "other.safetensors")
+        assert len(scenarios.hidden(tmp_path)) == 1  # Another checkpoint's: not its business.
+        mfload.save(NEW, tmp_path, overwrite=True)
+        assert scenarios.hidden(tmp_path) == []
+
+    def test_a_live_writer_s_are_not(self, tmp_path: Path) -> None:
+        with faults.no_tmpfile():
+            context = Target(tmp_path, True).drafts([10])
+            (draft,) = context.__enter__()
+        assert len(scenarios.hidden(tmp_path)) == 1
+        mfload.save(NEW, tmp_path)
+        assert len(scenarios.hidden(tmp_path)) == 1
+        assert draft.is_at(draft.hidden)
+        context.__exit__(None, None, None)
+        assert scenarios.hidden(tmp_path) == []
+
+    def test_where_locks_are_not_known_nothing_is_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = self.leave(tmp_path)
+        monkeypatch.setattr(folders, "fcntl", None)
+        mfload.save(NEW, tmp_path, overwrite=True)
+        assert scenarios.hidden(tmp_path) == left
+
+    def test_those_of_which_a_checkpoint_is_made_are_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with faults.no_links():
+            saved = mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        kept = scenarios.hidden(tmp_path)
+        assert len(kept) == 6
+        assert "hidden names" in saved.notes[0]
+        monkeypatch.setattr(Target, "publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            mfload.save(OLD, tmp_path, overwrite=True)
+        assert scenarios.hidden(tmp_path) == kept
+        assert found(tmp_path) == "new"
+
+
+class TestRefused:
+    def test_nothing_over_shards(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with pytest.raises(errors.TargetError, match="nothing can't take the place"):
+            mfload.save({}, tmp_path, overwrite=True)
+        assert found(tmp_path) == "old"
+        assert scenarios.hidden(tmp_path) == []
+
+    def test_one_over_shards_without_links_and_index(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        (tmp_path / "model.safetensors.index.json").unlink()
+        before = files(tmp_path)
+        with faults.no_links(), pytest.raises(errors.TargetError, match="hard links"):
+            mfload.save(NEW, tmp_path, overwrite=True)
+        assert files(tmp_path) == before
+
+    def test_one_without_links_over_that_to_which_an_index_leads(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(OLD, "model.safetensors")})
+        )
+        with faults.no_links(), pytest.raises(errors.TargetError, match="hard links"):
+            mfload.save(NEW, tmp_path, overwrite=True)
+        assert found(tmp_path) == "old"
+        mfload.save(NEW, tmp_path, overwrite=True)
+        assert found(tmp_path) == "new"
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+class TestOthers:
+    def test_other_checkpoints_are_not_touched(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "other.safetensors", max_shard_size=9000)
+        mfload.save(OLD, tmp_path / "model2.safetensors")
+        before = files(tmp_path)
+        mfload.save(OLD, tmp_path / "model.safetensors", max_shard_size=9000)
+        mfload.save(NEW, tmp_path / "model.safetensors", max_shard_size=6000, overwrite=True)
+        mfload.save(NEW, tmp_path / "model.safetensors", overwrite=True)
+        after = files(tmp_path)
+        assert after.pop("model.safetensors")
+        assert after == before
+
+    def test_files_that_another_index_leads_to_are_kept(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        shutil_index = (tmp_path / "model.safetensors.index.json").read_bytes()
+        (tmp_path / "copy.safetensors.index.json").write_bytes(shutil_index)
+        mfload.save(NEW, tmp_path / "model.safetensors", overwrite=True)
+        assert found(tmp_path / "copy.safetensors.index.json") == "old"
+        assert found(tmp_path / "model.safetensors") == "new"
+
+    def test_who_names_the_directory_is_told_of_neighbours(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path / "other.safetensors")
+        assert mfload.save(NEW, tmp_path / "model.safetensors").notes == ()
+        saved = mfload.save(NEW, tmp_path, overwrite=True)
+        assert saved.notes == (
+            "other.safetensors lies beside it: load model.safetensors by its name, not the "
+            "directory",
+        )
+        saved = mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        assert saved.notes == ("removed of the old checkpoint: model.safetensors",)
+        assert found(tmp_path) == "new"
+        mfload.save(OLD, tmp_path / "other.safetensors", max_shard_size=9000, overwrite=True)
+        saved = mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        assert "other.safetensors.index.json lies beside it" in saved.notes[-1]
+
+    def test_what_can_t_be_removed_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        real = os.unlink
+
+        def unlink(path: Any, **options: Any) -> None:
+            if "-00002-of-" in str(path):
+                raise PermissionError(errno.EPERM, "sticky")
+            real(path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink)
+            saved = mfload.save(NEW, tmp_path, overwrite=True)
+        assert "could not be removed" in saved.notes[0]
+        # Without its index the directory would hold both.
+        assert saved.files[-1].endswith(".index.json")
+        assert found(tmp_path) == "new"
+        mfload.save(OLD, tmp_path, overwrite=True)
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+class TestNotOurs:
+    """What an overwriting save must leave, whatever lies about."""
+
+    @pytest.mark.parametrize("name", ["model", "copy"])
+    @pytest.mark.parametrize("kind", ["EIO", "text"])
+    def test_an_index_that_can_t_be_read_costs_nothing(
+        self, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with faults.no_links():
+            mfload.save(OLD, tmp_path, max_shard_size=9000, overwrite=True)
+        own = tmp_path / "model.safetensors.index.json"
+        index = tmp_path / f"{name}.safetensors.index.json"
+        os.replace(own, index)
+        raw = index.read_bytes()
+        if kind == "text":
+            index.write_text("{")
+        before = scenarios.hidden(tmp_path)
+        assert before
+        real = os.pread
+
+        def pread(fd: int, *args: Any) -> bytes:
+            if os.path.samestat(os.fstat(fd), index.stat()):
+                raise OSError(errno.EIO, "injected")
+            return real(fd, *args)
+
+        with monkeypatch.context() as patch:
+            if kind == "EIO":
+                patch.setattr(os, "pread", pread)
+            patch.setattr(Target, "publish", lambda *_: 1 / 0)
+            with pytest.raises((ZeroDivisionError, errors.TargetError)):
+                mfload.save(NEW, tmp_path, overwrite=True)
+        index.write_bytes(raw)
+        assert scenarios.hidden(tmp_path) == before
+        assert found(index) == "old"
+
+    def test_hidden_files_to_which_a_neighbour_leads_are_kept(self, tmp_path: Path) -> None:
+        mfload.save(OLD, tmp_path, max_shard_size=9000)
+        with faults.no_links():
+            mfload.save(OLD, tmp_path, max_shard_size=9000, overwrite=True)
+        copy = tmp_path / "copy.safetensors.index.json"
+        os.replace(tmp_path / "model.safetensors.index.json", copy)
+        mfload.save(NEW, tmp_path / "model.safetensors", overwrite=True)
+        assert found(copy) == "old"
+
+    def test_files_of_others_that_an_index_names(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("mine")
+        (tmp_path / "run-3-of-10.safetensors").write_text("mine")
+        (tmp_path / "run.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "config.json", "b": "run.safetensors.index.json"}})
+        )
+        mfload.save(NEW, tmp_path / "run.safetensors", max_shard_size=9000, overwrite=True)
+        assert found(tmp_path / "run.safetensors.index.json") == "new"
+        assert (tmp_path / "config.json").read_text() == "mine"
+        assert (tmp_path / "run-3-of-10.safetensors").read_text() == "mine"
+
+    def test_a_name_that_is_not_utf_8(self, tmp_path: Path) -> None:
+        path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors")
+        with pytest.raises(errors.UsageError, match="UTF-8"):
+            mfload.save(NEW, path, max_shard_size=9000)
+        assert os.listdir(tmp_path) == []
+
+    def test_the_same_thread_does_not_wait_for_itself(self, tmp_path: Path) -> None:
+        folder = folders.Folder(str(tmp_path))
+        try:
+            with folder.locked(), pytest.raises(errors.TargetError, match="in this thread"):
+                mfload.save(NEW, tmp_path)
+        finally:
+            folder.close()
+        mfload.save(NEW, tmp_path)
+
+    def test_names_are_on_disk_before_what_leads_to_them(self, tmp_path: Path) -> None:
+        with faults.steps(lambda number, call: None) as made:
+            mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
+        # Each index: its bytes, the names it leads to, then its own name, and that again.
+        for at in [at for at, call in enumerate(made) if call == "replace"]:
+            before = [call for call in made[:at] if call in ("link", "fsync", "replace")]
+            assert before[-3:] == ["fsync", "fsync", "link"], before
+            assert made[at + 1] == "fsync"
+
+
+class TestReaders:
+    """Who loads while a checkpoint is replaced finds one of the two, or an error; never a mix."""
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(
+        "name", [name for name, each in scenarios.SCENARIOS.items() if each.old != 0]
+    )
+    def test_a_save_between_any_two_headers(
+        self,
+        name: str,
+        way: Callable[[], AbstractContextManager[None]],
+        memory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        if (name, way) == ("no-index-single", faults.no_links):
+            pytest.skip("refused: see above")
+        scenario = scenarios.SCENARIOS[name]
+        real = safetensors.read
+        read: list[str] = []
+
+        def between(file: Any, source: int = 0) -> Any:
+            read.append(file.path)
+            if len(read) == at:
+                with way():
+                    scenario.save(folder, NEW)
+            return real(file, source)
+
+        for at in range(1, 7):
+            folder = memory / str(at)
+            scenario.begin(folder, OLD)
+            read.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(safetensors, "read", between)
+                whole = found(folder)
+            # What is read again after the change is the new one.
+            assert whole == ("new" if len(read) > at or at == 1 else "old")
+            assert found(folder) == ("new" if len(read) >= at else "old")
+
+    @pytest.mark.parametrize("indexed", [True, False])
+    def test_headers_of_two_are_not_mixed_though_they_fit(
+        self, indexed: bool, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Same names, same shapes: nothing in the headers tells one from the other."""
+        old, new = ({f"w{n}": np.full(9, seed) for n in range(4)} for seed in (1, 2))
+        mfload.save(old, memory, max_shard_size=72)
+        if not indexed:
+            (memory / "model.safetensors.index.json").unlink()
+        opened: list[str] = []
+
+        def between(path: str) -> LocalFile:
+            opened.append(path)
+            if len(opened) == 3:
+                mfload.save(new, memory, max_shard_size=72, overwrite=True)
+            return LocalFile(path)
+
+        monkeypatch.setattr(checkpoint, "LocalFile", between)
+        assert scenarios.found(memory, {"old": old, "new": new}) == "new"
+
+    def test_a_checkpoint_that_never_rests(
+        self, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mfload.save(OLD, memory, max_shard_size=9000)
+        real = safetensors.read
+
+        def between(file: Any, source: int = 0) -> Any:
+            mfload.save(OLD, memory, max_shard_size=9000, overwrite=True)
+            return real(file, source)
+
+        monkeypatch.setattr(safetensors, "read", between)
+        with pytest.raises((errors.SourceChangedError, errors.CheckpointError)):
+            mfload.open(memory)
+
+    def test_readers_beside_a_writer(self, memory: Path) -> None:
+        mfload.save(OLD, memory, max_shard_size=9000)
+        seen: dict[str, int] = {}
+        stop = threading.Event()
+
+        def look() -> None:
+            while not stop.is_set():
+                try:
+                    what = found(memory)
+                except (errors.SourceError, errors.CheckpointError) as error:
+                    what = type(error).__name__
+                except AssertionError:
+                    what = "mixed"
+                seen[what] = seen.get(what, 0) + 1
+
+        reader = threading.Thread(target=look)
+        reader.start()
+        for number in range(30):
+            limit = [9000, 6000, None][number % 3]
+            mfload.save([NEW, OLD][number % 2], memory, max_shard_size=limit, overwrite=True)
+        stop.set()
+        reader.join()
+        # "nothing": a file that was gone when its bytes were to be read; an error as well.
+        assert seen.keys() <= {"old", "new", "nothing", "SourceChangedError", "CheckpointError"}
+        assert seen.get("old", 0) + seen.get("new", 0) > 0
