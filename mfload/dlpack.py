@@ -45,6 +45,7 @@ class View(NamedTuple):
         shape: In elements.
         memory: The buffer, uint8.
         at: First byte.
+        devices: Which of the adapter's devices want it (see `placement.Need`).
     """
 
     name: str
@@ -52,6 +53,7 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     memory: Any
     at: int
+    devices: tuple[int, ...] = ()
 
     @property
     def address(self) -> int:
@@ -66,9 +68,7 @@ class View(NamedTuple):
         """The same bytes as a view of dtype U8."""
         from mfload.dtypes import TABLE
 
-        return View(
-            self.name, TABLE["U8"], self.dtype.storage_shape(self.shape), self.memory, self.at
-        )
+        return self._replace(dtype=TABLE["U8"], shape=self.dtype.storage_shape(self.shape))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CPU, 0

@@ -17,6 +17,9 @@
     │   └── ChecksumError                      bytes are not those that a manifest knows
     ├── TensorNotFoundError (KeyError)
     ├── SliceError (IndexError)
+    ├── ShardingError (ValueError)             a sharding that does not fit the tensor
+    ├── MappingError (ValueError)              checkpoint and target do not fit each other
+    ├── ProcessError (RuntimeError)            another process of the load failed, or is gone
     ├── UnsupportedDtypeError (TypeError)      this tensor's dtype can't be handed out
     ├── UnsupportedShapeError (ValueError)     no array can have this tensor's shape
     ├── UnsupportedArrayError (TypeError)      this array can't be saved
@@ -27,7 +30,7 @@
     └── DeviceError (RuntimeError)             no such device here
 
 Each also derives from the built-in that callers already catch, and carries `file`,
-`tensor`, `expected` and `found` as attributes (None where they mean nothing).
+`tensor`, `expected`, `found` (None where they mean nothing) and `problems` as attributes.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ from contextlib import contextmanager
 from typing import Any
 
 
+_LISTED = 50  # Offenders that are shown.
+
+
 class MfloadError(Exception):
     """Base of every error mfload raises on purpose.
 
@@ -48,6 +54,7 @@ class MfloadError(Exception):
         tensor: Name of the tensor concerned.
         expected: What should have been there.
         found: What was there.
+        problems: Every offender where there may be several, one line each.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class MfloadError(Exception):
         tensor: str | None = None,
         expected: object = None,
         found: object = None,
+        problems: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -65,6 +73,7 @@ class MfloadError(Exception):
         self.tensor = tensor
         self.expected = expected
         self.found = found
+        self.problems = problems
 
     def __str__(self) -> str:
         fields = (
@@ -74,11 +83,17 @@ class MfloadError(Exception):
             ("found", self.found),
         )
         parts = [f"{key}: {_shown(value)}" for key, value in fields if value is not None]
-        return self.message if not parts else f"{self.message} [{'; '.join(parts)}]"
+        head = self.message if not parts else f"{self.message} [{'; '.join(parts)}]"
+        lines = [f"\n  - {_shown(line)}" for line in self.problems[:_LISTED]]
+        if len(self.problems) > len(lines):
+            lines.append(f"\n  … and {len(self.problems) - len(lines)} more")
+        return head + "".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The built-in bases rebuild from args alone and would lose the fields.
-        fields = {k: _plain(getattr(self, k)) for k in ("file", "tensor", "expected", "found")}
+        fields: dict[str, Any] = {k: _plain(getattr(self, k)) for k in ("file", "tensor", "expected", "found")}
+        if self.problems:
+            fields["problems"] = self.problems
         system = {k: getattr(self, k, None) for k in ("errno", "strerror")}
         state = {k: v for k, v in system.items() if v is not None}
         return _rebuild, (type(self), self.message, fields), state or None
@@ -153,25 +168,7 @@ class WriteError(TargetError):
 
 
 class FormatError(MfloadError, ValueError):
-    """The bytes do not follow the format.
-
-    Args:
-        problems: Every offender where there may be several, one line each.
-    """
-
-    def __init__(self, message: str, *, problems: tuple[str, ...] = (), **fields: Any) -> None:
-        super().__init__(message, **fields)
-        self.problems = problems
-
-    def __str__(self) -> str:
-        shown = [f"\n  - {_shown(line)}" for line in self.problems[:50]]
-        if len(self.problems) > len(shown):
-            shown.append(f"\n  … and {len(self.problems) - len(shown)} more")
-        return super().__str__() + "".join(shown)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, message, fields), state = super().__reduce__()
-        return rebuild, (cls, message, {**fields, "problems": self.problems}), state
+    """The bytes do not follow the format."""
 
 
 class HeaderError(FormatError):
@@ -192,6 +189,18 @@ class TensorNotFoundError(MfloadError, KeyError):
 
 class SliceError(MfloadError, IndexError):
     """An index that does not fit the tensor."""
+
+
+class ShardingError(MfloadError, ValueError):
+    """A sharding that does not fit the tensor, or no sharding at all."""
+
+
+class MappingError(MfloadError, ValueError):
+    """What the checkpoint holds and what the target wants do not fit each other."""
+
+
+class ProcessError(MfloadError, RuntimeError):
+    """Another process of the same load failed, is gone, or sees other files."""
 
 
 class UnsupportedDtypeError(MfloadError, TypeError):

@@ -163,7 +163,8 @@ class Loader:
         for need, buffer, at in made.places:
             if buffer in complete:
                 continue
-            view = View(need.info.name, need.dtype, need.shape, memory[buffer], at)
+            name, where = need.info.name, memory[buffer]
+            view = View(name, need.dtype, need.shape, where, at, need.devices)
             views.append(view.as_bytes() if need.dtype.name in as_bytes else view)
         arrays = adapter.wrap(views)
         if not complete:

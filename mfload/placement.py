@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.dtypes import DType
-from mfload.index import TensorInfo
+from mfload.index import Box, TensorInfo
 
 
 class Axis(NamedTuple):
@@ -41,12 +41,15 @@ class Need(NamedTuple):
         dtype: The dtype it is delivered in.
         selection: The part of it, None for all.
         checked: Whether values are checked on conversion (a cast asked for by name).
+        devices: Which of the adapter's devices want it, by their numbers; none where the adapter
+            has one device alone.
     """
 
     info: TensorInfo
     dtype: DType
     selection: Selection | None = None
     checked: bool = False
+    devices: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,6 +97,19 @@ def select(info: TensorInfo, index: Any) -> Selection | None:
     if info.dtype.elements > 1:
         _check_packed(info, index, axes)
     return axes
+
+
+def boxed(info: TensorInfo, box: Box) -> Selection | None:
+    """The selection of a box, None where it is the whole tensor.
+
+    Args:
+        info: The tensor.
+        box: Half-open (start, stop) for each of its dims.
+
+    Raises:
+        SliceError: It cuts through packed elements.
+    """
+    return select(info, tuple(slice(start, stop) for start, stop in box))
 
 
 def _axis(info: TensorInfo, index: Any, item: Any, length: int) -> Axis:

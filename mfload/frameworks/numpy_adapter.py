@@ -30,7 +30,7 @@ class NumpyAdapter:
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """An array for each view, in order."""
         make = np.ndarray
-        return [make(shape, dtype.numpy, memory, at) for _, dtype, shape, memory, at in views]
+        return [make(shape, dtype.numpy, memory, at) for _, dtype, shape, memory, at, _ in views]
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """NumPy's own allocations, one for each need."""

@@ -1,4 +1,4 @@
-"""Names and dtypes: which tensors are wanted, and as what."""
+"""Selecting: which tensors are wanted, by name, and as which dtype."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Sharding: a load spread over the devices of a mesh, in one process or in several."""
