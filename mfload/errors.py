@@ -41,7 +41,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-
 _LISTED = 50  # Offenders that are shown.
 
 
@@ -91,7 +90,9 @@ class MfloadError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The built-in bases rebuild from args alone and would lose the fields.
-        fields: dict[str, Any] = {k: _plain(getattr(self, k)) for k in ("file", "tensor", "expected", "found")}
+        fields: dict[str, Any] = {
+            k: _plain(getattr(self, k)) for k in ("file", "tensor", "expected", "found")
+        }
         if self.problems:
             fields["problems"] = self.problems
         system = {k: getattr(self, k, None) for k in ("errno", "strerror")}
