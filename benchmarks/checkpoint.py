@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.shapes import Shapes, bytes_of, draw
+from benchmarks.shapes import Family, Shapes, bytes_of, draw
 from mfload.bench import extents
 from mfload.bench.subject import Subject
 
@@ -36,6 +36,7 @@ class Checkpoint:
         file_sum: The same over whole files, for reads that know no tensors.
         starts: Where each file's data starts, mod 64.
         drawn: What the shapes were drawn from, in words.
+        largest: Bytes of the largest tensor.
     """
 
     paths: tuple[str, ...]
@@ -45,6 +46,7 @@ class Checkpoint:
     file_sum: int
     starts: tuple[int, ...]
     drawn: str
+    largest: int
 
     def subject(self) -> Subject:
         """The checkpoint as loaders and ceilings are given it."""
@@ -125,6 +127,7 @@ def _save(
         file_sum=file_sum,
         starts=tuple(_data_start(path) % 64 for path in paths),
         drawn=drawn,
+        largest=max(bytes_of([row]) for shapes in parts for row in shapes),
     )
 
 
@@ -140,7 +143,22 @@ def write_llama(folder: Path, seed: int, nbytes: int) -> Checkpoint:
         The checkpoint, its data starting at 8, 32 and 40 mod 64.
     """
     rng = np.random.default_rng(seed)
-    family, shapes = draw(rng, nbytes)
+    return _save_llama(folder, rng, nbytes, *draw(rng, nbytes))
+
+
+def write_divisible(folder: Path, seed: int, nbytes: int) -> Checkpoint:
+    """The same with dims that 8 divides, but for a few odd tensors, and one large embedding.
+
+    The embedding takes 0.3 to 0.4 of the bytes: of 1 GB, more than mfload holds beside a result.
+    """
+    rng = np.random.default_rng(seed)
+    family, shapes = draw(rng, nbytes, (0.3, 0.4), tied=True, multiple=8)
+    return _save_llama(folder, rng, nbytes, family, shapes)
+
+
+def _save_llama(
+    folder: Path, rng: np.random.Generator, nbytes: int, family: Family, shapes: Shapes
+) -> Checkpoint:
     parts: list[Shapes] = [[], [], []]
     done = 0
     for name, shape in shapes:

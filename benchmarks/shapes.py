@@ -60,12 +60,22 @@ def bytes_of(shapes: Shapes) -> int:
     return sum(2 * int(np.prod(shape, dtype=np.int64)) for _, shape in shapes)
 
 
-def draw(rng: np.random.Generator, nbytes: int) -> tuple[Family, Shapes]:
+def draw(
+    rng: np.random.Generator,
+    nbytes: int,
+    vocabulary: tuple[float, float] = (0.08, 0.2),
+    *,
+    tied: bool | None = None,
+    multiple: int = 1,
+) -> tuple[Family, Shapes]:
     """Draw the tensors of a decoder.
 
     Args:
         rng: What they follow from.
         nbytes: Bytes of bf16 to come close to.
+        vocabulary: The least and the greatest share of the bytes that embeddings take.
+        tied: Whether there is one embedding and no head; drawn where None.
+        multiple: What the rows of embeddings are a multiple of.
 
     Returns:
         The family drawn, and its tensors with a few odd-sized ones among them.
@@ -73,12 +83,13 @@ def draw(rng: np.random.Generator, nbytes: int) -> tuple[Family, Shapes]:
     family = FAMILIES[rng.integers(len(FAMILIES))]
     while bytes_of(family.layer(0)) > nbytes / 5:
         family = family.halved()
-    tied = bool(rng.integers(2))
-    wanted = rng.uniform(0.08, 0.2) * nbytes
+    drawn = bool(rng.integers(2))
+    tied = drawn if tied is None else tied
+    wanted = rng.uniform(*vocabulary) * nbytes
     layers = int((nbytes - wanted) // bytes_of(family.layer(0)))
     # What whole layers leave over goes to the vocabulary, so that the total is met closely.
     left = nbytes - layers * bytes_of(family.layer(0))
-    rows = int(left // (2 * family.hidden * (1 if tied else 2)))
+    rows = int(left // (2 * family.hidden * (1 if tied else 2))) // multiple * multiple
     shapes: Shapes = [("model.embed_tokens.weight", (rows, family.hidden))]
     odd = _odd(rng, layers)
     for number in range(layers):

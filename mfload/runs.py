@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mfload.index import TensorInfo
 from mfload.io.blocks import Copy, Costs, Segment
 from mfload.placement import Axis, Need
 
@@ -27,7 +28,7 @@ def contiguous(need: Need) -> int | None:
     piece = need.info.pieces[0]
     if need.selection is None or need.nbytes == 0:
         return piece.offset
-    axes, strides, unit = _bytewise(need)
+    axes, strides, unit = bytewise(need)
     if _span(axes, strides, unit) != math.prod(axis.size for axis in axes) * unit:
         return None
     if any(axis.step < 0 and axis.size > 1 for axis in axes):
@@ -54,8 +55,8 @@ def segments(need: Need, buffer: int, at: int, costs: Costs) -> Iterator[tuple[i
     if offset is not None:
         yield source, Segment(offset, need.nbytes, buffer, at)
         return
-    axes, strides, unit = _bytewise(need)
-    stored, target = _element_types(need, unit)
+    axes, strides, unit = bytewise(need)
+    stored, target = element_types(need, unit)
     base = need.info.pieces[0].offset
     cut = _cut(axes, strides, unit, costs)
     inner_count = math.prod(axis.size for axis in axes[cut:])
@@ -85,25 +86,34 @@ def segments(need: Need, buffer: int, at: int, costs: Costs) -> Iterator[tuple[i
         at += inner_count * target.itemsize
 
 
-def _bytewise(need: Need) -> tuple[tuple[Axis, ...], tuple[int, ...], int]:
-    """Axes, byte strides and bytes an element; packed types count their last dim in bytes."""
-    dtype, shape = need.info.dtype, need.info.shape
+def stored_shape(info: TensorInfo) -> tuple[int, ...]:
+    """The shape of a tensor in elements of whole bytes: packed types count blocks."""
+    dtype, shape = info.dtype, info.shape
+    if dtype.elements == 1:
+        return shape
+    blocks, rest = divmod(shape[-1], dtype.elements)
+    # Where blocks go over the ends of rows, nothing but all of the tensor can be taken.
+    return (info.nbytes // dtype.nbytes,) if rest else (*shape[:-1], blocks)
+
+
+def bytewise(need: Need) -> tuple[tuple[Axis, ...], tuple[int, ...], int]:
+    """Axes in the stored shape, byte strides and bytes an element."""
+    dtype, shape = need.info.dtype, stored_shape(need.info)
     axes = need.selection or tuple(Axis(0, length) for length in shape)
-    unit = dtype.nbytes
-    if dtype.elements > 1:
+    if need.selection and dtype.elements > 1:
         # A selection of packed elements is whole blocks of the last dim, checked before.
         last = axes[-1]
         axes = (*axes[:-1], Axis(last.start // dtype.elements, last.size // dtype.elements))
-        shape = (*shape[:-1], shape[-1] // dtype.elements)
     strides: list[int] = []
-    stride = unit
+    stride = dtype.nbytes
     for length in reversed(shape):
         strides.append(stride)
         stride *= length
-    return axes, tuple(reversed(strides)), unit
+    return axes, tuple(reversed(strides)), dtype.nbytes
 
 
-def _element_types(need: Need, unit: int) -> tuple[np.dtype[Any], np.dtype[Any]]:
+def element_types(need: Need, unit: int) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Element types as stored and as delivered; the same opaque one where nothing converts."""
     if need.dtype is need.info.dtype:
         # Bytes are moved, not numbers: one opaque type serves every dtype of that width.
         kind = np.dtype(f"V{unit}") if unit > 1 else _BYTE
@@ -138,8 +148,8 @@ def _cut(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int, costs: Cos
         axis, stride = axes[dim], strides[dim]
         if axis.size > 1 and abs(axis.step) * stride - span >= costs.merge_gap:
             break
-        # A row of the dim that is longer than a block has to be cut further in.
-        if span > costs.block:
+        # A row of the dim that is longer than a slot has to be cut further in.
+        if span > costs.slot:
             break
         span += (axis.size - 1) * abs(axis.step) * stride
         cut = dim
@@ -153,7 +163,7 @@ def _rows_a_block(
         return 1
     row = _span(axes[cut + 1 :], strides[cut + 1 :], unit)
     step = max(1, abs(axes[cut].step) * strides[cut])
-    return max(1, (costs.block - row) // step + 1)
+    return max(1, (costs.slot - row) // step + 1)
 
 
 def _chunks(inner: tuple[Axis, ...], rows: int) -> Iterator[tuple[int, tuple[Axis, ...]]]:

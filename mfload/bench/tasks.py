@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
@@ -56,12 +56,14 @@ class Found(NamedTuple):
         spans: Where it lies.
         tensors: How many there are; None for bytes without tensors.
         report: How mfload loaded it.
+        copies: Where parts of it lie once more: touched too, and left out of the sum.
     """
 
     result: object
     spans: list[Span]
     tensors: int | None = None
     report: Report | None = None
+    copies: Sequence[Span] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,17 +61,35 @@ class Block(NamedTuple):
 
     Bytes of the range that no segment covers are read over. A block without any segment is
     read to be looked at: it stays in the slot, for a witness.
+
+    Attributes:
+        source: Number of the source.
+        offset: First byte in the source.
+        nbytes: Bytes in the source.
+        segments: What is taken of it.
+        shared: Bytes asked for, where segments may want the same ones; None where each has
+            its own.
     """
 
     source: int
     offset: int
     nbytes: int
     segments: tuple[Segment, ...]
+    shared: int | None = None
 
     @property
     def staged(self) -> bool:
         """Whether an engine must land the block in a slot before it can place it."""
-        return not self.segments or any(segment.copy is not None for segment in self.segments)
+        if self.shared is not None or not self.segments:
+            return True
+        return any(segment.copy is not None for segment in self.segments)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of it that were asked for, each counted once."""
+        if self.shared is not None:
+            return self.shared
+        return sum(segment.wanted for segment in self.segments)
 
 
 class Costs(NamedTuple):
@@ -81,6 +99,7 @@ class Costs(NamedTuple):
         block: Bytes a read, at most.
         merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
         concurrency: Reads in flight beyond which more don't help.
+        staged: Bytes a read, at most, that is picked apart in a slot.
     """
 
     block: int = 16 << 20
@@ -88,6 +107,13 @@ class Costs(NamedTuple):
     # reading over it costs the disk nothing.
     merge_gap: int = 4096
     concurrency: int = 4
+    # What comes is copied out while it is in the processor's cache.
+    staged: int = 2 << 20
+
+    @property
+    def slot(self) -> int:
+        """Bytes a slot has to hold, at most."""
+        return min(self.block, self.staged)
 
 
 class Reader(Protocol):
@@ -146,9 +172,12 @@ def stored(block: Block, memory: list[Any], landed: Any | None) -> Iterator[tupl
     """
     if landed is not None and not block.segments:
         yield block.offset, landed
+    seen = block.offset
     for segment in block.segments:
         if landed is None:
             yield segment.offset, memory[segment.buffer][segment.at : segment.at + segment.nbytes]
-        else:
-            start = segment.offset - block.offset
-            yield segment.offset, landed[start : start + segment.nbytes]
+            continue
+        # What several segments want is shown once.
+        start, seen = max(seen, segment.offset), max(seen, segment.offset + segment.nbytes)
+        if start < seen:
+            yield start, landed[start - block.offset : seen - block.offset]

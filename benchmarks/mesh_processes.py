@@ -1,0 +1,148 @@
+"""Several processes that load onto one mesh together, as one measurement."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from typing import IO, Any
+
+from benchmarks import ROOT
+from benchmarks.mesh_layouts import Sums
+from benchmarks.mesh_process import Answer, Job
+from mfload.bench.process import ChildError, environment
+from mfload.bench.runner import Case, Sample, prepare
+from mfload.bench.subject import Subject
+
+PROCESSES = 2
+EXCHANGES = ("auto", "never", "once")
+_TIMEOUT = 120.0
+
+
+class _Process:
+    """One of them, as its parent sees it."""
+
+    def __init__(self, job: Job) -> None:
+        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "benchmarks.mesh_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment({}, [str(ROOT)]),
+            text=True,
+            bufsize=1,
+        )
+        self.say(json.dumps(job))
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ChildError(self._last_words()) from None
+
+    def hear(self, until: float) -> str:
+        assert self._process.stdout is not None
+        left = max(0.0, until - time.monotonic())
+        if not select.select([self._process.stdout], [], [], left)[0]:
+            raise ChildError(f"no answer within {_TIMEOUT:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise ChildError(self._last_words())
+        return line
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return [f"ended with status {self._process.returncode}", *lines[-1:], *errors[-1:]][-1][:300]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(jobs: list[Job], case: Case, subject: Subject) -> tuple[list[Answer], float | None]:
+    with ExitStack() as stack:
+        started = [_Process(job) for job in jobs]
+        for process in started:
+            stack.callback(process.end)
+        until = time.monotonic() + _TIMEOUT
+        for process in started:
+            process.hear(until)
+        cached = prepare(case, subject)
+        for process in started:
+            process.say("go")
+        until = time.monotonic() + _TIMEOUT
+        found: list[Answer] = [json.loads(process.hear(until)) for process in started]
+        for process in started:
+            process.say("done")
+    return found, cached
+
+
+def sample(
+    layout: str, exchange: str, case: Case, subject: Subject, sums: Sums, folders: tuple[str, str]
+) -> Sample:
+    """Measure once.
+
+    Args:
+        layout: Of the shards.
+        exchange: As `mfload.load` takes it.
+        case: Under which conditions.
+        subject: What to load.
+        sums: What its shards must yield.
+        folders: Where it lies, and where a tiny one does.
+
+    Returns:
+        The sample; its time is that of the slower process.
+
+    Raises:
+        ChildError: A process failed, or hung, or the shards are not the checkpoint's.
+        UnfitError: The page cache can't be brought into the state of the case.
+    """
+    port = _free_port()
+    jobs: list[Job] = [
+        {
+            "rank": rank,
+            "processes": PROCESSES,
+            "port": port,
+            "layout": layout,
+            "exchange": exchange,
+            "folder": folders[0],
+            "warmup": folders[1],
+        }
+        for rank in range(PROCESSES)
+    ]
+    found, cached = _answers(jobs, case, subject)
+    total = sum(each["total"] for each in found)
+    expected = sums.cut + PROCESSES * sums.whole
+    if total != expected:
+        raise ChildError(f"the pages sum up to {total}, the checkpoint's to {expected}")
+    return _sample(found, case, subject.nbytes) | {"name": f"{layout}/{exchange}", "cached": cached}
+
+
+def _sample(found: list[Answer], case: Case, nbytes: int) -> dict[str, Any]:
+    return {
+        "case": case.name,
+        "seconds": max(each["load_s"] + each["touch_s"] for each in found),
+        "cpu_s": max(each["cpu_s"] for each in found),
+        "peak_over": max(each["peak_over"] for each in found),
+        "shares": [each["read"] / nbytes for each in found],
+        "exchanged": [each["exchanged"] for each in found],
+        "notes": found[0]["notes"],
+    }

@@ -1,0 +1,256 @@
+"""Recipes: which boxes of which stored tensors make a box of a target. Pure.
+
+A recipe is an expression over stored tensors, walked backwards from the box that is wanted to
+the boxes that have to be read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mfload.dtypes import DType
+from mfload.index import Box, TensorInfo
+from mfload.mapping import geometry, programs
+from mfload.mapping.geometry import Shape
+from mfload.mapping.programs import Program
+
+
+class Aim(NamedTuple):
+    """One leaf of a target.
+
+    Attributes:
+        name: Its path in the target.
+        shape: In elements.
+        dtype: What it holds, None where any will do.
+        optional: Whether it may stay as it is where the checkpoint lacks it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType | None
+    optional: bool = False
+
+
+class Source(NamedTuple):
+    """A box of a stored tensor."""
+
+    info: TensorInfo
+    box: Box
+
+
+class Pull(NamedTuple):
+    """What a box of a target takes: what to read, and what to do with it."""
+
+    sources: tuple[Source, ...]
+    program: Program
+
+
+Found = list[tuple[int, Box]]
+"""Boxes to read so far, each with the number of its tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored tensor, by its number in a cell of the recipe."""
+
+    number: int
+    shape: Shape
+    cast: str | None = None
+
+    def pull(self, box: Box, found: Found) -> Program:
+        """Notes the box."""
+        found.append((self.number, box))
+        return programs.Take(len(found) - 1, self.cast)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A stretch along one dim."""
+
+    of: Step
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> Shape:
+        """In elements."""
+        shape = self.of.shape
+        return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
+
+    def pull(self, box: Box, found: Found) -> Program:
+        """The same box, further on."""
+        start, stop = box[self.axis]
+        moved = (start + self.start, stop + self.start)
+        return self.of.pull((*box[: self.axis], moved, *box[self.axis + 1 :]), found)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Dims in another order."""
+
+    of: Step
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """In elements."""
+        return tuple(self.of.shape[axis] for axis in self.axes)
+
+    def pull(self, box: Box, found: Found) -> Program:
+        """The box with its dims back in their order."""
+        back = sorted(zip(self.axes, box, strict=True))
+        inner = self.of.pull(tuple(dim for _, dim in back), found)
+        return programs.Transposed(inner, self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """The same elements in another shape."""
+
+    of: Step
+    shape: Shape
+
+    def pull(self, box: Box, found: Found) -> Program:
+        """The smallest box that the reshaped one can be cut from."""
+        inner, grown = geometry.cover(self.of.shape, self.shape, box)
+        made: Program = self.of.pull(inner, found)
+        made = programs.Reshaped(made, geometry.sizes(grown))
+        return made if grown == box else programs.Sliced(made, geometry.within(box, grown))
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Tensors one after the other along a dim."""
+
+    parts: tuple[Step, ...]
+    axis: int
+
+    @property
+    def shape(self) -> Shape:
+        """In elements."""
+        shape = self.parts[0].shape
+        total = sum(part.shape[self.axis] for part in self.parts)
+        return (*shape[: self.axis], total, *shape[self.axis + 1 :])
+
+    def pull(self, box: Box, found: Found) -> Program:
+        """The parts that the box meets."""
+        made: list[Program] = []
+        start, stop = box[self.axis]
+        at = 0
+        for part in self.parts:
+            size = part.shape[self.axis]
+            low, high = max(start - at, 0), min(stop - at, size)
+            if low < high:
+                made.append(part.pull(self._along(box, (low, high)), found))
+            at += size
+        if not made:
+            return self.parts[0].pull(self._along(box, (0, 0)), found)
+        return made[0] if len(made) == 1 else programs.Joined(tuple(made), self.axis)
+
+    def _along(self, box: Box, dim: tuple[int, int]) -> Box:
+        return (*box[: self.axis], dim, *box[self.axis + 1 :])
+
+
+Step = Stored | Cut | Transpose | Reshape | Concat
+
+
+class Conversion(NamedTuple):
+    """What happens to the numbers, last of all."""
+
+    scale: float | None
+    between: DType
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a target is made.
+
+    Attributes:
+        aim: The target.
+        dtype: What its elements will be.
+        each: What is done with the tensors of a cell.
+        cells: The tensors of each cell; one cell where nothing is stacked, else row-major.
+        counts: Sizes of the dims that stacking makes.
+        axes: Where these dims lie in the target.
+        conversion: What happens to the numbers, None for nothing.
+        checked: Whether the conversion may meet values that its result can't hold (a float or a
+            wide integer, cast to an integer because a rule says so).
+    """
+
+    aim: Aim
+    dtype: DType
+    each: Step
+    cells: tuple[tuple[TensorInfo, ...], ...]
+    counts: Shape = ()
+    axes: tuple[int, ...] = ()
+    conversion: Conversion | None = None
+    checked: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one stored tensor as it is."""
+        return not self.axes and isinstance(self.each, Stored) and self.conversion is None
+
+    @property
+    def tensors(self) -> Iterator[TensorInfo]:
+        """The stored tensors it takes."""
+        return itertools.chain.from_iterable(self.cells)
+
+    @property
+    def shape(self) -> Shape:
+        """In elements."""
+        shape = list(self.each.shape)
+        for axis, count in sorted(zip(self.axes, self.counts, strict=True)):
+            shape.insert(axis, count)
+        return tuple(shape)
+
+    def pull(self, box: Box) -> Pull:
+        """What a box of the target takes.
+
+        Args:
+            box: Half-open (start, stop) for each dim of the target.
+
+        Returns:
+            The boxes to read and the program that makes the wanted one of them. Only what the
+            box needs is read, except where a reshape leaves no box of exactly these elements.
+        """
+        found: Found = []
+        new = [box[axis] for axis in self.axes]
+        old = tuple(dim for at, dim in enumerate(box) if at not in self.axes)
+        made = self.each.pull(old, found)
+        sources: list[Source] = []
+        if self.axes:
+            # An empty stretch of a stack still needs one tensor, to be cut to nothing.
+            rows = [range(a, b) if a < b else range(1) for a, b in new]
+            for at in itertools.product(*rows):
+                cell = self.cells[_number(at, self.counts)]
+                sources += [Source(cell[number], part) for number, part in found]
+            counts = tuple(map(len, rows))
+            made = programs.Stacked(made, len(found), counts, self.axes)
+            if any(a >= b for a, b in new):
+                cut = ((0, 0 if a >= b and at in self.axes else b - a) for at, (a, b) in enumerate(box))
+                made = programs.Sliced(made, tuple(cut))
+        else:
+            sources += [Source(self.cells[0][number], part) for number, part in found]
+        if self.conversion is not None:
+            scale, between, dtype = self.conversion
+            made = programs.Converted(made, scale, between.name, dtype.name)
+        return Pull(tuple(sources), made)
+
+
+def _number(at: tuple[int, ...], counts: Shape) -> int:
+    number = 0
+    for index, count in zip(at, counts, strict=True):
+        number = number * count + index
+    return number
+
+
+def elements(shape: Shape) -> int:
+    """How many elements a shape has."""
+    return math.prod(shape)
