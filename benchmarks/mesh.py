@@ -53,7 +53,7 @@ class _Measuring:
         warmup = write_divisible(folder / "warmup", seed, _WARMUP)
         self._folders = str(Path(found.paths[0]).parent), str(folder / "warmup")
         self._bed = Bed(warmup.paths, mesh_tasks.__name__, [str(ROOT)])
-        self._run = Run(results, random.Random(seed), str)
+        self._run = Run(results, random.Random(seed), lambda name: LABELS.get(name, name))
 
     def one_process(self, name: str, rounds: int, slow: int) -> None:
         """Measure a case; what is slow takes part in its first rounds."""
@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = arguments.parser("mesh", __doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint in GB (1)")
-    parser.add_argument("--slow-rounds", type=int, default=2,
-                        help="rounds of what takes long: Orbax but for rows, two processes (2)")  # fmt: skip
+    what = "rounds of what takes long: Orbax but for rows, and two processes (2)"
+    parser.add_argument("--slow-rounds", type=int, default=2, help=what)
     args = arguments.parsed(parser, CASES, argv)
     timings.carry_out(
         args,

@@ -22,13 +22,19 @@ from mfload.bench.subject import Subject
 PROCESSES = 2
 EXCHANGES = ("auto", "never", "once")
 _TIMEOUT = 120.0
+_LONGEST = 300
 
 
 class _Process:
-    """One of them, as its parent sees it."""
+    """One of them, as its parent sees it.
 
-    def __init__(self, job: Job) -> None:
-        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")
+    Args:
+        job: What it is to do.
+        log: Where what it prints goes.
+    """
+
+    def __init__(self, job: Job, log: IO[str]) -> None:
+        self._log = log
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "benchmarks.mesh_process"],
             stdin=subprocess.PIPE,
@@ -63,12 +69,12 @@ class _Process:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
-        return [f"ended with status {self._process.returncode}", *lines[-1:], *errors[-1:]][-1][:300]
+        said = [f"ended with status {self._process.returncode}", *lines[-1:], *errors[-1:]]
+        return said[-1][:_LONGEST]
 
     def end(self) -> None:
         self._process.kill()
         self._process.communicate()
-        self._log.close()
 
 
 def _free_port() -> int:
@@ -79,9 +85,11 @@ def _free_port() -> int:
 
 def _answers(jobs: list[Job], case: Case, subject: Subject) -> tuple[list[Answer], float | None]:
     with ExitStack() as stack:
-        started = [_Process(job) for job in jobs]
-        for process in started:
-            stack.callback(process.end)
+        started: list[_Process] = []
+        for job in jobs:
+            log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            started.append(_Process(job, log))
+            stack.callback(started[-1].end)
         until = time.monotonic() + _TIMEOUT
         for process in started:
             process.hear(until)

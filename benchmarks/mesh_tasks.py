@@ -1,6 +1,6 @@
 """Ways to load a checkpoint onto a mesh of eight CPU devices; each measured in its own process.
 
-A task is called `case/way`, `columns/orbax` for instance. Patterns of the ceilings keep their names.
+A task is called `case/way`, `columns/orbax` for instance; a ceiling by the name of its pattern.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def _shardings(layout: Layout, job: Job) -> dict[str, tuple[tuple[int, ...], Any
     mesh = mesh_of(layout)
     index, _ = checkpoint.read(job["files"])
     return {
-        row.name: (row.shape, NamedSharding(mesh, PartitionSpec(*layout.spec(row.name))))
-        for row in index
+        name: (row.shape, NamedSharding(mesh, PartitionSpec(*layout.spec(name))))
+        for name in index
+        for row in [index[name]]
     }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mfload import errors
     from mfload.aligning.align import Aligned, align
-    from mfload.api import load, open, plan, save
+    from mfload.api import abstract, load, open, plan, save
     from mfload.checks.comparing import diff
     from mfload.checks.difference import Difference
     from mfload.checks.manifest import Manifest
@@ -33,6 +33,7 @@ _WHERE = {
     "Report": "mfload.report",
     "Saved": "mfload.saving.save",
     "Verification": "mfload.checks.verification",
+    "abstract": "mfload.api",
     "align": "mfload.aligning.align",
     "diff": "mfload.checks.comparing",
     "errors": "mfload.errors",

@@ -25,7 +25,9 @@ from mfload.progress import Progress, shown
 from mfload.report import Report
 from mfload.saving import save as saving
 from mfload.saving.save import Saved
-from mfload.settings import Landing, Settings
+from mfload.settings import Exchange, Landing, Settings, Unmatched
+from mfload.sharding import load as sharded
+from mfload.sharding.load import Chosen, Request
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -37,6 +39,10 @@ def load(
     device: object = None,
     names: Names = None,
     dtype: Dtypes = None,
+    mesh: Any = None,
+    shardings: Any = None,
+    unmatched: Unmatched = "replicate",
+    exchange: Exchange = "auto",
     engine: EngineName = "auto",
     landing: Landing = "auto",
     max_host_overhead: int | None = None,
@@ -62,6 +68,19 @@ def load(
             int, 64 to 32 bit ints) has to be asked for by name, in a mapping; and even then
             a value outside an integer dtype's range stops the load. Narrower floats round,
             and overflow as their dtype does (infinity or NaN).
+        mesh: A `jax.sharding.Mesh`: the arrays are sharded over its devices, or replicated where
+            `shardings` says nothing of them. With several processes, each of those that have
+            devices of the mesh makes the same call.
+        shardings: How tensors are split, for JAX: a PartitionSpec or Sharding for all of them;
+            `[(regex, spec)]`, of which the first that is found in the name counts; a function
+            of a tensor's name and info (it has `shape` and `dtype`) to a spec; or a mapping from
+            names to specs, also nested. A spec is a PartitionSpec, a Sharding (its mesh replaced
+            by `mesh` where it is abstract), or None for replicated. Dims count elements as they
+            are stored, also where bytes arrive; elements that share a byte stay together.
+        unmatched: What becomes of tensors that no rule matches: "replicate", or "error".
+        exchange: Whether processes read for each other: "never", each reads its own shards;
+            "once", every byte is read by one process and handed on; "auto" decides by how
+            many bytes would be read more than once.
         engine: "pread" (through the page cache), "direct" (O_DIRECT), "mmap" (a private map
             of the file: nothing is copied, and a file cut short later kills whoever touches
             it), or "auto", which takes pread where the page cache holds the file and direct
@@ -75,7 +94,8 @@ def load(
         progress: True for a bar, or a function of (bytes done, bytes in all).
         report: Filled with what happened.
         verify: A manifest of checksums (see `mfload.verify`), or its path: the bytes are
-            compared with it while they come, as they are stored, before any conversion.
+            compared with it while they come, as they are stored, before any conversion. With
+            shardings, on one process whose shards make up whole tensors.
 
     Returns:
         The arrays by name, in the order of the files. A dtype that the framework lacks
@@ -90,8 +110,22 @@ def load(
         report.clear()
     start = time.perf_counter()
     deadline = Deadline(timeout)
+    request = _request(framework, device, mesh, shardings, unmatched, exchange)
+    if request is not None:
+
+        def choose() -> Chosen:
+            settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+            return _choose(path, names, dtype, settings)
+
+        return sharded.load(
+            choose,
+            request,
+            deadline,
+            report=report,
+            progress=progress,
+            check=None if verify is None else lambda index, infos: Check(verify, index, infos),
+        )
     settings = Settings(engine, landing, max_host_overhead, threads, deadline)
-    frameworks.resolve(framework)
     with collector_paused():
         index, sources = _read_index(path, deadline)
         needs = _needs(index, names, dtype)
@@ -154,6 +188,10 @@ def plan(
     device: object = None,
     names: Names = None,
     dtype: Dtypes = None,
+    mesh: Any = None,
+    shardings: Any = None,
+    unmatched: Unmatched = "replicate",
+    exchange: Exchange = "auto",
     engine: EngineName = "auto",
     landing: Landing = "auto",
     max_host_overhead: int | None = None,
@@ -162,17 +200,60 @@ def plan(
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
 
+    With a mesh or shardings, `framework` may be left out: it is JAX's then.
+
     Returns:
-        The plan and this machine's route; prints well, and has `as_dict()`.
+        The plan and this machine's route; prints well, and has `as_dict()`. Of several processes
+        each gets its own.
 
     Raises:
         MfloadError: As `load` does.
     """
     deadline = Deadline(timeout)
     settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+    # What nobody says is "numpy" too.
+    whose = framework if framework != "numpy" or (mesh is None and shardings is None) else "jax"
+    request = _request(whose, device, mesh, shardings, unmatched, exchange)
+    if request is not None:
+        return sharded.preview(_choose(path, names, dtype, settings), request)
     index, sources = _read_index(path, deadline)
     loader = Loader(index, sources, frameworks.get(framework, device), settings)
     return loader.preview(_needs(index, names, dtype))
+
+
+def abstract(
+    path: Path,
+    *,
+    mesh: Any = None,
+    shardings: Any = None,
+    unmatched: Unmatched = "replicate",
+    names: Names = None,
+    dtype: Dtypes = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Says what arrays `load` would make for JAX; reads headers only.
+
+    What comes out can be given to `jax.eval_shape`, `jax.jit(...).lower` and the like.
+
+    Args:
+        path: As for `load`.
+        mesh: As for `load`.
+        shardings: As for `load`.
+        unmatched: As for `load`.
+        names: As for `load`.
+        dtype: As for `load`.
+        timeout: Seconds for the headers.
+
+    Returns:
+        A `jax.ShapeDtypeStruct` for each name, in the order of the files; with its sharding
+        where a mesh or shardings are given.
+
+    Raises:
+        MfloadError: As `load` does.
+    """
+    request = _request("jax", None, mesh, shardings, unmatched, "auto")
+    chosen = _choose(path, names, dtype, Settings(deadline=Deadline(timeout)))
+    return sharded.abstract(chosen, request)
 
 
 def save(
@@ -227,6 +308,37 @@ def save(
         overwrite=overwrite,
         progress=progress,
     )
+
+
+def _request(
+    framework: str,
+    device: object,
+    mesh: Any,
+    shardings: Any,
+    unmatched: str,
+    exchange: str,
+) -> Request | None:
+    """What is asked for about devices of a mesh, None where nothing is."""
+    name = frameworks.resolve(framework)
+    sharded.check_choices(unmatched, exchange)
+    if mesh is None and shardings is None:
+        return None
+    if name != "jax":
+        raise errors.UsageError(
+            "mesh= and shardings= are for JAX", expected="framework='jax'", found=framework
+        )
+    if device is not None:
+        raise errors.UsageError(
+            "the devices are those of the mesh or the shardings",
+            expected="no device=",
+            found=repr(device),
+        )
+    return Request(mesh, shardings, unmatched, exchange)
+
+
+def _choose(path: Path, names: Names, dtype: Dtypes, settings: Settings) -> Chosen:
+    index, sources = _read_index(path, settings.deadline)
+    return Chosen(index, sources, _needs(index, names, dtype), settings)
 
 
 def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:

@@ -66,6 +66,20 @@ class Need(NamedTuple):
         return self.dtype.size_of(self.shape) or 0
 
 
+class Share(NamedTuple):
+    """The part of a tensor that one device of one process holds.
+
+    Attributes:
+        process: The process, by its number.
+        device: The device, by its number in the table of its own process's devices.
+        box: Half-open (start, stop) for each dim of the tensor.
+    """
+
+    process: int
+    device: int
+    box: Box
+
+
 def select(info: TensorInfo, index: Any) -> Selection | None:
     """Turns an index as NumPy's basic indexing knows it into a selection.
 
@@ -109,7 +123,12 @@ def boxed(info: TensorInfo, box: Box) -> Selection | None:
     Raises:
         SliceError: It cuts through packed elements.
     """
-    return select(info, tuple(slice(start, stop) for start, stop in box))
+    if box == tuple((0, length) for length in info.shape):
+        return None
+    axes = tuple(Axis(start, stop - start) for start, stop in box)
+    if info.dtype.elements > 1:
+        _check_packed(info, box, axes)
+    return axes
 
 
 def _axis(info: TensorInfo, index: Any, item: Any, length: int) -> Axis:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from mfload import runs
 from mfload.arrangement import Arrangement, BufferSpec
+from mfload.gathering import Gathering, Wanted
 from mfload.io.blocks import Block, Costs
-from mfload.joining import Joiner, blocks
 from mfload.placement import Need
 
 
@@ -57,8 +57,8 @@ class Plan(NamedTuple):
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes read that were asked for."""
-        return sum(seg.wanted for block in self.blocks for seg in block.segments)
+        """Bytes read that were asked for, each counted once."""
+        return sum(block.wanted for block in self.blocks)
 
     @property
     def mapped_bytes(self) -> int:
@@ -74,14 +74,15 @@ class Plan(NamedTuple):
     def tensors_of(self, block: Block) -> list[str]:
         """Names of the tensors that a block holds bytes of."""
         end = block.offset + block.nbytes
-        return [
+        names = (
             place.need.info.name
             for place in self.places
             for piece in place.need.info.pieces
             if piece.source == block.source
             and piece.offset < end
             and piece.offset + piece.nbytes > block.offset
-        ]
+        )
+        return list(dict.fromkeys(names))
 
 
 def make(
@@ -91,47 +92,58 @@ def make(
     costs: Costs | None = None,
     separate: frozenset[int] = frozenset(),
     mapped: dict[int, int] | None = None,
+    given: Sequence[tuple[int, int]] | None = None,
+    specs: Sequence[BufferSpec] = (),
 ) -> Plan:
     """Plans a load.
 
+    Needs of one tensor are planned together: a byte that several of them want is read once.
+
     Args:
-        needs: What is wanted; a need may come twice.
+        needs: What is wanted; a need may come twice, and then has two places.
         alignment: Bytes on which every tensor must lie; None for its element's size.
         costs: What the sources declare.
         separate: Positions of the needs that get a buffer each, beginning with the tensor: for
             memory that is not ours.
         mapped: Sources that may be mapped instead of read, with their sizes in bytes. Only
             what is contiguous, unconverted and aligned in the file is; the rest is read.
+        given: Buffer and first byte for each need, for callers who know where all goes; then
+            `alignment`, `separate` and `mapped` say nothing.
+        specs: The buffers that `given` names.
 
     Returns:
         The plan.
     """
     costs = costs or Costs()
     layout = Arrangement(alignment, mapped or {})
-    joiner = Joiner()
+    gathering = Gathering(costs)
     places: list[Place | None] = [None] * len(needs)
-    for number in sorted(range(len(needs)), key=lambda n: _file_order(needs[n])):
-        need = needs[number]
+    offsets = [runs.contiguous(need) for need in needs]
+    keys = [_file_order(need, offset) for need, offset in zip(needs, offsets, strict=True)]
+    once = len({key[:2] for key in keys}) == len(keys)
+    for number in sorted(range(len(needs)), key=keys.__getitem__):
+        need, contiguous = needs[number], offsets[number]
         nbytes = need.nbytes
-        contiguous = runs.contiguous(need)
-        buffer, at = layout.place(need, nbytes, contiguous, alone=number in separate)
-        places[number] = Place(need, buffer, at)
-        if layout.is_map(buffer) or not nbytes:
-            continue
-        if contiguous is not None:
-            joiner.add(need.info.pieces[0].source, contiguous, nbytes, buffer, at)
+        if given is None:
+            buffer, at = layout.place(need, nbytes, contiguous, alone=number in separate)
+            read = nbytes and not layout.is_map(buffer)
         else:
-            for source, segment in runs.segments(need, buffer, at, costs):
-                joiner.add(source, *segment)
-    reads = tuple(blocks(joiner.end(), costs))
+            buffer, at = given[number]
+            read = nbytes
+        places[number] = Place(need, buffer, at)
+        if read and once:
+            gathering.alone(need, nbytes, contiguous, buffer, at)
+        elif read:
+            gathering.add(Wanted(need, nbytes, contiguous, buffer, at))
+    reads = gathering.end()
     return Plan(
         tuple(place for place in places if place is not None),
-        layout.end(),
+        layout.end() if given is None else tuple(specs),
         reads,
         max((block.nbytes for block in reads if block.staged), default=0),
     )
 
 
-def _file_order(need: Need) -> tuple[int, int]:
+def _file_order(need: Need, contiguous: int | None) -> tuple[int, int, int]:
     piece = need.info.pieces[0]
-    return piece.source, piece.offset
+    return piece.source, piece.offset, piece.offset if contiguous is None else contiguous

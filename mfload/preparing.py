@@ -89,7 +89,8 @@ class Preparation:
                 "buffers of a wave go before the next"
             )
         lent = waves.lendable(self._needs, adapter, self._settings)
-        missing = len(self._needs) - len(lent)
+        rest = (need.info.name for n, need in enumerate(self._needs) if n not in lent)
+        missing = len(set(rest))
         if self._settings.landing == "framework" and adapter.on_host and missing:
             yield (
                 f"{missing} tensors land in mfload's memory: "
@@ -109,22 +110,52 @@ class Preparation:
 
     def overhead(self, made: Plan) -> int:
         """The most bytes that a plan made here holds beside the result."""
-        staged = self._direct or made.staged
-        slot = self._costs.block + 2 * _PAGE if staged else self._costs.merge_gap
-        slots = min(slot * self.threads, made.read_bytes + 2 * _PAGE * self.threads)
+        slots = min(self._slot(made) * self.threads, made.read_bytes + 2 * _PAGE * self.threads)
         waiting = waves.copied([place.need for place in made.places], self._adapter)
         limit = waves.waiting_limit(waiting, self._adapter, self._settings)
         # Slots are gone before the framework copies, so the two don't add up.
         return max(slots, min(sum(need.nbytes for need in waiting), limit))
 
+    def _slot(self, made: Plan) -> int:
+        """The most bytes that a reader's slot holds."""
+        costs = self._costs
+        if not self._direct:
+            return max(made.staged + 2 * _PAGE if made.staged else 0, costs.merge_gap)
+        return max(costs.block, made.staged) + 2 * _PAGE
+
+    def _copied(self, made: Plan) -> int:
+        """Bytes of a plan that are copied in memory once they were read, at most."""
+        direct = {number for number, leg in self.route.items() if leg.engine == "direct"}
+        placed = sum(b.wanted for b in made.blocks if b.staged or b.source in direct)
+        waiting = waves.copied([place.need for place in made.places], self._adapter)
+        return placed + sum(need.nbytes for need in waiting)
+
     def preview(self) -> Preview:
-        """All of it, for people; waves are shown as one."""
+        """All of it, for people."""
         made = self.plan(self._needs)
+        plans = (made,)
         notes = self.notes
         if len(self.waves) > 1:
+            plans = tuple(self.plan([self._needs[n] for n in wave]) for wave in self.waves)
             notes += ("this plan shows its waves as one",)
-        legs = tuple(self.route.values())
-        return Preview(made, legs, self._adapter.name, self.overhead(made), self.threads, notes)
+        overhead = max(self.overhead(each) for each in plans)
+        return Preview(
+            made,
+            tuple(self.route.values()),
+            self._adapter.name,
+            overhead,
+            self.threads,
+            notes,
+            read_bytes=sum(each.read_bytes for each in plans),
+            wanted_bytes=sum(each.wanted_bytes for each in plans),
+            copied_bytes=sum(self._copied(each) for each in plans),
+            peak_bytes=overhead + sum(_padding(each) for each in plans),
+        )
+
+
+def _padding(made: Plan) -> int:
+    """Bytes of a plan's buffers that belong to no result."""
+    return made.buffer_bytes - (made.result_bytes - made.mapped_bytes)
 
 
 def check(needs: Sequence[Need], index: Index) -> None:
@@ -182,8 +213,9 @@ def _threads(legs: Sequence[routing.Leg]) -> int:
 
 def _costs(settings: Settings, threads: int, block: int) -> Costs:
     limit = settings.max_host_overhead
+    gap = Costs().merge_gap if settings.merge_gap is None else settings.merge_gap
     if limit is None:
-        return Costs(block=block)
+        return Costs(block=block, merge_gap=gap)
     block = min(block, limit // threads // _PAGE * _PAGE - 2 * _PAGE)
     if block < _LEAST_BLOCK:
         raise errors.UsageError(
@@ -191,4 +223,4 @@ def _costs(settings: Settings, threads: int, block: int) -> Costs:
             expected=f"{threads * (_LEAST_BLOCK + 3 * _PAGE)} bytes or more, or fewer threads",
             found=limit,
         )
-    return Costs(block=block)
+    return Costs(block=block, merge_gap=gap)

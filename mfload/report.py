@@ -41,9 +41,12 @@ class Report:
     Attributes:
         framework: What the arrays are of.
         tensors: How many there are.
-        result_bytes: Bytes of the arrays.
+        result_bytes: Bytes of the arrays; of a sharded load, those that lie with this process, and
+            replicas that share memory counted once.
         read_bytes: Bytes read from the files.
         over_read_bytes: Bytes read that no tensor wanted.
+        exchanged_bytes: Bytes that came from other processes instead of the files.
+        processes: How many loaded together.
         mapped_bytes: Bytes of the arrays that lie in maps of the files.
         aliased_bytes: Bytes of the arrays that are mfload's buffers themselves, not copies.
         peak_bytes: The most that mfload's buffers held at once during the load, other loads
@@ -60,6 +63,8 @@ class Report:
     result_bytes: int = 0
     read_bytes: int = 0
     over_read_bytes: int = 0
+    exchanged_bytes: int = 0
+    processes: int = 1
     mapped_bytes: int = 0
     aliased_bytes: int = 0
     peak_bytes: int = 0
@@ -106,6 +111,7 @@ class Report:
             ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s"),
             ("stages", f"{stages} s"),
             ("read", f"{human(self.read_bytes)}, {human(self.over_read_bytes)} of it unwanted"),
+            *self._exchange(),
             ("mapped", human(self.mapped_bytes)),
             ("aliased", f"{self.aliased_share:.1%}"),
             ("peak", f"{human(self.peak_bytes)} in mfload's buffers"),
@@ -115,6 +121,11 @@ class Report:
         if len(self.route) > 8:
             rows.append(("route", f"… and {len(self.route) - 8} more files"))
         return rows + [("note", note) for note in self.notes]
+
+    def _exchange(self) -> list[tuple[str, str]]:
+        if self.processes == 1:
+            return []
+        return [("exchanged", f"{human(self.exchanged_bytes)}, {self.processes} processes")]
 
     def __str__(self) -> str:
         return table(self.rows()) if self.stages else "an empty report"

@@ -7,6 +7,7 @@ within the span stay below what the source would rather read over than skip.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -28,12 +29,20 @@ def contiguous(need: Need) -> int | None:
     piece = need.info.pieces[0]
     if need.selection is None or need.nbytes == 0:
         return piece.offset
-    axes, strides, unit = bytewise(need)
+    shape = stored_shape(need.info)
+    ahead = _ahead(_axes(need, shape), shape, need.info.dtype.nbytes)
+    return None if ahead is None else piece.offset + ahead
+
+
+@functools.lru_cache(4096)
+def _ahead(axes: tuple[Axis, ...], shape: tuple[int, ...], unit: int) -> int | None:
+    """How far behind the tensor's first byte a contiguous part begins; layers are alike."""
+    strides = _strides(shape, unit)
     if _span(axes, strides, unit) != math.prod(axis.size for axis in axes) * unit:
         return None
     if any(axis.step < 0 and axis.size > 1 for axis in axes):
         return None
-    return piece.offset + _start(axes, strides)
+    return _start(axes, strides)
 
 
 def segments(need: Need, buffer: int, at: int, costs: Costs) -> Iterator[tuple[int, Segment]]:
@@ -98,18 +107,27 @@ def stored_shape(info: TensorInfo) -> tuple[int, ...]:
 
 def bytewise(need: Need) -> tuple[tuple[Axis, ...], tuple[int, ...], int]:
     """Axes in the stored shape, byte strides and bytes an element."""
-    dtype, shape = need.info.dtype, stored_shape(need.info)
-    axes = need.selection or tuple(Axis(0, length) for length in shape)
-    if need.selection and dtype.elements > 1:
+    shape, unit = stored_shape(need.info), need.info.dtype.nbytes
+    return _axes(need, shape), _strides(shape, unit), unit
+
+
+def _axes(need: Need, shape: tuple[int, ...]) -> tuple[Axis, ...]:
+    axes, block = need.selection, need.info.dtype.elements
+    if not axes:
+        return tuple(Axis(0, length) for length in shape)
+    if block > 1:
         # A selection of packed elements is whole blocks of the last dim, checked before.
         last = axes[-1]
-        axes = (*axes[:-1], Axis(last.start // dtype.elements, last.size // dtype.elements))
+        return (*axes[:-1], Axis(last.start // block, last.size // block))
+    return axes
+
+
+def _strides(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
     strides: list[int] = []
-    stride = dtype.nbytes
     for length in reversed(shape):
-        strides.append(stride)
-        stride *= length
-    return axes, tuple(reversed(strides)), dtype.nbytes
+        strides.append(unit)
+        unit *= length
+    return tuple(reversed(strides))
 
 
 def element_types(need: Need, unit: int) -> tuple[np.dtype[Any], np.dtype[Any]]:

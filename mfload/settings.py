@@ -10,6 +10,10 @@ from mfload.io.deadline import Deadline
 from mfload.io.route import ENGINES
 
 Landing = Literal["auto", "mfload", "framework"]
+Exchange = Literal["auto", "never", "once"]
+EXCHANGES = ("auto", "never", "once")
+Unmatched = Literal["replicate", "error"]
+UNMATCHED = ("replicate", "error")
 LANDINGS = ("auto", "mfload", "framework")
 
 OVERHEAD = 256 << 20
@@ -20,6 +24,15 @@ OVERHEAD = 256 << 20
 class Settings:
     """Checked once, so that nothing further down the street need doubt them.
 
+    Attributes:
+        engine: As for `mfload.load`, and so are those that follow.
+        landing: See there.
+        max_host_overhead: See there.
+        threads: See there.
+        deadline: What `timeout=` became.
+        merge_gap: Unwanted bytes that are rather read over than skipped; None for what the
+            sources say.
+
     Raises:
         UsageError: One makes no sense.
     """
@@ -29,6 +42,7 @@ class Settings:
     max_host_overhead: int | None = None
     threads: int | None = None
     deadline: Deadline = field(default_factory=lambda: Deadline(None))
+    merge_gap: int | None = None
 
     def __post_init__(self) -> None:
         if self.landing not in LANDINGS:

@@ -5,24 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mfload import errors
-from mfload.frameworks.adapter import Adapter
+from mfload.frameworks.adapter import Adapter, Placing
 from mfload.placement import Need
 from mfload.settings import OVERHEAD, Settings
 
 
 def lendable(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> frozenset[int]:
     """Positions of the needs that land in the framework's own memory."""
-    if settings.landing != "framework" or not adapter.on_host:
+    asked = settings.landing == "framework"
+    if isinstance(adapter, Placing):
+        names = adapter.lendable if asked else ()
+        return frozenset(
+            n
+            for n, need in enumerate(needs)
+            if adapter.lends(need) or (need.dtype.name in names and not adapter.copies(need))
+        )
+    if not asked or not adapter.on_host:
         return frozenset()
     return frozenset(n for n, need in enumerate(needs) if need.dtype.name in adapter.lendable)
 
 
 def copied(needs: Sequence[Need], adapter: Adapter) -> list[Need]:
     """The needs that the framework copies out of mfload's memory."""
+    return [needs[n] for n in _copied(needs, adapter)]
+
+
+def _copied(needs: Sequence[Need], adapter: Adapter) -> Sequence[int]:
+    if isinstance(adapter, Placing):
+        return [n for n, need in enumerate(needs) if adapter.copies(need)]
     if not adapter.on_host:
-        return list(needs)
+        return range(len(needs))
     names = {name for name, form in adapter.forms.items() if form.how == "copy"}
-    return [need for need in needs if need.dtype.name in names] if names else []
+    return [n for n, need in enumerate(needs) if need.dtype.name in names] if names else []
 
 
 def groups(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[list[int]]:
@@ -31,15 +45,15 @@ def groups(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[
     Raises:
         MemoryLimitError: One tensor exceeds it alone.
     """
-    waiting = copied(needs, adapter)
+    numbers = set(_copied(needs, adapter))
+    waiting = [needs[n] for n in sorted(numbers)]
     limit = waiting_limit(waiting, adapter, settings)
     if sum(need.nbytes for need in waiting) <= limit:
         return [list(range(len(needs)))]
-    names = {need.info.name for need in waiting}
     made: list[list[int]] = [[]]
     held = 0
     for n, need in enumerate(needs):
-        nbytes = need.nbytes if need.info.name in names else 0
+        nbytes = need.nbytes if n in numbers else 0
         if nbytes and held + nbytes > limit:
             made.append([])
             held = 0

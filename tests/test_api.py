@@ -148,7 +148,8 @@ def test_what_would_lose_values_has_to_be_asked_for_by_name(tmp_path: Path) -> N
         ("max_host_overhead", -1), ("max_host_overhead", 1), ("max_host_overhead", "1G"),
         ("max_host_overhead", 1e9),
         ("names", "("), ("names", 5), ("dtype", "float31"), ("dtype", {"(": "float32"}),
-        ("dtype", 5),
+        ("dtype", 5), ("exchange", "twice"), ("exchange", None), ("unmatched", "ignore"),
+        ("unmatched", None), ("unmatched", []), ("mesh", object()), ("shardings", []),
     ],
 )  # fmt: skip
 def test_senseless_arguments_are_refused(path: Path, option: str, value: Any) -> None:
@@ -198,7 +199,12 @@ def test_open_and_plan_know_the_arguments_of_load() -> None:
     shown = {"verify", "progress", "report"}
     for call, missing in (
         (mfload.plan, shown),
-        (mfload.open, shown | {"names", "dtype", "landing", "max_host_overhead"}),
+        (
+            mfload.open,
+            shown
+            | {"names", "dtype", "landing", "max_host_overhead"}
+            | {"mesh", "shardings", "unmatched", "exchange"},
+        ),
     ):
         parameters = inspect.signature(call).parameters
         assert parameters.keys() == load.keys() - missing

@@ -65,11 +65,12 @@ def get(name: str, device: object = None) -> Adapter:
     return module(resolve(name)).make(device)
 
 
-def module(name: str) -> ModuleType:
-    """The module of a framework's adapter, which imports the framework.
+def module(name: str, part: str = "adapter") -> ModuleType:
+    """A module of a framework, which imports it.
 
     Args:
         name: The framework's own name.
+        part: Which: the adapter, or what else there is for that framework.
 
     Raises:
         FrameworkMissingError: It is not installed, or not whole.
@@ -80,7 +81,7 @@ def module(name: str) -> ModuleType:
             f"{name} is not installed; {command}", expected=package, found="no such module"
         )
     try:
-        return importlib.import_module(f"mfload.frameworks.{name}_adapter")
+        return importlib.import_module(f"mfload.frameworks.{name}_{part}")
     except ImportError as error:
         raise errors.FrameworkMissingError(
             f"{name} is there and can't be imported; {command}", expected=package, found=str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -67,6 +67,19 @@ class Adapter(Protocol):
 
     def lend(self, needs: Sequence[Need]) -> list[Lent]:
         """Uninitialised arrays of the framework's own allocator, one for each need."""
+        ...
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """What an adapter of several devices knows of each need, besides what `Adapter` says of all."""
+
+    def copies(self, need: Need) -> bool:
+        """Whether the need is copied out of mfload's memory."""
+        ...
+
+    def lends(self, need: Need) -> bool:
+        """Whether the need must land in the framework's memory, whatever `landing=` says."""
         ...
 
 

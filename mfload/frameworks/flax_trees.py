@@ -6,12 +6,8 @@ A target can only have things of Flax where somebody imported it, so nothing her
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-import jax
-
-from mfload import errors
 
 
 class Axes(NamedTuple):
@@ -65,7 +61,7 @@ def role(node: Any, before: Role) -> Role:
         node: A module, a variable or a box.
         before: What was said by those around it.
     """
-    nnx, meta = sys.modules.get("flax.nnx"), sys.modules.get("flax.core.meta")
+    nnx, meta = _nnx(), sys.modules.get("flax.core.meta")
     if nnx is not None and isinstance(node, nnx.Variable):
         state = isinstance(node, nnx.RngState | nnx.BatchStat)
         return Role(_of_variable(node) or before.axes, before.optional or state)
@@ -84,14 +80,20 @@ def is_statistics(path: Iterable[str]) -> bool:
 
 def _kinds() -> tuple[type, ...]:
     meta = sys.modules.get("flax.core.meta")
-    nnx = sys.modules.get("flax.nnx")
+    nnx = _nnx()
     boxes = () if meta is None else (meta.AxisMetadata,)
     return boxes if nnx is None else (*boxes, nnx.Variable, *_modules())
 
 
 def _modules() -> tuple[type, ...]:
+    nnx = _nnx()
+    return () if nnx is None else (nnx.Pytree,)
+
+
+def _nnx() -> Any:
+    """`flax.nnx`, None where it is not there as a whole (imported meanwhile by another thread)."""
     nnx = sys.modules.get("flax.nnx")
-    return () if nnx is None else (getattr(nnx, "Pytree", nnx.Module),)
+    return nnx if hasattr(nnx, "Pytree") else None
 
 
 def _of_variable(variable: Any) -> Axes | None:

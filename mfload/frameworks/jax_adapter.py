@@ -58,13 +58,13 @@ class JaxAdapter:
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `jax.Array` for each view, in order."""
         if not self.on_host:
-            with _x64():
+            with x64():
                 return [self._send(view) for view in views]
         take = self._take
         return [self._unpack(view) if view.dtype.elements > 1 else take(view) for view in views]
 
     def _take_public(self, view: View) -> Any:
-        with _x64():
+        with x64():
             return jax.dlpack.from_dlpack(_OnDevice(view, self._device.id))
 
     def _send(self, view: View) -> Any:
@@ -82,7 +82,7 @@ class JaxAdapter:
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Arrays in XLA's own memory, which a jitted function can take over (donation)."""
         lent: list[adapter.Lent] = []
-        with _x64():
+        with x64():
             for need in needs:
                 name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
                 array = jax.block_until_ready(_maker(self._device, shape, name)())
@@ -114,7 +114,8 @@ class _OnDevice:
         return 1, self._id
 
 
-def _x64() -> contextlib.AbstractContextManager[Any]:
+def x64() -> contextlib.AbstractContextManager[Any]:
+    """A context in which 64-bit types keep their width."""
     # A context manager of jax since 0.8, of jax.experimental before.
     with contextlib.suppress(AttributeError):
         return jax.enable_x64(True)

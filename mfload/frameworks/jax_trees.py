@@ -6,7 +6,6 @@ Anything that JAX knows as a pytree is taken apart and put together by JAX itsel
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from mfload import dtypes, errors
 from mfload.dtypes import DType
-from mfload.frameworks import adapter, flax_trees
+from mfload.frameworks import flax_trees
 from mfload.frameworks.flax_trees import PLAIN, Role
 
 _Path = tuple[Any, ...]
@@ -76,9 +75,8 @@ def take_apart(target: Any) -> Tree:
     Raises:
         UsageError: Two leaves have the same name, a leaf is a tracer, or it is no tree.
     """
-    adapter.check_version("jax", jax.__version__, adapter.OLDEST_JAX)
     walk = _Walk()
-    build = walk.node(target, (), PLAIN)
+    build = walk.below(target, ()) if flax_trees.is_node(target) else walk.node(target, ())
     leaves = tuple(each.leaf() for each in walk.found)
     _check_names(leaves)
 
@@ -107,7 +105,10 @@ class _Found:
 
     def leaf(self) -> Leaf:
         names = tuple(dict.fromkeys(".".join(path) for path in self.paths))
-        return _leaf(names, self.value, self.role)
+        role = self.role
+        if any(flax_trees.is_statistics(path) for path in self.paths):
+            role = role._replace(optional=True)
+        return _leaf(names, self.value, role)
 
 
 class _Shared(NamedTuple):
@@ -131,7 +132,7 @@ class _Walk:
         self._seen: dict[int, _Shared] = {}
         self._kept: list[Any] = []  # Or else their ids could come again.
 
-    def node(self, tree: Any, path: _Path, role: Role) -> _Build:
+    def node(self, tree: Any, path: _Path, role: Role = PLAIN) -> _Build:
         """Takes apart what JAX sees at once, and then what Flax told it to stop at."""
 
         def stop(each: Any) -> bool:
@@ -147,11 +148,12 @@ class _Walk:
                 found=type(tree).__name__,
             ) from error
         builds = [
-            self._below(each, (*path, *_keys(entries, tree)), role) for entries, each in flat
+            self.below(each, (*path, *_keys(entries, tree)), role) for entries, each in flat
         ]
         return lambda values: structure.unflatten([build(values) for build in builds])
 
-    def _below(self, each: Any, path: _Path, role: Role) -> _Build:
+    def below(self, each: Any, path: _Path, role: Role = PLAIN) -> _Build:
+        """Takes apart a node of Flax, or notes a leaf."""
         if not flax_trees.is_node(each):
             number = len(self.found)
             self.found.append(_Found(path, each, role))
@@ -249,7 +251,3 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
                 )
             seen.add(name)
 
-
-def flax_is_there() -> bool:
-    """Whether somebody imported Flax, without which no target has anything of it."""
-    return "flax" in sys.modules

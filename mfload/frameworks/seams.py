@@ -7,6 +7,8 @@ expected, the public way is taken, slower and with the same result.
   0.10.2 (0.5.3 has no such module); the public way is `jax.dlpack.from_dlpack`.
 - `paddle_constructor`: the positional arguments of `paddle.Tensor(...)`, tested with Paddle
   3.0.0 and 3.3.1; the public way is `paddle.to_tensor`, which copies.
+- `jax_store`: `jax._src.distributed.global_state.client`, tested with jax 0.5.3 and 0.10.2; there
+  is no public way to put a text where another process finds it, so its absence is an error.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mfload import dtypes
+from mfload import dtypes, errors
 from mfload.dlpack import View, capsule
 from mfload.io import buffers
 
@@ -87,3 +89,64 @@ def paddle_constructor(paddle: Any) -> Callable[[Any], Any] | None:
     except Exception as error:  # noqa: BLE001 - whatever a private call does, there is another way.
         log.info("Paddle's constructor over NumPy memory is of no use here: %s", error)
         return None
+
+
+class JaxStore(NamedTuple):
+    """The store of keys and values beside `jax.distributed`.
+
+    Attributes:
+        client: Whose it is: another one after `jax.distributed` was started anew.
+        put: Sets a key, in place of an older value.
+        first: Sets a key that has no value; returns whether it had none.
+        get: The value of a key that is there.
+        under: Keys and values under a prefix that ends with a slash.
+        drop: Takes away all keys under such a prefix.
+    """
+
+    client: Any
+    put: Callable[[str, str], None]
+    first: Callable[[str, str], bool]
+    get: Callable[[str], str]
+    under: Callable[[str], dict[str, str]]
+    drop: Callable[[str], None]
+
+
+def jax_store() -> JaxStore | None:
+    """The store of `jax.distributed`, which JAX's own checkpointing code uses the same way.
+
+    Returns:
+        None where processes were not joined by `jax.distributed.initialize`.
+
+    Raises:
+        FrameworkVersionError: This version of JAX has none where it is looked for.
+    """
+    try:
+        client = importlib.import_module("jax._src.distributed").global_state.client
+        if client is None:
+            return None
+        put, under = client.key_value_set, client.key_value_dir_get
+        get, drop = client.blocking_key_value_get, client.key_value_delete
+    except (ImportError, AttributeError) as error:
+        raise errors.FrameworkVersionError(
+            "this version of JAX has no store of keys where mfload looks for it",
+            expected="jax 0.5.3 to 0.10.2, with which several processes were tested",
+            found=str(error),
+        ) from error
+
+    def first(key: str, text: str) -> bool:
+        try:
+            put(key, text)
+        except RuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return False
+        return True
+
+    return JaxStore(
+        client,
+        lambda key, text: put(key, text, allow_overwrite=True),
+        first,
+        lambda key: get(key, 10_000),
+        lambda prefix: dict(under(prefix)),
+        drop,
+    )

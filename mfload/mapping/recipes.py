@@ -7,8 +7,7 @@ the boxes that have to be read.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -221,36 +220,25 @@ class Recipe:
             box needs is read, except where a reshape leaves no box of exactly these elements.
         """
         found: Found = []
-        new = [box[axis] for axis in self.axes]
         old = tuple(dim for at, dim in enumerate(box) if at not in self.axes)
         made = self.each.pull(old, found)
-        sources: list[Source] = []
+        cells: Sequence[tuple[TensorInfo, ...]] = self.cells
         if self.axes:
-            # An empty stretch of a stack still needs one tensor, to be cut to nothing.
-            rows = [range(a, b) if a < b else range(1) for a, b in new]
-            for at in itertools.product(*rows):
-                cell = self.cells[_number(at, self.counts)]
-                sources += [Source(cell[number], part) for number, part in found]
-            counts = tuple(map(len, rows))
-            made = programs.Stacked(made, len(found), counts, self.axes)
-            if any(a >= b for a, b in new):
-                cut = ((0, 0 if a >= b and at in self.axes else b - a) for at, (a, b) in enumerate(box))
-                made = programs.Sliced(made, tuple(cut))
-        else:
-            sources += [Source(self.cells[0][number], part) for number, part in found]
+            # An empty stretch of a stack still needs a tensor, to be cut to nothing.
+            rows = [range(a, b) if a < b else range(1) for a, b in (box[n] for n in self.axes)]
+            cells = [self.cells[_number(at, self.counts)] for at in itertools.product(*rows)]
+            made = programs.Stacked(made, len(found), tuple(map(len, rows)), self.axes)
+            if any(box[axis][0] >= box[axis][1] for axis in self.axes):
+                made = programs.Sliced(made, tuple((0, size) for size in geometry.sizes(box)))
         if self.conversion is not None:
             scale, between, dtype = self.conversion
             made = programs.Converted(made, scale, between.name, dtype.name)
-        return Pull(tuple(sources), made)
+        sources = tuple(Source(cell[number], part) for cell in cells for number, part in found)
+        return Pull(sources, made)
 
 
-def _number(at: tuple[int, ...], counts: Shape) -> int:
+def _number(at: Sequence[int], counts: Shape) -> int:
     number = 0
     for index, count in zip(at, counts, strict=True):
         number = number * count + index
     return number
-
-
-def elements(shape: Shape) -> int:
-    """How many elements a shape has."""
-    return math.prod(shape)

@@ -101,7 +101,7 @@ def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
     if info.dtype.kind in ("scale", "packed", "unknown"):
         return info.dtype, False
     _convertible(info, wanted)
-    if wanted.kind != "float" and not _holds(wanted, info.dtype):
+    if wanted.kind != "float" and not holds(wanted, info.dtype):
         raise errors.LossyCastError(
             "the conversion would lose values; ask for it by name: dtype={regex: dtype}",
             tensor=info.name,
@@ -122,7 +122,7 @@ def _convertible(info: TensorInfo, wanted: DType) -> None:
         )
 
 
-def _holds(wanted: DType, given: DType) -> bool:
+def holds(wanted: DType, given: DType) -> bool:
     """Whether every value of one integer-like dtype is a value of another."""
     if given.kind == "float":
         return wanted.kind == "complex" and given.bits <= 32

@@ -1,0 +1,124 @@
+"""Axes that Flax's boxes and variables name, as shardings on a mesh."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mfload import errors
+from mfload.frameworks.flax_trees import Axes
+
+Rules = Sequence[tuple[str, Any]] | None
+"""Pairs of a logical axis and the axis, the axes or None of the mesh that it lies on."""
+
+
+def check_rules(given: object) -> Rules:
+    """What `logical_axis_rules=` was given, as pairs.
+
+    Raises:
+        UsageError: It is no such thing.
+    """
+    if given is None:
+        return None
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    expected = "[(logical axis, axis of the mesh or None), …]"
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        raise errors.UsageError("logical_axis_rules", expected=expected, found=repr(given))
+    for pair in pairs:
+        fits = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
+        if not fits or not _is_axes(pair[1]):
+            raise errors.UsageError("logical_axis_rules", expected=expected, found=repr(pair))
+    return [(name, tuple(on) if isinstance(on, list) else on) for name, on in pairs]
+
+
+def sharding(name: str, axes: Axes, mesh: Any, rules: Rules) -> Any:
+    """The sharding that a box or a variable asks for.
+
+    Args:
+        name: The leaf.
+        axes: The axes it names.
+        mesh: The user's mesh, None for the box's own.
+        rules: From logical axes to those of the mesh; None for those of the box or, where it has
+            none, of the context that Flax keeps.
+
+    Returns:
+        A sharding, None where there is no mesh to shard on.
+
+    Raises:
+        ShardingError: An axis is none of the mesh's and no rule says what it is.
+    """
+    names = axes.names
+    if isinstance(names, jax.sharding.Sharding):
+        if not isinstance(names, NamedSharding):
+            return names
+        mesh, names = mesh or names.mesh, names.spec
+    mesh = mesh if mesh is not None else axes.mesh
+    if not isinstance(mesh, Mesh):
+        return None
+    names = getattr(names, "sharding", names)  # A Format has the sharding beside its layout.
+    names = tuple(getattr(names, "spec", names))
+    found = rules if rules is not None else axes.rules or _rules_of_context()
+    spec = _logical(name, names, found) if axes.logical else _renamed(names, found)
+    _check(name, spec, mesh, bool(found))
+    return NamedSharding(mesh, spec)
+
+
+def _rules_of_context() -> Rules:
+    spmd = sys.modules.get("flax.core.spmd")
+    return None if spmd is None else spmd.get_logical_axis_rules() or None
+
+
+def _logical(name: str, names: tuple[Any, ...], rules: Rules) -> PartitionSpec:
+    """As Linen does it: rules in order, each axis of the mesh for one dim at most."""
+    if rules is None:
+        raise errors.ShardingError(
+            "the target names logical axes, and no rules say where they lie",
+            tensor=name,
+            expected="logical_axis_rules=[(logical axis, axis of the mesh), …]",
+            found=str(names),
+        )
+    spmd = sys.modules["flax.linen.spmd"]
+    try:
+        spec = spmd.logical_to_mesh_axes(names, tuple(rules))
+    except ValueError as error:
+        raise errors.ShardingError(str(error), tensor=name, found=str(names)) from error
+    return spec if spec is not None else PartitionSpec()
+
+
+def _renamed(names: tuple[Any, ...], rules: Rules) -> PartitionSpec:
+    """Axes of the mesh, or names that rules turn into such."""
+    known = dict(rules or ())
+
+    def one(axis: Any) -> Any:
+        if isinstance(axis, tuple | list):
+            flat: list[Any] = []
+            for each in axis:
+                found = one(each)
+                flat += found if isinstance(found, tuple) else [found]
+            return tuple(each for each in flat if each is not None)
+        return known.get(axis, axis)
+
+    return PartitionSpec(*map(one, names))
+
+
+def _check(name: str, spec: PartitionSpec, mesh: Mesh, ruled: bool) -> None:
+    for entry in spec:
+        for axis in entry if isinstance(entry, tuple) else (entry,):
+            if isinstance(axis, str) and axis not in mesh.axis_names:
+                hint = "" if ruled else "; logical_axis_rules= says where logical axes lie"
+                raise errors.ShardingError(
+                    f"the target names an axis that the mesh lacks{hint}",
+                    tensor=name,
+                    expected=f"one of {', '.join(map(str, mesh.axis_names))}",
+                    found=axis,
+                )
+
+
+def _is_axes(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(each, str) for each in value)
+    return value is None or isinstance(value, str)

@@ -1,0 +1,147 @@
+"""Goals: the leaves of a target that a checkpoint fills, each with its recipe and its sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mfload import errors, frameworks, mapping
+from mfload.dtypes import DType
+from mfload.index import Index
+from mfload.mapping import Aim, Matched, Recipe
+
+
+class Leaf(Protocol):
+    """A leaf of a target, as `frameworks.jax_trees` has it."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> DType | None: ...
+    @property
+    def value(self) -> Any: ...
+    @property
+    def optional(self) -> bool: ...
+    @property
+    def held(self) -> bool: ...
+
+
+class Goal(NamedTuple):
+    """A leaf that is to be filled.
+
+    Attributes:
+        number: Which leaf of the target.
+        name: The name by which the checkpoint fills it.
+        recipe: What fills it.
+        sharding: A `jax.sharding.Sharding` that fits it.
+    """
+
+    number: int
+    name: str
+    recipe: Recipe
+    sharding: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In elements."""
+        return self.recipe.aim.shape
+
+
+class Filled(NamedTuple):
+    """How a target is filled, before it is known onto which devices.
+
+    Attributes:
+        recipes: By number of the leaf; the leaves that are not there stay as they are.
+        notes: What a user should hear of that is no error.
+    """
+
+    recipes: dict[int, Recipe]
+    notes: tuple[str, ...]
+
+
+def match(
+    index: Index, leaves: Sequence[Leaf], key_map: Any, *, strict: bool, dtype: Any
+) -> Filled:
+    """Brings a checkpoint and a target's leaves together.
+
+    Args:
+        index: The checkpoint.
+        leaves: The target's.
+        key_map: What `mapping=` was given.
+        strict: Whether every leaf must be filled and every tensor used.
+        dtype: What `dtype=` was given.
+
+    Raises:
+        MappingError: They do not fit; `problems` has a line for each thing that is wrong.
+        UsageError: An argument makes no sense.
+    """
+    aims = list(_aims(leaves))
+    failed: errors.MappingError | None = None
+    found = Matched({}, (), ())
+    try:
+        found = mapping.match(index, aims, key_map, strict=strict, dtype=dtype)
+    except errors.MappingError as error:
+        failed = error
+    # What `match` refused it has told of; which leaves got nothing is not known then.
+    lines = [*_unfit(leaves, strict=strict), *_no_array(found.recipes.values())]
+    if failed is None and strict:
+        lines += _missing(leaves, found.recipes)
+    if failed is None and not lines:
+        return _by_leaf(leaves, found)
+    if failed is None:
+        raise errors.MappingError(_head(len(lines)), problems=tuple(lines))
+    if lines:
+        failed.problems = (*failed.problems, *lines)
+        failed.message = f"{failed.message}, {len(lines)} more"
+    raise failed
+
+
+def _head(count: int) -> str:
+    return f"the checkpoint does not fit the target: {count} problem{'s' * (count != 1)}"
+
+
+def _aims(leaves: Iterable[Leaf]) -> Iterable[Aim]:
+    for leaf in leaves:
+        if not leaf.held:
+            continue
+        # A variable that is shared goes by any of its names; `_missing` asks for one of them.
+        optional = leaf.optional or len(leaf.names) > 1
+        for name in leaf.names:
+            yield Aim(name, leaf.shape, leaf.dtype, optional)
+
+
+def _missing(leaves: Iterable[Leaf], recipes: Mapping[str, Recipe]) -> Iterable[str]:
+    for leaf in leaves:
+        if leaf.held and not leaf.optional and not any(name in recipes for name in leaf.names):
+            names = ", which is also ".join(leaf.names)
+            yield f"missing: {names} {list(leaf.shape)}: nothing in the checkpoint goes there"
+
+
+def _unfit(leaves: Iterable[Leaf], *, strict: bool) -> Iterable[str]:
+    for leaf in leaves:
+        if strict and not leaf.held and not leaf.optional:
+            dtype = getattr(leaf.value, "dtype", type(leaf.value).__name__)
+            yield f"misfit: {leaf.names[0]}: no stored tensor becomes {dtype}"
+
+
+def _no_array(recipes: Iterable[Recipe]) -> Iterable[str]:
+    """Dtypes that JAX has no arrays of: their bytes would be no such leaf."""
+    forms = frameworks.module("jax", "mesh").JaxMeshAdapter.forms
+    for recipe in recipes:
+        dtype = recipe.dtype.name
+        if dtype not in forms or forms[dtype].how == "bytes":
+            yield f"misfit: {recipe.aim.name}: JAX has no arrays of {dtype}"
+
+
+def _by_leaf(leaves: Sequence[Leaf], found: Matched) -> Filled:
+    recipes: dict[int, Recipe] = {}
+    notes = list(found.notes)
+    for number, leaf in enumerate(leaves):
+        names = [name for name in leaf.names if name in found.recipes]
+        if names:
+            recipes[number] = found.recipes[names[0]]
+        for other in names[1:]:
+            notes.append(f"{other} was not loaded: it is the same variable as {names[0]}")
+    return Filled(recipes, tuple(notes))

@@ -1,0 +1,181 @@
+"""Claims: which stored tensor wants to go into which target, and because of which rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mfload import errors
+from mfload.index import TensorInfo
+from mfload.mapping import keymaps
+from mfload.mapping.keymaps import Entry
+from mfload.mapping.rules import Group, Rule
+
+_AS_IT_IS = Rule(("",))
+
+
+class Claim(NamedTuple):
+    """A stored tensor, or a part of one, on its way to a target.
+
+    Attributes:
+        info: The stored tensor.
+        target: Name of the target.
+        rule: What happens on the way.
+        names: Targets of all parts of the tensor.
+        part: Which of these this is.
+        groups: What the regex's groups hold, None where no regex was asked.
+    """
+
+    info: TensorInfo
+    target: str
+    rule: Rule
+    names: tuple[str | None, ...]
+    part: int = 0
+    groups: re.Match[str] | None = None
+
+    def text(self, group: Group) -> str | None:
+        """What a group holds, None where it took no part."""
+        return None if self.groups is None else self.groups[group]
+
+
+@dataclass(slots=True)
+class Claims:
+    """What a key map makes of a checkpoint's names.
+
+    Attributes:
+        by_target: The claims on each target that there is.
+        stray: Stored tensors that go nowhere, with the name they were given (None for none).
+        dropped: How many stored tensors the key map leaves out.
+        twice: Stored tensors that several rules match, with these.
+        unused: Rules that match nothing.
+    """
+
+    by_target: dict[str, list[Claim]] = field(default_factory=dict[str, list[Claim]])
+    stray: list[tuple[TensorInfo, str | None]] = field(
+        default_factory=list[tuple[TensorInfo, str | None]]
+    )
+    dropped: int = 0
+    twice: list[tuple[TensorInfo, list[Entry]]] = field(
+        default_factory=list[tuple[TensorInfo, list[Entry]]]
+    )
+    unused: list[Entry] = field(default_factory=list[Entry])
+
+
+def find(tensors: Iterable[TensorInfo], targets: Collection[str], mapping: Any) -> Claims:
+    """Asks a key map about every stored tensor.
+
+    Args:
+        tensors: What the checkpoint holds.
+        targets: Names of what there is to fill.
+        mapping: None (names are the same on both sides), a function from a stored name to a
+            target's (or to None), or a key map.
+
+    Raises:
+        UsageError: The key map is malformed, or the function gives no name.
+    """
+    claims = Claims()
+    if mapping is None or (callable(mapping) and not isinstance(mapping, re.Pattern)):
+        for info in tensors:
+            name = info.name if mapping is None else _called(mapping, info.name)
+            _claim(claims, targets, Claim(info, name or "", _AS_IT_IS, (name,)))
+        return claims
+    entries = keymaps.read(mapping)
+    used: set[int] = set()
+    matchers = [_Matcher(entry) for entry in entries]
+    for info in tensors:
+        found = _matching(matchers, info.name)
+        used.update(number for number, _ in found)
+        if len(found) > 1:
+            claims.twice.append((info, [entries[number] for number, _ in found]))
+        elif not found:
+            claims.stray.append((info, None))
+        else:
+            number, groups = found[0]
+            rule = entries[number].rule
+            names = tuple(_expanded(groups, name) for name in rule.names)
+            claims.dropped += not names
+            for part, name in enumerate(names):
+                if name is not None:
+                    _claim(claims, targets, Claim(info, name, rule, names, part, groups))
+    claims.unused += [entry for number, entry in enumerate(entries) if number not in used]
+    return claims
+
+
+def _claim(claims: Claims, targets: Collection[str], claim: Claim) -> None:
+    if claim.names[claim.part] is None:
+        claims.dropped += 1
+    elif claim.target in targets:
+        claims.by_target.setdefault(claim.target, []).append(claim)
+    else:
+        claims.stray.append((claim.info, claim.target))
+
+
+def _called(function: Callable[[str], Any], name: str) -> str | None:
+    given = function(name)
+    if given is None or isinstance(given, str):
+        return given
+    raise errors.UsageError(
+        "the function in mapping= gives no name",
+        tensor=name,
+        expected="the name of a target, or None",
+        found=repr(given),
+    )
+
+
+class _Matcher:
+    """A regex, and what a name has to end with for it to match the whole of it."""
+
+    __slots__ = ("end", "front", "full")
+
+    def __init__(self, entry: Entry) -> None:
+        self.full = entry.pattern.fullmatch
+        self.front = entry.pattern.match
+        self.end = _ending(entry.pattern)
+
+
+def _matching(matchers: Sequence[_Matcher], name: str) -> list[tuple[int, re.Match[str]]]:
+    """The rules for a name: those that match all of it, else those that match its front.
+
+    Tunix and Bonsai match at the front and replace what matched, so that the rest of the name
+    stays. A regex that matches the whole name goes before: `head\\.weight` is then no second
+    match for `head.weight_scale` where there is a rule for that.
+    """
+    found = [
+        (number, groups)
+        for number, matcher in enumerate(matchers)
+        if name.endswith(matcher.end) and (groups := matcher.full(name))
+    ]
+    if found:
+        return found
+    fronts = ((number, matcher.front(name)) for number, matcher in enumerate(matchers))
+    return [(number, groups) for number, groups in fronts if groups and groups.end()]
+
+
+def _expanded(groups: re.Match[str], template: str | None) -> str | None:
+    if template is None:
+        return None
+    return groups.expand(template) + groups.string[groups.end() :]
+
+
+_LITERAL_END = re.compile(r"(?:[A-Za-z0-9_]|\\\.)*\Z")
+
+
+def _ending(pattern: re.Pattern[str]) -> str:
+    r"""What every whole match ends with, as far as that is plain to see; it saves most matching.
+
+    `layers\.(\d+)\.mlp\.weight` ends with `.mlp.weight`. Alternatives at the top, flags that
+    change what letters mean, and a letter that belongs to an escape before it end the search.
+    """
+    text = pattern.pattern
+    if pattern.flags & (re.IGNORECASE | re.VERBOSE) or "|" in text:
+        return ""
+    if text.endswith("$") and not text.endswith("\\$"):
+        text = text[:-1]
+    literal = _LITERAL_END.search(text)
+    start = len(text) if literal is None else literal.start()
+    tail = text[start:]
+    if start and text[start - 1] == "\\":
+        return ""
+    return tail.replace("\\.", ".")

@@ -1,0 +1,130 @@
+"""Converting: the dtype of a target, from what is stored, what is wanted, and what a rule says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from mfload import dtypes, errors
+from mfload.dtypes import DType
+from mfload.index import TensorInfo
+from mfload.mapping import selecting
+from mfload.mapping.recipes import Aim, Conversion
+from mfload.mapping.rules import Rule
+
+_OPAQUE = ("scale", "packed", "unknown")
+_INTEGERS = ("int", "uint", "bool")
+
+
+class Converted(NamedTuple):
+    """How numbers become those of a target.
+
+    Attributes:
+        dtype: Of the result.
+        cast: Dtype that each stored tensor is converted to at once, as they differ.
+        conversion: What happens last, None for nothing.
+        checked: Whether values may lie outside what the result holds.
+    """
+
+    dtype: DType
+    cast: DType | None
+    conversion: Conversion | None
+    checked: bool
+
+
+def convert(aim: Aim, rule: Rule, tensors: Iterable[TensorInfo], dtype: Any) -> Converted:
+    """Decides on the dtype of a target.
+
+    Args:
+        aim: The target.
+        rule: Its rule.
+        tensors: The stored tensors that make it.
+        dtype: What `dtype=` was given: "target", "stored" or None, or a dtype or `{regex: dtype}`.
+
+    Raises:
+        MappingError: What is stored can't become that.
+    """
+    # One tensor of each dtype speaks for the others, except where dtype= goes by name.
+    one_each = {(info.dtype.name, info.name if isinstance(dtype, dict) else ""): info for info in tensors}
+    given = list(one_each.values())
+    wanted = {_wanted(aim, rule, info, dtype) for info in given}
+    stored = {info.dtype for info in given}
+    if len(wanted) > 1:
+        names = " and ".join(sorted(each.name for each in stored))
+        raise errors.MappingError(f"stored as {names}: rule(cast=) says what it shall be")
+    (result,) = wanted
+    between = None if rule.scale is None else _between(stored, result)
+    mixed = len(stored) > 1
+    if between is not None:
+        last = Conversion(rule.scale, between, result)
+        return Converted(result, between if mixed else None, last, False)
+    if mixed:
+        return Converted(result, result, None, _risky(stored, result))
+    last = None if stored == {result} else Conversion(None, result, result)
+    return Converted(result, None, last, _risky(stored, result))
+
+
+def _wanted(aim: Aim, rule: Rule, info: TensorInfo, dtype: Any) -> DType:
+    stored = info.dtype
+    if rule.cast is not None:
+        _check_cast(stored, rule.cast)
+        return rule.cast
+    if dtype is None or (isinstance(dtype, str) and dtype == "stored"):
+        return stored
+    if isinstance(dtype, str) and dtype == "target":
+        if aim.dtype is None or aim.dtype is stored:
+            return stored
+        scaled = rule.scale is not None and stored.kind in _INTEGERS and aim.dtype.kind == "float"
+        if not scaled and not _harmless(stored, aim.dtype):
+            raise errors.MappingError(f"the target holds {aim.dtype}, stored is {stored}{_advice(stored, aim.dtype)}")
+        return aim.dtype
+    try:
+        return selecting.target(info, dtype)[0]
+    except (errors.LossyCastError, errors.UnsupportedDtypeError) as error:
+        raise errors.MappingError(f"{error.message}: {stored} to {error.expected}") from None
+
+
+def _harmless(stored: DType, wanted: DType) -> bool:
+    if stored.kind == wanted.kind == "float":
+        return True
+    if stored.kind in _INTEGERS and wanted.kind in ("int", "uint"):
+        return selecting.holds(wanted, stored)
+    return False
+
+
+def _advice(stored: DType, wanted: DType) -> str:
+    try:
+        _check_cast(stored, wanted)
+    except errors.MappingError:
+        return ""
+    return f"; rule(cast={wanted.aliases[0]!r}) converts it"
+
+
+def _check_cast(stored: DType, wanted: DType) -> None:
+    if stored is wanted:
+        return
+    opaque = stored.kind in _OPAQUE or wanted.kind in _OPAQUE
+    if opaque or (stored.kind == "complex" != wanted.kind):
+        raise errors.MappingError(f"there is no conversion from {stored} to {wanted}")
+
+
+def _risky(stored: set[DType], wanted: DType) -> bool:
+    return wanted.kind in _INTEGERS and not all(
+        each is wanted or _harmless(each, wanted) for each in stored
+    )
+
+
+def _between(stored: set[DType], result: DType) -> DType:
+    """The dtype a product is computed in: wide enough for both sides, float32 at the least."""
+    kinds = {each.kind for each in stored}
+    wide = any(each.kind in _INTEGERS and each.bits > 16 for each in stored)
+    if wide or not kinds <= {"float", "complex", *_INTEGERS} or result.kind not in ("float", "complex"):
+        names = ", ".join(sorted(each.name for each in stored))
+        raise errors.MappingError(
+            f"scale= takes floats, and integers of at most 16 bits to floats; this is {names} to {result}"
+        )
+    if "complex" in {*kinds, result.kind}:
+        return dtypes.TABLE["C64"]
+    if any(each.bits > 32 for each in (*stored, result)):
+        return dtypes.TABLE["F64"]
+    return dtypes.TABLE["F32"]

@@ -1,0 +1,154 @@
+"""Matching: a checkpoint and a target are brought together, or all that keeps them apart is told.
+
+Names alone are looked at, and headers: no data is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mfload import dtypes, errors, spelling
+from mfload.index import Index
+from mfload.mapping.claims import Claims, find
+from mfload.mapping.fitting import fit
+from mfload.mapping.recipes import Aim, Recipe
+
+_GUESSED = 20  # Names for which close ones are looked for; it takes milliseconds each.
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """How a target is filled.
+
+    Attributes:
+        recipes: How each leaf is made, by its name, in the target's order.
+        passed: Names of the leaves that stay as they are.
+        notes: What a user should hear of that is no error.
+    """
+
+    recipes: dict[str, Recipe]
+    passed: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def match(
+    index: Index, aims: Sequence[Aim], mapping: Any = None, *, strict: bool = True, dtype: Any = "target"
+) -> Matched:
+    """Finds out how a target is made of a checkpoint.
+
+    Args:
+        index: The checkpoint.
+        aims: The leaves of the target.
+        mapping: From stored names to the target's: None, a key map, or a function of the name.
+        strict: Whether every leaf must be filled and every tensor used.
+        dtype: "target" (what each leaf holds), "stored" or None, or as in `mfload.load`.
+
+    Raises:
+        MappingError: They do not fit; `problems` has a line for each thing that is wrong.
+        UsageError: `mapping` or `dtype` makes no sense.
+    """
+    _check_dtype(dtype)
+    leaves = {aim.name: aim for aim in aims}
+    claims = find(index.tensors.values(), leaves, mapping)
+    problems = _Problems()
+    if len(leaves) < len(aims):
+        doubled = sorted({aim.name for aim in aims if leaves[aim.name] is not aim})
+        problems.add("named alike", [f"{name}: several leaves have this name" for name in doubled])
+    for info, entries in claims.twice:
+        rules = ", ".join(str(entry) for entry in entries)
+        problems.add("matched twice", [f"{info.name}: several rules match, {rules}"])
+    recipes: dict[str, Recipe] = {}
+    for name, found in claims.by_target.items():
+        try:
+            recipes[name] = fit(leaves[name], found, leaves, dtype)
+        except errors.MappingError as error:
+            problems.add("misfit", [f"{name}: {error.message}"])
+    empty = [aim for aim in aims if aim.name not in claims.by_target]
+    if strict:
+        _check_names(problems, claims, [aim for aim in empty if not aim.optional])
+    notes = _check_rules(problems, claims)
+    problems.settle()
+    if not strict:
+        notes += _strays(claims)
+    passed = tuple(aim.name for aim in empty)
+    return Matched({name: recipes[name] for name in leaves if name in recipes}, passed, tuple(notes))
+
+
+class _Problems:
+    """All that is wrong, kind by kind in the order in which kinds were first met."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, list[str]] = {}
+
+    def add(self, kind: str, lines: Sequence[str]) -> None:
+        if lines:
+            self.kinds.setdefault(kind, []).extend(lines)
+
+    def settle(self) -> None:
+        """Raises what has gathered."""
+        if not self.kinds:
+            return
+        counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in self.kinds.items())
+        raise errors.MappingError(
+            f"the checkpoint does not fit the target: {counts}",
+            problems=tuple(f"{kind}: {line}" for kind, lines in self.kinds.items() for line in lines),
+        )
+
+
+def _check_dtype(dtype: Any) -> None:
+    """A dtype that is none is found here, once, and not at each tensor."""
+    if dtype is None or (isinstance(dtype, str) and dtype in ("target", "stored")):
+        return
+    for spec in dtype.values() if isinstance(dtype, Mapping) else (dtype,):
+        dtypes.resolve(spec)
+
+
+def _check_names(problems: _Problems, claims: Claims, empty: Sequence[Aim]) -> None:
+    given = [target or info.name for info, target in claims.stray]
+    problems.add(
+        "missing",
+        [
+            f"{aim.name} {list(aim.shape)}: nothing in the checkpoint goes there"
+            f"{_meant(aim.name, given, at)}"
+            for at, aim in enumerate(empty)
+        ],
+    )
+    wanted = [aim.name for aim in empty]
+    lines: list[str] = []
+    for at, (info, target) in enumerate(claims.stray):
+        reason = "no rule matches" if target is None else f"the target has no {target!r}"
+        meant = _meant(target or info.name, wanted, at)
+        lines.append(f"{info.name} {list(info.shape)}: {reason}{meant}")
+    problems.add("extra", lines)
+
+
+def _check_rules(problems: _Problems, claims: Claims) -> list[str]:
+    """Rules that match nothing: wrong, except in a map that serves a family of checkpoints.
+
+    Such a map may hold more than one of the family needs. But where names are amiss, what it
+    did not use is where to look.
+    """
+    amiss = "missing" in problems.kinds or "extra" in problems.kinds
+    wrong = [entry for entry in claims.unused if amiss or not entry.rule.family]
+    # A rule that leaves tensors out is content with none.
+    wrong = [entry for entry in wrong if entry.rule.names]
+    problems.add("unused rule", [f"{entry} matches no tensor" for entry in wrong])
+    spare = [str(entry) for entry in claims.unused if entry not in wrong]
+    return [f"rules that match no tensor: {_brief(spare)}"] if spare else []
+
+
+def _strays(claims: Claims) -> list[str]:
+    names = [info.name for info, _ in claims.stray]
+    return [f"tensors that the target has no place for: {_brief(names)}"] if names else []
+
+
+def _brief(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _meant(name: str, choices: Sequence[str], at: int) -> str:
+    return spelling.meant(name, choices) if at < _GUESSED else ""

@@ -1,0 +1,100 @@
+"""Verdicts: what the processes of a load settled on at one step, as text that all of them read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from mfload import errors
+
+Kind = Literal["go", "failed", "dead", "late", "differ"]
+_SHOWN = 300  # Characters of an error, or of a line that differs.
+
+
+class Verdict(NamedTuple):
+    """What was settled.
+
+    Attributes:
+        kind: "go", or why not: a process failed, is dead, gave up waiting, or sees other things.
+        rank: The process concerned, -1 for none.
+        found: Its error, or what it waited for.
+        problems: What differs, a line for each side.
+    """
+
+    kind: Kind
+    rank: int = -1
+    found: str = ""
+    problems: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """As it is posted."""
+        return json.dumps(self)
+
+    def error(self, what: str) -> errors.ProcessError:
+        """What every process raises that has no error of its own.
+
+        Args:
+            what: The step, for the message.
+        """
+        head = {
+            "failed": f"process {self.rank} failed",
+            "dead": f"process {self.rank} is gone: it ended, or was killed",
+            "late": f"process {self.rank} gave up waiting for the others",
+            "differ": "the processes do not see the same",
+        }.get(self.kind, "the load was stopped")
+        if self.kind == "differ" and self.found:
+            head = self.found
+        found = None if self.kind == "differ" else self.found or None
+        return errors.ProcessError(f"{head} ({what})", found=found, problems=self.problems)
+
+
+def read(text: str) -> Verdict:
+    """A verdict from its text."""
+    kind, rank, found, problems = json.loads(text)
+    return Verdict(kind, rank, found, tuple(problems))
+
+
+def of_error(rank: int, error: BaseException) -> Verdict:
+    """The verdict of a process that failed."""
+    return Verdict("failed", rank, _cut(f"{type(error).__name__}: {error}".rstrip(": ")))
+
+
+def compare(posts: Mapping[int, tuple[str, str]]) -> Verdict:
+    """What follows from the posts of all processes.
+
+    Args:
+        posts: What each process is about, and its fingerprint.
+    """
+    sides: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(posts):
+        sides.setdefault(posts[rank], []).append(rank)
+    if len(sides) == 1:
+        return Verdict("go")
+    steps = {what for what, _ in sides}
+    if len(steps) > 1:
+        head = "the processes are not at the same call: each must load the same, in the same order"
+        return Verdict("differ", -1, head, tuple(_lines({k: k[0] for k in sides}, sides)))
+    head = f"the processes do not see the same {next(iter(steps))}"
+    return Verdict("differ", -1, head, tuple(_lines(_differences(list(sides)), sides)))
+
+
+def _differences(sides: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """For each side the first line that is not the same on all."""
+    texts = [fingerprint.splitlines() for _, fingerprint in sides]
+    longest = max(map(len, texts))
+    rows = ([text[n] if n < len(text) else "nothing more" for text in texts] for n in range(longest))
+    first: list[str] = next((row for row in rows if len(set(row)) > 1), ["other"] * len(sides))
+    return dict(zip(sides, first, strict=True))
+
+
+def _lines(shown: Mapping[Any, str], sides: Mapping[Any, list[int]]) -> list[str]:
+    lines: list[str] = []
+    for side, ranks in sides.items():
+        who = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+        lines.append(f"process{'es' if len(ranks) > 1 else ''} {who}: {_cut(shown[side])}")
+    return lines[:20]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
