@@ -90,7 +90,7 @@ class Model(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
-        self.layers = nnx.vmap(Block, in_axes=0)(rngs.fork(split=LAYERS))
+        self.layers = nnx.vmap(Block, in_axes=0)(rngs.split(LAYERS))
         self.norm = nnx.Param(jnp.ones(WIDTH))
 
     def __call__(self, ids):
@@ -146,7 +146,8 @@ report = mfload.Report()
 model = mfload.load_into(
     target, path, mapping=mapping, mesh=mesh, shardings=shardings, report=report
 )
-print(report)
+print(f"{report.tensors} arrays, {report.read_bytes} bytes read")
+assert report.read_bytes < 1.01 * sum(array.nbytes for array in stored.values())
 
 # %%
 kernel = model.layers.qkv.kernel[...]

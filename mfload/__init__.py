@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from mfload.checks.verification import Verification
     from mfload.checks.verifying import verify
     from mfload.errors import MfloadError
+    from mfload.into.load_into import load_into
     from mfload.io.buffers import live_bytes
+    from mfload.mapping import rule
     from mfload.packed import unpack
     from mfload.report import Report
     from mfload.saving.save import Saved
@@ -39,8 +41,10 @@ _WHERE = {
     "errors": "mfload.errors",
     "live_bytes": "mfload.io.buffers",
     "load": "mfload.api",
+    "load_into": "mfload.into.load_into",
     "open": "mfload.api",
     "plan": "mfload.api",
+    "rule": "mfload.mapping",
     "save": "mfload.api",
     "unpack": "mfload.packed",
     "verify": "mfload.checks.verifying",
@@ -54,13 +58,16 @@ __all__ = [
     "Report",
     "Saved",
     "Verification",
+    "abstract",
     "align",
     "diff",
     "errors",
     "live_bytes",
     "load",
+    "load_into",
     "open",
     "plan",
+    "rule",
     "save",
     "unpack",
     "verify",

@@ -55,9 +55,11 @@ class Gathering:
         """Takes a need that shares no byte with another."""
         if contiguous is not None:
             self._joiner.add(need.info.pieces[0].source, contiguous, nbytes, buffer, at)
-            return
-        for source, segment in runs.segments(need, buffer, at, self._costs):
-            self._joiner.add(source, *segment)
+        elif need.dtype is need.info.dtype and scatter.is_box(need):
+            self._together([Wanted(need, nbytes, contiguous, buffer, at)])
+        else:
+            for source, segment in runs.segments(need, buffer, at, self._costs):
+                self._joiner.add(source, *segment)
 
     def end(self) -> tuple[Block, ...]:
         """The blocks."""
@@ -66,9 +68,12 @@ class Gathering:
 
     def _flush(self) -> None:
         held, self._held = self._held, []
+        if len(held) == 1:
+            self.alone(*held[0])
+            return
         boxes: list[Wanted] = []
         for wanted in held:
-            if len(held) > 1 and scatter.is_box(wanted.need):
+            if scatter.is_box(wanted.need):
                 boxes.append(wanted)
             else:
                 self.alone(*wanted)

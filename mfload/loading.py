@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mfload import errors, landing, preparing, transfer, waves
 from mfload.dlpack import View
@@ -23,6 +23,24 @@ from mfload.preparing import Preparation
 from mfload.preview import Preview
 from mfload.report import Report
 from mfload.settings import Settings
+
+
+class Filled(NamedTuple):
+    """What filled a load's buffers in place of a plain transfer.
+
+    Attributes:
+        plans: The plans that were run.
+        notes: What was decided meanwhile.
+        exchanged: Bytes that came from elsewhere than the files.
+    """
+
+    plans: Sequence[Plan]
+    notes: tuple[str, ...]
+    exchanged: int
+
+
+Fill = Callable[[Plan, list[Any], Preparation, Sequence[LocalFile]], Filled]
+"""Fills the buffers of a plan: how the load goes, and the files, come with them."""
 
 
 class Loader:
@@ -43,6 +61,15 @@ class Loader:
         self._adapter = adapter
         self._settings = settings
 
+    @property
+    def settings(self) -> Settings:
+        """How it loads."""
+        return self._settings
+
+    def copies(self, need: Need) -> bool:
+        """Whether the framework copies this one out of mfload's memory."""
+        return bool(waves.copied([need], self._adapter))
+
     def preview(self, needs: Sequence[Need]) -> Preview:
         """Plans without reading data."""
         return self._prepare(needs).preview()
@@ -58,6 +85,7 @@ class Loader:
         report: Report | None = None,
         advance: Callable[[int], None] | None = None,
         witness: Witness | None = None,
+        fill: Fill | None = None,
     ) -> list[Any]:
         """Loads.
 
@@ -66,6 +94,7 @@ class Loader:
             report: Filled, whatever it held before.
             advance: Told of progress, in bytes since the last call.
             witness: Shown the bytes as they are stored, while they come.
+            fill: Fills the buffers instead of a transfer of this process alone, all at once.
 
         Returns:
             An array for each need, in order.
@@ -74,6 +103,7 @@ class Loader:
         buffers.peak_bytes(reset=True)
         arrays: dict[int, Any] = {}
         plans: list[Plan] = []
+        exchanged = 0
         try:
             with clock.stage("plan"), collector_paused():
                 way = self._prepare(needs)
@@ -81,11 +111,12 @@ class Loader:
                 # Each wave is checked when its turn comes: what can't end must not begin.
                 transfer.check_room(sum(need.nbytes for need in needs))
             notes = list(way.notes)
-            for wave in way.waves:
+            for wave in way.waves if fill is None else [range(len(needs))]:
                 wanted = [needs[n] for n in wave]
-                made, plan, said = self._wave(wanted, way, clock, advance, witness)
-                plans.append(plan)
-                notes += said
+                made, filled = self._wave(wanted, way, clock, advance, witness, fill)
+                plans += filled.plans
+                notes += filled.notes
+                exchanged += filled.exchanged
                 arrays.update(zip(wave, made, strict=True))
                 del made
         except BaseException as error:
@@ -98,6 +129,7 @@ class Loader:
             raise
         if report is not None:
             self._fill(report, needs, way, plans, clock)
+            report.exchanged_bytes = exchanged
             report.notes = tuple(dict.fromkeys(notes))
         return [arrays[n] for n in range(len(needs))]
 
@@ -108,8 +140,9 @@ class Loader:
         clock: _Clock,
         advance: Callable[[int], None] | None,
         witness: Witness | None,
-    ) -> tuple[list[Any], Plan, tuple[str, ...]]:
-        """Arrays of some of the needs, the plan that was run, and what was decided meanwhile."""
+        fill: Fill | None,
+    ) -> tuple[list[Any], Filled]:
+        """Arrays of some of the needs, and what filled them."""
         with clock.stage("plan"), collector_paused():
             made = way.plan(needs)
         with clock.stage("allocate"):
@@ -117,19 +150,33 @@ class Loader:
             providers = self._providers(made)
             memory = self._allocate(made, providers)
         with clock.stage("transfer"):
-            notes = transfer.run(
-                made,
-                memory,
-                self._sources,
-                [way.route.get(number) for number in range(len(self._sources))],
-                threads=way.threads,
-                deadline=self._settings.deadline,
-                advance=advance,
-                witness=witness,
-            )
+            if fill is not None:
+                filled = fill(made, memory, way, self._sources)
+            else:
+                said = self._transfer(made, memory, way, advance, witness)
+                filled = Filled([made], said, 0)
         with clock.stage("arrays"), collector_paused():
             arrays = self._arrays(made, memory, providers)
-        return arrays, made, notes
+        return arrays, filled
+
+    def _transfer(
+        self,
+        made: Plan,
+        memory: list[Any],
+        way: Preparation,
+        advance: Callable[[int], None] | None,
+        witness: Witness | None,
+    ) -> tuple[str, ...]:
+        return transfer.run(
+            made,
+            memory,
+            self._sources,
+            [way.route.get(number) for number in range(len(self._sources))],
+            threads=way.threads,
+            deadline=self._settings.deadline,
+            advance=advance,
+            witness=witness,
+        )
 
     def _providers(self, made: Plan) -> tuple[landing.SlotProvider, ...]:
         needs = [place.need for place in made.places]

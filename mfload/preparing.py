@@ -97,6 +97,11 @@ class Preparation:
                 f"{adapter.name} can't lend any for their dtypes"
             )
 
+    @property
+    def costs(self) -> Costs:
+        """What a read may be."""
+        return self._costs
+
     def plan(self, needs: Sequence[Need]) -> Plan:
         """The plan of a wave, or of all."""
         route = self.route

@@ -59,9 +59,13 @@ class JaxAdapter:
         """A `jax.Array` for each view, in order."""
         if not self.on_host:
             with x64():
-                return [self._send(view) for view in views]
+                return _let_go([self._send(view) for view in views])
         take = self._take
-        return [self._unpack(view) if view.dtype.elements > 1 else take(view) for view in views]
+        if all(view.dtype.elements == 1 for view in views):
+            return [take(view) for view in views]
+        return _let_go(
+            [self._unpack(view) if view.dtype.elements > 1 else take(view) for view in views]
+        )
 
     def _take_public(self, view: View) -> Any:
         with x64():
@@ -75,8 +79,12 @@ class JaxAdapter:
 
     def _unpack(self, view: View) -> Any:
         """F4 takes a byte an element in JAX on the CPU: the one type that must be copied."""
-        flat = jax.device_put(view.storage().reshape(-1), self._device)
-        unpacked = flat.view(jnp.float4_e2m1fn).reshape(view.shape)
+        flat = view.as_bytes()._replace(shape=(view.storage().size,))
+        if self.on_host:
+            given = self._take(flat)
+        else:
+            given = jax.device_put(flat.storage(), self._device)
+        unpacked = given.view(jnp.float4_e2m1fn).reshape(view.shape)
         return jax.block_until_ready(unpacked)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
@@ -89,6 +97,16 @@ class JaxAdapter:
                 address = array.unsafe_buffer_pointer() if need.nbytes else 0
                 lent.append(adapter.Lent(array, adapter.memory_at(array, address, need.nbytes)))
         return lent
+
+
+def _let_go(arrays: list[Any]) -> list[Any]:
+    """The arrays, and no memory kept that some of them were copied from.
+
+    JAX lets go of what it was given from its own threads, and frees it in its part of a collection
+    only: the next wave of a load would begin before.
+    """
+    gc.collect(0)
+    return arrays
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from mfload.io.deadline import Deadline
 
 # Seconds between two looks of the loading thread at a collective that is under way.
 _TICK = 0.1
-# Collectives that nobody waits for any more: what they still send would be taken for the next.
+# Collectives that nobody waits for any more. While one hangs, the next would be taken for it.
 _abandoned: list[threading.Thread] = []
 
 
@@ -103,7 +103,7 @@ class Link:
     """
 
     def __init__(self, devices: Iterable[Any], rank: int, width: int, deadline: Deadline) -> None:
-        if _abandoned:
+        if any(thread.is_alive() for thread in _abandoned):
             raise errors.ProcessError(
                 "an earlier exchange was given up half-way, so that JAX's collectives are out of "
                 "step; start the processes anew, or load with exchange='never'"
@@ -146,8 +146,7 @@ class Link:
             try:
                 return self._wait(thread, outcome, meanwhile)
             except BaseException:
-                if thread.is_alive():
-                    _abandoned.append(thread)
+                _abandoned[:] = [each for each in (*_abandoned, thread) if each.is_alive()]
                 raise
 
         return wait
@@ -180,8 +179,27 @@ class Link:
         return np.asarray(out.addressable_shards[0].data)[0]
 
 
+class Links:
+    """See `sharding.fetching.Links`.
+
+    Args:
+        ranks: The processes that take part.
+        platform: Of the devices that the arrays go to.
+        deadline: When to give up.
+    """
+
+    def __init__(self, ranks: Sequence[int], platform: str, deadline: Deadline) -> None:
+        self._devices = [d for d in jax.devices(platform) if d.process_index in ranks]
+        self._deadline = deadline
+        self.platform = platform
+
+    def open(self, width: int) -> Link:
+        """A link with rows of `width` bytes."""
+        return Link(self._devices, jax.process_index(), width, self._deadline)
+
+
 @functools.lru_cache(maxsize=16)
-def _compiled(devices: tuple[Any, ...]) -> tuple[Callable[[Any], Any], NamedSharding]:
+def _compiled(devices: tuple[Any, ...]) -> tuple[Callable[[Any], Any], Any]:
     mesh = Mesh(np.array(devices), ("processes",))
     spec = PartitionSpec("processes")
 
@@ -192,7 +210,7 @@ def _compiled(devices: tuple[Any, ...]) -> tuple[Callable[[Any], Any], NamedShar
     return jax.jit(mapped), NamedSharding(mesh, spec)
 
 
-def _shard_map(function: Callable[[Any], Any], mesh: Mesh, spec: PartitionSpec) -> Any:
+def _shard_map(function: Callable[[Any], Any], mesh: Any, spec: Any) -> Any:
     # A function of jax since 0.6, of jax.experimental before.
     mapping = getattr(jax, "shard_map", None)
     if mapping is None:

@@ -27,6 +27,7 @@ Arrays = tuple[Any, ...]
 
 _DEVICE = "device"
 _CACHED = 4096
+_BOOL = (0, 1)  # A fraction is neither.
 
 
 class Transforms:
@@ -207,8 +208,10 @@ def _compiled_fits(
 def _holds(value: Any, low: int, high: int) -> Any:
     if jnp.issubdtype(value.dtype, jnp.floating):
         wide = value.astype(jnp.float64)
+        cut = jnp.trunc(wide)
         # high + 1 is a power of two, which every float holds; high itself may be none.
-        return jnp.all((jnp.trunc(wide) >= float(low)) & (wide < float(high + 1)))
+        inside = (cut >= float(low)) & (wide < float(high + 1))
+        return jnp.all(inside & (cut == wide) if (low, high) == _BOOL else inside)
     if value.dtype == bool:
         return jnp.asarray(True)
     own = jnp.iinfo(value.dtype)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from mfload.report import Report
 
-_SUMS = ("read_bytes", "over_read_bytes", "mapped_bytes", "exchanged_bytes")
+_MOST = ("peak_bytes", "processes", "threads")
 
 
 def add(total: Report, one: Report) -> None:
     """Adds what happened in a fetch.
 
     Args:
-        total: What happened so far; results are for others to count.
+        total: What happened so far.
         one: What happened since.
     """
-    for name in _SUMS:
-        # Not every figure is there yet in each version of the report.
-        setattr(total, name, getattr(total, name) + getattr(one, name))
-    total.peak_bytes = max(total.peak_bytes, one.peak_bytes)
-    total.threads = max(total.threads, one.threads)
-    total.framework = one.framework or total.framework
-    for stage, seconds in one.stages.items():
-        total.stages[stage] = total.stages.get(stage, 0.0) + seconds
-    total.route = tuple(dict.fromkeys((*total.route, *one.route)))
-    total.notes = tuple(dict.fromkeys((*total.notes, *one.notes)))
+    for name in (field.name for field in fields(Report)):
+        setattr(total, name, _added(name, getattr(total, name), getattr(one, name)))
+
+
+def _added(name: str, before: Any, now: Any) -> Any:
+    if isinstance(before, dict):
+        return {key: before.get(key, 0) + now.get(key, 0) for key in {**before, **now}}
+    if isinstance(before, tuple):
+        return tuple(dict.fromkeys((*before, *now)))
+    if isinstance(before, int | float) and not isinstance(before, bool):
+        return max(before, now) if name in _MOST else before + now
+    return now or before

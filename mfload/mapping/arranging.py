@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mfload import errors
+from mfload.mapping.arguments import Group
 from mfload.mapping.claims import Claim
-from mfload.mapping.rules import Group
+from mfload.mapping.misfits import Misfit
 
 
 class Arranged(NamedTuple):
@@ -27,12 +27,12 @@ def arrange(claims: Sequence[Claim]) -> Arranged:
     """Puts the claims on one target in order.
 
     Raises:
-        MappingError: They come from several rules, lie in one place, or leave one empty.
+        Misfit: They come from several rules, lie in one place, or leave one empty.
     """
     rule = claims[0].rule
-    if not rule.groups or any(claim.rule is not rule for claim in claims):
+    if not rule.groups or any(claim.rule != rule for claim in claims):
         if len(claims) > 1:
-            raise errors.MappingError(f"filled twice, by {_names(claims)}")
+            raise Misfit("filled twice", f"by {_names(claims)}")
         return Arranged((tuple(claims),), ())
     order = None if rule.concat is None else rule.concat.order
     numeric = len(rule.groups) - (order is not None)
@@ -43,7 +43,7 @@ def arrange(claims: Sequence[Claim]) -> Arranged:
             for at, group in enumerate(rule.groups)
         )
         if key in table:
-            raise errors.MappingError(f"filled twice, by {_names([table[key], claim])}")
+            raise Misfit("filled twice", f"by {_names([table[key], claim])}")
         table[key] = claim
     values = [_values(table, at) for at in range(numeric)]
     if order is not None:
@@ -61,8 +61,9 @@ def arrange(claims: Sequence[Claim]) -> Arranged:
 def _number(claim: Claim, group: Group) -> int:
     text = claim.text(group)
     if text is None or not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise errors.MappingError(
-            f"group {group!r} orders tensors by number, but in {claim.info.name!r} it is {text!r}"
+        raise Misfit(
+            "bad stack",
+            f"group {group!r} orders tensors by number, but in {claim.info.name!r} it is {text!r}",
         )
     return int(text)
 
@@ -70,8 +71,10 @@ def _number(claim: Claim, group: Group) -> int:
 def _text(claim: Claim, group: Group, order: tuple[str, ...]) -> str:
     text = claim.text(group)
     if text is None or text not in order:
-        raise errors.MappingError(
-            f"group {group!r} is one of {', '.join(order)}, but in {claim.info.name!r} it is {text!r}"
+        raise Misfit(
+            "bad stack",
+            f"group {group!r} is one of {', '.join(order)}, "
+            f"but in {claim.info.name!r} it is {text!r}",
         )
     return text
 
@@ -90,7 +93,7 @@ def _check_even(group: Group, found: Sequence[int | str]) -> None:
     step = min(steps)
     lacking = (n for n in range(numbers[0], numbers[-1], step) if n not in set(numbers))
     shown = ", ".join(map(str, itertools.islice(lacking, 5)))
-    raise errors.MappingError(f"group {group!r} has {_brief(found)}: {shown} is missing")
+    raise Misfit("bad stack", f"group {group!r} has {_brief(found)}: {shown} is missing")
 
 
 def _check_full(
@@ -101,12 +104,10 @@ def _check_full(
     lacking = [place for place in places if place not in table]
     if not lacking:
         return
-    shown = "; ".join(
-        " and ".join(f"group {group!r} = {value}" for group, value in zip(groups, place, strict=True))
-        for place in lacking[:3]
-    )
+    named = [zip(groups, place, strict=True) for place in lacking[:3]]
+    shown = "; ".join(" and ".join(f"group {g!r} = {value}" for g, value in each) for each in named)
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-    raise errors.MappingError(f"no tensor with {shown}{more}")
+    raise Misfit("bad stack", f"no tensor with {shown}{more}")
 
 
 def _brief(numbers: Sequence[int | str]) -> str:

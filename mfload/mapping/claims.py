@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.index import TensorInfo
 from mfload.mapping import keymaps
+from mfload.mapping.arguments import Group
 from mfload.mapping.keymaps import Entry
-from mfload.mapping.rules import Group, Rule
+from mfload.mapping.lookup import Expand, Lookup, expander
+from mfload.mapping.rules import Rule
 
 _AS_IT_IS = Rule(("",))
 
@@ -49,6 +51,7 @@ class Claims:
         stray: Stored tensors that go nowhere, with the name they were given (None for none).
         dropped: How many stored tensors the key map leaves out.
         twice: Stored tensors that several rules match, with these.
+        disputed: Targets that such a tensor may be meant for.
         unused: Rules that match nothing.
     """
 
@@ -60,6 +63,7 @@ class Claims:
     twice: list[tuple[TensorInfo, list[Entry]]] = field(
         default_factory=list[tuple[TensorInfo, list[Entry]]]
     )
+    disputed: set[str] = field(default_factory=set[str])
     unused: list[Entry] = field(default_factory=list[Entry])
 
 
@@ -76,31 +80,42 @@ def find(tensors: Iterable[TensorInfo], targets: Collection[str], mapping: Any) 
         UsageError: The key map is malformed, or the function gives no name.
     """
     claims = Claims()
-    if mapping is None or (callable(mapping) and not isinstance(mapping, re.Pattern)):
+    if mapping is None or callable(mapping):
         for info in tensors:
             name = info.name if mapping is None else _called(mapping, info.name)
             _claim(claims, targets, Claim(info, name or "", _AS_IT_IS, (name,)))
         return claims
     entries = keymaps.read(mapping)
     used: set[int] = set()
-    matchers = [_Matcher(entry) for entry in entries]
+    lookup = Lookup(entries)
+    expanders = [_expanders(entry.rule) for entry in entries]
     for info in tensors:
-        found = _matching(matchers, info.name)
+        found = lookup.matching(info.name)
         used.update(number for number, _ in found)
         if len(found) > 1:
             claims.twice.append((info, [entries[number] for number, _ in found]))
+            for number, groups in found:
+                claims.disputed.update(filter(None, _names(expanders[number], groups)))
         elif not found:
             claims.stray.append((info, None))
         else:
             number, groups = found[0]
             rule = entries[number].rule
-            names = tuple(_expanded(groups, name) for name in rule.names)
+            names = _names(expanders[number], groups)
             claims.dropped += not names
             for part, name in enumerate(names):
                 if name is not None:
                     _claim(claims, targets, Claim(info, name, rule, names, part, groups))
     claims.unused += [entry for number, entry in enumerate(entries) if number not in used]
     return claims
+
+
+def _expanders(rule: Rule) -> list[Expand | None]:
+    return [None if name is None else expander(name) for name in rule.names]
+
+
+def _names(expanders: Iterable[Expand | None], groups: re.Match[str]) -> tuple[str | None, ...]:
+    return tuple(None if expand is None else expand(groups) for expand in expanders)
 
 
 def _claim(claims: Claims, targets: Collection[str], claim: Claim) -> None:
@@ -122,60 +137,3 @@ def _called(function: Callable[[str], Any], name: str) -> str | None:
         expected="the name of a target, or None",
         found=repr(given),
     )
-
-
-class _Matcher:
-    """A regex, and what a name has to end with for it to match the whole of it."""
-
-    __slots__ = ("end", "front", "full")
-
-    def __init__(self, entry: Entry) -> None:
-        self.full = entry.pattern.fullmatch
-        self.front = entry.pattern.match
-        self.end = _ending(entry.pattern)
-
-
-def _matching(matchers: Sequence[_Matcher], name: str) -> list[tuple[int, re.Match[str]]]:
-    """The rules for a name: those that match all of it, else those that match its front.
-
-    Tunix and Bonsai match at the front and replace what matched, so that the rest of the name
-    stays. A regex that matches the whole name goes before: `head\\.weight` is then no second
-    match for `head.weight_scale` where there is a rule for that.
-    """
-    found = [
-        (number, groups)
-        for number, matcher in enumerate(matchers)
-        if name.endswith(matcher.end) and (groups := matcher.full(name))
-    ]
-    if found:
-        return found
-    fronts = ((number, matcher.front(name)) for number, matcher in enumerate(matchers))
-    return [(number, groups) for number, groups in fronts if groups and groups.end()]
-
-
-def _expanded(groups: re.Match[str], template: str | None) -> str | None:
-    if template is None:
-        return None
-    return groups.expand(template) + groups.string[groups.end() :]
-
-
-_LITERAL_END = re.compile(r"(?:[A-Za-z0-9_]|\\\.)*\Z")
-
-
-def _ending(pattern: re.Pattern[str]) -> str:
-    r"""What every whole match ends with, as far as that is plain to see; it saves most matching.
-
-    `layers\.(\d+)\.mlp\.weight` ends with `.mlp.weight`. Alternatives at the top, flags that
-    change what letters mean, and a letter that belongs to an escape before it end the search.
-    """
-    text = pattern.pattern
-    if pattern.flags & (re.IGNORECASE | re.VERBOSE) or "|" in text:
-        return ""
-    if text.endswith("$") and not text.endswith("\\$"):
-        text = text[:-1]
-    literal = _LITERAL_END.search(text)
-    start = len(text) if literal is None else literal.start()
-    tail = text[start:]
-    if start and text[start - 1] == "\\":
-        return ""
-    return tail.replace("\\.", ".")

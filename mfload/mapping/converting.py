@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.index import TensorInfo
 from mfload.mapping import selecting
+from mfload.mapping.misfits import Misfit
 from mfload.mapping.recipes import Aim, Conversion
 from mfload.mapping.rules import Rule
 
@@ -42,16 +43,16 @@ def convert(aim: Aim, rule: Rule, tensors: Iterable[TensorInfo], dtype: Any) -> 
         dtype: What `dtype=` was given: "target", "stored" or None, or a dtype or `{regex: dtype}`.
 
     Raises:
-        MappingError: What is stored can't become that.
+        Misfit: What is stored can't become that.
     """
     # One tensor of each dtype speaks for the others, except where dtype= goes by name.
-    one_each = {(info.dtype.name, info.name if isinstance(dtype, dict) else ""): info for info in tensors}
-    given = list(one_each.values())
-    wanted = {_wanted(aim, rule, info, dtype) for info in given}
-    stored = {info.dtype for info in given}
+    named = isinstance(dtype, Mapping)
+    given = {(info.dtype.name, info.name if named else ""): info for info in tensors}
+    wanted = {_wanted(aim, rule, info, dtype) for info in given.values()}
+    stored = {info.dtype for info in given.values()}
     if len(wanted) > 1:
         names = " and ".join(sorted(each.name for each in stored))
-        raise errors.MappingError(f"stored as {names}: rule(cast=) says what it shall be")
+        raise Misfit("wrong dtype", f"stored as {names}: rule(cast=) says what it shall be")
     (result,) = wanted
     between = None if rule.scale is None else _between(stored, result)
     mixed = len(stored) > 1
@@ -76,12 +77,13 @@ def _wanted(aim: Aim, rule: Rule, info: TensorInfo, dtype: Any) -> DType:
             return stored
         scaled = rule.scale is not None and stored.kind in _INTEGERS and aim.dtype.kind == "float"
         if not scaled and not _harmless(stored, aim.dtype):
-            raise errors.MappingError(f"the target holds {aim.dtype}, stored is {stored}{_advice(stored, aim.dtype)}")
+            advice = _advice(stored, aim.dtype)
+            raise Misfit("wrong dtype", f"wants {aim.dtype}, stored is {stored}{advice}")
         return aim.dtype
     try:
         return selecting.target(info, dtype)[0]
     except (errors.LossyCastError, errors.UnsupportedDtypeError) as error:
-        raise errors.MappingError(f"{error.message}: {stored} to {error.expected}") from None
+        raise Misfit("wrong dtype", f"stored is {stored}: {error.message}") from None
 
 
 def _harmless(stored: DType, wanted: DType) -> bool:
@@ -95,7 +97,7 @@ def _harmless(stored: DType, wanted: DType) -> bool:
 def _advice(stored: DType, wanted: DType) -> str:
     try:
         _check_cast(stored, wanted)
-    except errors.MappingError:
+    except Misfit:
         return ""
     return f"; rule(cast={wanted.aliases[0]!r}) converts it"
 
@@ -105,7 +107,7 @@ def _check_cast(stored: DType, wanted: DType) -> None:
         return
     opaque = stored.kind in _OPAQUE or wanted.kind in _OPAQUE
     if opaque or (stored.kind == "complex" != wanted.kind):
-        raise errors.MappingError(f"there is no conversion from {stored} to {wanted}")
+        raise Misfit("wrong dtype", f"there is no conversion from {stored} to {wanted}")
 
 
 def _risky(stored: set[DType], wanted: DType) -> bool:
@@ -118,10 +120,12 @@ def _between(stored: set[DType], result: DType) -> DType:
     """The dtype a product is computed in: wide enough for both sides, float32 at the least."""
     kinds = {each.kind for each in stored}
     wide = any(each.kind in _INTEGERS and each.bits > 16 for each in stored)
-    if wide or not kinds <= {"float", "complex", *_INTEGERS} or result.kind not in ("float", "complex"):
+    opaque = not kinds <= {"float", "complex", *_INTEGERS}
+    if wide or opaque or result.kind not in ("float", "complex"):
         names = ", ".join(sorted(each.name for each in stored))
-        raise errors.MappingError(
-            f"scale= takes floats, and integers of at most 16 bits to floats; this is {names} to {result}"
+        raise Misfit(
+            "wrong dtype",
+            f"{names} to {result}: scale= makes floats of floats, or of integers up to 16 bits",
         )
     if "complex" in {*kinds, result.kind}:
         return dtypes.TABLE["C64"]

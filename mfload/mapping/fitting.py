@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mfload import errors
+from mfload.mapping import misfits
 from mfload.mapping.arranging import arrange
 from mfload.mapping.claims import Claim
 from mfload.mapping.converting import convert
-from mfload.mapping.geometry import Shape
-from mfload.mapping.recipes import Aim, Concat, Cut, Recipe, Reshape, Step, Stored, Transpose
+from mfload.mapping.misfits import Misfit
+from mfload.mapping.recipes import Aim, Recipe
 from mfload.mapping.rules import Rule
-
-_PERMUTED = 4  # Dims up to which all their orders are tried for a hint.
+from mfload.mapping.steps import Concat, Cut, Reshape, Step, Stored, Transpose
 
 
 def fit(aim: Aim, claims: Sequence[Claim], aims: Mapping[str, Aim], dtype: Any) -> Recipe:
@@ -28,7 +26,7 @@ def fit(aim: Aim, claims: Sequence[Claim], aims: Mapping[str, Aim], dtype: Any) 
         dtype: What `dtype=` was given.
 
     Raises:
-        MappingError: It can't be made of that; the message does not name the target.
+        Misfit: It can't be made of that; the message does not name the target.
     """
     ordered = arrange(claims)
     rule = claims[0].rule
@@ -58,9 +56,9 @@ def fit(aim: Aim, claims: Sequence[Claim], aims: Mapping[str, Aim], dtype: Any) 
         made.checked,
     )
     if recipe.shape != aim.shape:
-        raise errors.MappingError(_misfit(recipe, first, rule, trail))
+        raise Misfit("wrong shape", misfits.shape(recipe, first, rule, trail))
     if tensors[0].dtype.kind in ("scale", "packed", "unknown") and not recipe.plain:
-        raise errors.MappingError(f"{tensors[0].dtype} can only be taken as it is stored")
+        raise Misfit("wrong dtype", f"{tensors[0].dtype} can only be taken as it is stored")
     return recipe
 
 
@@ -69,9 +67,10 @@ def _check_alike(cells: Sequence[Sequence[Claim]]) -> None:
         for claim in column:
             if claim.info.shape != column[0].info.shape:
                 one, other = column[0].info, claim.info
-                raise errors.MappingError(
-                    f"unequal shapes in a stack: {one.name} {list(one.shape)}, "
-                    f"{other.name} {list(other.shape)}"
+                raise Misfit(
+                    "bad stack",
+                    f"unequal shapes, {one.name} {list(one.shape)}, "
+                    f"{other.name} {list(other.shape)}",
                 )
 
 
@@ -86,8 +85,9 @@ def _step(
     rule = claim.rule
     step: Step = Stored(number, claim.info.shape, cast)
     if rule.split is not None:
-        step = _cut(step, claim, aims, count)
-        trail.append(f"split [{step.start}:{step.stop}] along {step.axis} {list(step.shape)}")
+        cut = _cut(step, claim, aims, count)
+        trail.append(f"split [{cut.start}:{cut.stop}] along {cut.axis} {list(cut.shape)}")
+        step = cut
     actions = [_transposed, _reshaped]
     for action in reversed(actions) if rule.reshape_first else actions:
         step = action(step, claim, trail)
@@ -99,8 +99,9 @@ def _transposed(step: Step, claim: Claim, trail: list[str]) -> Step:
     if axes is None:
         return step
     if len(axes) != len(step.shape):
-        raise errors.MappingError(
-            f"transpose={axes} does not fit {claim.info.name} of shape {list(step.shape)}"
+        raise Misfit(
+            "bad rule",
+            f"transpose={axes} does not fit {claim.info.name} of shape {list(step.shape)}",
         )
     made = Transpose(step, axes)
     trail.append(f"transposed {axes} {list(made.shape)}")
@@ -115,9 +116,10 @@ def _reshaped(step: Step, claim: Claim, trail: list[str]) -> Step:
     left = total // known if known else 0
     shape = tuple(left if size < 0 else size for size in wanted)
     if math.prod(shape) != total:
-        raise errors.MappingError(
+        raise Misfit(
+            "bad rule",
             f"reshape={wanted} does not fit {claim.info.name} of shape {list(step.shape)}: "
-            f"{total} elements"
+            f"{total} elements",
         )
     trail.append(f"reshaped {list(shape)}")
     return step if shape == step.shape else Reshape(step, shape)
@@ -128,12 +130,13 @@ def _cut(step: Step, claim: Claim, aims: Mapping[str, Aim], count: int) -> Cut:
     assert split is not None
     axis = split.axis + len(shape) if split.axis < 0 else split.axis
     if not 0 <= axis < len(shape):
-        raise errors.MappingError(f"split= names dim {split.axis} of {name} of shape {list(shape)}")
+        raise Misfit("bad rule", f"split= names dim {split.axis} of {name} of shape {list(shape)}")
     sizes = split.sizes or _sizes(claim, aims, count, axis)
     if sum(sizes) != shape[axis]:
-        raise errors.MappingError(
+        raise Misfit(
+            "bad rule",
             f"parts of {' + '.join(map(str, sizes))} along dim {axis} are not all of {name} of "
-            f"shape {list(shape)}"
+            f"shape {list(shape)}",
         )
     start = sum(sizes[: claim.part])
     return Cut(step, axis, start, start + sizes[claim.part])
@@ -152,15 +155,17 @@ def _sizes(claim: Claim, aims: Mapping[str, Aim], count: int, axis: int) -> tupl
         size, rest = (None, 0) if aim is None else divmod(math.prod(aim.shape), row or 1)
         if rest:
             assert aim is not None
-            raise errors.MappingError(
+            raise Misfit(
+                "bad rule",
                 f"no part of {claim.info.name} {list(shape)} along dim {axis} makes "
-                f"{aim.name} {list(aim.shape)}; split=(dim, sizes) says what does"
+                f"{aim.name} {list(aim.shape)}; split=(dim, sizes) says what does",
             )
         found.append(size)
     left = shape[axis] - sum(size for size in found if size is not None)
     if found.count(None) > 1 or (None in found and left < 0):
-        raise errors.MappingError(
-            f"the targets don't say how {claim.info.name} is split; split=(dim, sizes) does"
+        raise Misfit(
+            "bad rule",
+            f"the targets don't say how {claim.info.name} is split; split=(dim, sizes) does",
         )
     return tuple(left if size is None else size for size in found)
 
@@ -174,7 +179,7 @@ def _joined(steps: Sequence[Step], rule: Rule, trail: list[str]) -> Step:
     rests = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
     if not 0 <= axis < rank or len(rests) > 1 or len({len(shape) for shape in shapes}) > 1:
         texts = ", ".join(str(list(shape)) for shape in shapes[:4])
-        raise errors.MappingError(f"{texts} can't be joined along dim {rule.concat.axis}")
+        raise Misfit("bad rule", f"{texts} can't be joined along dim {rule.concat.axis}")
     made = Concat(tuple(steps), axis)
     trail.append(f"{len(steps)} of them joined along {axis} {list(made.shape)}")
     return steps[0] if len(steps) == 1 else made
@@ -185,29 +190,5 @@ def _axes(rule: Rule, rank: int) -> tuple[int, ...]:
     axes = tuple(axis + total if axis < 0 else axis for _, axis in rule.stack)
     if len(set(axes)) < len(axes) or any(not 0 <= axis < total for axis in axes):
         given = ", ".join(str(axis) for _, axis in rule.stack)
-        raise errors.MappingError(f"there is no dim {given} to stack along: the result has {total}")
+        raise Misfit("bad rule", f"there is no dim {given} to stack along: the result has {total}")
     return axes
-
-
-def _misfit(recipe: Recipe, first: Sequence[Claim], rule: Rule, trail: Sequence[str]) -> str:
-    aim, info = recipe.aim, first[0].info
-    way = "".join(f", {step}" for step in trail)
-    end = f", gives {list(recipe.shape)}" if trail else ""
-    hint = _hint(recipe, info.shape, rule)
-    return f"wants {list(aim.shape)}, but {info.name} {list(info.shape)}{way}{end}{hint}"
-
-
-def _hint(recipe: Recipe, stored: Shape, rule: Rule) -> str:
-    """What would make it fit, where that is a transpose more or less."""
-    wanted = tuple(size for at, size in enumerate(recipe.aim.shape) if at not in recipe.axes)
-    got = recipe.each.shape
-    if len(wanted) + len(recipe.axes) != len(recipe.aim.shape) or math.prod(wanted) != math.prod(got):
-        return ""
-    if rule.transpose is not None and rule.reshape is None and stored == wanted:
-        return "; without the transpose it fits"
-    if len(got) == len(wanted) <= _PERMUTED:
-        for axes in itertools.permutations(range(len(got))):
-            if axes != tuple(range(len(got))) and tuple(got[axis] for axis in axes) == wanted:
-                done = " more" if rule.transpose is not None or rule.reshape is not None else ""
-                return f"; transpose={axes}{done} would fit"
-    return f"; reshape={wanted} has as many elements" if rule.reshape is None else ""

@@ -15,11 +15,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.mapping import rules
+from mfload.mapping import arguments
 from mfload.mapping.rules import Rule
 
 _FORMS = "a name, mfload.rule(...), (name, (permute, reshape)), or None to leave the tensor out"
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
 class Entry(NamedTuple):
@@ -69,7 +68,8 @@ def _pairs(mapping: Any) -> list[tuple[Any, Any]]:
         items = None if isinstance(mapping, str | bytes) else list(mapping)
     except TypeError:
         items = None
-    if items is None or not all(isinstance(each, list | tuple) and len(each) == 2 for each in items):
+    pairs = [isinstance(each, list | tuple) and len(each) == 2 for each in items or ()]
+    if items is None or not all(pairs):
         raise errors.UsageError(
             "mapping= is no key map",
             expected="{regex: " + _FORMS + "}, a list of such pairs, or a function of the name",
@@ -84,7 +84,9 @@ def _pattern(key: Any) -> re.Pattern[str]:
         pattern.search("")  # One of bytes matches no name.
     except (re.error, TypeError) as error:
         raise errors.UsageError(
-            "mapping= has a key that is no regular expression", expected=str(error), found=_brief(key)
+            "mapping= has a key that is no regular expression",
+            expected=str(error),
+            found=_brief(key),
         ) from None
     return pattern
 
@@ -95,9 +97,9 @@ def _rule(value: Any) -> Rule:
     if value is None:
         return Rule((), family=True)
     if isinstance(value, str):
-        return Rule((_plain(value),))
+        return Rule((arguments.template(value),))
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str):
-        return _transformed(_plain(value[0]), value[1])
+        return _transformed(arguments.template(value[0]), value[1])
     raise errors.UsageError("no rule", expected=_FORMS, found=_brief(value))
 
 
@@ -108,20 +110,22 @@ def _transformed(name: str, transform: Any) -> Rule:
         return Rule((name,), family=True)
     if isinstance(transform, str):
         raise errors.UsageError(
-            "two names", expected="rule([...], split=dim) to take a tensor apart", found=repr(transform)
+            "two names",
+            expected="rule([...], split=dim) to take a tensor apart",
+            found=repr(transform),
         )
-    steps = tuple(transform) if isinstance(transform, list | tuple) else ()
+    steps: tuple[Any, ...] = tuple(transform) if isinstance(transform, list | tuple) else ()
     if len(steps) not in (2, 3) or (len(steps) == 3 and not isinstance(steps[2], bool)):
         raise errors.UsageError(
             "no transform",
             expected="None, (permute, reshape), or (permute, reshape, reshape_first)",
             found=_brief(transform),
         )
-    permute, reshape = steps[:2]
+    permute, reshape = steps[0], steps[1]
     return Rule(
         (name,),
-        transpose=rules.permutation(permute) if _given(permute) else None,
-        reshape=rules.shape(reshape) if _given(reshape) else None,
+        transpose=arguments.permutation(permute) if _given(permute) else None,
+        reshape=arguments.shape(reshape) if _given(reshape) else None,
         reshape_first=len(steps) == 3 and steps[2],
         family=True,
     )
@@ -132,11 +136,6 @@ def _given(step: Any) -> bool:
     return step is not None and step != ()
 
 
-def _plain(name: str) -> str:
-    r"""A template without the escapes that mean nothing in one: Bonsai writes `layers\.\1`."""
-    return _ESCAPE.sub(lambda m: m[0] if m[1].isalnum() or m[1] == "\\" else m[1], name)
-
-
 def _check(entry: Entry) -> None:
     """Groups that a regex does not have are found before any name is looked at."""
     pattern, rule = entry
@@ -145,7 +144,9 @@ def _check(entry: Entry) -> None:
             pattern.sub(name or "", "")
         except (re.error, IndexError) as error:
             raise errors.UsageError(
-                f"the replacement is malformed: {error}", expected=_groups(pattern), found=repr(name)
+                f"the replacement is malformed: {error}",
+                expected=_groups(pattern),
+                found=repr(name),
             ) from None
     for group in rule.groups:
         known = group in pattern.groupindex if isinstance(group, str) else group <= pattern.groups

@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mfload import dtypes, errors, spelling
+from mfload import dtypes, errors, pause, spelling
 from mfload.index import Index
 from mfload.mapping.claims import Claims, find
 from mfload.mapping.fitting import fit
+from mfload.mapping.misfits import Misfit
 from mfload.mapping.recipes import Aim, Recipe
 
-_GUESSED = 20  # Names for which close ones are looked for; it takes milliseconds each.
+# Names for which close ones are looked for, and names compared for that in all (50 µs each).
+_GUESSED = 20
+_COMPARED = 20_000
 _SHOWN = 5
 
 
@@ -35,7 +38,12 @@ class Matched:
 
 
 def match(
-    index: Index, aims: Sequence[Aim], mapping: Any = None, *, strict: bool = True, dtype: Any = "target"
+    index: Index,
+    aims: Sequence[Aim],
+    mapping: Any = None,
+    *,
+    strict: bool = True,
+    dtype: Any = "target",
 ) -> Matched:
     """Finds out how a target is made of a checkpoint.
 
@@ -51,6 +59,11 @@ def match(
         UsageError: `mapping` or `dtype` makes no sense.
     """
     _check_dtype(dtype)
+    with pause.collector_paused():
+        return _match(index, aims, mapping, strict, dtype)
+
+
+def _match(index: Index, aims: Sequence[Aim], mapping: Any, strict: bool, dtype: Any) -> Matched:
     leaves = {aim.name: aim for aim in aims}
     claims = find(index.tensors.values(), leaves, mapping)
     problems = _Problems()
@@ -64,17 +77,18 @@ def match(
     for name, found in claims.by_target.items():
         try:
             recipes[name] = fit(leaves[name], found, leaves, dtype)
-        except errors.MappingError as error:
-            problems.add("misfit", [f"{name}: {error.message}"])
+        except Misfit as misfit:
+            problems.add(misfit.kind, [f"{name}: {misfit.message}"])
     empty = [aim for aim in aims if aim.name not in claims.by_target]
     if strict:
-        _check_names(problems, claims, [aim for aim in empty if not aim.optional])
+        lacking = [aim for aim in empty if not aim.optional and aim.name not in claims.disputed]
+        _check_names(problems, claims, lacking)
     notes = _check_rules(problems, claims)
     problems.settle()
     if not strict:
         notes += _strays(claims)
-    passed = tuple(aim.name for aim in empty)
-    return Matched({name: recipes[name] for name in leaves if name in recipes}, passed, tuple(notes))
+    ordered = {name: recipes[name] for name in leaves if name in recipes}
+    return Matched(ordered, tuple(aim.name for aim in empty), tuple(notes))
 
 
 class _Problems:
@@ -94,7 +108,9 @@ class _Problems:
         counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in self.kinds.items())
         raise errors.MappingError(
             f"the checkpoint does not fit the target: {counts}",
-            problems=tuple(f"{kind}: {line}" for kind, lines in self.kinds.items() for line in lines),
+            problems=tuple(
+                f"{kind}: {line}" for kind, lines in self.kinds.items() for line in lines
+            ),
         )
 
 
@@ -151,4 +167,5 @@ def _brief(names: Sequence[str]) -> str:
 
 
 def _meant(name: str, choices: Sequence[str], at: int) -> str:
-    return spelling.meant(name, choices) if at < _GUESSED else ""
+    most = max(1, min(_GUESSED, _COMPARED // max(1, len(choices))))
+    return spelling.meant(name, choices) if at < most else ""

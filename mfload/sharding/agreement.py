@@ -103,7 +103,7 @@ class Party:
         """
         if self._board is None:
             return
-        self._board.post(f"{self._here}post/{self._step}/{self.rank}", json.dumps([what, fingerprint]))
+        self._board.post(self._key(self.rank), json.dumps([what, fingerprint]))
         verdict = self._wait(self._board, what)
         if verdict.kind != "go":
             self._stopped = True
@@ -142,7 +142,7 @@ class Party:
         if self._board is None:
             return
         texts = self._board.look(self._here)
-        verdict = self._known(texts) or self._dead(self._board, texts, what, self._others())
+        verdict = self._known(texts) or self._dead(self._board, texts, self._missing(texts))
         if verdict is not None:
             self._stopped = True
             self._board.decide(f"{self._here}verdict/{self._step}", verdict.text())
@@ -159,12 +159,10 @@ class Party:
             time.sleep(_LONGEST)
         return errors.ProcessError(f"another process failed, and did not say why ({what})")
 
-    def _others(self) -> list[int]:
-        return [rank for rank in self.ranks if rank != self.rank]
-
     def _wait(self, board: Board, what: str) -> Verdict:
         """The verdict on this step: the first that anybody proposed."""
-        key, pause, began, told = f"{self._here}verdict/{self._step}", _FIRST, time.monotonic(), False
+        key = f"{self._here}verdict/{self._step}"
+        pause, began, told = _FIRST, time.monotonic(), False
         while True:
             texts = self._look(board)
             if key in texts:
@@ -195,7 +193,7 @@ class Party:
         if self._deadline.left() <= 0:
             waited = f"waiting for process {', '.join(map(str, missing))} ({what})"
             return Verdict("late", self.rank, waited)
-        return self._dead(board, texts, what, missing)
+        return self._dead(board, texts, missing)
 
     def _key(self, rank: int) -> str:
         return f"{self._here}post/{self._step}/{rank}"
@@ -218,13 +216,9 @@ class Party:
         stop = None if verdict is None else verdicts.read(verdict)
         return None if stop is None or stop.kind == "go" else stop
 
-    def _dead(
-        self, board: Board, texts: dict[str, str], what: str, ranks: list[int]
-    ) -> Verdict | None:
-        """Whether one of those waited for has ended."""
-        for rank in ranks:
-            if self._key(rank) in texts:
-                continue  # It came this far; what it does now is its own affair.
+    def _dead(self, board: Board, texts: dict[str, str], missing: list[int]) -> Verdict | None:
+        """Whether one of those that have not come to this step has ended."""
+        for rank in missing:
             if rank not in self._who:
                 found = board.look("mfload/who/").get(f"mfload/who/{rank}")
                 if found is None:
@@ -234,7 +228,7 @@ class Party:
                 continue
             texts |= board.look(self._here)  # It may have come, or failed, just before.
             if self._key(rank) not in texts:
-                return self._known(texts) or Verdict("dead", rank, f"before: {what}")
+                return self._known(texts) or Verdict("dead", rank)
         return None
 
 
@@ -276,7 +270,7 @@ def together(
 
 
 def fingerprint(lines: Sequence[str]) -> str:
-    """Lines as a text to agree on: all of them where they are few, else parts of them as digests."""
+    """Lines as a text to agree on: all of them where they are few, else digests of parts."""
     text = "\n".join(lines)
     if len(text) <= _READABLE:
         return text

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, Protocol
 
-from mfload.loading import Loader
+from mfload import errors
+from mfload.io import buffers
+from mfload.io.source import LocalFile
+from mfload.loading import Fill, Filled, Loader
 from mfload.placement import Need
+from mfload.planning import Plan
+from mfload.preparing import Preparation
 from mfload.report import Report
+from mfload.settings import OVERHEAD
+from mfload.sharding import choosing, exchange as exchanging
+from mfload.sharding.agreement import Party, fingerprint
+from mfload.sharding.exchange import Schedule
+from mfload.sharding.rounds import Exchange, Link, Reading
+
+_PAGE = buffers.PAGE
+_SUMMED = (
+    *("tensors", "result_bytes", "read_bytes", "over_read_bytes"),
+    *("mapped_bytes", "aliased_bytes", "exchanged_bytes"),
+)
+_LISTED = ("route", "notes")
+
+
+class Links(Protocol):
+    """Makes links between the processes of a load.
+
+    Attributes:
+        platform: Of the devices that bytes travel over: "cpu", "gpu" or "tpu".
+    """
+
+    platform: str
+
+    def open(self, width: int) -> Link:
+        """A link with rows of `width` bytes."""
+        ...
 
 
 def fetch(
@@ -15,6 +47,9 @@ def fetch(
     rank: int,
     loader: Loader,
     *,
+    exchange: str = "never",
+    party: Party | None = None,
+    links: Links | None = None,
     report: Report | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[tuple[Any, ...]]:
@@ -24,10 +59,119 @@ def fetch(
         needs: What each process needs, by its number: the same on every process.
         rank: This process.
         loader: Loads into the devices of this process.
+        exchange: "never", "once", or "auto": see `choosing`. One process exchanges nothing.
+        party: The load that this is part of, where there are several processes.
+        links: How bytes get from one process to another.
         report: Filled.
         advance: Told of progress, in bytes.
 
     Returns:
         For each need of this process an array for each of its devices.
+
+    Raises:
+        ProcessError: Another process failed, or is gone.
+        MfloadError: As `Loader.load` does.
     """
-    return loader.load(needs[rank], report=report, advance=advance)
+    if len(needs) < 2 or party is None or links is None:
+        return loader.load(needs[rank], report=report, advance=advance)
+    settings = loader.settings
+    if settings.engine == "mmap":
+        if exchange == "once":
+            raise errors.UsageError(
+                "engine='mmap' reads nothing that could be exchanged",
+                expected="another engine, or exchange='never'",
+                found="exchange='once'",
+            )
+        exchange = "never"
+    found = choosing.expected(
+        needs,
+        rank,
+        exchange,
+        platform=links.platform,
+        overhead=settings.max_host_overhead,
+        merge_gap=settings.merge_gap,
+    )
+    if found.schedule is None:
+        arrays = loader.load(needs[rank], report=report, advance=advance)
+    else:
+        arrays = _once(needs, rank, loader, found.schedule, party, links, report, advance)
+    if report is not None and found.note:
+        report.notes = (*report.notes, found.note)
+    return arrays
+
+
+def _once(
+    needs: Mapping[int, Sequence[Need]],
+    rank: int,
+    loader: Loader,
+    whole: Schedule,
+    party: Party,
+    links: Links,
+    report: Report | None,
+    advance: Callable[[int], None] | None,
+) -> list[tuple[Any, ...]]:
+    """Loads what this process needs in one exchange, or in one for each part that fits."""
+    overhead = loader.settings.max_host_overhead or OVERHEAD
+    parts = [{r: list(range(len(each))) for r, each in needs.items()}]
+    schedules = [whole]
+    if links.platform != "cpu":
+        # Elsewhere results wait in host memory until they are copied to their device.
+        parts = exchanging.parts(needs, overhead)
+        held = [{r: [needs[r][n] for n in part[r]] for r in part} for part in parts]
+        schedules = [exchanging.make(each, whole.width) for each in held]
+    party.agree("plan of the exchange", fingerprint([each.digest() for each in schedules]))
+    link = links.open(whole.width) if any(each.rounds for each in schedules) else None
+    arrays: dict[int, tuple[Any, ...]] = {}
+    reports: list[Report] = []
+    for part, schedule in zip(parts, schedules, strict=True):
+        reports.append(Report(stages={}))
+        fill = _filling(Exchange(schedule, rank, party, link), schedule.came(rank), loader, advance)
+        wanted = [needs[rank][n] for n in part[rank]]
+        made = loader.load(wanted, report=reports[-1], fill=fill)
+        arrays.update(zip(part[rank], made, strict=True))
+    if report is not None:
+        _add(report, reports)
+    return [arrays[n] for n in range(len(needs[rank]))]
+
+
+def _filling(
+    run: Exchange, came: int, loader: Loader, advance: Callable[[int], None] | None
+) -> Fill:
+    def fill(
+        made: Plan, memory: list[Any], way: Preparation, sources: Sequence[LocalFile]
+    ) -> Filled:
+        run.run(made.places, memory, _reading(way, sources, loader, advance))
+        return Filled(run.plans, tuple(run.notes), came)
+
+    return fill
+
+
+def _reading(
+    way: Preparation,
+    sources: Sequence[LocalFile],
+    loader: Loader,
+    advance: Callable[[int], None] | None,
+) -> Reading:
+    overhead = loader.settings.max_host_overhead or OVERHEAD
+    # Half of it is for what travels.
+    slot = overhead // 2 // way.threads // _PAGE * _PAGE - 2 * _PAGE
+    costs = way.costs._replace(block=max(_PAGE, min(way.costs.block, slot)))
+    legs = [way.route.get(number) for number in range(len(sources))]
+    return Reading(sources, legs, way.threads, costs, loader.settings.deadline, advance)
+
+
+def _add(report: Report, parts: Sequence[Report]) -> None:
+    """Fills a report from those of the parts of a load."""
+    stages = dict(report.stages)
+    for each in parts:
+        for name, seconds in each.stages.items():
+            stages[name] = stages.get(name, 0.0) + seconds
+    for field in fields(report):
+        values = [getattr(each, field.name) for each in parts]
+        if field.name in _SUMMED:
+            setattr(report, field.name, sum(values))
+        elif field.name in _LISTED:
+            setattr(report, field.name, tuple(dict.fromkeys(x for each in values for x in each)))
+        elif field.name not in ("stages", "processes"):
+            setattr(report, field.name, max(values))
+    report.stages = stages

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def identity() -> str:
-    """This process, in words that others on the same host can look up; empty where none can.
+    """Words by which others on the same host can look this process up; empty where none can.
 
     Returns:
         Boot, pid namespace, pid and time of start: a pid alone may be somebody else's by now.

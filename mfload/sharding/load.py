@@ -95,6 +95,7 @@ class Job:
         self._jax = frameworks.module("jax", "mesh")
         shardings = frameworks.module("jax", "sharding")
         self.rank: int = shardings.rank()
+        self.exchange = request.exchange
         self.processes = len(shardings.processes(request.mesh, request.shardings))
         self._notes: list[str] = []
         self._wanted = chosen.needs
@@ -119,6 +120,14 @@ class Job:
         lendable = need.dtype.name in self._jax.JaxMeshAdapter.lendable
         own = lendable and (apart or not self._spots.plain(sharding))
         return Wanted(info, need.dtype, need.checked, shares, own)
+
+    def links(self, ranks: Sequence[int]) -> fetching.Links | None:
+        """How bytes get from one process to another; None for one process."""
+        if len(ranks) < 2 or not self._shardings:
+            return None
+        platform = next(iter(self._shardings[0].device_set)).platform
+        processes = frameworks.module("jax", "processes")
+        return processes.Links(ranks, platform, self._settings.deadline)
 
     @property
     def stored_bytes(self) -> int:
@@ -211,7 +220,7 @@ def load(
                 party.agree("files", fingerprint(_seen(chosen)))
                 lines = [f"exchange={request.exchange!r}", *job.lines()]
                 party.agree("arguments", fingerprint(lines))
-            _run(job, chosen, made, report, progress, check)
+            _run(job, chosen, party, made, report, progress, check)
     except BaseException:
         made.clear()
         raise
@@ -221,6 +230,7 @@ def load(
 def _run(
     job: Job,
     chosen: Chosen,
+    party: Party,
     made: dict[str, Any],
     report: Report | None,
     progress: Progress,
@@ -237,7 +247,14 @@ def _run(
             )
         else:
             fetched = fetching.fetch(
-                job.needs, job.rank, job.loader, report=report, advance=advance
+                {rank: job.needs.get(rank, []) for rank in party.ranks},
+                job.rank,
+                job.loader,
+                exchange=job.exchange,
+                party=party,
+                links=job.links(party.ranks),
+                report=report,
+                advance=advance,
             )
     if witness is not None:
         witness.settle(fetched, report)
@@ -293,9 +310,22 @@ def _resolve(
     made = jax_sharding.resolve(rows, mesh, shardings, unmatched, infos=infos, notes=notes)
     for need, sharding in zip(needs, made, strict=True):
         if need.dtype.elements > 1:
-            # Some arrive as bytes: their dims need not be those of the tensor.
-            jax_sharding.check(need.info.name, jax_mesh.arrives(*need[1::-1])[0], sharding)
+            shape, _ = jax_mesh.arrives(need.dtype, need.info.shape)
+            _check_bytes(jax_sharding, need, shape, sharding)
     return made
+
+
+def _check_bytes(jax_sharding: Any, need: Need, shape: tuple[int, ...], sharding: Any) -> None:
+    """Some arrive as bytes: their dims need not be those of the tensor."""
+    try:
+        jax_sharding.check(need.info.name, shape, sharding)
+    except errors.ShardingError as error:
+        raise errors.ShardingError(
+            f"shards would cut through elements of {need.dtype} that share a byte",
+            tensor=need.info.name,
+            expected=f"whole blocks of {need.dtype.elements} elements in the last dim of each",
+            found=f"{sharding} for shape {list(need.info.shape)}",
+        ) from error
 
 
 def _whole(job: Job, chosen: Chosen) -> list[TensorInfo]:

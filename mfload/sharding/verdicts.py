@@ -38,15 +38,15 @@ class Verdict(NamedTuple):
             what: The step, for the message.
         """
         head = {
-            "failed": f"process {self.rank} failed",
+            "failed": f"process {self.rank} failed, and this load with it",
             "dead": f"process {self.rank} is gone: it ended, or was killed",
             "late": f"process {self.rank} gave up waiting for the others",
-            "differ": "the processes do not see the same",
-        }.get(self.kind, "the load was stopped")
-        if self.kind == "differ" and self.found:
-            head = self.found
-        found = None if self.kind == "differ" else self.found or None
-        return errors.ProcessError(f"{head} ({what})", found=found, problems=self.problems)
+            "differ": self.found,
+        }[self.kind]
+        found = {"failed": self.found, "late": self.found}.get(self.kind)
+        where = what if self.kind == "dead" else None
+        expected = None if where is None else f"a word from it about: {where}"
+        return errors.ProcessError(head, expected=expected, found=found, problems=self.problems)
 
 
 def read(text: str) -> Verdict:
@@ -83,7 +83,8 @@ def _differences(sides: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """For each side the first line that is not the same on all."""
     texts = [fingerprint.splitlines() for _, fingerprint in sides]
     longest = max(map(len, texts))
-    rows = ([text[n] if n < len(text) else "nothing more" for text in texts] for n in range(longest))
+    lines = [text + ["nothing more"] * (longest - len(text)) for text in texts]
+    rows = (list(row) for row in zip(*lines, strict=True))
     first: list[str] = next((row for row in rows if len(set(row)) > 1), ["other"] * len(sides))
     return dict(zip(sides, first, strict=True))
 

@@ -157,7 +157,10 @@ def bonsai() -> dict[str, Any]:
             r"layers.\1.attn.\2_proj.bias",
             Transform.BIAS,
         ),
-        layer + r"self_attn\.(q|k)_norm\.weight$": (r"layers.\1.attn.\2_norm.scale", Transform.SCALE),
+        layer + r"self_attn\.(q|k)_norm\.weight$": (
+            r"layers.\1.attn.\2_norm.scale",
+            Transform.SCALE,
+        ),
         layer + r"mlp\.(gate|up|down)_proj\.weight$": (
             r"layers.\1.mlp.\2_proj.kernel",
             Transform.LINEAR,

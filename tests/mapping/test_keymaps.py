@@ -45,13 +45,19 @@ def test_every_box_is_what_numpy_makes(case: str) -> None:
         assert recipe.shape == leaf.shape
         for box in _boxes(leaf.shape):
             pull = recipe.pull(box)
-            arrays = [stored[s.info.name][tuple(slice(*dim) for dim in s.box)] for s in pull.sources]
+            arrays = [
+                stored[s.info.name][tuple(slice(*dim) for dim in s.box)] for s in pull.sources
+            ]
             made = mapping.evaluate(pull.program, arrays, np)
             wanted = leaf[tuple(slice(*dim) for dim in box)]
             assert made.dtype == wanted.dtype
-            assert np.array_equal(made.view(np.uint16), np.ascontiguousarray(wanted).view(np.uint16))
+            assert np.array_equal(
+                made.view(np.uint16), np.ascontiguousarray(wanted).view(np.uint16)
+            )
             # Only parts of heads are no box of what is stored.
-            if all(b - a == size or size != HEAD for (a, b), size in zip(box, leaf.shape)):
+            if all(
+                b - a == size or size != HEAD for (a, b), size in zip(box, leaf.shape, strict=True)
+            ):
                 assert sum(array.size for array in arrays) == wanted.size
 
 

@@ -253,9 +253,10 @@ def test_low_precision_is_rounded_once() -> None:
     rule = mapping.rule("t", scale=1.0009765625)
     recipe = mapping.match(index, [mapping.Aim("t", (2,), None)], {"w": rule}).recipes["t"]
     made = mapping.evaluate(recipe.pull(((0, 2),)).program, [array], np)
-    assert made.tolist() == (array.astype(np.float32) * np.float32(1.0009765625)).astype(
-        ml_dtypes.bfloat16
-    ).tolist()
+    assert (
+        made.tolist()
+        == (array.astype(np.float32) * np.float32(1.0009765625)).astype(ml_dtypes.bfloat16).tolist()
+    )
 
 
 def test_stored_in_two_dtypes_and_stacked() -> None:

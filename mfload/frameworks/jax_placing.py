@@ -1,0 +1,137 @@
+"""Placing: a sharding for each leaf of a target, from all who have a say in it.
+
+What `shardings=` says goes first, then the sharding that a leaf has, then the axes that Flax's
+variables and boxes name, then the mesh, on which the leaf is replicated. Without a mesh a leaf
+lies on the default device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from mfload import errors
+from mfload.frameworks import flax_axes, flax_trees, jax_boxes, jax_sharding, jax_trees
+from mfload.frameworks.flax_axes import Rules
+from mfload.frameworks.jax_trees import Leaf
+
+
+def shardings(
+    rows: Sequence[tuple[str, Leaf]],
+    mesh: Any,
+    asked: Any,
+    unmatched: str,
+    rules: Any,
+    notes: list[str],
+) -> list[Sharding]:
+    """A sharding for each leaf, checked against its shape.
+
+    Args:
+        rows: Names and leaves.
+        mesh: The user's mesh, None for that of `jax.set_mesh`.
+        asked: What `shardings=` was given.
+        unmatched: What becomes of leaves for which nobody says anything.
+        rules: What `logical_axis_rules=` was given.
+        notes: Takes what a user should hear of that is no error.
+
+    Returns:
+        Shardings on devices.
+
+    Raises:
+        ShardingError: Some do not fit their leaves, or nobody says where a leaf lies.
+        UsageError: An argument makes no sense.
+    """
+    pairs = flax_axes.check_rules(rules)
+    mesh = around() if mesh is None else mesh
+    own = [_own(name, leaf, mesh, pairs) for name, leaf in rows]
+    if mesh is None and asked is None:
+        alone = SingleDeviceSharding(default_device())
+        own = [alone if each is None else each for each in own]
+    return jax_sharding.resolve(
+        [(name, leaf.shape) for name, leaf in rows],
+        mesh,
+        _rules(asked),
+        unmatched,
+        infos=[leaf for _, leaf in rows],
+        own=own,
+        notes=notes,
+    )
+
+
+def around() -> Mesh | None:
+    """The mesh that `jax.set_mesh` has set, None where there is none."""
+    find = getattr(jax.sharding, "get_mesh", None)
+    found = None if find is None else find()
+    return found if isinstance(found, Mesh) and not found.empty else None
+
+
+def default_device() -> Any:
+    """The device on which arrays lie where nobody says otherwise."""
+    default = jax.config.jax_default_device  # pyright: ignore
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+
+def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf]) -> tuple[int, ...]:
+    """The processes that take part in a load, by their numbers; this one where nothing tells.
+
+    Args:
+        mesh: As for `shardings`.
+        asked: As for `shardings`.
+        leaves: The target's.
+    """
+    mesh = around() if mesh is None else mesh
+    own = [
+        leaf.sharding
+        for leaf in leaves
+        if isinstance(leaf.sharding, Sharding) and not jax_boxes.is_abstract(leaf.sharding)
+    ]
+    if mesh is None and asked is None and not own:
+        return (jax.process_index(),)
+    try:
+        asked = _rules(asked)
+    except errors.MfloadError:
+        asked = None
+    if callable(asked) and mesh is None:
+        return jax_sharding.processes(None, asked)
+    found = [*jax_sharding.given(asked), *own]
+    return jax_sharding.processes(mesh, [("", each) for each in found])
+
+
+def _own(name: str, leaf: Leaf, mesh: Any, rules: Rules) -> Any:
+    """What a leaf says of itself, None where it says nothing."""
+    axes, own = leaf.role.axes, leaf.sharding
+    abstract = jax_boxes.is_abstract(own)
+    if own is not None and not (abstract and axes is not None and _splits_nothing(own)):
+        if abstract and mesh is None:
+            raise errors.ShardingError(
+                "the leaf names axes of a mesh, and no mesh has devices for them",
+                tensor=name,
+                expected="mesh=, or a load inside jax.set_mesh(mesh)",
+                found=str(own.spec),
+            )
+        return own
+    # An abstract sharding that splits nothing is what tracing leaves behind on Auto axes.
+    found = None if axes is None else flax_axes.sharding(name, axes, mesh, rules)
+    return own if found is None and not abstract else found
+
+
+def _splits_nothing(sharding: NamedSharding) -> bool:
+    return all(part is None for part in tuple(sharding.spec))  # pyright: ignore
+
+
+def _rules(asked: Any) -> Any:
+    """A tree of shardings, as a mapping from names; anything else as it is."""
+    if asked is None or isinstance(asked, Sharding | PartitionSpec | list | tuple):
+        return asked
+    if type(asked) is dict or (callable(asked) and not flax_trees.is_node(asked)):
+        return asked
+    if isinstance(asked, Mapping) or flax_trees.is_node(asked) or _is_tree(asked):
+        return {leaf.name: leaf.value for leaf in jax_trees.take_apart(asked).leaves}
+    return asked
+
+
+def _is_tree(value: Any) -> bool:
+    return not jax.tree_util.all_leaves([value])

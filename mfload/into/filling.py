@@ -1,0 +1,282 @@
+"""Filling: the parts of all goals are fetched, transformed where they landed, and put together."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mfload import dtypes, errors, frameworks, mapping
+from mfload.index import Index
+from mfload.into import pulling, slabs, tally
+from mfload.into.goals import Goal
+from mfload.into.pulling import Part
+from mfload.into.slabs import Piece
+from mfload.io.source import LocalFile
+from mfload.loading import Loader
+from mfload.placement import Need
+from mfload.report import Report
+from mfload.settings import OVERHEAD, Settings
+from mfload.sharding.load import MERGE_GAP
+
+Advance = Callable[[int], None] | None
+Fetch = Callable[..., list[tuple[Any, ...]]]
+"""`fetching.fetch`, told of the other processes: (needs, rank, loader, report=, advance=)."""
+
+# What the readers' slots may take of the overhead while transforms are under way: the rest is for
+# what waits for them.
+_SLOTS = 4
+
+
+class Filling:
+    """Fills goals on the devices of this process.
+
+    Args:
+        index: The checkpoint's table.
+        sources: Its files.
+        goals: What is to be filled.
+        settings: How.
+
+    Attributes:
+        rank: This process.
+
+    Raises:
+        MemoryLimitError: A goal can't be made within the overhead.
+        ShardingError: A shard would cut through elements that share a byte.
+    """
+
+    def __init__(
+        self, index: Index, sources: Sequence[LocalFile], goals: Sequence[Goal], settings: Settings
+    ) -> None:
+        shardings = frameworks.module("jax", "sharding")
+        self._jax = frameworks.module("jax", "mesh")
+        self._work = frameworks.module("jax", "transforms")
+        self._transforms = self._work.Transforms(mapping.evaluate)
+        self.rank: int = shardings.rank()
+        self._goals = goals
+        self._spots = shardings.Spots()
+        self._settings = settings
+        plain: list[tuple[int, Part]] = []
+        made: list[tuple[int, Sequence[Part]]] = []
+        for number, goal in enumerate(goals):
+            direct, others = self._parts(goal)
+            plain += [(number, part) for part in direct]
+            if others:
+                made.append((number, others))
+        self._plain = pulling.requests(plain, apart=self._apart())
+        limit = OVERHEAD if settings.max_host_overhead is None else settings.max_host_overhead
+        slots = limit // _SLOTS
+        self._waves = list(
+            slabs.waves(((n, goals[n].recipe, parts) for n, parts in made), limit - slots)
+        )
+        if settings.max_host_overhead is not None:
+            self._check_room(limit - slots)
+        self._wanted = [pulling.requests(list(enumerate(_flat(wave)))) for wave in self._waves]
+        adapter = self._jax.JaxMeshAdapter(self._spots.of(self.rank))
+        # Whole rows are read over rather than skipped, where a few are not wanted.
+        settings = replace(settings, merge_gap=MERGE_GAP)
+        self._loader = Loader(index, sources, adapter, settings)
+        # On other devices, what waits is copied there, and slots are gone by then.
+        least = slots if adapter.on_host else settings.max_host_overhead
+        waiting = replace(settings, landing="mfload", max_host_overhead=least)
+        self._waiting = Loader(index, sources, adapter, waiting)
+        self._arrays: list[dict[int, Any]] = [{} for _ in goals]
+
+    def _parts(self, goal: Goal) -> tuple[list[Part], list[Part]]:
+        """The parts of a goal that land as they are, and those that something is done with."""
+        held = self._spots.shares(goal.sharding, goal.shape)
+        parts = pulling.parts(goal.recipe, held)
+        direct = [part for part in parts if part.plain]
+        if len(direct) == len(parts):
+            return direct, []
+        others = [part for part in parts if not part.plain]
+        if not self._spots.plain(goal.sharding):
+            # Work is done in the memory that devices work in, and the result moved.
+            there = self._work.in_default_memory(goal.sharding)
+            moved = self._spots.shares(there, goal.shape)
+            spot = dict(zip(held, moved, strict=True))
+            others = [
+                part._replace(holders=tuple(spot[share] for share in part.holders))
+                for part in others
+            ]
+        return direct, others
+
+    def _apart(self) -> Iterator[int]:
+        """Goals of which each device gets memory of its own."""
+        lendable = self._jax.JaxMeshAdapter.lendable
+        wanted = self._settings.landing == "framework"
+        for number, goal in enumerate(self._goals):
+            own = wanted or not self._spots.plain(goal.sharding)
+            if own and goal.recipe.dtype.name in lendable:
+                yield number
+
+    def _check_room(self, room: int) -> None:
+        for wave in self._waves:
+            for piece in wave:
+                needed = slabs.most(piece.parts)
+                if needed > room:
+                    raise errors.MemoryLimitError(
+                        "what the tensor is made of exceeds the overhead, however it is cut",
+                        tensor=self._goals[piece.owner].name,
+                        expected=f"max_host_overhead of {needed * _SLOTS // (_SLOTS - 1) + 1} bytes",
+                        found=self._settings.max_host_overhead,
+                    )
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the files that this process wants."""
+        total = 0
+        for each in (self._plain, *self._wanted):
+            needs = each.needs.get(self.rank, ())
+            seen = {(need.info.name, need.selection): need for need in needs}
+            total += sum(need.nbytes for need in seen.values())
+        return total
+
+    def lines(self) -> Iterator[str]:
+        """What is wanted and how, the same where processes want the same."""
+        how = self._settings
+        yield f"landing={how.landing!r}, max_host_overhead={how.max_host_overhead}"
+        for goal in self._goals:
+            shares = self._spots.shares(goal.sharding, goal.shape)
+            text = repr((goal.recipe, shares)).encode()
+            digest = hashlib.sha256(text).hexdigest()[:16]
+            yield f"{goal.name}: {goal.recipe.dtype} {goal.sharding} {digest}"
+
+    def run(self, fetch: Fetch, report: Report, advance: Advance) -> list[Any]:
+        """Loads.
+
+        Args:
+            fetch: As `fetching.fetch`.
+            report: What happens is added.
+            advance: Told of progress, in bytes.
+
+        Returns:
+            An array for each goal.
+
+        Raises:
+            MfloadError: Nothing is left half loaded.
+        """
+        if any(self._plain.needs.values()):
+            fetched = self._fetch(fetch, self._plain.needs, self._loader, report, advance)
+            needs = self._plain.needs.get(self.rank, [])
+            for need, row, arrays in zip(
+                needs, self._plain.rows.get(self.rank, []), fetched, strict=True
+            ):
+                self._arrays[row.owner].update(zip(need.devices, arrays, strict=True))
+            fetched.clear()
+        for number in range(len(self._waves)):
+            self._wave(number, fetch, report, advance)
+        report.framework, report.tensors = "jax", len(self._goals)
+        report.result_bytes = 0
+        return [self._assemble(number, report) for number in range(len(self._goals))]
+
+    def _fetch(
+        self,
+        fetch: Fetch,
+        needs: Mapping[int, list[Need]],
+        loader: Loader,
+        report: Report,
+        advance: Advance,
+    ) -> list[tuple[Any, ...]]:
+        one = Report()
+        fetched = fetch(needs, self.rank, loader, report=one, advance=advance)
+        if loader is self._waiting:
+            one.aliased_bytes = 0
+        tally.add(report, one)
+        return fetched
+
+    def _wave(self, number: int, fetch: Fetch, report: Report, advance: Advance) -> None:
+        """Loads what some goals, or stretches of them, are made of, and makes them."""
+        wave, wanted = self._waves[number], self._wanted[number]
+        fetched = self._fetch(fetch, wanted.needs, self._waiting, report, advance)
+        start = time.perf_counter()
+        landed: list[dict[int, list[Any]]] = [{} for _ in _flat(wave)]
+        rows = wanted.rows.get(self.rank, [])
+        # The sources of a part come in their order, for each of its devices.
+        for need, row, arrays in zip(wanted.needs.get(self.rank, []), rows, fetched, strict=True):
+            for device, array in zip(need.devices, arrays, strict=True):
+                landed[row.owner].setdefault(device, []).append(array)
+        fetched.clear()
+        at = 0
+        made: list[Any] = []
+        for piece in wave:
+            made += self._piece(piece, landed[at : at + len(piece.parts)])
+            at += len(piece.parts)
+        self._work.wait(made)
+        landed.clear()
+        took = time.perf_counter() - start
+        report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
+
+    def _piece(self, piece: Piece, landed: Sequence[dict[int, list[Any]]]) -> list[Any]:
+        """Has the devices make what a piece adds to its goal."""
+        goal, arrays = self._goals[piece.owner], self._arrays[piece.owner]
+        groups: dict[Any, dict[int, tuple[Any, ...]]] = {}
+        for part, rows in zip(piece.parts, landed, strict=True):
+            for device, row in rows.items():
+                shapes = tuple((array.shape, array.dtype) for array in row)
+                key = part.pull.program, slabs.whole(part.box), shapes
+                groups.setdefault(key, {})[device] = tuple(row)
+        if goal.recipe.checked:
+            self._check(goal, groups.values())
+        touched: list[Any] = []
+        for (program, shape, _), rows in groups.items():
+            numbers, given = list(rows), list(rows.values())
+            if 0 in shape:
+                made = self._empty(goal, numbers, shape)
+            elif piece.start is None:
+                made = self._transforms.run(program, given)
+            else:
+                if numbers[0] not in arrays:
+                    box = goal.sharding.shard_shape(goal.shape)
+                    arrays.update(zip(numbers, self._empty(goal, numbers, box), strict=True))
+                wholes = [arrays.pop(number) for number in numbers]
+                made = self._transforms.put(program, wholes, given, piece.start)
+                del wholes
+            arrays.update(zip(numbers, made, strict=True))
+            touched += made
+        return touched
+
+    def _empty(self, goal: Goal, numbers: Sequence[int], shape: tuple[int, ...]) -> list[Any]:
+        spots = self._spots.of(self.rank)
+        devices = [spots[number].device for number in numbers]
+        _, dtype = self._jax.arrives(goal.recipe.dtype, shape)
+        return self._transforms.empty(devices, shape, dtype)
+
+    def _check(self, goal: Goal, groups: Any) -> None:
+        dtype = goal.recipe.dtype
+        bounds = (0, 1) if dtype is dtypes.TABLE["BOOL"] else _bounds(dtype.numpy)
+        verdicts = [
+            verdict
+            for rows in groups
+            for verdict in self._work.fits([row for row in rows.values() if row], *bounds)
+        ]
+        if not all(map(bool, verdicts)):
+            raise errors.LossyCastError(
+                "a value does not fit the dtype asked for",
+                tensor=goal.name,
+                expected=f"{bounds[0]} to {bounds[1]} for {dtype}",
+            )
+
+    def _assemble(self, number: int, report: Report) -> Any:
+        goal, spots = self._goals[number], self._spots.of(self.rank)
+        held = {
+            spots[n].device: self._work.move(array, goal.sharding)
+            for n, array in self._arrays[number].items()
+        }
+        self._arrays[number] = {}
+        report.result_bytes += sum(array.nbytes for array in held.values())
+        shape, dtype = self._jax.arrives(goal.recipe.dtype, goal.shape)
+        return self._jax.assemble(shape, goal.sharding, held, dtype)
+
+
+def _flat(wave: Sequence[Piece]) -> list[Part]:
+    return [part for piece in wave for part in piece.parts]
+
+
+def _bounds(dtype: Any) -> tuple[int, int]:
+    limits = np.iinfo(dtype)
+    return int(limits.min), int(limits.max)

@@ -1,0 +1,222 @@
+"""`mfload.load_into`: a checkpoint into a tree of the user's own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from mfload import errors, frameworks
+from mfload.formats import checkpoint
+from mfload.index import Index
+from mfload.into import goals
+from mfload.into.filling import Fetch, Filling
+from mfload.into.goals import Goal
+from mfload.io.deadline import Deadline
+from mfload.io.route import EngineName
+from mfload.io.source import LocalFile
+from mfload.loading import Loader
+from mfload.pause import collector_paused
+from mfload.placement import Need
+from mfload.progress import Progress, shown
+from mfload.report import Report
+from mfload.settings import Exchange, Landing, Settings, Unmatched
+from mfload.sharding import fetching, load as sharded
+from mfload.sharding.agreement import Party, fingerprint, together
+
+Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def load_into(
+    target: Any,
+    path: Path,
+    *,
+    mapping: Any = None,
+    mesh: Any = None,
+    shardings: Any = None,
+    unmatched: Unmatched = "replicate",
+    logical_axis_rules: Any = None,
+    dtype: Any = "target",
+    strict: bool = True,
+    landing: Landing = "auto",
+    exchange: Exchange = "auto",
+    engine: EngineName = "auto",
+    max_host_overhead: int | None = None,
+    threads: int | None = None,
+    timeout: float | None = None,
+    progress: Progress = False,
+    report: Report | None = None,
+) -> Any:
+    r"""Loads a checkpoint into a tree of JAX: its names, shapes, dtypes and shardings.
+
+    The target is a mould: it is left as it is, and a new tree of the same type comes back. Its
+    leaves go by their paths, joined by dots ("layers.0.attn.kernel"); what Flax calls the value of
+    a variable or a box is no part of the name.
+
+    Args:
+        target: A pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists, named tuples,
+            dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables, Linen's
+            params and boxes, a `TrainState`. Random keys, batch statistics and plain numbers that
+            the checkpoint lacks stay as they are, and so do leaves that are no arrays.
+        path: As for `mfload.load`.
+        mapping: From names in the checkpoint to names in the target; None where they are the
+            same. `{regex: replacement}`, the regex for the whole stored name, with `\1` for what
+            its groups hold; `{regex: (replacement, (permute, reshape))}`; or
+            `{regex: mfload.rule(...)}`.
+        mesh: The `jax.sharding.Mesh` on which leaves lie that name no devices; that of
+            `jax.set_mesh` where None.
+        shardings: As for `mfload.load`, for names of the target; goes before what leaves say.
+        unmatched: What becomes of leaves for which neither a rule nor the leaf itself says
+            anything: "replicate" or "error".
+        logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
+            name logical axes.
+        dtype: "target" (what each leaf holds), "stored", or as for `mfload.load`.
+        strict: Whether every leaf must be filled and every stored tensor used. Where False, what
+            fits is loaded and the other leaves stay as they are.
+        landing: "framework" for arrays that JAX can donate, as for `mfload.load`; what a rule
+            transforms is such in any case.
+        exchange: As for `mfload.load`.
+        engine: As for `mfload.load`.
+        max_host_overhead: Bytes of host memory beside the result; 256 MiB where None.
+        threads: As for `mfload.load`.
+        timeout: As for `mfload.load`.
+        progress: As for `mfload.load`.
+        report: As for `mfload.load`.
+
+    Returns:
+        A tree of the target's type, with arrays in place.
+
+    Raises:
+        MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
+            before data is read.
+        ShardingError: A sharding does not fit its leaf.
+        MfloadError: Any other of the tree in `mfload.errors`; nothing is left half loaded.
+    """
+    if report is not None:
+        if not isinstance(report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
+        report.clear()
+    deadline = Deadline(timeout)
+    where = _Where(mesh, shardings, unmatched, logical_axis_rules)
+    trees = frameworks.module("jax", "trees")
+    placing = frameworks.module("jax", "placing")
+    tree: Any = None
+    unfit: errors.MfloadError | None = None
+    try:
+        tree = trees.take_apart(target)
+    except errors.MfloadError as error:
+        unfit = error  # The other processes hear of it, too.
+    taking_part = placing.processes(mesh, shardings, tree.leaves if tree else ())
+    values: list[Any] = []
+    try:
+        with _together(taking_part, deadline) as party:
+            if unfit is not None:
+                raise unfit
+            _check_choices(strict, unmatched, exchange)
+            settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+            done = Report()
+            with _stage(done, "headers"):
+                index, sources = _read_index(path, deadline)
+            with _stage(done, "matching"), collector_paused():
+                filled = goals.match(index, tree.leaves, mapping, strict=strict, dtype=dtype)
+                notes = list(filled.notes)
+                wanted = _goals(tree.leaves, filled, where, notes)
+                filling = Filling(index, sources, wanted, settings)
+            if len(taking_part) > 1:
+                party.agree("files", fingerprint(list(_seen(index, sources))))
+                lines = [f"exchange={exchange!r}", *filling.lines()]
+                party.agree("arguments", fingerprint(lines))
+            fetch = _fetch(party, exchange, wanted, deadline)
+            with shown(progress, filling.stored_bytes) as advance:
+                arrays = filling.run(fetch, done, advance)
+            values = [leaf.value for leaf in tree.leaves]
+            for goal, array in zip(wanted, arrays, strict=True):
+                values[goal.number] = array
+    except BaseException:
+        values.clear()
+        raise
+    if report is not None:
+        done.processes = len(taking_part)
+        done.notes = tuple(dict.fromkeys((*notes, *done.notes)))
+        for name, value in vars(done).items():
+            setattr(report, name, value)
+    return tree.rebuild(values)
+
+
+class _Where(NamedTuple):
+    """What was asked for about devices."""
+
+    mesh: Any
+    shardings: Any
+    unmatched: str
+    rules: Any
+
+
+def _check_choices(strict: object, unmatched: object, exchange: object) -> None:
+    sharded.check_choices(unmatched, exchange)
+    if not isinstance(strict, bool):
+        raise errors.UsageError("strict", expected="True or False", found=repr(strict))
+
+
+@contextmanager
+def _together(processes: tuple[int, ...], deadline: Deadline) -> Generator[Party]:
+    rank: int = frameworks.module("jax", "sharding").rank()
+    board = frameworks.module("jax", "processes").board() if len(processes) > 1 else None
+    with together(processes, rank, board, deadline) as party:
+        yield party
+
+
+@contextmanager
+def _stage(report: Report, name: str) -> Generator[None]:
+    start = time.perf_counter()
+    yield
+    report.stages[name] = time.perf_counter() - start
+
+
+def _goals(
+    leaves: Sequence[Any], filled: goals.Filled, where: _Where, notes: list[str]
+) -> list[Goal]:
+    """The leaves that are filled, with a sharding for each."""
+    placing = frameworks.module("jax", "placing")
+    chosen = [(n, leaves[n], recipe) for n, recipe in filled.recipes.items()]
+    found = placing.shardings(
+        [(recipe.aim.name, leaf) for _, leaf, recipe in chosen], *where, notes
+    )
+    return [
+        Goal(n, recipe.aim.name, recipe, sharding)
+        for (n, _, recipe), sharding in zip(chosen, found, strict=True)
+    ]
+
+
+def _fetch(party: Party, exchange: str, wanted: Sequence[Goal], deadline: Deadline) -> Fetch:
+    """Fetching together with the other processes."""
+    links: fetching.Links | None = None
+    if len(party.ranks) > 1 and wanted:
+        platform = next(iter(wanted[0].sharding.device_set)).platform
+        links = frameworks.module("jax", "processes").Links(party.ranks, platform, deadline)
+
+    def fetch(
+        needs: Mapping[int, Sequence[Need]], rank: int, loader: Loader, **keywords: Any
+    ) -> list[tuple[Any, ...]]:
+        every = {each: needs.get(each, []) for each in party.ranks}
+        return fetching.fetch(
+            every, rank, loader, exchange=exchange, party=party, links=links, **keywords
+        )
+
+    return fetch
+
+
+def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:
+    what = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    return deadline.bound(lambda: checkpoint.read(path), "reading headers", what)
+
+
+def _seen(index: Index, sources: Sequence[LocalFile]) -> Iterator[str]:
+    """Files and headers, the same where processes see the same; wherever the files lie."""
+    for source in sources:
+        yield f"{os.path.basename(source.path)}: {source.size} bytes"
+    for info in index.tensors.values():
+        at = ", ".join(f"{piece.offset} in file {piece.source}" for piece in info.pieces)
+        yield f"{info.name}: {info.dtype} {list(info.shape)} at {at}"

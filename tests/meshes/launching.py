@@ -1,0 +1,91 @@
+"""Starts the processes of one load, and brings home what each of them says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCRIPT = Path(__file__).with_name("process_cases.py")
+
+
+class Ended(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        code: Exit status, negative for a signal.
+        said: What it wrote, case by case.
+        log: The end of its output.
+    """
+
+    code: int
+    said: dict[str, Any]
+    log: str
+
+
+def launch(
+    directory: Path, cases: Sequence[str], *, count: int, devices: int, seconds: float
+) -> list[Ended]:
+    """Runs cases in `count` processes with `devices` CPU devices each; none outlives the time."""
+    port = _port()
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    started: list[subprocess.Popen[bytes]] = []
+    logs = [directory / f"log.{rank}" for rank in range(count)]
+    try:
+        for rank in range(count):
+            command = [sys.executable, "-u", str(SCRIPT), str(rank), str(count), str(port)]
+            with logs[rank].open("wb") as log:
+                started.append(
+                    subprocess.Popen(
+                        [*command, str(directory), *cases],
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        end = time.monotonic() + seconds
+        for process in started:
+            try:
+                process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)
+                process.wait(5)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return [
+        Ended(process.returncode, _said(directory / f"said.{rank}"), _tail(logs[rank]))
+        for rank, process in enumerate(started)
+    ]
+
+
+def _said(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["case"]: line for line in lines}
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-6000:]
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,343 @@
+"""What each process of a load does in a test (see `launching`).
+
+    python process_cases.py RANK COUNT PORT DIRECTORY CASE…
+
+Writes a line of JSON for each case to `DIRECTORY/said.RANK`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import gc
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+from jax.sharding import Mesh, PartitionSpec as P
+
+import mfload
+from mfload import errors
+from mfload.frameworks import jax_processes
+from mfload.io import buffers
+from mfload.sharding import rounds
+
+SPECS: dict[str, Any] = {
+    "rows": P(("a", "b"), None),
+    "columns": P(None, ("a", "b")),
+    "grid": P("a", "b"),
+    "across": P("b", "a"),
+    "partly": P("a", None),
+    "replicated": P(),
+}
+MANY_ROUNDS = 4 << 20  # Overhead so small that the exchange takes many.
+EXPECTED = ("read_bytes", "exchanged_bytes", "over_read_bytes", "peak_bytes")
+
+
+class World:
+    """One process among several.
+
+    Args:
+        rank: Its number.
+        count: How many there are.
+        directory: With `model/`, which all see.
+    """
+
+    def __init__(self, rank: int, count: int, directory: Path) -> None:
+        self.rank, self.count, self.directory = rank, count, directory
+        self.model = directory / "model"
+        devices = np.array(jax.devices()).reshape(count, -1)
+        self.mesh = Mesh(devices, ("a", "b"))
+        self.read = 0
+
+    def load(self, spec: Any, path: Path | None = None, **options: Any) -> dict[str, Any]:
+        """Loads with one spec for all tensors of two dims."""
+        shardings = [("^t", spec)] if spec != P() else [("^t", P())]
+        return mfload.load(
+            path or self.model, framework="jax", mesh=self.mesh, shardings=shardings, **options
+        )
+
+    def own(self) -> Path:
+        """A copy of the model that this process may damage."""
+        path = self.directory / f"own.{self.rank}"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(self.model, path)
+        return path
+
+    def check(self, arrays: dict[str, Any]) -> None:
+        """Compares every shard of this process with the file, bit by bit."""
+        held: dict[str, Any] = {}
+        for file in sorted(self.model.glob("*.safetensors")):
+            held |= safetensors.numpy.load_file(file)
+        assert set(arrays) == set(held)
+        for name, array in arrays.items():
+            assert array.shape == held[name].shape
+            for shard in array.addressable_shards:
+                mine = np.asarray(shard.data)
+                assert mine.tobytes() == held[name][shard.index].tobytes(), name
+        del arrays
+
+    @contextlib.contextmanager
+    def counted(self) -> Generator[None]:
+        """Counts the bytes that come from files of the model."""
+        true, lock = os.preadv, threading.Lock()
+        self.read = 0
+
+        def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
+            got = true(fd, vector, offset, *flags)
+            with lock:
+                self.read += got
+            return got
+
+        os.preadv = preadv
+        try:
+            yield
+        finally:
+            os.preadv = true
+
+    @contextlib.contextmanager
+    def failing(self, after: int, act: Callable[[], Any]) -> Generator[None]:
+        """Does something in place of the reads of rank 1 that come after so many bytes."""
+        true, done = os.preadv, [0]
+
+        def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
+            if done[0] >= after:
+                act()
+            got = true(fd, vector, offset, *flags)
+            done[0] += got
+            return got
+
+        if self.rank == 1:
+            os.preadv = preadv
+        try:
+            yield
+        finally:
+            os.preadv = true
+
+
+def io_error() -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def values(world: World, name: str, exchange: str, **options: Any) -> dict[str, Any]:
+    report = mfload.Report()
+    with world.counted():
+        arrays = world.load(
+            SPECS[name], exchange=exchange, engine="pread", report=report, **options
+        )
+    world.check(arrays)
+    arrays.clear()
+    return {each: getattr(report, each) for each in EXPECTED} | {
+        "counted": world.read,
+        "notes": report.notes,
+        "stages": report.stages,
+    }
+
+
+def damaged(world: World) -> None:
+    path = world.own()
+    if world.rank == 1:
+        with (path / "model-00002-of-00002.safetensors").open("r+b") as file:
+            file.seek(9)
+            file.write(b"!!!!")
+    world.load(P("a"), path)
+
+
+def missing(world: World) -> None:
+    path = world.own()
+    if world.rank == 1:
+        (path / "model-00002-of-00002.safetensors").unlink()
+    world.load(P("a"), path)
+
+
+def different(world: World) -> None:
+    path = world.own()
+    if world.rank == 1:
+        file = path / "model-00001-of-00002.safetensors"
+        arrays = safetensors.numpy.load_file(file)
+        name = next(iter(arrays))
+        safetensors.numpy.save_file(arrays | {name: arrays[name][:-8]}, file)
+    with no_collectives():
+        world.load(P("a"), path, exchange="once")
+
+
+@contextlib.contextmanager
+def no_collectives() -> Generator[None]:
+    true = jax_processes.Link.swap
+    jax_processes.Link.swap = None
+    try:
+        yield
+    finally:
+        jax_processes.Link.swap = true
+
+
+def disk(world: World, exchange: str, after: int) -> None:
+    with world.failing(after, io_error):
+        world.load(SPECS["columns"], exchange=exchange, engine="pread")
+
+
+def shrinks(world: World) -> None:
+    path = world.own()
+
+    def cut() -> None:
+        os.truncate(path / "model-00001-of-00002.safetensors", 4000)
+
+    with world.failing(1 << 20, cut):
+        world.load(SPECS["columns"], path, exchange="once", engine="pread")
+
+
+def other_arguments(world: World) -> None:
+    world.load(P("a") if world.rank else P("b"))
+
+
+def other_exchange(world: World) -> None:
+    world.load(P("a"), exchange="once" if world.rank else "never")
+
+
+def silly(world: World) -> None:
+    world.load(P("a"), dtype="nothing" if world.rank else None)
+
+
+def alone(world: World) -> None:
+    """Process 0 loads, the other does not come in time; then both go on."""
+    if world.rank == 0:
+        try:
+            world.load(P("a"), timeout=1.0)
+        except errors.LoadTimeoutError:
+            (world.directory / "gave-up").touch()
+            raise
+    while not (world.directory / "gave-up").exists():
+        time.sleep(0.05)
+    world.load(P("a"), timeout=10.0)
+
+
+def interrupted(world: World) -> None:
+    """Ctrl-C in process 1, in the middle of an exchange."""
+    true = rounds.Exchange._received
+
+    def received(self: Any, pending: Any, number: int) -> Any:
+        if world.rank == 1 and number == 1:
+
+            def press(meanwhile: Any, times: list[int] = []) -> Any:  # noqa: B006
+                if not times:
+                    times.append(1)
+                    raise KeyboardInterrupt
+                return pending(meanwhile)
+
+            return true(self, press, number)
+        return true(self, pending, number)
+
+    rounds.Exchange._received = received
+    try:
+        world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
+    finally:
+        rounds.Exchange._received = true
+
+
+def killed_before(world: World) -> None:
+    world.load(P("a"))
+    if world.rank == 1:
+        kill()
+    world.load(P("a"))
+
+
+def killed_reading(world: World) -> None:
+    with world.failing(1 << 20, kill):
+        world.load(SPECS["columns"], exchange="never", engine="pread")
+
+
+def killed_exchanging(world: World) -> None:
+    true = rounds.Exchange._received
+
+    def received(self: Any, pending: Any, number: int) -> Any:
+        if world.rank == 1 and number == 2:
+            kill()
+        return true(self, pending, number)
+
+    rounds.Exchange._received = received
+    world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
+
+
+def silent(world: World) -> None:
+    """Process 1 stops in the middle of an exchange, and is not dead."""
+    true = rounds.Exchange._received
+
+    def received(self: Any, pending: Any, number: int) -> Any:
+        if world.rank == 1 and number == 2:
+            time.sleep(6)
+        return true(self, pending, number)
+
+    rounds.Exchange._received = received
+    world.load(SPECS["columns"], exchange="once", timeout=2.0, max_host_overhead=MANY_ROUNDS)
+
+
+def run(world: World, case: str) -> dict[str, Any]:
+    head, *rest = case.split(":")
+    if head == "values":
+        options = {"max_host_overhead": int(rest[2])} if len(rest) > 2 else {}
+        return values(world, rest[0], rest[1], **options)
+    if head == "disk":
+        disk(world, rest[0], int(rest[1]))
+        return {}
+    globals()[head](world)
+    return {}
+
+
+def main() -> None:
+    rank, count, port = map(int, sys.argv[1:4])
+    directory = Path(sys.argv[4])
+    faulthandler.enable()
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
+    world = World(rank, count, directory)
+    failed = False
+    with (directory / f"said.{rank}").open("w") as out:
+        for case in sys.argv[5:]:
+            start = time.monotonic()
+            line: dict[str, Any] = {"case": case, "error": None}
+            try:
+                line |= run(world, case)
+            except BaseException as error:
+                line |= {"error": type(error).__name__, "text": str(error)}
+                line["typed"] = isinstance(error, errors.MfloadError)
+            line["seconds"] = time.monotonic() - start
+            failed = failed or (line["error"] is not None)
+            gc.collect()
+            line["live"] = buffers.live_bytes()
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+    if failed:
+        # JAX waits at its exit for processes that are gone.
+        barrier(world)
+        os._exit(0)
+
+
+def barrier(world: World) -> None:
+    """Process 0 keeps JAX's store, so it leaves last."""
+    (world.directory / f"done.{world.rank}").touch()
+    end = time.monotonic() + 15
+    while world.rank == 0 and time.monotonic() < end:
+        if all((world.directory / f"done.{n}").exists() for n in range(world.count)):
+            break
+        if any("killed" in case or case == "silent" for case in sys.argv[5:]):
+            break
+        time.sleep(0.02)
+    time.sleep(0.3 if world.rank == 0 else 0)
+
+
+if __name__ == "__main__":
+    main()

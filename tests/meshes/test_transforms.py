@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mfload import dtypes, errors
+from mfload.frameworks import jax_transforms
+from mfload.frameworks.jax_transforms import Transforms
+from mfload.mapping import programs
+
+DEVICES = jax.devices()
+TURNED = programs.Transposed(programs.Take(0), (1, 0))
+
+
+@contextmanager
+def compiles() -> Iterator[list[str]]:
+    """Collects a line for each program that XLA compiles."""
+    found: list[str] = []
+
+    def listen(event: str, _seconds: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def transforms() -> Transforms:
+    return Transforms(programs.evaluate)
+
+
+def rows(*shapes, devices=DEVICES, dtype=np.float32):
+    made = []
+    for n, device in enumerate(devices):
+        row = []
+        for m, shape in enumerate(shapes):
+            size = int(np.prod(shape))
+            values = np.arange(size, dtype=np.float32).reshape(shape) + 100 * n + 10 * m
+            row.append(jax.device_put(values.astype(dtype), device))
+        made.append(tuple(row))
+    return made
+
+
+def expected(program, given):
+    return [programs.evaluate(program, [np.asarray(each) for each in row], np) for row in given]
+
+
+def same(made, wanted, given):
+    for array, numbers, row in zip(made, wanted, given, strict=True):
+        assert array.dtype == numbers.dtype and array.shape == numbers.shape
+        assert np.asarray(array).tobytes() == np.ascontiguousarray(numbers).tobytes()
+        assert array.device == row[0].device
+        assert isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
+
+
+@pytest.mark.parametrize("devices", [DEVICES, DEVICES[3:4], DEVICES[5:1:-1]])
+@pytest.mark.parametrize(
+    ("program", "shapes"),
+    [
+        (TURNED, [(2, 3)]),
+        (programs.Reshaped(programs.Take(0), (3, 2)), [(6,)]),
+        (programs.Converted(TURNED, 0.5, "F32", "BF16"), [(4, 3)]),
+        (programs.Joined((TURNED, programs.Take(1)), 0), [(2, 3), (5, 2)]),
+        (programs.Stacked(TURNED, 1, (3,), (1,)), [(2, 5)] * 3),
+        (programs.Converted(programs.Take(0), None, "I16", "I16"), [()]),
+        (programs.Reshaped(programs.Take(0), (1, 1)), [()]),
+        (programs.Reshaped(programs.Take(0), ()), [(1, 1)]),
+    ],
+)
+def test_each_device_makes_its_own(transforms, devices, program, shapes):
+    given = rows(*shapes, devices=devices)
+    same(transforms.run(program, given), expected(program, given), given)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "I64", "U64"])
+def test_64_bits_keep_their_width(transforms, dtype):
+    wide = dtypes.TABLE[dtype].numpy
+    with jax.enable_x64(True):
+        given = [(jax.device_put(np.array([[2**40, 3]], wide), each),) for each in DEVICES]
+    assert not jax.config.jax_enable_x64
+    same(transforms.run(TURNED, given), expected(TURNED, given), given)
+
+
+@pytest.mark.parametrize(
+    "dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.complex64, bool]
+)
+def test_unusual_dtypes(transforms, dtype):
+    given = rows((3, 4), dtype=dtype)
+    same(transforms.run(TURNED, given), expected(TURNED, given), given)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_mesh_that_the_user_has_set_is_left_alone(transforms, kind):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
+    given = rows((2, 3))
+    with jax.set_mesh(mesh):
+        made = transforms.run(TURNED, given)
+        wholes = transforms.empty(DEVICES, (3, 2), np.float32)
+        wholes = transforms.put(TURNED, wholes, given, (0, 0))
+        assert jax.sharding.get_mesh() == mesh
+    same(made, expected(TURNED, given), given)
+    same(wholes, expected(TURNED, given), given)
+
+
+def test_parts_are_put_into_the_memory_of_the_whole(transforms):
+    given = rows((2, 3))
+    wholes = transforms.empty(DEVICES, (4, 5), np.float32)
+    pointers = [each.unsafe_buffer_pointer() for each in wholes]
+    wholes = transforms.put(TURNED, wholes, given, (1, 0))
+    wholes = transforms.put(TURNED, wholes, given, (1, 3))
+    jax_transforms.wait(wholes)
+    assert [each.unsafe_buffer_pointer() for each in wholes] == pointers
+    for whole, part in zip(wholes, expected(TURNED, given), strict=True):
+        numbers = np.zeros((4, 5), np.float32)
+        numbers[1:, :2] = numbers[1:, 3:] = part
+        assert (np.asarray(whole) == numbers).all()
+
+
+def test_parts_put_elsewhere_share_a_compilation(transforms):
+    given = rows((3, 2), devices=DEVICES[:3])
+    wholes = transforms.empty(DEVICES[:3], (2, 21), np.float32)
+    wholes = transforms.put(TURNED, wholes, given, (0, 0))
+    with compiles() as made:
+        for at in range(3, 21, 3):
+            wholes = transforms.put(TURNED, wholes, given, (0, at))
+    assert made == []
+
+
+def test_layers_share_a_compilation(transforms):
+    shape = (7, 11)
+    with compiles() as made:
+        for _ in range(12):
+            jax_transforms.wait(transforms.run(TURNED, rows(shape)))
+    assert len(made) == 1
+
+
+def test_what_was_made_is_no_window_on_what_came(transforms):
+    (given,) = rows((4, 4), devices=DEVICES[:1])
+    for program in (programs.Reshaped(programs.Take(0), (16,)), programs.Take(0)):
+        (made,) = transforms.run(program, [given])
+        assert made.unsafe_buffer_pointer() != given[0].unsafe_buffer_pointer()
+
+
+def test_what_was_made_can_be_donated(transforms):
+    made = transforms.run(TURNED, rows((64, 32)))
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    for each in made:
+        pointer = each.unsafe_buffer_pointer()
+        assert double(each).unsafe_buffer_pointer() == pointer
+
+
+def test_nothing_is_there_without_elements(transforms):
+    made = transforms.empty(DEVICES, (0, 3), ml_dtypes.bfloat16)
+    assert [each.device for each in made] == DEVICES
+    assert all(each.shape == (0, 3) and each.dtype == jnp.bfloat16 for each in made)
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "fit"),
+    [
+        (np.array([-128.9, 127.9], np.float32), -128, 127, True),
+        (np.array([128.0], np.float32), -128, 127, False),
+        (np.array([np.nan], np.float32), -128, 127, False),
+        (np.array([np.inf], np.float16), -(2**31), 2**31 - 1, False),
+        (np.array([-np.inf], np.float16), -(2**31), 2**31 - 1, False),
+        (np.array([2.0**31], np.float32), -(2**31), 2**31 - 1, False),
+        (np.array([-(2.0**31)], np.float32), -(2**31), 2**31 - 1, True),
+        (np.array([2**63 - 1]), 0, 2**64 - 1, True),
+        (np.array([-1]), 0, 2**64 - 1, False),
+        (np.array([2**64 - 1], np.uint64), -(2**63), 2**63 - 1, False),
+        (np.array([300, 2], np.int32), 0, 255, False),
+        (np.array([True]), -128, 127, True),
+        (np.array([0.5], np.float32), 0, 1, False),
+        (np.array([1.0, 0.0], np.float32), 0, 1, True),
+    ],
+)
+def test_what_integers_hold(values, low, high, fit):
+    with jax.enable_x64(True):
+        given = [(jax.device_put(values, each),) for each in DEVICES[:2]]
+    assert [bool(each) for each in jax_transforms.fits(given, low, high)] == [fit, fit]
+
+
+def test_each_device_is_asked(transforms):
+    given = rows((3,), devices=DEVICES[:4])
+    assert [bool(each) for each in jax_transforms.fits(given, 0, 150)] == [True, True, False, False]
+
+
+def test_no_room(monkeypatch):
+    def refuse(_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying\nmore")
+
+    monkeypatch.setattr(jax, "block_until_ready", refuse)
+    with pytest.raises(errors.MemoryLimitError, match="Out of memory while trying]"):
+        jax_transforms.wait([])
