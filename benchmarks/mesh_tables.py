@@ -166,7 +166,7 @@ def _panel(axes: Any, results: Results, case: str) -> None:
     bars = timings.bars(results, case, LABELS, CEILINGS, unit)
     # The one that takes longest would leave the others no room.
     second = sorted(bar.middle for bar in bars)[-2:][0]
-    limit = min(max(bar.middle for bar in bars), 2 * second) * 1.05
+    limit = min(max(bar.middle for bar in bars), 3 * second) * 1.05
     plot.panel(axes, bars, title=TITLES[case], unit="seconds", limit=limit, room=0.42)
 
 

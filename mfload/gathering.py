@@ -49,9 +49,7 @@ class Gathering:
             self._flush()
         self._held.append(wanted)
 
-    def alone(
-        self, need: Need, nbytes: int, contiguous: int | None, buffer: int, at: int
-    ) -> None:
+    def alone(self, need: Need, nbytes: int, contiguous: int | None, buffer: int, at: int) -> None:
         """Takes a need that shares no byte with another."""
         if contiguous is not None:
             self._joiner.add(need.info.pieces[0].source, contiguous, nbytes, buffer, at)

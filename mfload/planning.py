@@ -15,6 +15,11 @@ from mfload.gathering import Gathering, Wanted
 from mfload.io.blocks import Block, Costs
 from mfload.placement import Need
 
+MESH_GAP = 64 << 10
+"""The `Costs.merge_gap` of loads onto a mesh. A row's part that is read by a call of its own costs
+as much as reading some 100 KiB over (2 cores, page cache), and columns are thousands of rows; a
+disk or a network that is slower than that is why the gap is shorter."""
+
 
 class Place(NamedTuple):
     """Where a need's result lies.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mfload.io.route import Leg
@@ -54,10 +54,6 @@ class Preview:
     def tensors(self) -> int:
         """How many tensors; of those that are sharded, there may be several arrays."""
         return len({place.need.info.name for place in self.plan.places})
-
-    def told(self, notes: tuple[str, ...]) -> Preview:
-        """The same with more notes."""
-        return replace(self, notes=(*self.notes, *notes))
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data."""

@@ -14,17 +14,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from mfload import runs
+from mfload.folding import Folded, fold
 from mfload.io.blocks import Copy, Costs
 from mfload.placement import Need
 
 # Runs at least this long go straight to their places: to plan and place one on its own costs
 # about as much as to copy so many bytes out of a slot.
-_LONG = 64 << 10
+_LONG = 128 << 10
 
 
 class Part(NamedTuple):
@@ -82,30 +80,6 @@ def cells(needs: Sequence[Need], costs: Costs) -> list[Cell]:
     return _Tensor(needs, costs).cells(0, tuple(range(len(needs))))
 
 
-class _Box(NamedTuple):
-    """A box in the dims that are left when those that nobody cuts are folded away.
-
-    Attributes:
-        start: First element a dim.
-        stop: The one behind the last, a dim.
-        rows: Bytes of the result that lie between two elements of a dim.
-        stored: Element type in the file.
-        target: Element type of the result.
-        need: The need.
-    """
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    rows: tuple[int, ...]
-    stored: np.dtype[Any]
-    target: np.dtype[Any]
-    need: Need
-
-    @property
-    def converts(self) -> bool:
-        return self.stored != self.target
-
-
 class _Reach(NamedTuple):
     """Which bytes of a row its boxes want.
 
@@ -133,7 +107,7 @@ class _Tensor:
     def __init__(self, needs: Sequence[Need], costs: Costs) -> None:
         self._gap = max(1, costs.merge_gap)
         self._limit = costs.slot
-        self._lengths, self._strides, self._boxes = _fold(needs)
+        self._lengths, self._strides, self._boxes = fold(needs)
         self._unit = self._strides[-1]
         self._cells: dict[tuple[int, Boxes], list[Cell]] = {}
         self._reaches: dict[tuple[int, Boxes], _Reach] = {}
@@ -215,9 +189,7 @@ class _Tensor:
         row = self._reach(dim + 1, boxes)
         span = row.stop - row.start
         between = self._strides[dim] - span if count > 1 else 0
-        return (
-            span <= self._limit and max(row.gap, between) < self._gap and row.run < _LONG
-        )
+        return span <= self._limit and max(row.gap, between) < self._gap and row.run < _LONG
 
     def _run(self, dim: int, start: int, stop: int, boxes: Boxes) -> list[Cell]:
         """Bytes that lie together, for one box or several."""
@@ -295,42 +267,7 @@ class _Tensor:
         return self._boxes[part.box].rows[dim]
 
 
-def _copy(box: _Box, shape: tuple[int, ...], strides: tuple[int, ...]) -> Copy:
+def _copy(box: Folded, shape: tuple[int, ...], strides: tuple[int, ...]) -> Copy:
     # Nobody asks whose bytes they are where no value can be wrong, so tensors can share it.
     name = box.need.info.name if box.converts else None
     return Copy(shape, strides, 0, box.stored, box.target, box.need.checked, name)
-
-
-def _fold(needs: Sequence[Need]) -> tuple[tuple[int, ...], tuple[int, ...], list[_Box]]:
-    """Lengths and byte strides of the dims that somebody cuts, and the boxes in them."""
-    views = [runs.bytewise(need) for need in needs]
-    shape = runs.stored_shape(needs[0].info)
-    unit = views[0][2]
-    lengths: list[int] = [1]
-    spans: list[list[tuple[int, int]]] = [[(0, 1)] for _ in needs]
-    for dim, length in enumerate(shape):
-        taken = [(axes[dim].start, axes[dim].start + axes[dim].size) for axes, _, _ in views]
-        if all(each == (0, length) for each in taken) or lengths == [1]:
-            # Rows that all want whole are longer elements of the dim before.
-            whole = lengths == [1]
-            lengths[-1] *= length
-            for mine, each in zip(spans, taken, strict=True):
-                mine[-1] = each if whole else (mine[-1][0] * length, mine[-1][1] * length)
-        else:
-            lengths.append(length)
-            for mine, each in zip(spans, taken, strict=True):
-                mine.append(each)
-    strides = _strides(lengths, unit)
-    boxes: list[_Box] = []
-    for need, mine in zip(needs, spans, strict=True):
-        stored, target = runs.element_types(need, unit)
-        start, stop = tuple(a for a, _ in mine), tuple(b for _, b in mine)
-        rows = _strides([b - a for a, b in mine], target.itemsize)
-        boxes.append(_Box(start, stop, rows, stored, target, need))
-    return tuple(lengths), strides, boxes
-
-
-def _strides(lengths: Sequence[int], unit: int) -> tuple[int, ...]:
-    back = itertools.accumulate(reversed(lengths[1:]), int.__mul__, initial=unit)
-    return tuple(back)[::-1]
-

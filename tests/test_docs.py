@@ -58,7 +58,8 @@ def _pattern(module: str, *aliases: str) -> str:
 
 
 FRAMEWORKS = {
-    "jax": _pattern("jax", "flax"),
+    # These two are for JAX alone, and need not say so.
+    "jax": _pattern("jax", "flax") + r"|mfload\.(load_into|abstract)\(",
     "torch": _pattern("torch", "pt", "pytorch"),
     "tensorflow": _pattern("tensorflow", "tf", "keras"),
     "paddle": _pattern("paddle", "paddlepaddle"),

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from mfload import dtypes, errors, placement, planning, scatter, transfer
 from mfload.arrangement import BufferSpec
 from mfload.index import Box, Piece, TensorInfo
 from mfload.io import buffers, route
-from mfload.io.blocks import Costs
+from mfload.io.blocks import Costs, stored
 from mfload.io.deadline import Deadline
 from mfload.io.pread import place as put
 from mfload.io.source import LocalFile
@@ -32,7 +31,7 @@ _TARGETS = {"I16": ["I32", "F32"], "F32": ["F64", "BF16"], "BF16": ["F32"], "BOO
 
 @dataclass
 class Case:
-    """A file in memory, needs of its tensors, and what must come out."""
+    """A file in memory, needs of its tensors, what must come out, and how to plan."""
 
     file: bytes
     needs: list[Need]
@@ -40,6 +39,7 @@ class Case:
     wanted: Any
     costs: Costs
     alignment: int | None
+    long: int
 
 
 def _edges(draw: Any, length: int) -> list[int]:
@@ -51,9 +51,8 @@ def _mesh(draw: Any, blocks: tuple[int, ...]) -> list[Box]:
     """A grid of boxes, some of them for several devices, some for none."""
     cuts = [list(itertools.pairwise(_edges(draw, length))) or [(0, length)] for length in blocks]
     grid = [tuple(box) for box in itertools.product(*cuts)]
-    return draw(st.lists(st.sampled_from(grid), min_size=1, max_size=9)) if draw(
-        st.booleans()
-    ) else grid[:16]
+    some = st.lists(st.sampled_from(grid), min_size=1, max_size=9)
+    return draw(some) if draw(st.booleans()) else grid[:16]
 
 
 def _any(draw: Any, blocks: tuple[int, ...]) -> list[Box]:
@@ -99,7 +98,8 @@ def cases(draw: Any, most: int = 12) -> Case:
             ends = [(a, b) for a, b in box]
             if rank:
                 ends[-1] = (ends[-1][0] * dtype.elements, ends[-1][1] * dtype.elements)
-            to = dtypes.TABLE[draw(st.sampled_from([dtype.name] * 3 + _TARGETS.get(dtype.name, [])))]
+            targets = [dtype.name] * 3 + _TARGETS.get(dtype.name, [])
+            to = dtypes.TABLE[draw(st.sampled_from(targets))]
             needs.append(Need(info, to, placement.boxed(info, tuple(ends))))
             if to is not dtype:
                 with np.errstate(all="ignore"):
@@ -124,14 +124,13 @@ def cases(draw: Any, most: int = 12) -> Case:
         flags,
         costs,
         draw(st.sampled_from([None, 64])),
+        draw(st.sampled_from([1 << 60, 5])),
     )
 
 
-@pytest.fixture(autouse=True, params=[1 << 60, 5], ids=["staged", "straight"])
-def _long(request: pytest.FixtureRequest) -> Iterator[None]:
-    """All there is are short runs, or those that go straight to their places as well."""
-    with mock.patch.object(scatter, "_LONG", request.param):
-        yield
+def _plan(case: Case) -> planning.Plan:
+    with mock.patch.object(scatter, "_LONG", case.long):
+        return planning.make(case.needs, costs=case.costs, alignment=case.alignment)
 
 
 def _hold(case: Case, plan: planning.Plan, memory: list[Any]) -> None:
@@ -142,7 +141,7 @@ def _hold(case: Case, plan: planning.Plan, memory: list[Any]) -> None:
 @given(cases())
 @settings(max_examples=400)
 def test_each_byte_is_read_once_and_all_come_right(case: Case) -> None:
-    plan = planning.make(case.needs, costs=case.costs, alignment=case.alignment)
+    plan = _plan(case)
     memory = [np.full(spec.nbytes, 0xAA, np.uint8) for spec in plan.buffers]
     read = np.zeros(len(case.file), np.int32)
     for block in plan.blocks:
@@ -167,3 +166,177 @@ def _check_gaps(read: Any, case: Case) -> None:
     assert (gaps < max(1, case.costs.merge_gap)).all()
     if case.costs.merge_gap <= 1:
         assert not gaps.size
+
+
+@pytest.mark.parametrize("engine", ["pread", "direct"])
+@given(cases(most=400))
+@settings(max_examples=60)
+def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(case.file)
+        source = LocalFile(path)
+        plan = _plan(case)
+        legs = route.choose([(source, source.size)], engine)
+        got = 0
+        real = os.preadv
+
+        def preadv(fd: int, vector: Any, offset: int) -> int:
+            nonlocal got
+            done = real(fd, vector, offset)
+            got += done
+            return done
+
+        memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
+        with mock.patch.object(os, "preadv", preadv):
+            transfer.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
+        _hold(case, plan, memory)
+        if engine == "pread":
+            assert got == plan.read_bytes
+        del memory
+
+
+@pytest.mark.parametrize("engine", ["pread", "direct"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "gap"),
+    [(1, 8, 4096), (2, 4, 4096), (8, 1, 4096), (1, 2, 4096), (1, 2, planning.MESH_GAP)],
+)
+def test_shards_of_some_megabytes(
+    tmp_path: Path, engine: Any, rows: int, columns: int, gap: int
+) -> None:
+    """Blocks, rows and runs as long as they are in earnest, at an odd place in the file."""
+    shape = (96, 2, 40_000)
+    array = np.random.default_rng(1).integers(0, 1 << 16, shape, np.uint16)
+    (tmp_path / "file").write_bytes(b"x" * 40 + array.tobytes() + b"tail")
+    source = LocalFile(tmp_path / "file")
+    info = TensorInfo("w", dtypes.TABLE["U16"], shape, (Piece(0, 40, array.nbytes),))
+    cuts = [[(n * length // k, (n + 1) * length // k) for n in range(k)]
+            for length, k in zip(shape, (rows, 1, columns), strict=True)]  # fmt: skip
+    boxes = list(itertools.product(*cuts))
+    needs = [Need(info, info.dtype, placement.boxed(info, box)) for box in boxes]
+    plan = planning.make(needs, alignment=64, costs=Costs(merge_gap=gap))
+    memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
+    legs = route.choose([(source, source.size)], engine)
+    transfer.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
+    for (need, buffer, at), box in zip(plan.places, boxes, strict=True):
+        part = array[tuple(slice(*ends) for ends in box)]
+        assert memory[buffer][at : at + need.nbytes].tobytes() == part.tobytes()
+    del memory
+    assert plan.read_bytes == plan.wanted_bytes == array.nbytes
+
+
+def _need(shape: tuple[int, ...], box: Box | None = None, to: str = "U16", at: int = 100) -> Need:
+    row = dtypes.TABLE["U16"]
+    info = TensorInfo("w", row, shape, (Piece(0, at, math.prod(shape) * 2),))
+    selection = None if box is None else placement.boxed(info, box)
+    return Need(info, dtypes.TABLE[to], selection, checked=to != "U16")
+
+
+def test_columns_are_few_blocks_and_not_a_segment_a_row() -> None:
+    needs = [_need((5000, 800), ((0, 5000), (n * 100, n * 100 + 100))) for n in range(8)]
+    plan = planning.make(needs)
+    assert len(plan.blocks) == 4
+    assert all(len(block.segments) == 8 for block in plan.blocks)
+    assert plan.staged <= Costs().staged
+    assert plan.tensors_of(plan.blocks[0]) == ["w"]
+
+
+def test_long_runs_go_straight_unless_several_want_them() -> None:
+    shape, half = (20, 1 << 18), 1 << 17
+    columns = [_need(shape, ((0, 20), (n * half, n * half + half))) for n in range(2)]
+    assert planning.make(columns).staged == 0
+    twice = planning.make([*columns, *columns])
+    assert 0 < len(twice.blocks) <= 10
+    assert all(len(block.segments) == 4 for block in twice.blocks)
+
+
+def test_columns_of_one_half_are_read_over_up_to_the_gap() -> None:
+    half = [_need((50, 4000), ((0, 50), (n * 1000, n * 1000 + 1000))) for n in range(2)]
+    exact = planning.make(half, costs=Costs(merge_gap=4000))
+    assert exact.read_bytes == exact.wanted_bytes == 50 * 4000
+    over = planning.make(half, costs=Costs(merge_gap=4001))
+    assert len(over.blocks) == 1
+    assert (over.read_bytes, over.wanted_bytes) == (50 * 8000 - 4000, 50 * 4000)
+
+
+def test_rows_of_many_small_tensors_are_few_reads() -> None:
+    needs = [
+        _need((8, 64), ((n, n + 1), (0, 64)), at=1024 * tensor)
+        for tensor in range(1000)
+        for n in range(8)
+    ]
+    together = planning.make(needs)
+    assert len(together.blocks) == 1
+    assert len(together.blocks[0].segments) == 1
+    apart = planning.make(needs, separate=frozenset(range(len(needs))))
+    assert len(apart.blocks) == 1
+    assert not apart.staged
+    # In any order of the devices.
+    assert len(planning.make(needs[::-1]).blocks) == 1
+
+
+def test_copies_of_many_small_tensors_are_few_reads() -> None:
+    needs = [_need((512,), at=1024 * tensor) for tensor in range(4000) for _ in range(8)]
+    plan = planning.make(needs)
+    assert plan.read_bytes == plan.wanted_bytes == 4000 * 1024
+    assert len(plan.blocks) == 2
+    assert len({(place.buffer, place.at) for place in plan.places}) == len(needs)
+
+
+def test_a_large_run_beside_columns_needs_no_slot() -> None:
+    plan = planning.make([_need((4 << 20,), at=0), _need((10, 10), ((0, 10), (0, 5)), at=8 << 20)])
+    assert [block.staged for block in plan.blocks] == [False, True]
+    assert plan.staged == 190
+
+
+def test_steps_and_boxes_of_one_tensor_do_not_disturb_each_other() -> None:
+    data = np.arange(200, dtype=np.uint16).reshape(10, 20)
+    whole = _need((10, 20), at=0)
+    indices: list[Any] = [
+        (slice(None), slice(0, 10)), (slice(None, None, 3), slice(1, 9, 2)), (4, slice(2, 5)),
+        (slice(None), slice(10, 20)), (slice(None, None, -1),), ..., (3, 3),
+    ]  # fmt: skip
+    needs = [
+        Need(whole.info, whole.dtype, placement.select(whole.info, index)) for index in indices
+    ]
+    plan = planning.make(needs)
+    memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
+    for block in plan.blocks:
+        put(data.reshape(-1).view(np.uint8), 0, block, memory)
+    for (need, buffer, at), index in zip(plan.places, indices, strict=True):
+        assert memory[buffer][at : at + need.nbytes].tobytes() == data[index].tobytes()
+
+
+def test_a_value_that_does_not_fit_names_its_tensor() -> None:
+    needs = [_need((10, 10), ((0, 10), (0, 5)), "I8", 0), _need((10, 10), at=0)]
+    plan = planning.make(needs)
+    memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
+    data = np.full(100, 200, np.uint16).view(np.uint8)
+    (block,) = plan.blocks
+    with pytest.raises(errors.LossyCastError) as info:
+        put(data, 0, block, memory)
+    assert info.value.tensor == "w"
+
+
+def test_places_may_be_given() -> None:
+    needs = [_need((4, 8), ((0, 4), (n * 2, n * 2 + 2)), at=0) for n in range(4)]
+    given_places = [(1, 48), (0, 0), (1, 0), (1, 16)]
+    specs = [BufferSpec(16), BufferSpec(64)]
+    plan = planning.make(needs, given=given_places, specs=specs)
+    assert plan.buffers == tuple(specs)
+    assert [(place.buffer, place.at) for place in plan.places] == given_places
+    data = np.arange(32, dtype=np.uint16).reshape(4, 8)
+    memory = [np.zeros(spec.nbytes, np.uint8) for spec in specs]
+    for block in plan.blocks:
+        put(data.reshape(-1).view(np.uint8), 0, block, memory)
+    for n, (buffer, at) in enumerate(given_places):
+        assert memory[buffer][at : at + 16].tobytes() == data[:, n * 2 : n * 2 + 2].tobytes()
+
+
+def test_a_witness_is_shown_shared_bytes_once() -> None:
+    data = np.arange(100, dtype=np.uint8)
+    needs = [_need((10, 5), ((0, 10), (n, n + 2)), at=0) for n in (3, 1, 0)]
+    (block,) = planning.make([*needs, *needs]).blocks
+    shown = [(at, part.tobytes()) for at, part in stored(block, [], data)]
+    assert b"".join(part for _, part in shown) == data.tobytes()
+    assert [at for at, _ in shown] == sorted(at for at, _ in shown)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from mfload.placement import Need
 
 OLDEST = "0.5.3"
 _ALIGNMENT = 64
+_LET_GO = 0.002  # Seconds in which other threads come to their turn.
 
 
 class JaxAdapter:
@@ -57,19 +59,22 @@ class JaxAdapter:
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `jax.Array` for each view, in order."""
+        made = [self.array(view) for view in views]
+        if not self.on_host or any(view.dtype.elements > 1 for view in views):
+            let_go()
+        return made
+
+    def array(self, view: View) -> Any:
+        """The `jax.Array` of one view; JAX may hold on to what it was copied from (`let_go`)."""
         if not self.on_host:
             with x64():
-                return _let_go([self._send(view) for view in views])
-        take = self._take
-        if all(view.dtype.elements == 1 for view in views):
-            return [take(view) for view in views]
-        return _let_go(
-            [self._unpack(view) if view.dtype.elements > 1 else take(view) for view in views]
-        )
+                return self._send(view)
+        return self._unpack(view) if view.dtype.elements > 1 else self._take(view)
 
     def _take_public(self, view: View) -> Any:
         with x64():
-            return jax.dlpack.from_dlpack(_OnDevice(view, self._device.id))
+            # JAX looks for the number among this process's devices; `id` counts those of all.
+            return jax.dlpack.from_dlpack(_OnDevice(view, self._device.local_hardware_id))
 
     def _send(self, view: View) -> Any:
         if view.dtype.elements > 1:
@@ -80,10 +85,8 @@ class JaxAdapter:
     def _unpack(self, view: View) -> Any:
         """F4 takes a byte an element in JAX on the CPU: the one type that must be copied."""
         flat = view.as_bytes()._replace(shape=(view.storage().size,))
-        if self.on_host:
-            given = self._take(flat)
-        else:
-            given = jax.device_put(flat.storage(), self._device)
+        here, storage = self.on_host, flat.storage()
+        given = self._take(flat) if here else jax.device_put(storage, self._device)
         unpacked = given.view(jnp.float4_e2m1fn).reshape(view.shape)
         return jax.block_until_ready(unpacked)
 
@@ -99,14 +102,14 @@ class JaxAdapter:
         return lent
 
 
-def _let_go(arrays: list[Any]) -> list[Any]:
-    """The arrays, and no memory kept that some of them were copied from.
+def let_go() -> None:
+    """Has JAX let go of memory that arrays were copied from, before the next wave of a load.
 
-    JAX lets go of what it was given from its own threads, and frees it in its part of a collection
-    only: the next wave of a load would begin before.
+    JAX does so on threads of its own, which wait for the interpreter, and frees what NumPy arrays
+    hold in its part of a collection only.
     """
+    time.sleep(_LET_GO)
     gc.collect(0)
-    return arrays
 
 
 @functools.lru_cache(maxsize=1024)

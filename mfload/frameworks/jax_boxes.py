@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
 from mfload.index import Box
@@ -42,7 +42,7 @@ def check(name: str, shape: Shape, sharding: Any) -> None:
         ) from error
 
 
-def check_spec(name: str, shape: Shape, mesh: Any, spec: PartitionSpec) -> None:
+def check_spec(name: str, shape: Shape, mesh: Any, spec: Any) -> None:
     """Refuses a PartitionSpec that does not fit a tensor on a mesh.
 
     Args:
@@ -61,7 +61,7 @@ def check_spec(name: str, shape: Shape, mesh: Any, spec: PartitionSpec) -> None:
 
     sizes: dict[str, int] = dict(mesh.shape)
     _check_types(refuse, mesh, spec)
-    parts: tuple[Any, ...] = tuple(spec)  # pyright: ignore
+    parts: tuple[Any, ...] = tuple(spec)
     if len(parts) > len(shape):
         raise refuse(
             f"the spec has {len(parts)} entries and the tensor {len(shape)} dims",
@@ -87,7 +87,7 @@ def check_spec(name: str, shape: Shape, mesh: Any, spec: PartitionSpec) -> None:
             )
 
 
-def _check_types(refuse: Any, mesh: Any, spec: PartitionSpec) -> None:
+def _check_types(refuse: Any, mesh: Any, spec: Any) -> None:
     # Both came with later versions of JAX than the oldest.
     types = dict(zip(mesh.axis_names, getattr(mesh, "axis_types", None) or (), strict=False))
     manual = [axis for axis, kind in types.items() if str(kind).endswith("Manual")]
@@ -104,7 +104,7 @@ def _sizes(sizes: dict[str, int]) -> str:
     return ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items()) or "no axes"
 
 
-def boxes(sharding: Sharding, shape: Shape) -> dict[Any, Box]:
+def boxes(sharding: Any, shape: Shape) -> dict[Any, Box]:
     """The part of a tensor that each device holds, those of other processes too.
 
     Args:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import adapter
-from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, x64
+from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, let_go, x64
 from mfload.frameworks.jax_sharding import Spot
 from mfload.placement import Need
 
@@ -52,10 +52,14 @@ class JaxMeshAdapter:
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A tuple of `jax.Array`s for each view, in order: one for each of its devices."""
-        return [tuple(self._take(view, self._spots[n]) for n in view.devices) for view in views]
+        spots = self._spots
+        made = [tuple(self._array(view, spots[n]) for n in view.devices) for view in views]
+        if not self.on_host or any(view.dtype.elements > 1 for view in views):
+            let_go()
+        return made
 
-    def _take(self, view: View, spot: Spot) -> Any:
-        array = self._single[spot.device].wrap([view])[0]
+    def _array(self, view: View, spot: Spot) -> Any:
+        array = self._single[spot.device].array(view)
         if spot.kind is None:
             return array
         there = SingleDeviceSharding(spot.device, memory_kind=spot.kind)
@@ -112,7 +116,7 @@ def _maker(
 
 def assemble(
     shape: tuple[int, ...],
-    sharding: Sharding,
+    sharding: Any,
     arrays: Mapping[Any, Any],
     dtype: Any = None,
 ) -> Any:
@@ -151,7 +155,7 @@ def arrives(dtype: DType, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Any]
 
 
 def abstract(
-    rows: Iterable[tuple[str, DType, tuple[int, ...]]], shardings: Iterable[Sharding | None]
+    rows: Iterable[tuple[str, DType, tuple[int, ...]]], shardings: Iterable[Any]
 ) -> dict[str, Any]:
     """What arrays will be, without any.
 

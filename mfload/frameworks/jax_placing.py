@@ -20,7 +20,7 @@ from mfload.frameworks.jax_trees import Leaf
 
 
 def shardings(
-    rows: Sequence[tuple[str, Leaf]],
+    leaves: Sequence[Leaf],
     mesh: Any,
     asked: Any,
     unmatched: str,
@@ -30,7 +30,7 @@ def shardings(
     """A sharding for each leaf, checked against its shape.
 
     Args:
-        rows: Names and leaves.
+        leaves: The leaves; of several names the first counts.
         mesh: The user's mesh, None for that of `jax.set_mesh`.
         asked: What `shardings=` was given.
         unmatched: What becomes of leaves for which nobody says anything.
@@ -46,16 +46,16 @@ def shardings(
     """
     pairs = flax_axes.check_rules(rules)
     mesh = around() if mesh is None else mesh
-    own = [_own(name, leaf, mesh, pairs) for name, leaf in rows]
+    own = [_own(leaf, mesh, pairs) for leaf in leaves]
     if mesh is None and asked is None:
         alone = SingleDeviceSharding(default_device())
         own = [alone if each is None else each for each in own]
     return jax_sharding.resolve(
-        [(name, leaf.shape) for name, leaf in rows],
+        [(leaf.name, leaf.shape) for leaf in leaves],
         mesh,
         _rules(asked),
         unmatched,
-        infos=[leaf for _, leaf in rows],
+        infos=leaves,
         own=own,
         notes=notes,
     )
@@ -64,7 +64,10 @@ def shardings(
 def around() -> Mesh | None:
     """The mesh that `jax.set_mesh` has set, None where there is none."""
     find = getattr(jax.sharding, "get_mesh", None)
-    found = None if find is None else find()
+    try:
+        found = None if find is None else find()
+    except ValueError:  # Inside jit, where nothing can be loaded either.
+        return None
     return found if isinstance(found, Mesh) and not found.empty else None
 
 
@@ -100,7 +103,7 @@ def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf]) -> tuple[int, ...]:
     return jax_sharding.processes(mesh, [("", each) for each in found])
 
 
-def _own(name: str, leaf: Leaf, mesh: Any, rules: Rules) -> Any:
+def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:
     """What a leaf says of itself, None where it says nothing."""
     axes, own = leaf.role.axes, leaf.sharding
     abstract = jax_boxes.is_abstract(own)
@@ -108,13 +111,13 @@ def _own(name: str, leaf: Leaf, mesh: Any, rules: Rules) -> Any:
         if abstract and mesh is None:
             raise errors.ShardingError(
                 "the leaf names axes of a mesh, and no mesh has devices for them",
-                tensor=name,
+                tensor=leaf.name,
                 expected="mesh=, or a load inside jax.set_mesh(mesh)",
                 found=str(own.spec),
             )
         return own
     # An abstract sharding that splits nothing is what tracing leaves behind on Auto axes.
-    found = None if axes is None else flax_axes.sharding(name, axes, mesh, rules)
+    found = None if axes is None else flax_axes.sharding(leaf.name, axes, mesh, rules)
     return own if found is None and not abstract else found
 
 

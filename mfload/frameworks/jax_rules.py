@@ -25,7 +25,7 @@ def resolve(
     infos: Sequence[Any] | None = None,
     own: Sequence[Any] | None = None,
     notes: list[str] | None = None,
-) -> list[Sharding]:
+) -> list[Any]:
     """One sharding a tensor, each checked against its shape.
 
     Args:
@@ -50,7 +50,7 @@ def resolve(
     _check_arguments(mesh, unmatched)
     rules = _Rules(shardings)
     home = _Home(mesh, rules)
-    made: list[Sharding] = []
+    made: list[Any] = []
     missed: list[str] = []
     misfits: list[errors.ShardingError] = []
     for n, (name, shape) in enumerate(rows):
@@ -75,7 +75,7 @@ def resolve(
     return made
 
 
-def given(shardings: Any) -> Iterator[Sharding]:
+def given(shardings: Any) -> Iterator[Any]:
     """The shardings that can be seen in `shardings=` without asking for any tensor."""
     if isinstance(shardings, Sharding):
         yield shardings
@@ -172,9 +172,9 @@ class _Home:
         meshes = {each.mesh for each in rules.given if isinstance(each, NamedSharding)}
         meshes = {each for each in meshes if isinstance(each, Mesh)}
         self._one = mesh if mesh is not None else next(iter(meshes)) if len(meshes) == 1 else None
-        self._made: dict[Any, Sharding] = {}
+        self._made: dict[Any, Any] = {}
 
-    def sharding(self, name: str, shape: tuple[int, ...], spec: Any) -> Sharding:
+    def sharding(self, name: str, shape: tuple[int, ...], spec: Any) -> Any:
         """The sharding of one tensor."""
         if isinstance(spec, Sharding) and not jax_boxes.is_abstract(spec):
             jax_boxes.check(name, shape, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from mfload.frameworks import jax_boxes
 from mfload.frameworks.jax_boxes import check
@@ -35,9 +35,9 @@ class Spots:
 
     def __init__(self) -> None:
         self._numbers: dict[int, dict[Spot, int]] = {}
-        self._known: dict[tuple[Sharding, tuple[int, ...]], tuple[Share, ...]] = {}
+        self._known: dict[tuple[Any, tuple[int, ...]], tuple[Share, ...]] = {}
 
-    def shares(self, sharding: Sharding, shape: tuple[int, ...]) -> tuple[Share, ...]:
+    def shares(self, sharding: Any, shape: tuple[int, ...]) -> tuple[Share, ...]:
         """What each device holds of a tensor.
 
         Args:
@@ -61,7 +61,7 @@ class Spots:
         numbers = self._numbers.setdefault(device.process_index, {})
         return numbers.setdefault(spot, len(numbers))
 
-    def plain(self, sharding: Sharding) -> bool:
+    def plain(self, sharding: Any) -> bool:
         """Whether arrays lie in the memory that is the default of their devices."""
         kind = sharding.memory_kind
         return kind is None or all(kind == default_kind(each) for each in sharding.device_set)
@@ -72,7 +72,7 @@ class Spots:
 
 
 def rank() -> int:
-    """This process, by its number."""
+    """The number of the process that asks."""
     return jax.process_index()
 
 

@@ -135,8 +135,12 @@ class _Walk:
     def node(self, tree: Any, path: _Path, role: Role = PLAIN) -> _Build:
         """Takes apart what JAX sees at once, and then what Flax told it to stop at."""
 
+        top = True
+
         def stop(each: Any) -> bool:
-            return each is not tree and flax_trees.is_node(each)
+            nonlocal top
+            is_top, top = top, False
+            return not is_top and flax_trees.is_node(each)
 
         try:
             flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)

@@ -45,7 +45,7 @@ def jax_capsule_importer(device: Any) -> Callable[[View], Any] | None:
         return None
 
     def importer(view: View) -> Any:
-        return take(capsule(view, device_id=device.id), device, None)
+        return take(capsule(view, device_id=device.local_hardware_id), device, None)
 
     return importer if _behaves(importer, device) else None
 

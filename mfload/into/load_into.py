@@ -181,9 +181,7 @@ def _goals(
     """The leaves that are filled, with a sharding for each."""
     placing = frameworks.module("jax", "placing")
     chosen = [(n, leaves[n], recipe) for n, recipe in filled.recipes.items()]
-    found = placing.shardings(
-        [(recipe.aim.name, leaf) for _, leaf, recipe in chosen], *where, notes
-    )
+    found = placing.shardings([leaf for _, leaf, _ in chosen], *where, notes)
     return [
         Goal(n, recipe.aim.name, recipe, sharding)
         for (n, _, recipe), sharding in zip(chosen, found, strict=True)

@@ -142,6 +142,9 @@ def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
 def _convert(landed: Any, start: int, segment: Segment, copy: Copy, memory: list[Any]) -> None:
     source = np.ndarray(copy.shape, copy.source, landed, start + copy.start, copy.strides)
     target = np.ndarray(copy.shape, copy.target, memory[segment.buffer], segment.at)
+    if copy.source == copy.target:
+        np.copyto(target, source)
+        return
     if copy.checked:
         _check_range(source, copy.target, copy.tensor)
     # Overflow to infinity or NaN is what a narrower float means, and warns in NumPy.

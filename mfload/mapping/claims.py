@@ -49,7 +49,6 @@ class Claims:
     Attributes:
         by_target: The claims on each target that there is.
         stray: Stored tensors that go nowhere, with the name they were given (None for none).
-        dropped: How many stored tensors the key map leaves out.
         twice: Stored tensors that several rules match, with these.
         disputed: Targets that such a tensor may be meant for.
         unused: Rules that match nothing.
@@ -59,7 +58,6 @@ class Claims:
     stray: list[tuple[TensorInfo, str | None]] = field(
         default_factory=list[tuple[TensorInfo, str | None]]
     )
-    dropped: int = 0
     twice: list[tuple[TensorInfo, list[Entry]]] = field(
         default_factory=list[tuple[TensorInfo, list[Entry]]]
     )
@@ -102,7 +100,6 @@ def find(tensors: Iterable[TensorInfo], targets: Collection[str], mapping: Any) 
             number, groups = found[0]
             rule = entries[number].rule
             names = _names(expanders[number], groups)
-            claims.dropped += not names
             for part, name in enumerate(names):
                 if name is not None:
                     _claim(claims, targets, Claim(info, name, rule, names, part, groups))
@@ -120,8 +117,8 @@ def _names(expanders: Iterable[Expand | None], groups: re.Match[str]) -> tuple[s
 
 def _claim(claims: Claims, targets: Collection[str], claim: Claim) -> None:
     if claim.names[claim.part] is None:
-        claims.dropped += 1
-    elif claim.target in targets:
+        return
+    if claim.target in targets:
         claims.by_target.setdefault(claim.target, []).append(claim)
     else:
         claims.stray.append((claim.info, claim.target))

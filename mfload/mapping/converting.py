@@ -51,8 +51,8 @@ def convert(aim: Aim, rule: Rule, tensors: Iterable[TensorInfo], dtype: Any) -> 
     wanted = {_wanted(aim, rule, info, dtype) for info in given.values()}
     stored = {info.dtype for info in given.values()}
     if len(wanted) > 1:
-        names = " and ".join(sorted(each.name for each in stored))
-        raise Misfit("wrong dtype", f"stored as {names}: rule(cast=) says what it shall be")
+        names = " and ".join(sorted(each.name for each in wanted))
+        raise Misfit("wrong dtype", f"its parts are {names}; rule(cast=) says what all shall be")
     (result,) = wanted
     between = None if rule.scale is None else _between(stored, result)
     mixed = len(stored) > 1

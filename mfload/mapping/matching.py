@@ -85,8 +85,7 @@ def _match(index: Index, aims: Sequence[Aim], mapping: Any, strict: bool, dtype:
         _check_names(problems, claims, lacking)
     notes = _check_rules(problems, claims)
     problems.settle()
-    if not strict:
-        notes += _strays(claims)
+    notes += _strays(claims)
     ordered = {name: recipes[name] for name in leaves if name in recipes}
     return Matched(ordered, tuple(aim.name for aim in empty), tuple(notes))
 

@@ -18,6 +18,9 @@ from mfload.sharding.exchange import Schedule
 # For accelerators it is assumed: their links are faster than disks and network file systems.
 _COST = {"cpu": 12.0}
 _COST_ELSEWHERE = 0.2
+MERGE_GAP = Costs().merge_gap
+"""Unwanted bytes read over in an exchange: what lies between is mostly for another to read."""
+
 _ASKED = 16  # Processes whose plans are made to decide: evenly spaced, where there are more.
 
 
@@ -76,7 +79,7 @@ def expected(
     width = exchange.width(len(needs), OVERHEAD if overhead is None else overhead)
     if wished == "once":
         schedule = exchange.make(needs, width)
-        return _once(schedule, rank, costs, "every byte is read by one process (exchange='once')")
+        return _once(schedule, rank, "every byte is read by one process (exchange='once')")
     apart = max(planning.make(needs[r], costs=costs).read_bytes for r in _sample(needs))
     price = _COST.get(platform, _COST_ELSEWHERE)
     share = exchange.stored_bytes(exchange.goals(needs)) / len(needs)
@@ -92,7 +95,7 @@ def expected(
     )
     if schedule is None or apart <= share + price * came:
         return _never(needs, rank, costs, f"each process reads its own: {figures}")
-    return _once(schedule, rank, costs, f"every byte is read by one process: {figures}")
+    return _once(schedule, rank, f"every byte is read by one process: {figures}")
 
 
 def _basis(platform: str) -> str:
@@ -116,8 +119,9 @@ def _never(needs: Mapping[int, Sequence[Need]], rank: int, costs: Costs, note: s
     return Expected("never", note, made.read_bytes, over, 0, 0, None)
 
 
-def _once(schedule: Schedule, rank: int, costs: Costs, note: str) -> Expected:
+def _once(schedule: Schedule, rank: int, note: str) -> Expected:
     read = over = 0
+    costs = Costs(merge_gap=MERGE_GAP)
     for parcels in (schedule.local, *schedule.rounds):
         made = planning.make(schedule.needs(parcels, rank), costs=costs)
         read += made.read_bytes

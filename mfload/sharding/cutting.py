@@ -6,6 +6,8 @@ So the part of it that a box holds lies in one stretch of the box, too.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from mfload.index import Box, TensorInfo
@@ -61,12 +63,37 @@ def slabs(info: TensorInfo, box: Box, limit: int) -> Iterator[Box]:
     row = info.dtype.size_of((unit, *shape[dim + 1 :])) or 0
     start, stop = box[dim]
     step = max(1, limit // row) * unit
+    # All about as long: between short ones a reader would read over those of another.
+    count = -(-(stop - start) // step)
+    step = -(-(stop - start) // (count * unit)) * unit
     for first in range(start, stop, step):
         part = (*box[:dim], (first, min(stop, first + step)), *box[dim + 1 :])
         if row > limit and dim < len(shape) - 1:
             yield from slabs(info, part, limit)
         else:
             yield part
+
+
+def apart(box: Box, parts: Sequence[Box], least: int) -> list[Box]:
+    """Cuts a box where parts of it begin and end, along the dim that is cut first anyway.
+
+    Args:
+        box: Not empty.
+        parts: Such as what each process wants of it.
+        least: Elements a piece on average, below which the box stays whole.
+
+    Returns:
+        The pieces, in file order.
+    """
+    shape = shape_of(box)
+    dim = next((n for n, length in enumerate(shape) if length > 1), None)
+    if dim is None:
+        return [box]
+    ends = {end for part in parts for end in part[dim]} | set(box[dim])
+    if math.prod(shape) < least * (len(ends) - 1):
+        return [box]
+    cuts = itertools.pairwise(sorted(ends))
+    return [(*box[:dim], cut, *box[dim + 1 :]) for cut in cuts]
 
 
 def offset_in(need_box: Box, part: Box) -> int:

@@ -7,7 +7,7 @@ of all processes each makes the same schedule, so nobody has to be told.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mfload import errors, placement
@@ -25,8 +25,10 @@ _WIDEST, _ROUND = 2 << 20, 4 << 20
 _NARROWEST = 4096
 # Rows to send (this round's and the next), their copies in the framework, and those that came.
 _HELD = 6
-# A process may read so much of the whole more than its share.
-_EVEN = 32
+# Tensors are cut where the parts of processes end, unless the pieces are smaller than this.
+_APART = 16 << 10
+# A process may be ahead of its share by that part of it, or by two pages.
+_EVEN, _LEAST = 32, 8192
 
 
 class Goal(NamedTuple):
@@ -189,7 +191,7 @@ def make(needs: Mapping[int, Sequence[Need]], width: int) -> Schedule:
     """
     wanted = goals(needs)
     total = stored_bytes(wanted)
-    grain = max(_NARROWEST, total // (_EVEN * len(wanted)))
+    grain = max(_LEAST, total // (_EVEN * len(wanted)))
     packer = _Packer(tuple(wanted), width)
     shares = _Shares(tuple(wanted), grain)
     for each in _by_tensor(wanted):
@@ -197,7 +199,7 @@ def make(needs: Mapping[int, Sequence[Need]], width: int) -> Schedule:
         shares.due += _size(info, _hull(each))
         grown = max(-(-goal.dtype.nbytes // info.dtype.nbytes) for _, _, goal in each)
         limit = min(grain, (width - HEADER - _ALIGNMENT) // grown)
-        for slab in cutting.slabs(info, _hull(each), limit):
+        for slab in _slabs(each, limit):
             parts = [
                 (taker, number, goal, box)
                 for taker, number, goal in each
@@ -252,6 +254,17 @@ def _by_tensor(wanted: Mapping[int, Sequence[Goal]]) -> list[list[_Each]]:
         for number, goal in enumerate(each):
             held.setdefault(goal.info.name, []).append((rank, number, goal))
     return sorted(held.values(), key=lambda each: each[0][2].info.pieces[0][:2])
+
+
+def _slabs(each: Sequence[_Each], limit: int) -> Iterator[Box]:
+    """Slabs of a tensor, cut where one process wants no more and the next begins."""
+    info = each[0][2].info
+    by_rank: dict[int, list[Box]] = {}
+    for rank, _, goal in each:
+        by_rank.setdefault(rank, []).append(goal.box)
+    least = _APART * info.dtype.elements // info.dtype.nbytes
+    for piece in cutting.apart(_hull(each), list(map(cutting.hull, by_rank.values())), least):
+        yield from cutting.slabs(info, piece, limit)
 
 
 def _hull(each: Sequence[_Each]) -> Box:

@@ -155,7 +155,8 @@ def _reading(
     overhead = loader.settings.max_host_overhead or OVERHEAD
     # Half of it is for what travels.
     slot = overhead // 2 // way.threads // _PAGE * _PAGE - 2 * _PAGE
-    costs = way.costs._replace(block=max(_PAGE, min(way.costs.block, slot)))
+    block = max(_PAGE, min(way.costs.block, slot))
+    costs = way.costs._replace(block=block, merge_gap=choosing.MERGE_GAP)
     legs = [way.route.get(number) for number in range(len(sources))]
     return Reading(sources, legs, way.threads, costs, loader.settings.deadline, advance)
 

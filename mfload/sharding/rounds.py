@@ -215,6 +215,9 @@ class Exchange:
             # The others are told in the next round; whoever presses twice leaves them alone.
             interrupted = error
             came = pending(lambda: self._party.watch(_WHAT))
+        except errors.ProcessError:
+            self._party.watch(_WHAT)  # It may know which process is gone.
+            raise
         failed = False
         for row in came:
             load, turn, flag = _HEAD.unpack(row[: _HEAD.size].tobytes())

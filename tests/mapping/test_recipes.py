@@ -259,15 +259,20 @@ def test_low_precision_is_rounded_once() -> None:
     )
 
 
-def test_stored_in_two_dtypes_and_stacked() -> None:
-    stored = {"l.0": np.ones(2, np.float32), "l.1": np.ones(2, ml_dtypes.float8_e4m3fn)}
-    rule = mapping.rule("t", stack=1)
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_stored_in_two_dtypes_and_stacked(scale: float | None) -> None:
+    # NumPy and JAX have no common dtype for these two.
+    stored = {
+        "l.0": np.ones(2, ml_dtypes.float8_e5m2),
+        "l.1": np.ones(2, ml_dtypes.float8_e4m3fn),
+    }
+    rule = mapping.rule("t", stack=1, scale=scale)
     aim = mapping.Aim("t", (2, 2), dtypes.TABLE["BF16"])
     recipe = mapping.match(_index(stored), [aim], {r"l\.(\d)": rule}).recipes["t"]
     pull = recipe.pull(((0, 2), (0, 2)))
     made = mapping.evaluate(pull.program, list(stored.values()), np)
     assert made.dtype == ml_dtypes.bfloat16
-    assert made.tolist() == [[1, 1], [1, 1]]
+    assert made.tolist() == [[scale or 1] * 2] * 2
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0)])

@@ -11,7 +11,9 @@ import samples
 from jax.sharding import Mesh
 
 
-def mesh(shape: Sequence[int] = (8,), axes: str = "xyz", order: Sequence[int] | None = None) -> Mesh:
+def mesh(
+    shape: Sequence[int] = (8,), axes: str = "xyz", order: Sequence[int] | None = None
+) -> Mesh:
     """A mesh over the first devices, or over those that an order names."""
     count = int(np.prod(shape))
     devices = np.array(jax.devices())[list(order or range(count))[:count]]

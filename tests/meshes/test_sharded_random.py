@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload.io import blocks, buffers
+from mfload.sharding import job
 
 DTYPES = [np.uint8, np.bool_, np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.complex64]
 MESHES = [(8,), (4,), (3,), (1,), (2, 4), (4, 2), (2, 3), (1, 5), (2, 2, 2), (2, 1, 3)]
@@ -82,18 +83,16 @@ def small_blocks(nbytes: int, gap: int) -> Iterator[None]:
     kept = blocks.Costs.__new__.__defaults__
     block, _, concurrency, _ = kept
     blocks.Costs.__new__.__defaults__ = (min(block, nbytes), gap, concurrency, nbytes // 2)
-    from mfload.sharding import load
-
-    real, load.MERGE_GAP = load.MERGE_GAP, gap
+    real, job.MERGE_GAP = job.MERGE_GAP, gap
     try:
         yield
     finally:
         blocks.Costs.__new__.__defaults__ = kept
-        load.MERGE_GAP = real
+        job.MERGE_GAP = real
 
 
 @given(
-    job=jobs(),
+    made=jobs(),
     landing=st.sampled_from(["auto", "framework"]),
     block=st.sampled_from([256, 4096, 1 << 20]),
     gap=st.sampled_from([0, 16, 4096, 64 << 10]),
@@ -101,9 +100,9 @@ def small_blocks(nbytes: int, gap: int) -> Iterator[None]:
     convert=st.booleans(),
 )
 def test_every_shard_is_its_slice(
-    job: Any, landing: Any, block: int, gap: int, threads: int, convert: bool
+    made: Any, landing: Any, block: int, gap: int, threads: int, convert: bool
 ) -> None:
-    arrays, shardings = job
+    arrays, shardings = made
     options: dict[str, Any] = {
         "shardings": shardings,
         "landing": landing,

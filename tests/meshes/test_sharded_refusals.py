@@ -161,11 +161,12 @@ def test_what_a_function_raises_is_its_own(path: Path) -> None:
 
 
 def test_parts_cannot_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xxhash")
     path = samples.save(tmp_path / "model.safetensors", MODEL)
     mfload.verify(path, checksums="write")
     manifest = path.with_name("model.checksums.json")
     # Shardings that leave something out need several processes.
-    monkeypatch.setattr("mfload.sharding.load.Job.whole", property(lambda _: False))
+    monkeypatch.setattr("mfload.sharding.job.Job.whole", property(lambda _: False))
     with pytest.raises(errors.UsageError, match="whole tensors"):
         mfload.load(path, framework="jax", mesh=shards.mesh(), verify=manifest)
 

@@ -1,0 +1,325 @@
+"""Matching: all that keeps a checkpoint from a target is told at once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from mfload import dtypes, errors, mapping
+from mfload.index import Index, Piece, TensorInfo
+
+rule = mapping.rule
+Shape = tuple[int, ...]
+
+
+def _index(**tensors: Shape | tuple[Shape, str]) -> Index:
+    """Tensors by name, with two underlines for a dot, and a shape or (shape, dtype)."""
+    rows = {}
+    for key, value in tensors.items():
+        shape, name = (value, "F32") if not value or isinstance(value[0], int) else value
+        name, row = key.replace("__", "."), dtypes.TABLE[str(name)]
+        piece = Piece(0, 0, row.size_of(shape) or 0)  # type: ignore[arg-type]
+        rows[name] = TensorInfo(name, row, shape, (piece,))  # type: ignore[arg-type]
+    return Index(("file",), rows)
+
+
+def _aims(leaves: dict[str, Any]) -> list[mapping.Aim]:
+    found = []
+    for name, value in leaves.items():
+        shape, dtype = (value, "F32") if not value or isinstance(value[0], int) else value
+        found.append(mapping.Aim(name, shape, dtypes.TABLE[dtype]))
+    return found
+
+
+def _match(index: Index, leaves: dict[str, Any], key_map: Any = None, **more: Any) -> Any:
+    return mapping.match(index, _aims(leaves), key_map, **more)
+
+
+def _problems(index: Index, leaves: dict[str, Any], key_map: Any = None, **more: Any) -> list[str]:
+    with pytest.raises(errors.MappingError) as info:
+        _match(index, leaves, key_map, **more)
+    assert info.value.message.startswith("the checkpoint does not fit the target")
+    assert isinstance(info.value, ValueError)
+    return list(info.value.problems)
+
+
+def test_names_match_as_they_are() -> None:
+    matched = _match(_index(b=(2,), a__w=(3, 2)), {"a.w": (3, 2), "b": (2,)})
+    assert list(matched.recipes) == ["a.w", "b"]
+    assert all(recipe.plain for recipe in matched.recipes.values())
+    assert (matched.passed, matched.notes) == ((), ())
+
+
+def test_missing_and_extra_with_close_names() -> None:
+    index = _index(a__kernel=(2,), other=(1, 3))
+    assert _problems(index, {"a.kernl": (2,), "zzz": ()}) == [
+        "missing: a.kernl [2]: nothing in the checkpoint goes there, did you mean 'a.kernel'?",
+        "missing: zzz []: nothing in the checkpoint goes there",
+        "extra: a.kernel [2]: the target has no 'a.kernel', did you mean 'a.kernl'?",
+        "extra: other [1, 3]: the target has no 'other'",
+    ]
+
+
+def test_strict_is_about_names_alone() -> None:
+    index = _index(a=(2,), other=(1,))
+    matched = _match(index, {"a": (2,), "b": (2,)}, strict=False)
+    assert list(matched.recipes) == ["a"]
+    assert matched.passed == ("b",)
+    assert matched.notes == ("tensors that the target has no place for: other",)
+    assert _problems(index, {"a": (3,)}, strict=False) == [
+        "wrong shape: a: wants [3], but a is [2]",
+    ]
+
+
+def test_an_optional_leaf_may_be_missing_and_may_be_there() -> None:
+    row = dtypes.TABLE["U32"]
+    aims = [mapping.Aim("a", (2,), dtypes.TABLE["F32"]), mapping.Aim("rng", (4,), row, True)]
+    assert mapping.match(_index(a=(2,)), aims).passed == ("rng",)
+    assert mapping.match(_index(a=(2,), rng=((4,), "U32")), aims).passed == ()
+    with pytest.raises(errors.MappingError, match="wrong shape"):
+        mapping.match(_index(a=(2,), rng=((2,), "U32")), aims)
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    index = _index(
+        a=(2, 3), b__x=(2,), c=((2,), "C64"), d__0=(2,), d__1=(2,), d__3=(2,), e=(2,), f=(2,),
+        lost=(5,), g=(4,),
+    )  # fmt: skip
+    leaves = {"a": (3, 2), "b": (2,), "c": (2,), "d": (3, 2), "e": (2,), "gone": (7,), "g": (2, 3)}
+    key_map = {
+        "a": "a", r"b\..": "b", r".\.x": "b", "c": "c", r"d\.(\d)": rule("d", stack=1),
+        "(e|f)": "e", "none": "a", "g": rule("g", reshape=(2, 3)),
+    }  # fmt: skip
+    assert _problems(index, leaves, key_map) == [
+        r"matched twice: b.x: several rules match, 'b\\..', '.\\.x'",
+        "wrong shape: a: wants [3, 2], but a is [2, 3]; transpose=(1, 0) fits",
+        "wrong dtype: c: wants F32, stored is C64",
+        "bad stack: d: group 1 has 0, 1, 3: 2 is missing",
+        "filled twice: e: by e, f",
+        "bad rule: g: reshape=(2, 3) does not fit g of shape [4]: 4 elements",
+        "missing: gone [7]: nothing in the checkpoint goes there",
+        "extra: lost [5]: no rule matches",
+        "unused rule: 'none' matches no tensor",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "leaf", "line", "expected"),
+    [
+        ({"l__0": (2,), "l__1": (3,)}, (2, 2), rule("t", stack=1),
+         "bad stack: t: unequal shapes, l.0 [2], l.1 [3]"),
+        ({"l__0": (2,), "l__00": (2,)}, (2, 2), rule("t", stack=1),
+         "filled twice: t: by l.0, l.00"),
+        ({"l__a": (2,)}, (1, 2), rule("t", stack=1),
+         "bad stack: t: group 1 orders tensors by number, but in 'l.a' it is 'a'"),
+        ({"l__0": (2,), "l__1": (2,)}, (3, 2), rule("t", stack=1),
+         "wrong shape: t: wants [3, 2], but l.0 [2], 2 of them stacked along 0, gives [2, 2]"),
+        ({"l__0": (2,)}, (2,), rule("t", stack=1),
+         "wrong shape: t: wants [2], but l.0 [2], 1 of them stacked along 0, gives [1, 2]"),
+        ({"l__0": (2,)}, (1, 2), rule("t", stack={1: 2}),
+         "bad rule: t: there is no dim 2 to stack along: the result has 2"),
+        ({"l__k": (2,)}, (4,), rule("t", concat=(0, 1, ("q", "k"))),
+         "bad stack: t: no tensor with group 1 = q"),
+        ({"l__k": (2,), "l__z": (2,)}, (4,), rule("t", concat=(0, 1, ("q", "k"))),
+         "bad stack: t: group 1 is one of q, k, but in 'l.z' it is 'z'"),
+        ({"l__0": (2,), "l__1": (2, 2)}, (4,), rule("t", concat=(0, 1)),
+         "bad rule: t: [2], [2, 2] can't be joined along dim 0"),
+        ({"l__0": (2,), "l__1": (2,)}, (4,), rule("t", concat=(1, 1)),
+         "bad rule: t: [2], [2] can't be joined along dim 1"),
+        ({"l__0": (2, 3)}, (2, 3), rule("t", transpose=(1, 0)),
+         "wrong shape: t: wants [2, 3], but l.0 [2, 3], transposed (1, 0) [3, 2], gives [3, 2]; "
+         "without the transpose it fits"),
+        ({"l__0": (2, 3)}, (2, 3), rule("t", transpose=(0, 2, 1)),
+         "bad rule: t: transpose=(0, 2, 1) does not fit l.0 of shape [2, 3]"),
+        ({"l__0": (2, 6)}, (2, 2, 3), rule("t"),
+         "wrong shape: t: wants [2, 2, 3], but l.0 is [2, 6]; reshape=(2, 2, 3) has as many "
+         "elements"),
+        ({"l__0": (4, 6)}, (2, 2, 6), rule("t", transpose=(1, 0), reshape=(6, 2, 2)),
+         "wrong shape: t: wants [2, 2, 6], but l.0 [4, 6], transposed (1, 0) [6, 4], reshaped "
+         "[6, 2, 2], gives [6, 2, 2]; its dims in the order (1, 2, 0) would fit"),
+        ({"l__0": (6,)}, (2,), rule(["t", None], split=(0, (2, 3))),
+         "bad rule: t: parts of 2 + 3 along dim 0 are not all of l.0 of shape [6]"),
+        ({"l__0": (6,)}, (2,), rule(["t", "u"], split=1),
+         "bad rule: t: split= names dim 1 of l.0 of shape [6]"),
+        ({"l__0": (6, 4)}, (2, 3), rule(["t", None], split=0),
+         "bad rule: t: no part of l.0 [6, 4] along dim 0 makes t [2, 3]; split=(dim, sizes) says "
+         "what does"),
+        ({"l__0": (6,)}, (2,), rule(["t", None, None], split=0),
+         "bad rule: t: the targets don't say how l.0 is split; split=(dim, sizes) does"),
+        ({"l__0": ((2, 2), "F4")}, ((2, 2), "F4"), rule("t", transpose=(1, 0)),
+         "wrong dtype: t: F4 can only be taken as it is stored"),
+        ({"l__0": ((2, 2), "F8_E8M0")}, ((1, 2, 2), "F8_E8M0"), rule("t", stack=1),
+         "wrong dtype: t: F8_E8M0 can only be taken as it is stored"),
+        ({"l__0": ((2,), "F4")}, (2,), rule("t", cast="float32"),
+         "wrong dtype: t: there is no conversion from F4 to F32"),
+        ({"l__0": ((2,), "C64")}, (2,), rule("t", cast="float32"),
+         "wrong dtype: t: there is no conversion from C64 to F32"),
+        ({"l__0": ((2,), "I32")}, (2,), rule("t", scale=2),
+         "wrong dtype: t: I32 to F32: scale= makes floats of floats, or of integers up to 16 bits"),
+    ],
+)  # fmt: skip
+def test_what_is_said(tensors: Any, leaf: Any, line: mapping.Rule, expected: str) -> None:
+    assert _problems(_index(**tensors), {"t": leaf}, {r"l\.(\w+)": line}, strict=False) == [
+        expected
+    ]
+
+
+def test_a_hole_among_experts_is_named() -> None:
+    places = [(i, j) for i in range(2) for j in range(3) if (i, j) != (1, 1)]
+    index = _index(**{f"l__{i}__{j}": (2,) for i, j in places})
+    key_map = {r"l\.(\d)\.(?P<e>\d)": rule("t", stack=(1, "e"))}
+    assert _problems(index, {"t": (2, 3, 2)}, key_map) == [
+        "bad stack: t: no tensor with group 1 = 1 and group 'e' = 1"
+    ]
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (3, 4, 5), (1, 3, 5), (9, 10, 11)])
+def test_a_stack_may_begin_anywhere_and_skip_evenly(numbers: tuple[int, ...]) -> None:
+    index = _index(**{f"l__{n}": (2,) for n in sorted(numbers, key=str)})
+    matched = _match(index, {"t": (3, 2)}, {r"l\.(\d+)": rule("t", stack=1)})
+    names = [info.name for info in matched.recipes["t"].tensors]
+    assert names == [f"l.{n}" for n in numbers]
+
+
+def test_two_regexes_may_share_a_stack() -> None:
+    line = rule("t", stack=1)
+    index = _index(dense__0=(2,), expert__1=(2,))
+    matched = _match(index, {"t": (2, 2)}, {r"dense\.(\d)": line, r"expert\.(\d)": line})
+    assert [info.name for info in matched.recipes["t"].tensors] == ["dense.0", "expert.1"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [("F32", "BF16"), ("BF16", "F32"), ("F8_E4M3", "F16"), ("I32", "I64"), ("U8", "I16"),
+     ("BOOL", "I32"), ("F4", "F4"), ("F8_E8M0", "F8_E8M0")],
+)  # fmt: skip
+def test_dtypes_of_targets_that_are_met(stored: str, wanted: str) -> None:
+    recipe = _match(_index(a=((2,), stored)), {"a": ((2,), wanted)}).recipes["a"]
+    assert recipe.dtype.name == wanted
+    assert recipe.plain == (stored == wanted)
+    assert not recipe.checked
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "advice"),
+    [("I64", "I32", "int32"), ("F32", "I32", "int32"), ("I32", "F32", "float32"),
+     ("BOOL", "F32", "float32"), ("F32", "C64", "complex64"), ("I8", "U8", "uint8"),
+     ("F4", "F32", None), ("C64", "F32", None)],
+)  # fmt: skip
+def test_dtypes_of_targets_that_are_refused(stored: str, wanted: str, advice: str | None) -> None:
+    index, leaves = _index(a=((2,), stored)), {"a": ((2,), wanted)}
+    tail = "" if advice is None else f"; rule(cast={advice!r}) converts it"
+    assert _problems(index, leaves) == [f"wrong dtype: a: wants {wanted}, stored is {stored}{tail}"]
+    if advice is not None:
+        recipe = _match(index, leaves, {"a": rule("a", cast=advice)}).recipes["a"]
+        assert recipe.dtype.name == wanted
+        assert recipe.checked == (wanted[0] in "IU")
+
+
+def test_the_stored_dtype_and_one_for_all() -> None:
+    index, leaves = _index(a=((2,), "BF16"), n=((2,), "I64")), {"a": (2,), "n": ((2,), "I32")}
+
+    def found(dtype: Any) -> list[str]:
+        matched = _match(index, leaves, dtype=dtype)
+        return [matched.recipes[name].dtype.name for name in leaves]
+
+    assert found("stored") == found(None) == ["BF16", "I64"]
+    assert found("float16") == ["F16", "I64"]
+    assert found({"a": "F64"}) == ["F64", "I64"]
+    assert _problems(index, leaves, dtype="int64") == [
+        "wrong dtype: a: stored is BF16: the conversion would lose values; ask for it by name: "
+        "dtype={regex: dtype}"
+    ]
+    for dtype in ("float31", 5, {"a": "float31"}):
+        with pytest.raises(errors.UsageError, match="unknown dtype"):
+            found(dtype)
+
+
+def test_a_stack_of_several_dtypes_needs_one_that_is_wanted() -> None:
+    index = _index(l__0=((2,), "F32"), l__1=((2,), "BF16"))
+    key_map = {r"l\.(\d)": rule("t", stack=1)}
+    assert _match(index, {"t": ((2, 2), "F16")}, key_map).recipes["t"].dtype.name == "F16"
+    assert _problems(index, {"t": (2, 2)}, key_map, dtype="stored") == [
+        "wrong dtype: t: its parts are BF16 and F32; rule(cast=) says what all shall be"
+    ]
+    index = _index(l__0=(2,), l__1=(2,))
+    assert _problems(index, {"t": (2, 2)}, key_map, dtype={r"l\.1": "F16"}) == [
+        "wrong dtype: t: its parts are F16 and F32; rule(cast=) says what all shall be"
+    ]
+
+
+def test_the_whole_name_goes_before_its_front() -> None:
+    index = _index(model__head=(2,), model__head_scale=(1,))
+    leaves = {"head": (2,), "head_scale": (1,)}
+    # As in Tunix and Bonsai, what follows the match stays.
+    assert list(_match(index, leaves, {r"model\.": ""}).recipes) == list(leaves)
+    key_map = {r"model\.head": "head", r"model\.head_sc(.*)": r"head_sc\1"}
+    assert list(_match(index, leaves, key_map).recipes) == list(leaves)
+    assert not _match(index, {"head": (2,)}, {r"model\.head": "head", r".*_scale": None}).notes
+
+
+def test_rules_of_a_family_may_be_unused_where_all_else_is_well() -> None:
+    index = _index(a=(2,))
+    family = {"a": ("a", None), "b": ("b", None), r"rotary.*": None}
+    (note,) = _match(index, {"a": (2,)}, family).notes
+    assert note == "rules that match no tensor: 'b', 'rotary.*'"
+    assert _problems(index, {"a": (2,), "c": (2,)}, family) == [
+        "missing: c [2]: nothing in the checkpoint goes there",
+        "unused rule: 'b' matches no tensor",
+    ]
+    assert _problems(index, {"a": (2,)}, {"a": "a", "b": rule("b")}) == [
+        "unused rule: 'b' matches no tensor"
+    ]
+
+
+def test_a_function_gives_names() -> None:
+    index = _index(model__a=(2,), model__b=(2,))
+    leaves = {"a": (2,)}
+
+    def short(name: str) -> str | None:
+        return None if name.endswith("b") else name.removeprefix("model.")
+
+    assert list(_match(index, leaves, short).recipes) == ["a"]
+    with pytest.raises(errors.UsageError, match="gives no name"):
+        _match(index, leaves, lambda name: 5)
+
+
+def test_parts_that_nobody_wants_are_what_is_left() -> None:
+    recipe = _match(_index(q=(8, 2)), {"k": (3, 2)}, {"q": rule([None, "k"], split=0)}).recipes["k"]
+    (source,) = recipe.pull(((0, 3), (0, 2))).sources
+    assert source.box == ((5, 8), (0, 2))
+
+
+def test_a_split_of_every_layer_is_stacked() -> None:
+    index = _index(l__0=(8, 2), l__1=(8, 2))
+    line = rule(["q", "k"], split=0, transpose=(1, 0), stack=1)
+    recipes = _match(index, {"q": (2, 2, 5), "k": (2, 2, 3)}, {r"l\.(\d)": line}).recipes
+    whole = ((0, 2), (0, 2), (0, 3))
+    assert [source.box for source in recipes["k"].pull(whole).sources] == [((5, 8), (0, 2))] * 2
+
+
+def test_leaves_of_one_name_are_a_problem() -> None:
+    aims = _aims({"a": (2,)})
+    with pytest.raises(errors.MappingError, match="several leaves have this name"):
+        mapping.match(_index(a=(2,)), [*aims, aims[0]._replace(shape=(3,))])
+
+
+def test_a_hundred_thousand_names_and_fifty_rules_take_seconds() -> None:
+    row = dtypes.TABLE["BF16"]
+    names = [f"m.layers.{i}.experts.{j}.{p}_proj.weight" for i in range(50) for j in range(1000)
+             for p in ("up", "down")]  # fmt: skip
+    pieces = (Piece(0, 0, 64),)
+    index = Index(("file",), {name: TensorInfo(name, row, (8, 4), pieces) for name in names})
+    key_map = {
+        **{rf"m\.layers\.(\d+)\.attn\.x{n}_proj\.weight$": (rf"\1.x{n}", None) for n in range(49)},
+        r"m\.layers\.(\d+)\.experts\.(\d+)\.(up|down)_proj\.weight$": rule(
+            r"\3", transpose=(1, 0), stack=(1, 2)
+        ),
+    }
+    aims = [mapping.Aim(name, (50, 1000, 4, 8), row) for name in ("up", "down")]
+    with pytest.raises(errors.MappingError) as info:
+        mapping.match(index, [*aims, mapping.Aim("x", (1,), row)], key_map)
+    assert len(info.value.problems) == 50
+    assert re.search("1 missing, 49 unused rule", str(info.value))

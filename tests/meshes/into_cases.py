@@ -1,0 +1,165 @@
+"""What each process of a load into a target does in a test (see `launching`).
+
+    python into_cases.py RANK COUNT PORT DIRECTORY CASE…
+
+A case is `spec:exchange` or the name of a failure. Writes a line of JSON for each to
+`DIRECTORY/said.RANK`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+from jax.sharding import Mesh, PartitionSpec as P
+
+import mfload
+from mfload import errors
+
+SPECS: dict[str, Any] = {
+    "rows": P(("a", "b")),
+    "columns": P(None, ("a", "b")),
+    "grid": P("b", "a"),
+    "replicated": P(),
+}
+MAP = {
+    r"layers\.(\d+)\.w": mfload.rule("layers.w", transpose=(1, 0), stack=1, cast="bfloat16"),
+    r"layers\.(\d+)\.b": mfload.rule("layers.b", stack=1),
+    r"(q|k)": mfload.rule("qk", concat=(0, 1, ("q", "k"))),
+    "table": "table",
+    "turned": ("turned", ((1, 0), None)),
+}
+LAYERS = 3
+
+
+def stored() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {"table": (512, 256), "turned": (256, 1024), "q": (64, 256), "k": (32, 256)}
+    for n in range(LAYERS):
+        shapes |= {f"layers.{n}.w": (64, 128), f"layers.{n}.b": (64,)}
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def expected() -> dict[str, Any]:
+    whole = stored()
+    import ml_dtypes
+
+    w = np.stack([whole[f"layers.{n}.w"].T for n in range(LAYERS)]).astype(ml_dtypes.bfloat16)
+    return {
+        "layers": {"w": w, "b": np.stack([whole[f"layers.{n}.b"] for n in range(LAYERS)])},
+        "qk": np.concatenate([whole["q"], whole["k"]]),
+        "table": whole["table"],
+        "turned": whole["turned"].T,
+    }
+
+
+def sharding_of(spec: Any) -> Any:
+    def choose(name: str, info: Any) -> Any:
+        if name == "layers.w":
+            return P(None, *spec)
+        return spec if len(info.shape) == 2 else P()
+
+    return choose
+
+
+def load(directory: Path, mesh: Mesh, spec: str, exchange: str, **options: Any) -> dict[str, Any]:
+    whole = expected()
+    target = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), whole)
+    report = mfload.Report()
+    made = mfload.load_into(
+        target,
+        directory / "model.safetensors",
+        mapping=MAP,
+        mesh=mesh,
+        shardings=sharding_of(SPECS[spec]),
+        exchange=exchange,
+        report=report,
+        **options,
+    )
+    for array, numbers in zip(jax.tree.leaves(made), jax.tree.leaves(whole), strict=True):
+        assert array.shape == numbers.shape and array.dtype == numbers.dtype
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == numbers[shard.index].tobytes()
+    return {
+        "read": report.read_bytes,
+        "exchanged": report.exchanged_bytes,
+        "processes": report.processes,
+        "peak": report.peak_bytes,
+    }
+
+
+def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
+    if case == "own":
+        # The devices of the leaves say who takes part: each process loads by itself.
+        mine = Mesh(np.array(jax.local_devices()), ("a",))
+        leaf = jax.ShapeDtypeStruct(
+            (512, 256), np.float32, sharding=jax.sharding.NamedSharding(mine, P("a"))
+        )
+        if rank == 0:
+            return {}
+        made = mfload.load_into(
+            {"table": leaf}, directory / "model.safetensors", strict=False, timeout=20
+        )
+        assert made["table"].is_fully_addressable
+        return {}
+    if case == "map":
+        rules = MAP if rank == 0 else {**MAP, "table": ("turned", ((1, 0), None))}
+        target = {"table": jax.ShapeDtypeStruct((512, 256), np.float32)}
+        mfload.load_into(
+            target,
+            directory / "model.safetensors",
+            mapping=rules,
+            mesh=mesh,
+            strict=rank == 1,
+            timeout=20,
+        )
+        return {}
+    if case == "target":
+        target = {"a.b": 1, "a": {"b": 2}} if rank else {"table": jax.ShapeDtypeStruct((8,), "f4")}
+        mfload.load_into(target, directory / "model.safetensors", mesh=mesh, timeout=20)
+        return {}
+    spec, exchange, *cap = case.split(":")
+    options = {"max_host_overhead": int(cap[0])} if cap else {}
+    return load(directory, mesh, spec, exchange, **options)
+
+
+def main() -> None:
+    rank, count, port = map(int, sys.argv[1:4])
+    directory = Path(sys.argv[4])
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
+    mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("a", "b"))
+    if rank == 0:
+        safetensors.numpy.save_file(stored(), directory / "model.tmp")
+        (directory / "model.tmp").rename(directory / "model.safetensors")
+    while not (directory / "model.safetensors").exists():
+        time.sleep(0.02)
+    failed = False
+    with (directory / f"said.{rank}").open("w") as out:
+        for case in sys.argv[5:]:
+            line: dict[str, Any] = {"case": case, "error": None}
+            try:
+                line |= run(rank, directory, mesh, case)
+            except BaseException as error:
+                line |= {"error": type(error).__name__, "text": str(error)}
+                line["typed"] = isinstance(error, errors.MfloadError)
+            failed = failed or line["error"] is not None
+            gc.collect()
+            line["live"] = mfload.live_bytes()
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+    if failed:
+        # JAX waits at its exit for processes that are gone; process 0 keeps its store.
+        time.sleep(0 if rank else 1)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

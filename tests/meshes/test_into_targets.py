@@ -1,0 +1,539 @@
+"""Each kind of target comes back as what it was, with the right arrays in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict, meta
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from samples import numbers, save
+
+import mfload
+from mfload import errors
+from mfload.frameworks import flax_axes, jax_trees
+from mfload.frameworks.flax_trees import Axes
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+W, B = numbers((16, 32), np.float32, 1), numbers((32,), ml_dtypes.bfloat16, 2)
+
+
+def sds(array: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def same(array: Any, numbers: Any, spec: Any = None, mesh: Any = MESH) -> None:
+    assert isinstance(array, jax.Array)
+    assert array.dtype == numbers.dtype and array.shape == numbers.shape
+    assert np.asarray(array).tobytes() == numbers.tobytes()
+    if spec is not None:
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+        assert array.sharding.mesh == mesh
+
+
+@dataclasses.dataclass
+class Pair:
+    w: Any
+    b: Any
+    name: str = "pair"
+
+
+jax.tree_util.register_dataclass(Pair, data_fields=["w", "b"], meta_fields=["name"])
+
+
+class Named(NamedTuple):
+    w: Any
+    b: Any
+
+
+@pytest.fixture
+def two(tmp_path):
+    return save(tmp_path / "two.safetensors", {"w": W, "b": B})
+
+
+# -- trees of JAX ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", [sds, jnp.asarray, np.zeros_like])
+@pytest.mark.parametrize("kind", [dict, OrderedDict, FrozenDict, Pair, Named])
+def test_containers(two, kind, leaf):
+    fields = {"w": leaf(W), "b": leaf(B)}
+    target = kind(**fields) if kind in (Pair, Named) else kind(fields)
+    made = mfload.load_into(target, two, mesh=MESH, shardings=[("w", P("x", "y"))])
+    assert type(made) is kind and made is not target
+    part = (lambda key: getattr(made, key)) if kind in (Pair, Named) else made.__getitem__
+    same(part("w"), W, P("x", "y"))
+    same(part("b"), B, P())
+
+
+def test_lists_and_numbers_as_keys(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"layers.0.w": W, "layers.1.w": -W, "x.7": B})
+    made = mfload.load_into({"layers": [{"w": sds(W)}, {"w": sds(W)}], "x": {7: sds(B)}}, path)
+    same(made["layers"][1]["w"], -W)
+    same(made["x"][7], B)
+
+
+def test_names_with_dots(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"a.b.w": W, "a.b": B})
+    made = mfload.load_into({"a.b.w": sds(W), "a.b": sds(B)}, path)
+    same(made["a.b.w"], W)
+
+
+def test_a_single_leaf(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W})
+    same(mfload.load_into(sds(W), path, mapping={"w": ""}), W)
+
+
+def test_two_leaves_of_one_name(two):
+    with pytest.raises(errors.UsageError, match=r"same name.*'a\.b'"):
+        mfload.load_into({"a.b": sds(W), "a": {"b": sds(W)}}, two)
+
+
+def test_arrays_of_the_target_are_left_alone(two):
+    before = jnp.zeros_like(W), jnp.zeros_like(B)
+    target = {"w": before[0], "b": before[1]}
+    mfload.load_into(target, two)
+    assert target["w"] is before[0] and not np.asarray(before[0]).any()
+
+
+def test_what_is_no_array_stays(two):
+    def function():
+        pass
+
+    rest = {"f": function, "t": "text", "n": None, "step": 3, "rate": 0.5, "flag": True}
+    made = mfload.load_into({"w": sds(W), "b": sds(B), **rest}, two)
+    assert {key: made[key] for key in rest} == rest
+
+
+def test_a_plain_number_is_filled_where_the_checkpoint_has_one(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W, "step": np.array(7, np.int32)})
+    made = mfload.load_into({"w": sds(W), "step": 0}, path)
+    same(made["step"], np.array(7, np.int32))
+
+
+def test_random_keys_stay(two):
+    key = jax.random.key(3)
+    made = mfload.load_into({"w": sds(W), "b": sds(B), "key": key}, two)
+    assert made["key"] is key
+
+
+def test_arrays_that_the_checkpoint_lacks(two):
+    more = jnp.ones(3)
+    with pytest.raises(errors.MappingError, match=r"missing: more \[3\]"):
+        mfload.load_into({"w": sds(W), "b": sds(B), "more": more}, two)
+    made = mfload.load_into({"w": sds(W), "b": sds(B), "more": more}, two, strict=False)
+    assert made["more"] is more
+    same(made["w"], W)
+
+
+def test_a_dtype_that_no_checkpoint_has(two):
+    odd = jax.ShapeDtypeStruct((3,), jnp.int4)
+    with pytest.raises(errors.MappingError, match="odd: no stored tensor becomes int4"):
+        mfload.load_into({"w": sds(W), "b": sds(B), "odd": odd}, two)
+    assert mfload.load_into({"w": sds(W), "odd": odd}, two, strict=False)["odd"] is odd
+
+
+def test_no_tree_and_tracers(two):
+    with pytest.raises(errors.UsageError, match="tracer"):
+        jax.jit(lambda w: mfload.load_into({"w": w}, two))(jnp.asarray(W))
+
+
+def test_a_pytree_without_names_for_its_children(tmp_path):
+    class Odd:
+        def __init__(self, *children):
+            self.children = children
+
+    jax.tree_util.register_pytree_node(Odd, lambda o: (o.children, None), lambda _, c: Odd(*c))
+    path = save(tmp_path / "m.safetensors", {"0": W, "1": B})
+    made = mfload.load_into(Odd(sds(W), sds(B)), path)
+    assert isinstance(made, Odd)
+    same(made.children[1], B)
+
+
+# -- whose sharding counts -------------------------------------------------------------------
+
+
+def test_a_leaf_brings_its_own_sharding(two):
+    own = NamedSharding(MESH, P("y"))
+    made = mfload.load_into({"w": sds(W, own), "b": sds(B)}, two)
+    same(made["w"], W, P("y"))
+    assert made["b"].sharding == SingleDeviceSharding(jax.devices()[0])
+
+
+def test_an_array_brings_its_own_sharding(two):
+    w = jax.device_put(W, NamedSharding(MESH, P(None, "x")))
+    b = jax.device_put(B, jax.devices()[5])
+    made = mfload.load_into({"w": w, "b": b}, two)
+    same(made["w"], W, P(None, "x"))
+    assert made["b"].devices() == {jax.devices()[5]}
+
+
+def test_an_array_that_merely_lies_somewhere_goes_onto_the_mesh(two):
+    made = mfload.load_into({"w": jnp.asarray(W), "b": jnp.asarray(B)}, two, mesh=MESH)
+    same(made["w"], W, P())
+
+
+def test_what_the_user_says_goes_first(two):
+    own = NamedSharding(MESH, P("y"))
+    target = {"w": sds(W, own), "b": sds(B, own)}
+    made = mfload.load_into(target, two, mesh=MESH, shardings=[("w", P("x"))])
+    same(made["w"], W, P("x"))
+    same(made["b"], B, P("y"))
+
+
+def test_unmatched_is_about_leaves_that_nobody_speaks_for(two):
+    rules = [("w", P("x"))]
+    own = NamedSharding(MESH, P("y"))
+    target = {"w": sds(W), "b": sds(B, own)}
+    mfload.load_into(target, two, mesh=MESH, shardings=rules, unmatched="error")
+    with pytest.raises(errors.ShardingError, match="'b'"):
+        mfload.load_into(
+            {"w": sds(W), "b": sds(B)}, two, mesh=MESH, shardings=rules, unmatched="error"
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_abstract_meshes_are_bound(two, kind):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
+    own = NamedSharding(mesh.abstract_mesh, P("y", "x"))
+    target = {"w": sds(W, own), "b": sds(B)}
+    with pytest.raises(errors.ShardingError, match=r"'w'.*mesh=, or a load inside"):
+        mfload.load_into(target, two)
+    same(mfload.load_into(target, two, mesh=mesh)["w"], W, P("y", "x"), mesh)
+    with jax.set_mesh(mesh):
+        same(mfload.load_into(target, two)["w"], W, P("y", "x"), mesh)
+
+
+def test_an_abstract_mesh_with_other_axes(two):
+    other = jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,))
+    own = NamedSharding(MESH.abstract_mesh, P("y"))
+    with pytest.raises(errors.ShardingError, match=r"no axis 'y'.*'w'"):
+        mfload.load_into({"w": sds(W, own), "b": sds(B)}, two, mesh=other)
+
+
+def test_shardings_as_a_tree(two):
+    tree = {"w": NamedSharding(MESH, P("x", "y")), "b": P("y")}
+    for asked in (tree, FrozenDict(tree), Pair(**tree)):
+        made = mfload.load_into({"w": sds(W), "b": sds(B)}, two, mesh=MESH, shardings=asked)
+        same(made["w"], W, P("x", "y"))
+        same(made["b"], B, P("y"))
+
+
+def test_a_sharding_that_does_not_fit_names_the_leaf(two):
+    with pytest.raises(errors.ShardingError, match=r"no axis 'z'.*'w'") as caught:
+        mfload.load_into({"w": sds(W), "b": sds(B)}, two, mesh=MESH, shardings=[("w", P("z"))])
+    assert caught.value.tensor == "w"
+
+
+# -- nnx -------------------------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", "y"))
+        self.linear = nnx.Linear(16, 32, rngs=rngs, kernel_init=kernel)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Model(nnx.Module):
+    """Layers in a list, statistics, random numbers, an embedding that is shared."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(8, 32, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs), Block(rngs)])
+        self.repeat = self.blocks[0]
+        self.head = self.embed.embedding
+        self.width = 32
+
+
+def stored() -> dict[str, Any]:
+    found = {"embed.embedding": numbers((8, 32), np.float32, 3)}
+    for n in range(2):
+        found |= {
+            f"blocks.{n}.linear.kernel": numbers((16, 32), np.float32, 4 + n),
+            f"blocks.{n}.linear.bias": numbers((32,), np.float32, 6 + n),
+            f"blocks.{n}.norm.scale": numbers((32,), np.float32, 8 + n),
+            f"blocks.{n}.norm.bias": numbers((32,), np.float32, 10 + n),
+        }
+    return found
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save(tmp_path / "model.safetensors", stored())
+
+
+def check_model(made: Any, whole: dict[str, Any], *, spec: Any = None) -> None:
+    for n, block in enumerate(made.blocks):
+        same(block.linear.kernel.get_value(), whole[f"blocks.{n}.linear.kernel"], spec)
+        same(block.linear.bias.get_value(), whole[f"blocks.{n}.linear.bias"])
+        same(block.norm.scale.get_value(), whole[f"blocks.{n}.norm.scale"])
+    same(made.embed.embedding.get_value(), whole["embed.embedding"])
+    assert made.head is made.embed.embedding
+    assert made.repeat is made.blocks[0]
+    assert made.width == 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("abstract", [False, True])
+def test_modules(model, abstract, kind):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        target = nnx.eval_shape(lambda: Model(nnx.Rngs(0))) if abstract else Model(nnx.Rngs(0))
+    mean = target.blocks[1].norm.mean.get_value()
+    key = target.blocks[0].drop.rngs.key.get_value()
+    made = mfload.load_into(target, model, mesh=mesh)
+    assert type(made) is Model and made is not target
+    check_model(made, stored())
+    kernel = made.blocks[0].linear.kernel
+    same(kernel.get_value(), stored()["blocks.0.linear.kernel"], P("x", "y"), mesh)
+    assert kernel.get_metadata() == target.blocks[0].linear.kernel.get_metadata()
+    assert kernel is not target.blocks[0].linear.kernel
+    assert type(made.blocks[0].norm.mean) is nnx.BatchStat
+    assert made.blocks[1].norm.mean.get_value() is mean
+    assert made.blocks[0].drop.rngs.key.get_value() is key
+    assert made.blocks[0].drop.rngs.count is not target.blocks[0].drop.rngs.count
+
+
+def test_a_module_that_was_loaded_works(model):
+    with nnx.use_eager_sharding(False):
+        target = Model(nnx.Rngs(0))
+    made = mfload.load_into(target, model, mesh=MESH)
+    check_model(made, stored(), spec=P("x", "y"))
+    x = jnp.ones((2, 16))
+
+    @nnx.jit
+    def call(model, x):
+        return model.blocks[0].linear(x) @ model.head.T
+
+    whole = stored()
+    with np.errstate(all="ignore"):
+        expected = x @ jnp.asarray(whole["blocks.0.linear.kernel"])
+        expected = (expected + whole["blocks.0.linear.bias"]) @ whole["embed.embedding"].T
+    np.testing.assert_allclose(call(made, x), expected, rtol=1e-4)
+    assert not np.array_equal(target.embed.embedding.get_value(), whole["embed.embedding"])
+    assert len(nnx.to_flat_state(nnx.state(made))) == len(nnx.to_flat_state(nnx.state(target)))
+
+
+def test_axes_of_a_variable_where_tracing_told_nothing(model):
+    with nnx.use_eager_sharding(False), jax.set_mesh(MESH):
+        target = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    made = mfload.load_into(target, model, mesh=MESH)
+    same(made.blocks[0].linear.kernel.get_value(), stored()["blocks.0.linear.kernel"], P("x", "y"))
+
+
+def test_states(model):
+    with nnx.use_eager_sharding(False):
+        graph, state = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+    made = mfload.load_into(state, model, mesh=MESH)
+    assert type(made) is nnx.State
+    whole = nnx.merge(graph, made)
+    assert isinstance(whole.blocks[0].drop.rngs.key.get_value(), jax.ShapeDtypeStruct)
+    check_model(whole, stored(), spec=P("x", "y"))
+
+
+def test_shardings_as_a_state(model):
+    with nnx.use_eager_sharding(False):
+        target = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    shardings = nnx.get_named_sharding(nnx.state(target), MESH)
+    made = mfload.load_into(target, model, shardings=shardings)
+    check_model(made, stored(), spec=P("x", "y"))
+
+
+def test_variables_in_other_trees(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"a": W, "b": B})
+    shared = nnx.Param(jnp.asarray(W))
+    made = mfload.load_into({"a": shared, "twice": [shared], "b": nnx.Cache(sds(B))}, path)
+    assert type(made["a"]) is nnx.Param and type(made["b"]) is nnx.Cache
+    same(made["a"].get_value(), W)
+    assert made["twice"][0] is made["a"] is not shared
+
+
+def test_one_variable(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"a": W})
+    made = mfload.load_into(nnx.Param(sds(W)), path, mapping={"a": ""})
+    assert type(made) is nnx.Param
+    same(made.get_value(), W)
+
+
+def test_a_shared_variable_goes_by_any_of_its_names(tmp_path):
+    whole = stored()
+    whole["head"] = whole.pop("embed.embedding")
+    with nnx.use_eager_sharding(False):
+        target = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    made = mfload.load_into(target, save(tmp_path / "m.safetensors", whole))
+    same(made.embed.embedding.get_value(), whole["head"])
+    assert made.head is made.embed.embedding
+    path = save(tmp_path / "none.safetensors", {k: v for k, v in whole.items() if k != "head"})
+    with pytest.raises(errors.MappingError, match=r"embed\.embedding, which is also head"):
+        mfload.load_into(target, path)
+    both = whole | {"embed.embedding": whole["head"]}
+    report = mfload.Report()
+    mfload.load_into(target, save(tmp_path / "both.safetensors", both), report=report)
+    assert any("head was not loaded" in note for note in report.notes)
+
+
+def test_statistics_are_loaded_where_the_checkpoint_has_them(tmp_path):
+    mean = numbers((32,), np.float32, 20)
+    path = save(tmp_path / "m.safetensors", stored() | {"blocks.1.norm.mean": mean})
+    with nnx.use_eager_sharding(False):
+        made = mfload.load_into(Model(nnx.Rngs(0)), path)
+    same(made.blocks[1].norm.mean.get_value(), mean)
+    assert not np.asarray(made.blocks[0].norm.mean.get_value()).any()
+
+
+def test_a_module_that_holds_itself(tmp_path):
+    class Loop(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.zeros(2))
+            self.me = nnx.data(self)
+
+    with pytest.raises(errors.UsageError, match="holds itself.*me is the target"):
+        mfload.load_into(Loop(), tmp_path)
+
+
+# -- linen -----------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        x = nn.Dense(32, kernel_init=nn.with_partitioning(init, ("x", "y")), name="near")(x)
+        logical = nn.with_logical_partitioning(init, ("embed", "mlp"))
+        x = nn.Dense(8, kernel_init=logical, name="far")(x)
+        return nn.BatchNorm(use_running_average=True, name="norm")(x)
+
+
+RULES = [("embed", "y"), ("mlp", "x"), ("unused", None)]
+
+
+def linen_stored() -> dict[str, Any]:
+    return {
+        "params.near.kernel": numbers((16, 32), np.float32, 1),
+        "params.near.bias": numbers((32,), np.float32, 2),
+        "params.far.kernel": numbers((32, 8), np.float32, 3),
+        "params.far.bias": numbers((8,), np.float32, 4),
+        "params.norm.scale": numbers((8,), np.float32, 5),
+        "params.norm.bias": numbers((8,), np.float32, 6),
+    }
+
+
+@pytest.fixture
+def linen(tmp_path):
+    return save(tmp_path / "linen.safetensors", linen_stored())
+
+
+@pytest.fixture
+def variables():
+    return Dense().init(jax.random.key(0), jnp.ones((2, 16)))
+
+
+@pytest.mark.parametrize("wrap", [dict, FrozenDict])
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize("rules", [RULES, dict(RULES)])
+def test_boxes(linen, variables, abstract, wrap, rules):
+    if abstract:
+        variables = jax.eval_shape(Dense().init, jax.random.key(0), jnp.ones((2, 16)))
+    target = wrap(variables)
+    made = mfload.load_into(target, linen, mesh=MESH, logical_axis_rules=rules)
+    assert type(made) is wrap
+    near, far = made["params"]["near"]["kernel"], made["params"]["far"]["kernel"]
+    assert type(near) is nn.Partitioned and near.names == ("x", "y")
+    assert type(far) is nn.LogicallyPartitioned and far.names == ("embed", "mlp")
+    same(near.value, linen_stored()["params.near.kernel"], P("x", "y"))
+    same(far.value, linen_stored()["params.far.kernel"], P("y", "x"))
+    same(made["params"]["near"]["bias"], linen_stored()["params.near.bias"], P())
+    assert made["batch_stats"]["norm"]["mean"] is target["batch_stats"]["norm"]["mean"]
+
+
+def test_rules_of_the_context(linen, variables):
+    with nn.logical_axis_rules(RULES):
+        made = mfload.load_into(variables, linen, mesh=MESH)
+    far = made["params"]["far"]["kernel"]
+    same(far.value, linen_stored()["params.far.kernel"], P("y", "x"))
+
+
+def test_logical_axes_need_rules(linen, variables):
+    with pytest.raises(errors.ShardingError, match=r"'params\.far\.kernel'.*logical_axis_rules="):
+        mfload.load_into(variables, linen, mesh=MESH)
+    mfload.load_into(variables, linen)  # Without a mesh nothing is split.
+
+
+def test_a_rule_for_an_axis_that_the_mesh_lacks(linen, variables):
+    with pytest.raises(errors.ShardingError, match=r"lacks.*params\.far\.kernel.*'?z"):
+        mfload.load_into(
+            variables, linen, mesh=MESH, logical_axis_rules=[("embed", "z"), ("mlp", "x")]
+        )
+
+
+@pytest.mark.parametrize(
+    "rules", ["embed", 3, [("embed",)], [("embed", 1)], [(1, "x")], {"embed": 2}, [None]]
+)
+def test_rules_that_are_none(linen, variables, rules):
+    with pytest.raises(errors.UsageError, match="logical_axis_rules"):
+        mfload.load_into(variables, linen, mesh=MESH, logical_axis_rules=rules)
+
+
+def test_axes_of_boxes_on_a_mesh_of_their_own():
+    axes = Axes(("x", None), MESH, None, False)
+    assert flax_axes.sharding("w", axes, None, None) == NamedSharding(MESH, P("x", None))
+    renamed = Axes(("a", ("b", "c")), None, (("a", "x"), ("b", ("y",)), ("c", None)), False)
+    found = flax_axes.sharding("w", renamed, MESH, None)
+    assert found == NamedSharding(MESH, P("x", ("y",)))
+    brought = Axes(NamedSharding(MESH.abstract_mesh, P("y")), None, None, False)
+    assert flax_axes.sharding("w", brought, MESH, None) == NamedSharding(MESH, P("y"))
+
+
+def test_params_alone(tmp_path, variables):
+    params = meta.unbox(variables["params"])
+    path = save(
+        tmp_path / "m.safetensors",
+        {name.removeprefix("params."): array for name, array in linen_stored().items()},
+    )
+    made = mfload.load_into(params, path, mesh=MESH, shardings=[("kernel", P(None, "y"))])
+    same(made["near"]["kernel"], linen_stored()["params.near.kernel"], P(None, "y"))
+
+
+# -- a TrainState ----------------------------------------------------------------------------
+
+
+def test_train_states(linen, variables):
+    state = TrainState.create(
+        apply_fn=Dense().apply, params=variables["params"], tx=optax.adam(1e-3)
+    )
+    with pytest.raises(errors.MappingError, match=r"missing: opt_state\.0\.count"):
+        mfload.load_into(state, linen, mesh=MESH, logical_axis_rules=RULES)
+    made = mfload.load_into(state, linen, mesh=MESH, logical_axis_rules=RULES, strict=False)
+    assert type(made) is TrainState and made.tx is state.tx and made.apply_fn == state.apply_fn
+    assert made.step == 0
+    assert made.opt_state[0].count is state.opt_state[0].count
+    assert jax.tree.structure(made) == jax.tree.structure(state)
+    same(made.params["near"]["kernel"].value, linen_stored()["params.near.kernel"], P("x", "y"))
+    grads = jax.tree.map(jnp.ones_like, made.params)
+    assert made.apply_gradients(grads=grads).step == 1
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+def test_names_are_those_of_keystr(variables):
+    with nnx.use_eager_sharding(False):
+        module = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    target = {"l": variables, "m": module, "n": Named(Pair(W, B), [sds(W)])}
+    names = [name for leaf in jax_trees.take_apart(target).leaves for name in leaf.names]
+    paths = jax.tree_util.tree_flatten_with_path(target)[0]
+    expected = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    assert sorted(names) == sorted(name.removesuffix(".value") for name in expected)

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import pickle
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import boards
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mfload import errors
+from mfload.io.deadline import Deadline
+from mfload.sharding import agreement, liveness, verdicts
+
+STEPS = 3
+KINDS = ("post", "error", "verdict")
+
+
+class Broken(Exception):
+    """What a process fails with of its own."""
+
+
+def enter(
+    rank: int,
+    board: boards.MemoryBoard,
+    count: int,
+    *,
+    act: Callable[[int], None] = lambda step: None,
+    prints: Callable[[int], str] = lambda step: "same",
+    seconds: float | None = None,
+    steps: int = STEPS,
+) -> str:
+    with agreement.together(range(count), rank, board, Deadline(seconds)) as party:
+        for step in range(steps):
+            act(step)
+            party.agree(f"step {step}", prints(step))
+        act(steps)
+    return "well"
+
+
+def test_one_process_needs_no_board() -> None:
+    with agreement.together([3], 3, None, Deadline(None)) as party:
+        party.agree("anything", "x")
+        party.watch("anything")
+
+
+def test_a_process_that_takes_no_part() -> None:
+    with (
+        pytest.raises(errors.UsageError, match="takes no part"),
+        agreement.together([0, 1], 2, boards.MemoryBoard(boards.Memory()), Deadline(None)),
+    ):
+        pass
+
+
+FATES = ("well", "well", "well", "fails", "late", "gives up", "interrupted", "differs")
+
+
+@settings(max_examples=50)
+@given(
+    fates=st.lists(
+        st.tuples(st.sampled_from(FATES), st.integers(0, STEPS)), min_size=2, max_size=4
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_all_go_on_or_all_stop(fates: list[tuple[str, int]], seed: int) -> None:
+    """Whatever happens to whom and when; and the next load of all of them works."""
+    memory, count = boards.Memory(), len(fates)
+    made = [boards.MemoryBoard(memory) for _ in fates]
+
+    def process(rank: int) -> Callable[[], str]:
+        fate, at = fates[rank]
+        chance = random.Random(seed + rank)
+        looks = [chance.randrange(1, 12)]
+
+        def before() -> None:
+            time.sleep(chance.random() * 0.003)
+            looks[0] -= 1
+            if fate == "interrupted" and looks[0] == 0:
+                raise KeyboardInterrupt
+
+        def act(step: int) -> None:
+            time.sleep(chance.random() * 0.002)
+            if fate == "fails" and step == at:
+                raise Broken
+            if fate == "late" and step == at:
+                time.sleep(0.02)
+
+        made[rank].before = before
+        prints = (lambda step: f"{step == at}") if fate == "differs" else (lambda step: "False")
+        seconds = chance.random() * 0.02 + 0.001 if fate == "gives up" else None
+        return lambda: enter(rank, made[rank], count, act=act, prints=prints, seconds=seconds)
+
+    ended = boards.all_at_once([process(rank) for rank in range(count)])
+    well = [each == "well" for each in ended]
+    for rank, (fate, _) in enumerate(fates):
+        own = {
+            "fails": Broken,
+            "interrupted": KeyboardInterrupt,
+            "gives up": errors.LoadTimeoutError,
+        }
+        allowed = (errors.ProcessError, own.get(fate, errors.ProcessError))
+        assert well[rank] or isinstance(ended[rank], allowed), ended
+    # Who was interrupted after all were through keeps the others from nothing.
+    rest = [w for w, (fate, _) in zip(well, fates, strict=True) if fate != "interrupted"]
+    assert len(set(rest)) < 2, (fates, ended)
+    if any(fate == "fails" for fate, _ in fates):
+        assert not any(well)
+    for board in made:
+        board.before = lambda: None
+    acts = [lambda rank=rank: enter(rank, made[rank], count) for rank in range(count)]
+    assert boards.all_at_once(acts) == ["well"] * count
+    # Of all that was posted, the last load's texts remain.
+    assert not [k for k in memory.texts if any(f"/1/{kind}/" in k for kind in KINDS)]
+
+
+def test_what_differs_is_told_on_all() -> None:
+    memory = boards.Memory()
+    prints = ["a: 1 byte\nb: 2 bytes", "a: 1 byte\nb: 3 bytes", "a: 1 byte\nb: 2 bytes"]
+    acts = [
+        lambda rank=rank: enter(
+            rank, boards.MemoryBoard(memory), 3, prints=lambda step, rank=rank: prints[rank]
+        )
+        for rank in range(3)
+    ]
+    ended = boards.all_at_once(acts)
+    assert {str(each) for each in ended} == {
+        "the processes do not see the same step 0\n"
+        "  - processes 0, 2: b: 2 bytes\n  - process 1: b: 3 bytes"
+    }
+    assert str(pickle.loads(pickle.dumps(ended[0]))) == str(ended[0])
+
+
+def test_processes_at_different_calls() -> None:
+    memory = boards.Memory()
+    acts = [
+        lambda rank=rank: enter(rank, boards.MemoryBoard(memory), 2, steps=rank) for rank in (0, 1)
+    ]
+    for each in boards.all_at_once(acts):
+        assert isinstance(each, errors.ProcessError)
+        assert "not at the same call" in str(each)
+
+
+def test_the_first_error_is_told_with_class_and_text() -> None:
+    memory = boards.Memory()
+
+    def act(step: int) -> None:
+        raise errors.ReadError("could not read", file="a.safetensors")
+
+    fail = lambda: enter(0, boards.MemoryBoard(memory), 2, act=act)  # noqa: E731
+    wait = lambda: enter(1, boards.MemoryBoard(memory), 2)  # noqa: E731
+    own, other = boards.all_at_once([fail, wait])
+    assert isinstance(own, errors.ReadError)
+    assert isinstance(other, errors.ProcessError)
+    assert "process 0 failed" in str(other)
+    assert "ReadError: could not read [file: a.safetensors]" in str(other)
+
+
+def test_who_loads_alone_times_out_and_the_latecomer_hears_of_it() -> None:
+    memory = boards.Memory()
+    made = [boards.MemoryBoard(memory), boards.MemoryBoard(memory)]
+    with pytest.raises(errors.LoadTimeoutError, match="process 1"):
+        enter(0, made[0], 2, seconds=0.05)
+    with pytest.raises(errors.ProcessError, match="process 0 gave up waiting"):
+        enter(1, made[1], 2)
+    acts = [lambda rank=rank: enter(rank, made[rank], 2) for rank in (0, 1)]
+    assert boards.all_at_once(acts) == ["well", "well"]
+
+
+def test_a_dead_process_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = boards.Memory()
+    boards.MemoryBoard(memory).post("mfload/who/1", "its name")
+    monkeypatch.setattr(liveness, "alive", lambda who: who != "its name")
+    start = time.monotonic()
+    with pytest.raises(errors.ProcessError, match="process 1 is gone"):
+        enter(0, boards.MemoryBoard(memory), 2)
+    with pytest.raises(errors.ProcessError, match="process 1 is gone"):
+        enter(2, boards.MemoryBoard(memory), 3)
+    assert time.monotonic() - start < 2
+
+
+def test_watching_tells_of_an_error_elsewhere() -> None:
+    memory = boards.Memory()
+
+    def fails() -> None:
+        enter(0, boards.MemoryBoard(memory), 2, act=lambda step: 1 / (1 - step), steps=1)
+
+    def watches() -> None:
+        with agreement.together([0, 1], 1, boards.MemoryBoard(memory), Deadline(None)) as party:
+            party.agree("step 0", "same")
+            raise party.failure("the exchange")
+
+    own, other = boards.all_at_once([fails, watches])
+    assert isinstance(own, ZeroDivisionError)
+    assert isinstance(other, errors.ProcessError)
+    assert "ZeroDivisionError" in str(other)
+
+
+def test_waiting_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agreement, "_PATIENCE", 0.01)
+    with pytest.raises(errors.LoadTimeoutError):
+        enter(0, boards.MemoryBoard(boards.Memory()), 2, seconds=0.1)
+    assert [r.message for r in caplog.records if "waits for processes 1" in r.message]
+
+
+def test_a_board_that_fails_leaves_the_error() -> None:
+    board = boards.MemoryBoard(boards.Memory())
+
+    def act(step: int) -> None:
+        board.decide = lambda key, text: 1 / 0  # type: ignore
+        raise Broken
+
+    with pytest.raises(Broken):
+        enter(0, board, 2, act=act)
+
+
+def test_alive() -> None:
+    me = liveness.identity()
+    assert liveness.alive(me) is True
+    host, pid, started = me.split()
+    assert liveness.alive(f"{host} {pid} {int(started) - 1}") is False
+    assert liveness.alive(f"elsewhere {pid} {started}") is None
+    for text in ("", "x", "? 1 2 3", f"{host} x y"):
+        assert liveness.alive(text) is None
+
+
+def test_a_zombie_is_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        host, _, _ = liveness.identity().split()
+        started = liveness._started(child.pid)
+        who = f"{host} {child.pid} {started}"
+        assert liveness.alive(who) is True
+        child.kill()
+        end = time.monotonic() + 5
+        while liveness.alive(who) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert liveness.alive(who) is False  # Nobody has asked for its exit status yet.
+
+
+@given(st.lists(st.text(max_size=30), max_size=200), st.integers(0, 3))
+def test_fingerprints(lines: list[str], repeat: int) -> None:
+    text = agreement.fingerprint(lines * 10**repeat)
+    assert len(text.encode()) < 100_000
+    assert text == agreement.fingerprint(lines * 10**repeat)
+
+
+def test_fingerprints_of_many_lines_differ() -> None:
+    lines = [f"tensor {n}" for n in range(5000)]
+    other = [*lines[:-2], "another", lines[-1]]
+    posts = {0: ("files", agreement.fingerprint(lines)), 1: ("files", agreement.fingerprint(other))}
+    verdict: Any = verdicts.compare(posts)
+    assert verdict.kind == "differ"
+    assert "tensor 4999" in verdict.problems[0]
+    assert verdicts.read(verdict.text()) == verdict
