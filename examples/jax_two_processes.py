@@ -38,6 +38,7 @@ save_file(written, path)
 PROGRAM = """
 import os
 import sys
+import textwrap
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
@@ -56,11 +57,11 @@ shardings = [("up_proj", P(None, "tp")), ("down_proj", P("tp", None))]
 
 for exchange in ("never", "once", "auto"):
     report = mfload.Report()
-    params = mfload.load(
-        path, framework="jax", mesh=mesh, shardings=shardings, exchange=exchange, report=report
-    )
+    options = {"mesh": mesh, "shardings": shardings, "exchange": exchange, "report": report}
+    params = mfload.load(path, framework="jax", **options)
     print(f"{exchange:5} read {report.read_bytes:8}, exchanged {report.exchanged_bytes:8}")
-print(*report.notes, sep="\\n")
+for note in report.notes:
+    print(textwrap.fill(note, 80))
 
 # The sum is taken over the shards of both processes, and is the same on each.
 up = params["up_proj.weight"]

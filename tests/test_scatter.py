@@ -272,7 +272,7 @@ def test_rows_of_many_small_tensors_are_few_reads() -> None:
     assert len(apart.blocks) == 1
     assert not apart.staged
     # In any order of the devices.
-    assert len(planning.make(needs[::-1]).blocks) == 1
+    assert len(planning.make(needs[::-1]).blocks[0].segments) == 1
 
 
 def test_copies_of_many_small_tensors_are_few_reads() -> None:
@@ -316,6 +316,29 @@ def test_a_value_that_does_not_fit_names_its_tensor() -> None:
     with pytest.raises(errors.LossyCastError) as info:
         put(data, 0, block, memory)
     assert info.value.tensor == "w"
+
+
+def test_tensors_of_one_shape_are_not_mixed_up() -> None:
+    data = np.arange(400, dtype=np.uint16)
+    left, right = ((0, 10), (0, 7)), ((0, 10), (5, 10))
+    asked = [(0, left, "U16"), (0, right, "U16"), (200, left, "U32"), (200, right, "U16"),
+             (400, right, "U16"), (400, left, "U16"), (600, left, "U16")]  # fmt: skip
+    needs = [_need((10, 10), box, to, at) for at, box, to in asked]
+    plan = planning.make(needs)
+    memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
+    for block in plan.blocks:
+        put(data.view(np.uint8), 0, block, memory)
+    for (need, buffer, at), (offset, box, _) in zip(plan.places, asked, strict=True):
+        part = data[offset // 2 :][:100].reshape(10, 10)[tuple(slice(*ends) for ends in box)]
+        expected = part.astype(need.dtype.numpy).tobytes()
+        assert memory[buffer][at : at + need.nbytes].tobytes() == expected
+
+
+def test_steps_and_conversions_pass_through_small_slots_too() -> None:
+    whole = _need((9000, 1000))
+    steps = placement.select(whole.info, (slice(None), slice(None, None, 2)))
+    for need in (Need(whole.info, whole.dtype, steps), _need((9000, 1000), to="F32")):
+        assert 0 < planning.make([need]).staged <= Costs().staged
 
 
 def test_places_may_be_given() -> None:

@@ -103,6 +103,8 @@ class Link:
     """
 
     def __init__(self, devices: Iterable[Any], rank: int, width: int, deadline: Deadline) -> None:
+        for thread in _abandoned:
+            thread.join(_TICK)  # It may be about to end: the others took that turn meanwhile.
         if any(thread.is_alive() for thread in _abandoned):
             raise errors.ProcessError(
                 "an earlier exchange was given up half-way, so that JAX's collectives are out of "

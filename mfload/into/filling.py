@@ -14,8 +14,9 @@ from mfload import dtypes, errors, frameworks, mapping
 from mfload.index import Index
 from mfload.into import pulling, slabs, tally
 from mfload.into.goals import Goal
-from mfload.into.pulling import Part
+from mfload.into.pulling import Part, Requests
 from mfload.into.slabs import Piece
+from mfload.io import buffers
 from mfload.io.source import LocalFile
 from mfload.loading import Loader
 from mfload.placement import Need
@@ -30,6 +31,8 @@ Fetch = Callable[..., list[tuple[Any, ...]]]
 # What the readers' slots may take of the overhead while transforms are under way: the rest is for
 # what waits for them.
 _SLOTS = 4
+# Seconds to wait for memory to be let go of, where another load of the process needs none.
+_PATIENCE, _TICK = 0.1, 0.0002
 
 
 class Filling:
@@ -192,14 +195,10 @@ class Filling:
     def _wave(self, number: int, fetch: Fetch, report: Report, advance: Advance) -> None:
         """Loads what some goals, or stretches of them, are made of, and makes them."""
         wave, wanted = self._waves[number], self._wanted[number]
+        before = buffers.live_bytes()
         fetched = self._fetch(fetch, wanted.needs, self._waiting, report, advance)
         start = time.perf_counter()
-        landed: list[dict[int, list[Any]]] = [{} for _ in _flat(wave)]
-        rows = wanted.rows.get(self.rank, [])
-        # The sources of a part come in their order, for each of its devices.
-        for need, row, arrays in zip(wanted.needs.get(self.rank, []), rows, fetched, strict=True):
-            for device, array in zip(need.devices, arrays, strict=True):
-                landed[row.owner].setdefault(device, []).append(array)
+        landed = self._landed(wanted, fetched, sum(len(piece.parts) for piece in wave))
         fetched.clear()
         at = 0
         made: list[Any] = []
@@ -208,8 +207,20 @@ class Filling:
             at += len(piece.parts)
         self._work.wait(made)
         landed.clear()
+        _settle(before)
         took = time.perf_counter() - start
         report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
+
+    def _landed(
+        self, wanted: Requests, fetched: Sequence[tuple[Any, ...]], count: int
+    ) -> list[dict[int, list[Any]]]:
+        """What landed for each part: by device, the part's sources in their order."""
+        landed: list[dict[int, list[Any]]] = [{} for _ in range(count)]
+        needs, rows = wanted.needs.get(self.rank, []), wanted.rows.get(self.rank, [])
+        for need, row, arrays in zip(needs, rows, fetched, strict=True):
+            for device, array in zip(need.devices, arrays, strict=True):
+                landed[row.owner].setdefault(device, []).append(array)
+        return landed
 
     def _piece(self, piece: Piece, landed: Sequence[dict[int, list[Any]]]) -> list[Any]:
         """Has the devices make what a piece adds to its goal."""
@@ -271,6 +282,16 @@ class Filling:
         report.result_bytes += sum(array.nbytes for array in held.values())
         shape, dtype = self._jax.arrives(goal.recipe.dtype, goal.shape)
         return self._jax.assemble(shape, goal.sharding, held, dtype)
+
+
+def _settle(before: int) -> None:
+    """Waits until what was landed is gone.
+
+    XLA lets go of it in threads of its own, which need the interpreter for that.
+    """
+    end = time.monotonic() + _PATIENCE
+    while buffers.live_bytes() > before and time.monotonic() < end:
+        time.sleep(_TICK)
 
 
 def _flat(wave: Sequence[Piece]) -> list[Part]:

@@ -8,12 +8,12 @@ can't both be right. Nothing here moves weights: a few short texts pass over the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from typing import Protocol
 
 from mfload import errors
@@ -148,6 +148,17 @@ class Party:
             self._board.decide(f"{self._here}verdict/{self._step}", verdict.text())
             raise verdict.error(what)
 
+    def leave(self, turn: int) -> None:
+        """Says that this process waits no longer for a turn that all take, and takes no later."""
+        if self._board is not None:
+            with contextlib.suppress(errors.ProcessError):
+                self._board.post(f"{self._here}left/{self.rank}", str(turn))
+
+    def left(self) -> int | None:
+        """The last turn that all processes take, None while nobody has left."""
+        texts = {} if self._board is None else self._board.look(f"{self._here}left/")
+        return min(map(int, texts.values()), default=None)
+
     def failure(self, what: str, seconds: float = 10.0) -> errors.MfloadError:
         """The error of a process that is known to have failed, once it has said why."""
         end = time.monotonic() + min(seconds, max(0.0, self._deadline.left()))
@@ -232,7 +243,7 @@ class Party:
         return None
 
 
-@contextmanager
+@contextlib.contextmanager
 def together(
     processes: Sequence[int], rank: int, board: Board | None, deadline: Deadline
 ) -> Generator[Party]:

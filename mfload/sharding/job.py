@@ -181,7 +181,8 @@ def _check_bytes(jax_sharding: Any, need: Need, shape: tuple[int, ...], sharding
         jax_sharding.check(need.info.name, shape, sharding)
     except errors.ShardingError as error:
         raise errors.ShardingError(
-            f"shards would cut through elements of {need.dtype} that share a byte",
+            f"elements of {need.dtype} that share a byte can't be split like this: the tensor "
+            f"arrives in shape {list(shape)}",
             tensor=need.info.name,
             expected=f"whole blocks of {need.dtype.elements} elements in the last dim of each",
             found=f"{sharding} for shape {list(need.info.shape)}",

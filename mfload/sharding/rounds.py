@@ -113,11 +113,19 @@ class Exchange:
                     failure = error
             came = None
             if pending is not None:
-                came, interrupted, stopped = self._received(pending, number - 1)
+                try:
+                    came, interrupted, stopped = self._received(pending, number - 1)
+                except BaseException:
+                    # Its rows are on their way: the others may wait for them, and for no more.
+                    self._party.leave(number - 1)
+                    raise
                 failure = failure or interrupted
                 if stopped:
                     raise failure or self._party.failure(_WHAT)
             if link is not None and rows is not None:
+                last = self._party.left()
+                if last is not None and last < number:
+                    raise failure or self._party.failure(_WHAT)
                 self._head(rows, number, failed=failure is not None)
                 pending = link.swap(rows)
             if came is not None and failure is None:

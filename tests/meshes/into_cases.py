@@ -65,7 +65,7 @@ def sharding_of(spec: Any) -> Any:
     def choose(name: str, info: Any) -> Any:
         if name == "layers.w":
             return P(None, *spec)
-        return spec if len(info.shape) == 2 else P()
+        return P() if name == "layers.b" else spec
 
     return choose
 

@@ -77,10 +77,12 @@ def test_other_kinds_of_memory_are_landed_in(path: Path) -> None:
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     if "pinned_host" not in kinds:
         pytest.skip("this version has no such memory")
-    sharding = NamedSharding(shards.mesh(), P(None, "x"), memory_kind="pinned_host")
+    sharding = NamedSharding(shards.mesh(), P("x"), memory_kind="pinned_host")
     report = mfload.Report()
-    loaded = mfload.load(path, framework="jax", shardings=sharding, report=report)
-    assert (mfload.live_bytes(), report.aliased_share) == (0, 1.0)
+    options: dict[str, Any] = {"shardings": sharding, "engine": "pread"}
+    loaded = mfload.load(path, framework="jax", report=report, **options)
+    # Nothing was ever held besides.
+    assert (mfload.live_bytes(), report.aliased_share, report.peak_bytes) == (0, 1.0, 0)
     shards.assert_loaded(loaded, MODEL, dict.fromkeys(MODEL, sharding))
 
 
@@ -174,5 +176,4 @@ def test_the_process_holds_no_more(tmp_path: Path, shape: Any, spec: str) -> Non
     assert ran.returncode == 0, ran.stderr
     # The tensor itself, the cap, and a little for Python's objects and huge pages' ends.
     beside = int(ran.stdout) - (256 << 20)
-    print(beside / 2**20)
-    assert 0 <= beside <= (32 << 20) + (16 << 20)
+    assert -(8 << 20) <= beside <= (32 << 20) + (16 << 20)

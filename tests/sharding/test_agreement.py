@@ -199,6 +199,18 @@ def test_watching_tells_of_an_error_elsewhere() -> None:
     assert "ZeroDivisionError" in str(other)
 
 
+def test_who_leaves_says_which_turn_was_the_last() -> None:
+    memory = boards.Memory()
+    made = [
+        agreement.Party([0, 1, 2], rank, boards.MemoryBoard(memory), Deadline(None))
+        for rank in range(3)
+    ]
+    assert made[0].left() is None
+    made[1].leave(7)
+    made[2].leave(5)
+    assert [party.left() for party in made] == [5, 5, 5]
+
+
 def test_waiting_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
