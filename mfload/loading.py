@@ -121,7 +121,7 @@ class Loader:
                 del made
         except BaseException as error:
             arrays.clear()
-            _let_go(error)
+            let_go(error)
             if isinstance(error, MemoryError) and not isinstance(error, errors.MfloadError):
                 raise errors.MemoryLimitError(
                     "the system refused memory", found=str(error) or None
@@ -245,7 +245,7 @@ class Loader:
         report.stages = {**report.stages, **clock.stages}
 
 
-def _let_go(error: BaseException) -> None:
+def let_go(error: BaseException) -> None:
     """Takes the buffers out of an error's traceback: who keeps the error keeps no memory."""
     seen: set[int] = set()
     each: BaseException | None = error

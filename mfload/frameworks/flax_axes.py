@@ -72,7 +72,7 @@ def _rules_of_context() -> Rules:
     return None if spmd is None else spmd.get_logical_axis_rules() or None
 
 
-def _logical(name: str, names: tuple[Any, ...], rules: Rules) -> PartitionSpec:
+def _logical(name: str, names: tuple[Any, ...], rules: Rules) -> Any:
     """As Linen does it: rules in order, each axis of the mesh for one dim at most."""
     if rules is None:
         raise errors.ShardingError(
@@ -89,7 +89,7 @@ def _logical(name: str, names: tuple[Any, ...], rules: Rules) -> PartitionSpec:
     return spec if spec is not None else PartitionSpec()
 
 
-def _renamed(names: tuple[Any, ...], rules: Rules) -> PartitionSpec:
+def _renamed(names: tuple[Any, ...], rules: Rules) -> Any:
     """Axes of the mesh, or names that rules turn into such."""
     known = dict(rules or ())
 
@@ -105,7 +105,7 @@ def _renamed(names: tuple[Any, ...], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*map(one, names))
 
 
-def _check(name: str, spec: PartitionSpec, mesh: Mesh, ruled: bool) -> None:
+def _check(name: str, spec: Any, mesh: Any, ruled: bool) -> None:
     for entry in spec:
         for axis in entry if isinstance(entry, tuple) else (entry,):
             if isinstance(axis, str) and axis not in mesh.axis_names:

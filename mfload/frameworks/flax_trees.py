@@ -45,8 +45,15 @@ _STATISTICS = "batch_stats"  # Linen's collection of them.
 
 def is_node(value: Any) -> bool:
     """Whether a value is a module, a variable or a box of Flax."""
-    kinds = _kinds()
-    return bool(kinds) and isinstance(value, kinds)
+    return isinstance(value, kinds())
+
+
+def kinds() -> tuple[type, ...]:
+    """The classes of modules, variables and boxes; none where Flax is not there."""
+    meta = sys.modules.get("flax.core.meta")
+    nnx = _nnx()
+    boxes = () if meta is None else (meta.AxisMetadata,)
+    return boxes if nnx is None else (*boxes, nnx.Variable, *_modules())
 
 
 def hides_its_key(node: Any) -> bool:
@@ -76,13 +83,6 @@ def role(node: Any, before: Role) -> Role:
 def is_statistics(path: Iterable[str]) -> bool:
     """Whether a path leads through Linen's statistics of batches."""
     return _STATISTICS in path
-
-
-def _kinds() -> tuple[type, ...]:
-    meta = sys.modules.get("flax.core.meta")
-    nnx = _nnx()
-    boxes = () if meta is None else (meta.AxisMetadata,)
-    return boxes if nnx is None else (*boxes, nnx.Variable, *_modules())
 
 
 def _modules() -> tuple[type, ...]:

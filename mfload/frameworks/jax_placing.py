@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mfload import errors
 from mfload.frameworks import flax_axes, flax_trees, jax_boxes, jax_sharding, jax_trees
@@ -26,7 +26,7 @@ def shardings(
     unmatched: str,
     rules: Any,
     notes: list[str],
-) -> list[Sharding]:
+) -> list[Any]:
     """A sharding for each leaf, checked against its shape.
 
     Args:
@@ -61,11 +61,11 @@ def shardings(
     )
 
 
-def around() -> Mesh | None:
+def around() -> Any:
     """The mesh that `jax.set_mesh` has set, None where there is none."""
     find = getattr(jax.sharding, "get_mesh", None)
     try:
-        found = None if find is None else find()
+        found: Any = None if find is None else find()
     except ValueError:  # Inside jit, where nothing can be loaded either.
         return None
     return found if isinstance(found, Mesh) and not found.empty else None
@@ -121,8 +121,8 @@ def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:
     return own if found is None and not abstract else found
 
 
-def _splits_nothing(sharding: NamedSharding) -> bool:
-    return all(part is None for part in tuple(sharding.spec))  # pyright: ignore
+def _splits_nothing(sharding: Any) -> bool:
+    return all(part is None for part in tuple(sharding.spec))
 
 
 def _rules(asked: Any) -> Any:

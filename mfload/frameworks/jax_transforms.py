@@ -24,6 +24,7 @@ Evaluate = Callable[[Any, Sequence[Any], Any], Any]
 """What a program does with arrays: (program, arrays, `jax.numpy`) → array."""
 
 Arrays = tuple[Any, ...]
+Devices = tuple[Any, ...]
 
 _DEVICE = "device"
 _CACHED = 4096
@@ -41,33 +42,34 @@ class Transforms:
     def __init__(self, evaluate: Evaluate) -> None:
         self._evaluate = evaluate
 
-    def run(self, program: Hashable, rows: Sequence[Arrays]) -> list[Any]:
+    def run(self, program: Hashable, devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
         """Makes an array on each of several devices.
 
         Args:
-            program: What to do; one JAX compiles for each program, shapes and devices.
-            rows: For each device the arrays on it, alike in shapes and dtypes on all. What the
+            program: What to do; JAX compiles one for each program, shapes and devices.
+            devices: The devices.
+            rows: For each of them the arrays on it, alike in shapes and dtypes on all. What the
                 program makes of them has elements.
 
         Returns:
             For each device an array in memory of XLA's own, perhaps not there before `wait`.
         """
-        devices = tuple(row[0].device for row in rows)
         call = _compiled(self._evaluate, program, devices, _ranks(rows))
         return _apart(_call(call, devices, _together(devices, rows)), devices)
 
-    def empty(self, devices: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> list[Any]:
+    def empty(self, devices: Devices, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         """An array of zeros on each device, to be filled by `put`."""
         if 0 in shape:  # XLA takes such for replicas.
             with x64():
                 nothing = np.zeros(shape, dtype)
                 return [jax.device_put(nothing, device) for device in devices]
-        call = _zeros(tuple(devices), shape, np.dtype(dtype))
-        return _apart(_call(call, tuple(devices), []), tuple(devices))
+        call = _zeros(devices, shape, np.dtype(dtype))
+        return _apart(_call(call, devices, []), devices)
 
     def put(
         self,
         program: Hashable,
+        devices: Devices,
         wholes: Sequence[Any],
         rows: Sequence[Arrays],
         start: tuple[int, ...],
@@ -76,7 +78,8 @@ class Transforms:
 
         Args:
             program: What makes the part.
-            wholes: For each device the array that it is a part of, from `empty` or `put`; of no
+            devices: The devices.
+            wholes: For each of them the array that it is a part of, from `empty` or `put`; of no
                 use afterwards.
             rows: For each device what the program works on.
             start: Where in the whole the part begins.
@@ -84,25 +87,24 @@ class Transforms:
         Returns:
             The wholes, with the part in them.
         """
-        devices = tuple(each.device for each in wholes)
         call = _compiled_put(self._evaluate, program, devices, _ranks(rows), wholes[0].ndim)
         whole = _together(devices, [(each,) for each in wholes])
         at = np.asarray(start, np.int32)
         return _apart(_call(call, devices, [*whole, at, *_together(devices, rows)]), devices)
 
 
-def fits(rows: Sequence[Arrays], low: int, high: int) -> list[Any]:
+def fits(devices: Devices, rows: Sequence[Arrays], low: int, high: int) -> list[Any]:
     """Whether an integer dtype holds all numbers of arrays.
 
     Args:
-        rows: For each device the arrays on it, alike on all.
+        devices: The devices.
+        rows: For each of them the arrays on it, alike on all.
         low: The least that the dtype holds.
         high: The most.
 
     Returns:
         For each device an array of one bool.
     """
-    devices = tuple(row[0].device for row in rows)
     call = _compiled_fits(devices, _ranks(rows), low, high)
     return _apart(_call(call, devices, _together(devices, rows)), devices)
 
@@ -141,12 +143,12 @@ def _ranks(rows: Sequence[Arrays]) -> tuple[int, ...]:
     return tuple(array.ndim for array in rows[0])
 
 
-def _call(call: Callable[..., Any], devices: tuple[Any, ...], arrays: Sequence[Any]) -> Any:
+def _call(call: Callable[..., Any], devices: Devices, arrays: Sequence[Any]) -> Any:
     with x64(), _context(devices):
         return call(*arrays)
 
 
-def _context(devices: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+def _context(devices: Devices) -> contextlib.AbstractContextManager[Any]:
     """The mesh of these devices for a while, where the user has set one of their own."""
     enter = getattr(jax, "set_mesh", None)
     if enter is None or len(devices) == 1:
@@ -154,7 +156,7 @@ def _context(devices: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]
     return enter(_mesh(devices))
 
 
-def _together(devices: tuple[Any, ...], rows: Sequence[Arrays]) -> list[Any]:
+def _together(devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
     """Arrays of single devices as arrays that are split over all of them."""
     if len(devices) == 1:
         return list(rows[0])
@@ -163,13 +165,11 @@ def _together(devices: tuple[Any, ...], rows: Sequence[Arrays]) -> list[Any]:
     with x64():
         for parts in zip(*rows, strict=True):
             shape, sharding = _spread(mesh, parts[0].shape, parts[0].sharding.memory_kind)
-            made.append(
-                jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
-            )
+            made.append(jax.make_array_from_single_device_arrays(shape, sharding, list(parts)))
     return made
 
 
-def _spread(mesh: Mesh, shape: tuple[int, ...], kind: str | None) -> tuple[Any, NamedSharding]:
+def _spread(mesh: Any, shape: tuple[int, ...], kind: str | None) -> tuple[Any, Any]:
     """Shape and sharding of arrays of one shape put one after the other.
 
     A scalar can't be: it passes for a replica, which nobody compares.
@@ -180,24 +180,26 @@ def _spread(mesh: Mesh, shape: tuple[int, ...], kind: str | None) -> tuple[Any, 
     return (shape[0] * mesh.size, *shape[1:]), sharding
 
 
-def _apart(array: Any, devices: tuple[Any, ...]) -> list[Any]:
+def _apart(array: Any, devices: Devices) -> list[Any]:
     if len(devices) == 1:
         return [array]
-    # In the order of the devices, as the mesh has them.
-    found = {shard.device: shard.data for shard in array.addressable_shards}
-    return [found[device] for device in devices]
+    if array.is_fully_replicated:  # Scalars pass for replicas, and JAX would give one for all.
+        found = {shard.device: shard.data for shard in array.addressable_shards}
+        return [found[device] for device in devices]
+    # In the order of the mesh, which is that of the devices.
+    return [array.addressable_data(n) for n in range(len(devices))]
 
 
 @functools.lru_cache(maxsize=_CACHED)
 def _compiled(
-    evaluate: Evaluate, program: Hashable, devices: tuple[Any, ...], ranks: tuple[int, ...]
+    evaluate: Evaluate, program: Hashable, devices: Devices, ranks: tuple[int, ...]
 ) -> Callable[..., Any]:
     return _build(lambda *arrays: evaluate(program, arrays, jnp), devices, ranks, None)
 
 
 @functools.lru_cache(maxsize=_CACHED)
 def _compiled_fits(
-    devices: tuple[Any, ...], ranks: tuple[int, ...], low: int, high: int
+    devices: Devices, ranks: tuple[int, ...], low: int, high: int
 ) -> Callable[..., Any]:
     def body(*arrays: Any) -> Any:
         return jnp.all(jnp.stack([_holds(array, low, high) for array in arrays]))
@@ -223,7 +225,7 @@ def _holds(value: Any, low: int, high: int) -> Any:
 def _compiled_put(
     evaluate: Evaluate,
     program: Hashable,
-    devices: tuple[Any, ...],
+    devices: Devices,
     ranks: tuple[int, ...],
     rank: int,
 ) -> Callable[..., Any]:
@@ -238,7 +240,7 @@ def _compiled_put(
 
 
 def _build(
-    body: Callable[..., Any], devices: tuple[Any, ...], ranks: tuple[int, ...], rank: int | None
+    body: Callable[..., Any], devices: Devices, ranks: tuple[int, ...], rank: int | None
 ) -> Callable[..., Any]:
     """A jitted function; `rank` is that of its result, None where the program says it."""
     if len(devices) == 1:
@@ -260,12 +262,12 @@ def _share(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
     return (shape[0] // count, *shape[1:]) if shape else shape
 
 
-def _spec(rank: int) -> PartitionSpec:
+def _spec(rank: int) -> Any:
     return PartitionSpec(_DEVICE) if rank else PartitionSpec()
 
 
 def _mapped(
-    body: Callable[..., Any], devices: tuple[Any, ...], specs: tuple[Any, ...], out: Any
+    body: Callable[..., Any], devices: Devices, specs: tuple[Any, ...], out: Any
 ) -> Callable[..., Any]:
     mesh = _mesh(devices)
     newer = getattr(jax, "shard_map", None)
@@ -277,7 +279,7 @@ def _mapped(
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def _zeros(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
+def _zeros(devices: Devices, shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
     if len(devices) == 1:
         there: Any = SingleDeviceSharding(devices[0])
         whole = shape
@@ -287,6 +289,6 @@ def _zeros(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> Call
 
 
 @functools.lru_cache(maxsize=256)
-def _mesh(devices: tuple[Any, ...]) -> Mesh:
+def _mesh(devices: Devices) -> Any:
     # A mesh for this alone, of which nothing is seen outside.
     return Mesh(np.array(devices, object), (_DEVICE,))

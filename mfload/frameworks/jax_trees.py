@@ -131,16 +131,16 @@ class _Walk:
         self.found: list[_Found] = []
         self._seen: dict[int, _Shared] = {}
         self._kept: list[Any] = []  # Or else their ids could come again.
+        self._kinds = flax_trees.kinds()
 
     def node(self, tree: Any, path: _Path, role: Role = PLAIN) -> _Build:
         """Takes apart what JAX sees at once, and then what Flax told it to stop at."""
-
         top = True
 
         def stop(each: Any) -> bool:
             nonlocal top
             is_top, top = top, False
-            return not is_top and flax_trees.is_node(each)
+            return not is_top and isinstance(each, self._kinds)
 
         try:
             flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)
@@ -151,14 +151,16 @@ class _Walk:
                 expected="a pytree",
                 found=type(tree).__name__,
             ) from error
+        # What variables and boxes call their value is no part of a name.
+        hidden = isinstance(tree, self._kinds) and flax_trees.hides_its_key(tree)
         builds = [
-            self.below(each, (*path, *_keys(entries, tree)), role) for entries, each in flat
+            self.below(each, (*path, *_texts(entries[hidden:])), role) for entries, each in flat
         ]
         return lambda values: structure.unflatten([build(values) for build in builds])
 
     def below(self, each: Any, path: _Path, role: Role = PLAIN) -> _Build:
         """Takes apart a node of Flax, or notes a leaf."""
-        if not flax_trees.is_node(each):
+        if not isinstance(each, self._kinds):
             number = len(self.found)
             self.found.append(_Found(path, each, role))
             return lambda values: values.values[number]
@@ -190,13 +192,8 @@ class _Walk:
         return lambda values: values.shared[key]
 
 
-def _keys(entries: tuple[Any, ...], tree: Any) -> Iterator[str]:
-    """The texts of a path, as `jax.tree_util.keystr(simple=True)` gives them.
-
-    What Flax's variables and boxes call their value is no part of a name.
-    """
-    if flax_trees.is_node(tree) and flax_trees.hides_its_key(tree):
-        entries = entries[1:]
+def _texts(entries: tuple[Any, ...]) -> Iterator[str]:
+    """The texts of a path, as `jax.tree_util.keystr(simple=True)` gives them."""
     for entry in entries:
         for attribute in _KEYS:
             if hasattr(entry, attribute):
@@ -254,4 +251,3 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
                     "two leaves of the target have the same name", found=repr(name)
                 )
             seen.add(name)
-

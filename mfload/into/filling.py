@@ -23,6 +23,7 @@ from mfload.placement import Need
 from mfload.report import Report
 from mfload.settings import OVERHEAD, Settings
 from mfload.sharding.load import MERGE_GAP
+from mfload.sharding.shares import Wanted
 
 Advance = Callable[[int], None] | None
 Fetch = Callable[..., list[tuple[Any, ...]]]
@@ -63,14 +64,14 @@ class Filling:
         self._goals = goals
         self._spots = shardings.Spots()
         self._settings = settings
-        plain: list[tuple[int, Part]] = []
+        plain: list[tuple[int, Wanted]] = []
         made: list[tuple[int, Sequence[Part]]] = []
         for number, goal in enumerate(goals):
             direct, others = self._parts(goal)
-            plain += [(number, part) for part in direct]
+            plain += ((number, wanted) for wanted in direct)
             if others:
                 made.append((number, others))
-        self._plain = pulling.requests(plain, apart=self._apart())
+        self._plain = pulling.requests(plain)
         limit = OVERHEAD if settings.max_host_overhead is None else settings.max_host_overhead
         slots = limit // _SLOTS
         self._waves = list(
@@ -78,7 +79,7 @@ class Filling:
         )
         if settings.max_host_overhead is not None:
             self._check_room(limit - slots)
-        self._wanted = [pulling.requests(list(enumerate(_flat(wave)))) for wave in self._waves]
+        self._wanted = [pulling.requests(pulling.sources(_flat(wave))) for wave in self._waves]
         adapter = self._jax.JaxMeshAdapter(self._spots.of(self.rank))
         # Whole rows are read over rather than skipped, where a few are not wanted.
         settings = replace(settings, merge_gap=MERGE_GAP)
@@ -89,33 +90,29 @@ class Filling:
         self._waiting = Loader(index, sources, adapter, waiting)
         self._arrays: list[dict[int, Any]] = [{} for _ in goals]
 
-    def _parts(self, goal: Goal) -> tuple[list[Part], list[Part]]:
-        """The parts of a goal that land as they are, and those that something is done with."""
-        held = self._spots.shares(goal.sharding, goal.shape)
-        parts = pulling.parts(goal.recipe, held)
-        direct = [part for part in parts if part.plain]
-        if len(direct) == len(parts):
-            return direct, []
+    def _parts(self, goal: Goal) -> tuple[list[Wanted], list[Part]]:
+        """What of a goal lands as it is, and the parts that something is done with."""
+        recipe, sharding = goal.recipe, goal.sharding
+        held = self._spots.shares(sharding, goal.shape)
+        usual = self._spots.plain(sharding)
+        # Whether each device gets memory of its own.
+        apart = self._settings.landing == "framework" or not usual
+        apart = apart and recipe.dtype.name in self._jax.JaxMeshAdapter.lendable
+        if recipe.plain:
+            (info,) = recipe.tensors
+            return [Wanted(info, recipe.dtype, False, held, apart)], []
+        parts = pulling.parts(recipe, held)
+        direct = [pulling.as_stored(part, apart=apart) for part in parts if part.plain]
         others = [part for part in parts if not part.plain]
-        if not self._spots.plain(goal.sharding):
+        if others and not usual:
             # Work is done in the memory that devices work in, and the result moved.
-            there = self._work.in_default_memory(goal.sharding)
-            moved = self._spots.shares(there, goal.shape)
-            spot = dict(zip(held, moved, strict=True))
+            there = self._work.in_default_memory(sharding)
+            spot = dict(zip(held, self._spots.shares(there, goal.shape), strict=True))
             others = [
                 part._replace(holders=tuple(spot[share] for share in part.holders))
                 for part in others
             ]
         return direct, others
-
-    def _apart(self) -> Iterator[int]:
-        """Goals of which each device gets memory of its own."""
-        lendable = self._jax.JaxMeshAdapter.lendable
-        wanted = self._settings.landing == "framework"
-        for number, goal in enumerate(self._goals):
-            own = wanted or not self._spots.plain(goal.sharding)
-            if own and goal.recipe.dtype.name in lendable:
-                yield number
 
     def _check_room(self, room: int) -> None:
         for wave in self._waves:
@@ -125,7 +122,7 @@ class Filling:
                     raise errors.MemoryLimitError(
                         "what the tensor is made of exceeds the overhead, however it is cut",
                         tensor=self._goals[piece.owner].name,
-                        expected=f"max_host_overhead of {needed * _SLOTS // (_SLOTS - 1) + 1} bytes",
+                        expected=f"{needed * _SLOTS // (_SLOTS - 1) + 1} bytes or more",
                         found=self._settings.max_host_overhead,
                     )
 
@@ -165,11 +162,8 @@ class Filling:
         """
         if any(self._plain.needs.values()):
             fetched = self._fetch(fetch, self._plain.needs, self._loader, report, advance)
-            needs = self._plain.needs.get(self.rank, [])
-            for need, row, arrays in zip(
-                needs, self._plain.rows.get(self.rank, []), fetched, strict=True
-            ):
-                self._arrays[row.owner].update(zip(need.devices, arrays, strict=True))
+            for need, owner, arrays in self._mine(self._plain, fetched):
+                self._arrays[owner].update(zip(need.devices, arrays, strict=True))
             fetched.clear()
         for number in range(len(self._waves)):
             self._wave(number, fetch, report, advance)
@@ -201,75 +195,76 @@ class Filling:
         landed = self._landed(wanted, fetched, sum(len(piece.parts) for piece in wave))
         fetched.clear()
         at = 0
-        made: list[Any] = []
         for piece in wave:
-            made += self._piece(piece, landed[at : at + len(piece.parts)])
+            self._piece(piece, landed[at : at + len(piece.parts)])
             at += len(piece.parts)
-        self._work.wait(made)
+        # Of several stretches of a goal the last has what the others were given away to.
+        for owner in {piece.owner for piece in wave}:
+            self._work.wait(list(self._arrays[owner].values()))
         landed.clear()
         _settle(before)
         took = time.perf_counter() - start
         report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
+
+    def _mine(
+        self, wanted: Requests, fetched: Sequence[tuple[Any, ...]]
+    ) -> Iterator[tuple[Need, int, tuple[Any, ...]]]:
+        """The needs of this process, what they are for, and the arrays that they became."""
+        needs, owners = wanted.needs.get(self.rank, []), wanted.owners.get(self.rank, [])
+        return zip(needs, owners, fetched, strict=True)
 
     def _landed(
         self, wanted: Requests, fetched: Sequence[tuple[Any, ...]], count: int
     ) -> list[dict[int, list[Any]]]:
         """What landed for each part: by device, the part's sources in their order."""
         landed: list[dict[int, list[Any]]] = [{} for _ in range(count)]
-        needs, rows = wanted.needs.get(self.rank, []), wanted.rows.get(self.rank, [])
-        for need, row, arrays in zip(needs, rows, fetched, strict=True):
+        for need, owner, arrays in self._mine(wanted, fetched):
             for device, array in zip(need.devices, arrays, strict=True):
-                landed[row.owner].setdefault(device, []).append(array)
+                landed[owner].setdefault(device, []).append(array)
         return landed
 
-    def _piece(self, piece: Piece, landed: Sequence[dict[int, list[Any]]]) -> list[Any]:
+    def _piece(self, piece: Piece, landed: Sequence[dict[int, list[Any]]]) -> None:
         """Has the devices make what a piece adds to its goal."""
         goal, arrays = self._goals[piece.owner], self._arrays[piece.owner]
-        groups: dict[Any, dict[int, tuple[Any, ...]]] = {}
+        spots = self._spots.of(self.rank)
+        groups: dict[Any, tuple[Part, dict[int, tuple[Any, ...]]]] = {}
         for part, rows in zip(piece.parts, landed, strict=True):
-            for device, row in rows.items():
-                shapes = tuple((array.shape, array.dtype) for array in row)
-                key = part.pull.program, slabs.whole(part.box), shapes
-                groups.setdefault(key, {})[device] = tuple(row)
-        if goal.recipe.checked:
-            self._check(goal, groups.values())
-        touched: list[Any] = []
-        for (program, shape, _), rows in groups.items():
+            if rows:
+                _, group = groups.setdefault(part.alike, (part, {}))
+                group.update((device, tuple(row)) for device, row in rows.items())
+        for part, rows in groups.values():
             numbers, given = list(rows), list(rows.values())
+            devices = tuple(spots[number].device for number in numbers)
+            if goal.recipe.checked:
+                self._check(goal, devices, given)
+            shape, program = pulling.sizes(part.box), part.pull.program
             if 0 in shape:
-                made = self._empty(goal, numbers, shape)
+                made = self._empty(goal, devices, shape)
             elif piece.start is None:
-                made = self._transforms.run(program, given)
+                made = self._transforms.run(program, devices, given)
             else:
                 if numbers[0] not in arrays:
-                    box = goal.sharding.shard_shape(goal.shape)
-                    arrays.update(zip(numbers, self._empty(goal, numbers, box), strict=True))
+                    whole = self._empty(goal, devices, goal.sharding.shard_shape(goal.shape))
+                    arrays.update(zip(numbers, whole, strict=True))
+                    del whole
                 wholes = [arrays.pop(number) for number in numbers]
-                made = self._transforms.put(program, wholes, given, piece.start)
+                made = self._transforms.put(program, devices, wholes, given, piece.start)
                 del wholes
             arrays.update(zip(numbers, made, strict=True))
-            touched += made
-        return touched
 
-    def _empty(self, goal: Goal, numbers: Sequence[int], shape: tuple[int, ...]) -> list[Any]:
-        spots = self._spots.of(self.rank)
-        devices = [spots[number].device for number in numbers]
+    def _empty(self, goal: Goal, devices: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any]:
         _, dtype = self._jax.arrives(goal.recipe.dtype, shape)
         return self._transforms.empty(devices, shape, dtype)
 
-    def _check(self, goal: Goal, groups: Any) -> None:
+    def _check(self, goal: Goal, devices: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> None:
+        """Refuses values that an integer dtype can't hold; XLA would wrap or clip them."""
         dtype = goal.recipe.dtype
-        bounds = (0, 1) if dtype is dtypes.TABLE["BOOL"] else _bounds(dtype.numpy)
-        verdicts = [
-            verdict
-            for rows in groups
-            for verdict in self._work.fits([row for row in rows.values() if row], *bounds)
-        ]
-        if not all(map(bool, verdicts)):
+        low, high = (0, 1) if dtype is dtypes.TABLE["BOOL"] else _bounds(dtype.numpy)
+        if not all(map(bool, self._work.fits(devices, rows, low, high))):
             raise errors.LossyCastError(
                 "a value does not fit the dtype asked for",
                 tensor=goal.name,
-                expected=f"{bounds[0]} to {bounds[1]} for {dtype}",
+                expected=f"{low} to {high} for {dtype}",
             )
 
     def _assemble(self, number: int, report: Report) -> Any:

@@ -15,17 +15,34 @@ class Leaf(Protocol):
     """A leaf of a target, as `frameworks.jax_trees` has it."""
 
     @property
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]:
+        """Its names, more than one where variables are shared."""
+        ...
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """In elements."""
+        ...
+
     @property
-    def dtype(self) -> DType | None: ...
+    def dtype(self) -> DType | None:
+        """What it holds, None where any will do."""
+        ...
+
     @property
-    def value(self) -> Any: ...
+    def value(self) -> Any:
+        """The leaf itself."""
+        ...
+
     @property
-    def optional(self) -> bool: ...
+    def optional(self) -> bool:
+        """Whether it may stay as it is."""
+        ...
+
     @property
-    def held(self) -> bool: ...
+    def held(self) -> bool:
+        """Whether it can hold a tensor."""
+        ...
 
 
 class Goal(NamedTuple):

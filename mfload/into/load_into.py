@@ -17,7 +17,7 @@ from mfload.into.goals import Goal
 from mfload.io.deadline import Deadline
 from mfload.io.route import EngineName
 from mfload.io.source import LocalFile
-from mfload.loading import Loader
+from mfload.loading import Loader, let_go
 from mfload.pause import collector_paused
 from mfload.placement import Need
 from mfload.progress import Progress, shown
@@ -109,37 +109,19 @@ def load_into(
     except errors.MfloadError as error:
         unfit = error  # The other processes hear of it, too.
     taking_part = placing.processes(mesh, shardings, tree.leaves if tree else ())
-    values: list[Any] = []
+    done = Report(processes=len(taking_part))
     try:
         with _together(taking_part, deadline) as party:
             if unfit is not None:
                 raise unfit
             _check_choices(strict, unmatched, exchange)
             settings = Settings(engine, landing, max_host_overhead, threads, deadline)
-            done = Report()
-            with _stage(done, "headers"):
-                index, sources = _read_index(path, deadline)
-            with _stage(done, "matching"), collector_paused():
-                filled = goals.match(index, tree.leaves, mapping, strict=strict, dtype=dtype)
-                notes = list(filled.notes)
-                wanted = _goals(tree.leaves, filled, where, notes)
-                filling = Filling(index, sources, wanted, settings)
-            if len(taking_part) > 1:
-                party.agree("files", fingerprint(list(_seen(index, sources))))
-                lines = [f"exchange={exchange!r}", *filling.lines()]
-                party.agree("arguments", fingerprint(lines))
-            fetch = _fetch(party, exchange, wanted, deadline)
-            with shown(progress, filling.stored_bytes) as advance:
-                arrays = filling.run(fetch, done, advance)
-            values = [leaf.value for leaf in tree.leaves]
-            for goal, array in zip(wanted, arrays, strict=True):
-                values[goal.number] = array
-    except BaseException:
-        values.clear()
+            asked = _Asked(mapping, strict, dtype, exchange, where)
+            values = _fill(tree.leaves, path, asked, settings, party, progress, done)
+    except BaseException as error:
+        let_go(error)
         raise
     if report is not None:
-        done.processes = len(taking_part)
-        done.notes = tuple(dict.fromkeys((*notes, *done.notes)))
         for name, value in vars(done).items():
             setattr(report, name, value)
     return tree.rebuild(values)
@@ -152,6 +134,47 @@ class _Where(NamedTuple):
     shardings: Any
     unmatched: str
     rules: Any
+
+
+class _Asked(NamedTuple):
+    """What was asked for about names and processes."""
+
+    mapping: Any
+    strict: bool
+    dtype: Any
+    exchange: str
+    where: _Where
+
+
+def _fill(
+    leaves: Sequence[Any],
+    path: Path,
+    asked: _Asked,
+    settings: Settings,
+    party: Party,
+    progress: Progress,
+    report: Report,
+) -> list[Any]:
+    """A value for each leaf: the array that it became, or what it was."""
+    key_map, strict, dtype, exchange, where = asked
+    with _stage(report, "headers"):
+        index, sources = _read_index(path, settings.deadline)
+    with _stage(report, "matching"), collector_paused():
+        filled = goals.match(index, leaves, key_map, strict=strict, dtype=dtype)
+        notes = list(filled.notes)
+        wanted = _goals(leaves, filled, where, notes)
+        filling = Filling(index, sources, wanted, settings)
+    if len(party.ranks) > 1:
+        party.agree("files", fingerprint(list(_seen(index, sources))))
+        party.agree("arguments", fingerprint([f"exchange={exchange!r}", *filling.lines()]))
+    fetch = _fetch(party, exchange, wanted, settings.deadline)
+    with shown(progress, filling.stored_bytes) as advance:
+        arrays = filling.run(fetch, report, advance)
+    values = [leaf.value for leaf in leaves]
+    for goal, array in zip(wanted, arrays, strict=True):
+        values[goal.number] = array
+    report.notes = tuple(dict.fromkeys((*notes, *report.notes)))
+    return values
 
 
 def _check_choices(strict: object, unmatched: object, exchange: object) -> None:

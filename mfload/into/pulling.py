@@ -6,12 +6,12 @@ from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from mfload.index import Box
 from mfload.mapping import Pull, Recipe
-from mfload.mapping.programs import Program, Take
+from mfload.mapping.programs import Take
 from mfload.placement import Need, Share
 from mfload.sharding import shares
 from mfload.sharding.shares import Wanted
@@ -38,9 +38,18 @@ class Part(NamedTuple):
         return self.pull.program == _AS_IT_IS
 
     @property
-    def empty(self) -> bool:
-        """Whether it has no elements."""
-        return any(start >= stop for start, stop in self.box)
+    def alike(self) -> Hashable:
+        """The same for parts that one compiled function makes: program, and shapes of all."""
+        return (
+            self.pull.program,
+            sizes(self.box),
+            *((info.dtype.name, sizes(box)) for info, box in self.pull.sources),
+        )
+
+
+def sizes(box: Box) -> tuple[int, ...]:
+    """Shape of a box."""
+    return tuple(stop - start for start, stop in box)
 
 
 def parts(recipe: Recipe, held: Iterable[Share]) -> list[Part]:
@@ -67,21 +76,8 @@ def landed(part: Part) -> int:
     """Bytes that wait for a part's program on a process that holds it."""
     total = 0
     for info, box in part.pull.sources:
-        sizes = (stop - start for start, stop in box)
-        total += info.dtype.size_of(sizes) or 0
+        total += info.dtype.size_of(sizes(box)) or 0
     return total
-
-
-class Row(NamedTuple):
-    """Which array a need becomes.
-
-    Attributes:
-        owner: Number of the thing it is for.
-        source: Which of its sources.
-    """
-
-    owner: int
-    source: int
 
 
 class Requests(NamedTuple):
@@ -89,33 +85,38 @@ class Requests(NamedTuple):
 
     Attributes:
         needs: By process.
-        rows: For each need of each process what it is for.
+        owners: For each need of each process the number of what it is for.
     """
 
     needs: Mapping[int, list[Need]]
-    rows: Mapping[int, list[Row]]
+    owners: Mapping[int, list[int]]
 
 
-def requests(wanted: Sequence[tuple[int, Part]], *, apart: Iterable[int] = ()) -> Requests:
-    """What has to be read for parts.
+def as_stored(part: Part, *, apart: bool) -> Wanted:
+    """What a plain part takes: the same devices, the box of the stored tensor."""
+    (source,) = part.pull.sources
+    held = tuple(share._replace(box=source.box) for share in part.holders)
+    return Wanted(source.info, source.info.dtype, False, held, apart)
+
+
+def sources(parts_: Iterable[Part]) -> Iterator[tuple[int, Wanted]]:
+    """What parts are made of, with the number of the part: sources in their order."""
+    for number, part in enumerate(parts_):
+        for info, box in part.pull.sources:
+            held = tuple(share._replace(box=box) for share in part.holders)
+            yield number, Wanted(info, info.dtype, False, held)
+
+
+def requests(wanted: Iterable[tuple[int, Wanted]]) -> Requests:
+    """What has to be read.
 
     Args:
-        wanted: Parts with the number of their owner.
-        apart: Owners whose devices each get memory of their own.
+        wanted: Tensors and who holds what of them, with the number of what they are for.
     """
-    own = frozenset(apart)
     needs: dict[int, list[Need]] = {}
-    rows: dict[int, list[Row]] = {}
-    for owner, part in wanted:
-        for number, (info, box) in enumerate(part.pull.sources):
-            held = tuple(share._replace(box=box) for share in part.holders)
-            one = Wanted(info, info.dtype, False, held, owner in own)
-            for process, found in shares.needs([one]).items():
-                needs.setdefault(process, []).extend(found)
-                rows.setdefault(process, []).extend([Row(owner, number)] * len(found))
-    return Requests(needs, rows)
-
-
-def programs(parts_: Iterable[Part]) -> Iterator[Program]:
-    """The programs of parts."""
-    return (part.pull.program for part in parts_)
+    owners: dict[int, list[int]] = {}
+    for owner, one in wanted:
+        for process, found in shares.needs([one]).items():
+            needs.setdefault(process, []).extend(found)
+            owners.setdefault(process, []).extend([owner] * len(found))
+    return Requests(needs, owners)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mfload.index import Box
 from mfload.into import pulling
 from mfload.into.pulling import Part
 from mfload.mapping import Recipe, Source
@@ -35,9 +34,7 @@ class Cut(NamedTuple):
     size: int
 
 
-def waves(
-    goals: Iterable[tuple[int, Recipe, Sequence[Part]]], limit: int
-) -> Iterator[list[Piece]]:
+def waves(goals: Iterable[tuple[int, Recipe, Sequence[Part]]], limit: int) -> Iterator[list[Piece]]:
     """Pieces in groups; what waits for a group's programs stays within the limit, if it can.
 
     Args:
@@ -58,9 +55,7 @@ def waves(
         yield wave
 
 
-def _pieces(
-    goals: Iterable[tuple[int, Recipe, Sequence[Part]]], limit: int
-) -> Iterator[Piece]:
+def _pieces(goals: Iterable[tuple[int, Recipe, Sequence[Part]]], limit: int) -> Iterator[Piece]:
     for owner, recipe, parts in goals:
         cut = None if most(parts) <= limit else choose(recipe, parts, limit)
         if cut is None:
@@ -145,8 +140,3 @@ def _run(source: Source) -> int:
         if stop - start < size:
             break
     return run
-
-
-def whole(box: Box) -> tuple[int, ...]:
-    """Shape of a box."""
-    return tuple(stop - start for start, stop in box)

@@ -13,10 +13,10 @@ from mfload.settings import OVERHEAD
 from mfload.sharding import cutting, exchange
 from mfload.sharding.exchange import Schedule
 
-# What a byte from another process costs, in bytes read. On the CPU (gloo over loopback, two
-# processes, against files in the page cache) it was measured: see docs/design/decisions.md.
+# What a byte from another process costs, in bytes read. For the CPU it was measured with two
+# processes, gloo over loopback and files in the page cache: 17 to 23 (docs/design/decisions.md).
 # For accelerators it is assumed: their links are faster than disks and network file systems.
-_COST = {"cpu": 12.0}
+_COST = {"cpu": 20.0}
 _COST_ELSEWHERE = 0.2
 MERGE_GAP = Costs().merge_gap
 """Unwanted bytes read over in an exchange: what lies between is mostly for another to read."""

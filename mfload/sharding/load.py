@@ -16,13 +16,16 @@ from mfload.io.deadline import Deadline
 from mfload.pause import collector_paused
 from mfload.preview import Preview
 from mfload.progress import Progress, shown
-from mfload.report import Report
+from mfload.report import Report, human
 from mfload.settings import EXCHANGES, UNMATCHED
 from mfload.sharding import choosing, fetching, job as jobs
 from mfload.sharding.agreement import Party, fingerprint, together
 from mfload.sharding.job import MERGE_GAP, Chosen, Job, Request
 
 __all__ = ["MERGE_GAP", "Chosen", "Job", "Request", "abstract", "check_choices", "load", "preview"]
+
+
+_FEW = 50  # A share of so much is not worth a word.
 
 
 class Checking(Protocol):
@@ -98,6 +101,7 @@ def load(
                 report.tensors = len(made)
                 report.processes = len(ranks)
                 report.notes += job.notes
+                report.notes += _over(report.read_bytes, report.over_read_bytes)
     except BaseException:
         # Whoever keeps the error keeps this frame.
         made.clear()
@@ -156,7 +160,7 @@ def preview(chosen: Chosen, request: Request) -> Preview:
     here = replace(here, notes=(*here.notes, *job.notes), processes=len(job.ranks))
     settings = job.loader.settings
     if len(job.ranks) == 1 or settings.engine == "mmap":
-        return here
+        return replace(here, notes=here.notes + _over(here.read_bytes, here.over_read_bytes))
     found = choosing.expected(
         job.needs,
         job.rank,
@@ -167,7 +171,7 @@ def preview(chosen: Chosen, request: Request) -> Preview:
     )
     notes = (*here.notes, found.note) if found.note else here.notes
     if found.exchange == "never":
-        return replace(here, notes=notes)
+        return replace(here, notes=(*notes, *_over(here.read_bytes, here.over_read_bytes)))
     return replace(
         here,
         notes=(*notes, "the blocks of this plan are what the process would read on its own"),
@@ -177,6 +181,16 @@ def preview(chosen: Chosen, request: Request) -> Preview:
         overhead_bytes=here.overhead_bytes + found.overhead_bytes,
         peak_bytes=here.peak_bytes + found.overhead_bytes,
         exchanged_bytes=found.exchanged_bytes,
+    )
+
+
+def _over(read: int, over: int) -> tuple[str, ...]:
+    """Why bytes are read that nobody here wants, where they are more than a few."""
+    if over <= read // _FEW:
+        return ()
+    return (
+        f"{over / read:.0%} of what is read is not wanted here: gaps shorter than "
+        f"{human(MERGE_GAP)} between the parts of a shard are read over",
     )
 
 

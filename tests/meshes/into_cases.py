@@ -85,7 +85,8 @@ def load(directory: Path, mesh: Mesh, spec: str, exchange: str, **options: Any) 
         **options,
     )
     for array, numbers in zip(jax.tree.leaves(made), jax.tree.leaves(whole), strict=True):
-        assert array.shape == numbers.shape and array.dtype == numbers.dtype
+        assert array.shape == numbers.shape
+        assert array.dtype == numbers.dtype
         for shard in array.addressable_shards:
             assert np.asarray(shard.data).tobytes() == numbers[shard.index].tobytes()
     return {

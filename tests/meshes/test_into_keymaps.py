@@ -21,7 +21,8 @@ def _keymaps() -> Any:
     if "keymaps" not in sys.modules:
         where = Path(__file__).parents[1] / "mapping" / "keymaps.py"
         spec = importlib.util.spec_from_file_location("keymaps", where)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules["keymaps"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["keymaps"])
     return sys.modules["keymaps"]
@@ -91,8 +92,10 @@ def test_every_leaf_is_what_its_map_says(tmp_path, name, shardings):
     assert jax.tree.structure(made) == jax.tree.structure(target)
     expected = tree(case.expected)
     for array, numbers in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
-        assert isinstance(array.sharding, NamedSharding) and array.sharding.mesh == MESH
-        assert array.dtype == numbers.dtype and array.shape == numbers.shape
+        assert isinstance(array.sharding, NamedSharding)
+        assert array.sharding.mesh == MESH
+        assert array.dtype == numbers.dtype
+        assert array.shape == numbers.shape
         for shard in array.addressable_shards:
             assert np.asarray(shard.data).tobytes() == numbers[shard.index].tobytes()
 

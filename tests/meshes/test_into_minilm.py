@@ -34,7 +34,8 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def example() -> Any:
     spec = importlib.util.spec_from_file_location("encoder", EXAMPLE / "encoder.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["encoder"] = module
     spec.loader.exec_module(module)

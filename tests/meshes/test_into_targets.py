@@ -35,7 +35,8 @@ def sds(array: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 def same(array: Any, numbers: Any, spec: Any = None, mesh: Any = MESH) -> None:
     assert isinstance(array, jax.Array)
-    assert array.dtype == numbers.dtype and array.shape == numbers.shape
+    assert array.dtype == numbers.dtype
+    assert array.shape == numbers.shape
     assert np.asarray(array).tobytes() == numbers.tobytes()
     if spec is not None:
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
@@ -71,7 +72,8 @@ def test_containers(two, kind, leaf):
     fields = {"w": leaf(W), "b": leaf(B)}
     target = kind(**fields) if kind in (Pair, Named) else kind(fields)
     made = mfload.load_into(target, two, mesh=MESH, shardings=[("w", P("x", "y"))])
-    assert type(made) is kind and made is not target
+    assert type(made) is kind
+    assert made is not target
     part = (lambda key: getattr(made, key)) if kind in (Pair, Named) else made.__getitem__
     same(part("w"), W, P("x", "y"))
     same(part("b"), B, P())
@@ -104,7 +106,8 @@ def test_arrays_of_the_target_are_left_alone(two):
     before = jnp.zeros_like(W), jnp.zeros_like(B)
     target = {"w": before[0], "b": before[1]}
     mfload.load_into(target, two)
-    assert target["w"] is before[0] and not np.asarray(before[0]).any()
+    assert target["w"] is before[0]
+    assert not np.asarray(before[0]).any()
 
 
 def test_what_is_no_array_stays(two):
@@ -295,7 +298,8 @@ def test_modules(model, abstract, kind):
     mean = target.blocks[1].norm.mean.get_value()
     key = target.blocks[0].drop.rngs.key.get_value()
     made = mfload.load_into(target, model, mesh=mesh)
-    assert type(made) is Model and made is not target
+    assert type(made) is Model
+    assert made is not target
     check_model(made, stored())
     kernel = made.blocks[0].linear.kernel
     same(kernel.get_value(), stored()["blocks.0.linear.kernel"], P("x", "y"), mesh)
@@ -356,7 +360,8 @@ def test_variables_in_other_trees(tmp_path):
     path = save(tmp_path / "m.safetensors", {"a": W, "b": B})
     shared = nnx.Param(jnp.asarray(W))
     made = mfload.load_into({"a": shared, "twice": [shared], "b": nnx.Cache(sds(B))}, path)
-    assert type(made["a"]) is nnx.Param and type(made["b"]) is nnx.Cache
+    assert type(made["a"]) is nnx.Param
+    assert type(made["b"]) is nnx.Cache
     same(made["a"].get_value(), W)
     assert made["twice"][0] is made["a"] is not shared
 
@@ -400,7 +405,7 @@ def test_a_module_that_holds_itself(tmp_path):
             self.w = nnx.Param(jnp.zeros(2))
             self.me = nnx.data(self)
 
-    with pytest.raises(errors.UsageError, match="holds itself.*me is the target"):
+    with pytest.raises(errors.UsageError, match=r"holds itself.*me is the target"):
         mfload.load_into(Loop(), tmp_path)
 
 
@@ -451,8 +456,10 @@ def test_boxes(linen, variables, abstract, wrap, rules):
     made = mfload.load_into(target, linen, mesh=MESH, logical_axis_rules=rules)
     assert type(made) is wrap
     near, far = made["params"]["near"]["kernel"], made["params"]["far"]["kernel"]
-    assert type(near) is nn.Partitioned and near.names == ("x", "y")
-    assert type(far) is nn.LogicallyPartitioned and far.names == ("embed", "mlp")
+    assert type(near) is nn.Partitioned
+    assert near.names == ("x", "y")
+    assert type(far) is nn.LogicallyPartitioned
+    assert far.names == ("embed", "mlp")
     same(near.value, linen_stored()["params.near.kernel"], P("x", "y"))
     same(far.value, linen_stored()["params.far.kernel"], P("y", "x"))
     same(made["params"]["near"]["bias"], linen_stored()["params.near.bias"], P())
@@ -517,7 +524,9 @@ def test_train_states(linen, variables):
     with pytest.raises(errors.MappingError, match=r"missing: opt_state\.0\.count"):
         mfload.load_into(state, linen, mesh=MESH, logical_axis_rules=RULES)
     made = mfload.load_into(state, linen, mesh=MESH, logical_axis_rules=RULES, strict=False)
-    assert type(made) is TrainState and made.tx is state.tx and made.apply_fn == state.apply_fn
+    assert type(made) is TrainState
+    assert made.tx is state.tx
+    assert made.apply_fn == state.apply_fn
     assert made.step == 0
     assert made.opt_state[0].count is state.opt_state[0].count
     assert jax.tree.structure(made) == jax.tree.structure(state)

@@ -249,6 +249,20 @@ def test_every_engine(path: Path, engine: Any) -> None:
     )
 
 
+def test_what_is_read_over_is_said(tmp_path: Path) -> None:
+    rows = [(name, "U8", (64,), bytes(64)) for name in "abc"]
+    path = samples.save_raw(tmp_path / "a.safetensors", rows)
+    options: dict[str, Any] = {"mesh": shards.mesh((2,)), "shardings": P("x"), "engine": "pread"}
+    report = mfload.Report()
+    loaded = _load(path, names=["a", "c"], report=report, **options)
+    assert len(loaded) == 2
+    preview = mfload.plan(path, names=["a", "c"], **options)
+    assert preview.over_read_bytes == report.over_read_bytes == 64
+    for notes in (preview.notes, report.notes):
+        assert any(note.startswith("33% of what is read is not wanted") for note in notes)
+    assert not any("of what is read" in note for note in mfload.plan(path, **options).notes)
+
+
 def test_progress_comes_to_its_end(path: Path) -> None:
     seen: list[tuple[int, int]] = []
     mesh = shards.mesh((2, 4))

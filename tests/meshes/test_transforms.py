@@ -51,13 +51,18 @@ def rows(*shapes, devices=DEVICES, dtype=np.float32):
     return made
 
 
+def on(given):
+    return tuple(row[0].device for row in given)
+
+
 def expected(program, given):
     return [programs.evaluate(program, [np.asarray(each) for each in row], np) for row in given]
 
 
 def same(made, wanted, given):
     for array, numbers, row in zip(made, wanted, given, strict=True):
-        assert array.dtype == numbers.dtype and array.shape == numbers.shape
+        assert array.dtype == numbers.dtype
+        assert array.shape == numbers.shape
         assert np.asarray(array).tobytes() == np.ascontiguousarray(numbers).tobytes()
         assert array.device == row[0].device
         assert isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
@@ -79,7 +84,7 @@ def same(made, wanted, given):
 )
 def test_each_device_makes_its_own(transforms, devices, program, shapes):
     given = rows(*shapes, devices=devices)
-    same(transforms.run(program, given), expected(program, given), given)
+    same(transforms.run(program, on(given), given), expected(program, given), given)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I64", "U64"])
@@ -88,15 +93,16 @@ def test_64_bits_keep_their_width(transforms, dtype):
     with jax.enable_x64(True):
         given = [(jax.device_put(np.array([[2**40, 3]], wide), each),) for each in DEVICES]
     assert not jax.config.jax_enable_x64
-    same(transforms.run(TURNED, given), expected(TURNED, given), given)
+    same(transforms.run(TURNED, on(given), given), expected(TURNED, given), given)
 
 
 @pytest.mark.parametrize(
-    "dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.complex64, bool]
+    "dtype",
+    [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.complex64, bool],
 )
 def test_unusual_dtypes(transforms, dtype):
     given = rows((3, 4), dtype=dtype)
-    same(transforms.run(TURNED, given), expected(TURNED, given), given)
+    same(transforms.run(TURNED, on(given), given), expected(TURNED, given), given)
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
@@ -104,9 +110,9 @@ def test_a_mesh_that_the_user_has_set_is_left_alone(transforms, kind):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
     given = rows((2, 3))
     with jax.set_mesh(mesh):
-        made = transforms.run(TURNED, given)
-        wholes = transforms.empty(DEVICES, (3, 2), np.float32)
-        wholes = transforms.put(TURNED, wholes, given, (0, 0))
+        made = transforms.run(TURNED, on(given), given)
+        wholes = transforms.empty(tuple(DEVICES), (3, 2), np.float32)
+        wholes = transforms.put(TURNED, on(given), wholes, given, (0, 0))
         assert jax.sharding.get_mesh() == mesh
     same(made, expected(TURNED, given), given)
     same(wholes, expected(TURNED, given), given)
@@ -114,10 +120,10 @@ def test_a_mesh_that_the_user_has_set_is_left_alone(transforms, kind):
 
 def test_parts_are_put_into_the_memory_of_the_whole(transforms):
     given = rows((2, 3))
-    wholes = transforms.empty(DEVICES, (4, 5), np.float32)
+    wholes = transforms.empty(tuple(DEVICES), (4, 5), np.float32)
     pointers = [each.unsafe_buffer_pointer() for each in wholes]
-    wholes = transforms.put(TURNED, wholes, given, (1, 0))
-    wholes = transforms.put(TURNED, wholes, given, (1, 3))
+    wholes = transforms.put(TURNED, on(given), wholes, given, (1, 0))
+    wholes = transforms.put(TURNED, on(given), wholes, given, (1, 3))
     jax_transforms.wait(wholes)
     assert [each.unsafe_buffer_pointer() for each in wholes] == pointers
     for whole, part in zip(wholes, expected(TURNED, given), strict=True):
@@ -128,11 +134,11 @@ def test_parts_are_put_into_the_memory_of_the_whole(transforms):
 
 def test_parts_put_elsewhere_share_a_compilation(transforms):
     given = rows((3, 2), devices=DEVICES[:3])
-    wholes = transforms.empty(DEVICES[:3], (2, 21), np.float32)
-    wholes = transforms.put(TURNED, wholes, given, (0, 0))
+    wholes = transforms.empty(tuple(DEVICES[:3]), (2, 21), np.float32)
+    wholes = transforms.put(TURNED, on(given), wholes, given, (0, 0))
     with compiles() as made:
         for at in range(3, 21, 3):
-            wholes = transforms.put(TURNED, wholes, given, (0, at))
+            wholes = transforms.put(TURNED, on(given), wholes, given, (0, at))
     assert made == []
 
 
@@ -140,19 +146,19 @@ def test_layers_share_a_compilation(transforms):
     shape = (7, 11)
     with compiles() as made:
         for _ in range(12):
-            jax_transforms.wait(transforms.run(TURNED, rows(shape)))
+            jax_transforms.wait(transforms.run(TURNED, tuple(DEVICES), rows(shape)))
     assert len(made) == 1
 
 
 def test_what_was_made_is_no_window_on_what_came(transforms):
     (given,) = rows((4, 4), devices=DEVICES[:1])
     for program in (programs.Reshaped(programs.Take(0), (16,)), programs.Take(0)):
-        (made,) = transforms.run(program, [given])
+        (made,) = transforms.run(program, on([given]), [given])
         assert made.unsafe_buffer_pointer() != given[0].unsafe_buffer_pointer()
 
 
 def test_what_was_made_can_be_donated(transforms):
-    made = transforms.run(TURNED, rows((64, 32)))
+    made = transforms.run(TURNED, tuple(DEVICES), rows((64, 32)))
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     for each in made:
         pointer = each.unsafe_buffer_pointer()
@@ -160,7 +166,7 @@ def test_what_was_made_can_be_donated(transforms):
 
 
 def test_nothing_is_there_without_elements(transforms):
-    made = transforms.empty(DEVICES, (0, 3), ml_dtypes.bfloat16)
+    made = transforms.empty(tuple(DEVICES), (0, 3), ml_dtypes.bfloat16)
     assert [each.device for each in made] == DEVICES
     assert all(each.shape == (0, 3) and each.dtype == jnp.bfloat16 for each in made)
 
@@ -187,12 +193,13 @@ def test_nothing_is_there_without_elements(transforms):
 def test_what_integers_hold(values, low, high, fit):
     with jax.enable_x64(True):
         given = [(jax.device_put(values, each),) for each in DEVICES[:2]]
-    assert [bool(each) for each in jax_transforms.fits(given, low, high)] == [fit, fit]
+    assert [bool(each) for each in jax_transforms.fits(on(given), given, low, high)] == [fit, fit]
 
 
 def test_each_device_is_asked(transforms):
     given = rows((3,), devices=DEVICES[:4])
-    assert [bool(each) for each in jax_transforms.fits(given, 0, 150)] == [True, True, False, False]
+    found = jax_transforms.fits(on(given), given, 0, 150)
+    assert [bool(each) for each in found] == [True, True, False, False]
 
 
 def test_no_room(monkeypatch):

@@ -199,6 +199,56 @@ def test_watching_tells_of_an_error_elsewhere() -> None:
     assert "ZeroDivisionError" in str(other)
 
 
+def test_the_first_verdict_counts() -> None:
+    """Process 0 is about to give up when process 1 comes, sees all there, and goes on."""
+    memory = boards.Memory()
+    late = boards.MemoryBoard(memory)
+    true, came = late.decide, []
+
+    def decide(key: str, text: str) -> str:
+        if not came:
+            came.append(key)
+            with agreement.together([0, 1], 1, boards.MemoryBoard(memory), Deadline(0.2)) as party:
+                party.agree("step 0", "same")
+                came.append("goes on")
+                raise Broken
+        return true(key, text)
+
+    late.decide = lambda key, text: _without(Broken, lambda: decide(key, text), true, key, text)
+
+    def goes_on() -> None:
+        with agreement.together([0, 1], 0, late, Deadline(0.05)) as party:
+            party.agree("step 0", "same")
+            came.append("goes on too")
+
+    with pytest.raises(errors.ProcessError, match="process 1 failed"):
+        goes_on()
+    assert came[1:] == ["goes on", "goes on too"]
+
+
+def _without(
+    kind: type[Exception], call: Callable[[], str], after: Callable[[str, str], str], *args: str
+) -> str:
+    try:
+        return call()
+    except kind:
+        return after(*args)
+
+
+def test_a_failure_is_settled_at_once() -> None:
+    """Who comes after a process failed hears of it, though the error's own text is gone."""
+    memory = boards.Memory()
+
+    def act(step: int) -> None:
+        raise Broken
+
+    with pytest.raises(Broken):
+        enter(0, boards.MemoryBoard(memory), 2, act=act)
+    assert [verdicts.read(t).kind for k, t in memory.texts.items() if "/verdict/" in k] == [
+        "failed"
+    ]
+
+
 def test_who_leaves_says_which_turn_was_the_last() -> None:
     memory = boards.Memory()
     made = [

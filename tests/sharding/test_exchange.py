@@ -135,6 +135,15 @@ def _check_rows(schedule: exchange.Schedule) -> None:
     assert all(parcel.reader == parcel.taker for parcel in schedule.local)
 
 
+def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
+    info = tensor("w", "U8", (4000,))
+    ends = (4000, 3999, 3998)
+    each = [Need(info, info.dtype, placement.boxed(info, ((0, end),))) for end in ends]
+    schedule = exchange.make({0: [Need(info, info.dtype)], 1: each, 2: each}, 4096)
+    _check_rows(schedule)
+    assert sum(p.nbytes for p in schedule.parcels() if p.taker == 2) == sum(ends)
+
+
 def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int, list[Need]]:
     """Needs as a mesh makes them: equal blocks, devices of a process next to each other."""
     made: dict[int, list[Need]] = {rank: [] for rank in range(processes)}

@@ -1,0 +1,169 @@
+"""Random rules, shapes, meshes and caps, against NumPy on the whole arrays; and refusals."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import samples
+import shards
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mfload
+from mfload import errors
+
+MESHES = [shards.mesh((8,)), shards.mesh((2, 4)), shards.mesh((2, 2, 2))]
+DTYPES = [np.float32, ml_dtypes.bfloat16, np.int16, ml_dtypes.float8_e5m2]
+
+
+def values(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    """Numbers that every dtype here holds."""
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Any:
+    mesh = draw(st.sampled_from(MESHES))
+    dtype = draw(st.sampled_from(DTYPES))
+    rank = draw(st.integers(1, 3))
+    shape = tuple(draw(st.sampled_from([1, 2, 4, 8, 6, 16, 0])) for _ in range(rank))
+    count = draw(st.integers(1, 3))
+    arguments: dict[str, Any] = {}
+    whole = [values(shape, dtype, n) for n in range(count)]
+    made = whole
+    if draw(st.booleans()):
+        order = tuple(draw(st.permutations(range(rank))))
+        arguments["transpose"] = order
+        made = [array.transpose(order) for array in made]
+    if draw(st.booleans()):
+        size = int(np.prod(shape))
+        wanted = draw(st.sampled_from([(size,), (1, size), made[0].shape[::-1]]))
+        arguments["reshape"] = wanted
+        made = [array.reshape(wanted) for array in made]
+    if draw(st.booleans()):
+        axis = draw(st.integers(0, made[0].ndim))
+        arguments["stack"] = {1: axis}
+        result = np.stack(made, axis=axis)
+    else:
+        axis = draw(st.integers(0, made[0].ndim - 1))
+        arguments["concat"] = (axis, 1)
+        result = np.concatenate(made, axis=axis)
+    if np.dtype(dtype).kind != "i" and draw(st.booleans()):
+        arguments["scale"], arguments["cast"] = 0.5, "float32"
+        result = result.astype(np.float32) * np.float32(0.5)
+    left = dict(mesh.shape)
+    spec: list[Any] = []
+    for size in result.shape:
+        axes = [a for a, n in left.items() if size % n == 0]
+        axis_name = draw(st.sampled_from([None, *axes]))
+        left.pop(axis_name, None)
+        spec.append(axis_name)
+    cap = draw(st.sampled_from([None, 330_000]))
+    return whole, arguments, result, NamedSharding(mesh, P(*spec)), cap
+
+
+@settings(max_examples=40, deadline=None)
+@given(loads(), st.sampled_from(["auto", "framework"]))
+def test_any_rule_on_any_mesh(load: Any, landing: Any) -> None:
+    whole, arguments, result, sharding, cap = load
+    with tempfile.TemporaryDirectory() as folder:
+        path = samples.save(
+            Path(folder) / "m.safetensors", {f"w{n}": array for n, array in enumerate(whole)}
+        )
+        made = mfload.load_into(
+            {"w": jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)},
+            path,
+            mapping={r"w(\d)": mfload.rule("w", **arguments)},
+            landing=landing,
+            max_host_overhead=cap,
+            threads=1,
+        )
+    shards.assert_sharded(made["w"], result, sharding)
+    del made
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stretches_of_any_rule(tmp_path: Path, seed: int) -> None:
+    """Leaves of several times the cap, with every step there is."""
+    whole = [values((64, 512 + 256 * seed), ml_dtypes.bfloat16, n) for n in range(8)]
+    path = samples.save(tmp_path / "m.safetensors", {f"w{n}": a for n, a in enumerate(whole)})
+    axis = seed % 3
+    result = np.stack([a.T for a in whole], axis=axis).astype(np.float32) * np.float32(0.5)
+    sharding = NamedSharding(shards.mesh((2, 4)), [P("x", "y"), P(None, "x"), P("y"), P()][seed])
+    target = {"w": jax.ShapeDtypeStruct(result.shape, np.float32, sharding=sharding)}
+    rule = mfload.rule("w", transpose=(1, 0), stack={1: axis}, scale=0.5)
+    report = mfload.Report()
+    made = mfload.load_into(
+        target, path, mapping={r"w(\d)": rule}, max_host_overhead=400_000, threads=1, report=report
+    )
+    shards.assert_sharded(made["w"], result, sharding)
+    assert report.peak_bytes <= 400_000
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    return samples.save(tmp_path / "one.safetensors", {"w": np.array([[300.0, -1.5]], np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("cast", "fits"), [("int8", False), ("int16", True), ("uint16", False), ("bool", False)]
+)
+def test_casts_that_would_wrap_are_refused(one: Path, cast: str, fits: bool) -> None:
+    def load() -> Any:
+        target = {"w": jax.ShapeDtypeStruct((1, 2), cast)}
+        return mfload.load_into(target, one, mapping={"w": mfload.rule("w", cast=cast)})
+
+    if fits:
+        assert np.asarray(load()["w"]).tolist() == [[300, -1]]
+        return
+    with pytest.raises(errors.LossyCastError) as caught:
+        load()
+    assert caught.value.tensor == "w"
+    # Who keeps the error keeps no memory.
+    assert mfload.live_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "cpu"},
+        {"shardings": 3},
+        {"shardings": [("w",)]},
+        {"unmatched": "drop"},
+        {"exchange": "twice"},
+        {"landing": "jax"},
+        {"engine": "fast"},
+        {"strict": "yes"},
+        {"dtype": "float33"},
+        {"mapping": 7},
+        {"mapping": {"(": "w"}},
+        {"mapping": {"w": 3}},
+        {"threads": 0},
+        {"max_host_overhead": -1},
+        {"timeout": -1},
+        {"report": {}},
+        {"logical_axis_rules": 3},
+    ],
+)
+def test_silly_arguments(one: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(errors.UsageError):
+        mfload.load_into({"w": jax.ShapeDtypeStruct((1, 2), np.float32)}, one, **options)
+
+
+def test_nothing_at_the_path(tmp_path: Path) -> None:
+    with pytest.raises(errors.SourceNotFoundError):
+        mfload.load_into({}, tmp_path / "nothing.safetensors")
+
+
+def test_a_report_that_failed_is_empty(one: Path) -> None:
+    report = mfload.Report()
+    mfload.load_into({"w": jax.ShapeDtypeStruct((1, 2), np.float32)}, one, report=report)
+    with pytest.raises(errors.MappingError):
+        mfload.load_into({"v": jax.ShapeDtypeStruct((1, 2), np.float32)}, one, report=report)
+    assert report == mfload.Report()
