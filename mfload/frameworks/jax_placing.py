@@ -107,7 +107,7 @@ def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:
     """What a leaf says of itself, None where it says nothing."""
     axes, own = leaf.role.axes, leaf.sharding
     abstract = jax_boxes.is_abstract(own)
-    if own is not None:
+    if own is not None and not (abstract and axes is not None and _splits_nothing(own)):
         if abstract and mesh is None:
             raise errors.ShardingError(
                 "the leaf names axes of a mesh, and no mesh has devices for them",
