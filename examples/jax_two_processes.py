@@ -22,6 +22,7 @@ random = np.random.default_rng(0)
 shapes = {"up_proj.weight": (2048, 2048), "down_proj.weight": (2048, 2048), "norm.weight": (2048,)}
 written = {name: random.random(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
 save_file(written, path)
+print(path.stat().st_size, "bytes on disk")
 
 # %% [markdown]
 # ## The program of each process
@@ -88,10 +89,16 @@ started = [
     )
     for rank in range(2)
 ]
+print(len(started), "processes started")
+
+# %% [markdown]
+# ## What they say
+
+# %%
 for rank, process in enumerate(started):
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    print(f"process {rank} of 2; the file has {path.stat().st_size} bytes")
+    print(f"process {rank} of 2")
     # JAX's transport prints a line of its own for each connection.
     print(*(line for line in said.splitlines() if not line.startswith("[Gloo]")), sep="\n")
 

@@ -338,6 +338,13 @@ def test_axes_of_a_variable_where_tracing_told_nothing(model):
     same(made.blocks[0].linear.kernel.get_value(), stored()["blocks.0.linear.kernel"], P("x", "y"))
 
 
+def test_axes_of_a_variable_go_before_a_trace_that_split_nothing(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"w": W})
+    leaf = sds(W, NamedSharding(MESH.abstract_mesh, P(None, None)))
+    target = {"w": nnx.Param(leaf, out_sharding=("y", "x"), eager_sharding=False)}
+    same(mfload.load_into(target, path, mesh=MESH)["w"].get_value(), W, P("y", "x"))
+
+
 def test_states(model):
     with nnx.use_eager_sharding(False):
         graph, state = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
