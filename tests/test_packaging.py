@@ -148,7 +148,7 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Author"] == "the mfload developers"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    extras = {"jax", "torch", "tensorflow", "paddle", "cuda13", "progress", "cli", "verify"}
+    extras = {"jax", "flax", "torch", "tensorflow", "paddle", "cuda13", "progress", "cli", "verify"}
     assert set(metadata.get_all("Provides-Extra")) == extras | {"bench", "all"}
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(re.split(r"[<>= ]", line)[0] for line in plain) == ["ml_dtypes", "numpy"]
