@@ -149,7 +149,7 @@ def test_what_would_lose_values_has_to_be_asked_for_by_name(tmp_path: Path) -> N
         ("max_host_overhead", 1e9),
         ("names", "("), ("names", 5), ("dtype", "float31"), ("dtype", {"(": "float32"}),
         ("dtype", 5), ("exchange", "twice"), ("exchange", None), ("unmatched", "ignore"),
-        ("unmatched", None), ("unmatched", []), ("mesh", object()), ("shardings", []),
+        ("unmatched", None), ("unmatched", []),
     ],
 )  # fmt: skip
 def test_senseless_arguments_are_refused(path: Path, option: str, value: Any) -> None:
