@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mfload import dtypes, errors, frameworks, mapping
+from mfload import dtypes, errors, frameworks, mapping, planning
 from mfload.index import Index
 from mfload.into import pulling, slabs, tally
 from mfload.into.goals import Goal
@@ -22,7 +22,6 @@ from mfload.loading import Loader
 from mfload.placement import Need
 from mfload.report import Report
 from mfload.settings import OVERHEAD, Settings
-from mfload.sharding.load import MERGE_GAP
 from mfload.sharding.shares import Wanted
 
 Advance = Callable[[int], None] | None
@@ -82,7 +81,7 @@ class Filling:
         self._wanted = [pulling.requests(pulling.sources(_flat(wave))) for wave in self._waves]
         adapter = self._jax.JaxMeshAdapter(self._spots.of(self.rank))
         # Whole rows are read over rather than skipped, where a few are not wanted.
-        settings = replace(settings, merge_gap=MERGE_GAP)
+        settings = replace(settings, merge_gap=planning.MESH_GAP)
         self._loader = Loader(index, sources, adapter, settings)
         # On other devices, what waits is copied there, and slots are gone by then.
         least = slots if adapter.on_host else settings.max_host_overhead
@@ -102,7 +101,7 @@ class Filling:
             (info,) = recipe.tensors
             return [Wanted(info, recipe.dtype, False, held, apart)], []
         parts = pulling.parts(recipe, held)
-        direct = [pulling.as_stored(part, apart=apart) for part in parts if part.plain]
+        direct = [pulling.as_it_lands(part, apart=apart) for part in parts if part.plain]
         others = [part for part in parts if not part.plain]
         if others and not usual:
             # Work is done in the memory that devices work in, and the result moved.

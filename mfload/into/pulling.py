@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it is one box of a stored tensor, as it is."""
+        """Whether it is one box of a stored tensor, as it lands."""
         return self.pull.program == _AS_IT_IS
 
     @property
@@ -43,7 +43,7 @@ class Part(NamedTuple):
         return (
             self.pull.program,
             sizes(self.box),
-            *((info.dtype.name, sizes(box)) for info, box in self.pull.sources),
+            *((dtype.name, sizes(box)) for _, box, dtype in self.pull.sources),
         )
 
 
@@ -75,8 +75,8 @@ def sub_part(recipe: Recipe, part: Part, axis: int, start: int, stop: int) -> Pa
 def landed(part: Part) -> int:
     """Bytes that wait for a part's program on a process that holds it."""
     total = 0
-    for info, box in part.pull.sources:
-        total += info.dtype.size_of(sizes(box)) or 0
+    for _, box, dtype in part.pull.sources:
+        total += dtype.size_of(sizes(box)) or 0
     return total
 
 
@@ -92,19 +92,19 @@ class Requests(NamedTuple):
     owners: Mapping[int, list[int]]
 
 
-def as_stored(part: Part, *, apart: bool) -> Wanted:
+def as_it_lands(part: Part, *, apart: bool) -> Wanted:
     """What a plain part takes: the same devices, the box of the stored tensor."""
     (source,) = part.pull.sources
     held = tuple(share._replace(box=source.box) for share in part.holders)
-    return Wanted(source.info, source.info.dtype, False, held, apart)
+    return Wanted(source.info, source.dtype, False, held, apart)
 
 
 def sources(parts_: Iterable[Part]) -> Iterator[tuple[int, Wanted]]:
     """What parts are made of, with the number of the part: sources in their order."""
     for number, part in enumerate(parts_):
-        for info, box in part.pull.sources:
+        for info, box, dtype in part.pull.sources:
             held = tuple(share._replace(box=box) for share in part.holders)
-            yield number, Wanted(info, info.dtype, False, held)
+            yield number, Wanted(info, dtype, False, held)
 
 
 def requests(wanted: Iterable[tuple[int, Wanted]]) -> Requests:

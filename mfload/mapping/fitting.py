@@ -54,6 +54,7 @@ def fit(aim: Aim, claims: Sequence[Claim], aims: Mapping[str, Aim], dtype: Any) 
         axes,
         made.conversion,
         made.checked,
+        made.landed,
     )
     if recipe.shape != aim.shape:
         raise Misfit("wrong shape", misfits.shape(recipe, first, rule, trail))

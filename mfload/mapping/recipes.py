@@ -32,10 +32,11 @@ class Aim(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A box of a stored tensor."""
+    """A box of a stored tensor, and the dtype that it lands in."""
 
     info: TensorInfo
     box: Box
+    dtype: DType
 
 
 class Pull(NamedTuple):
@@ -67,6 +68,7 @@ class Recipe:
         conversion: What happens to the numbers, None for nothing.
         checked: Whether the conversion may meet values that its result can't hold (a float or a
             wide integer, cast to an integer because a rule says so).
+        landed: What all tensors are converted to while they land, None where they land as stored.
     """
 
     aim: Aim
@@ -77,10 +79,11 @@ class Recipe:
     axes: tuple[int, ...] = ()
     conversion: Conversion | None = None
     checked: bool = False
+    landed: DType | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether it is one stored tensor as it is."""
+        """Whether it is one stored tensor as it lands."""
         return not self.axes and isinstance(self.each, Stored) and self.conversion is None
 
     @property
@@ -120,7 +123,11 @@ class Recipe:
         if self.conversion is not None:
             scale, between, dtype = self.conversion
             made = programs.Converted(made, scale, between.name, dtype.name)
-        sources = tuple(Source(cell[number], part) for cell in cells for number, part in found)
+        sources = tuple(
+            Source(info, part, self.landed or info.dtype)
+            for cell in cells
+            for info, part in ((cell[number], part) for number, part in found)
+        )
         return Pull(sources, made)
 
 

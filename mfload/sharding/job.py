@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mfload import errors, frameworks
+from mfload import errors, frameworks, planning
 from mfload.index import Index
 from mfload.io.source import LocalFile
 from mfload.loading import Loader
@@ -15,10 +15,6 @@ from mfload.placement import Need
 from mfload.settings import Settings
 from mfload.sharding import fetching
 from mfload.sharding.shares import Wanted, needs
-
-MERGE_GAP = 64 << 10
-"""Unwanted bytes between the parts of a shard that are rather read over than skipped: a read of
-its own for each takes as long as to read so many more."""
 
 
 class Request(NamedTuple):
@@ -84,7 +80,7 @@ class Job:
         self._shardings = resolve(chosen.needs, request, notes)
         self.notes = tuple(notes)
         # Whole rows are read over rather than skipped, where a few are not wanted.
-        self._settings = replace(chosen.settings, merge_gap=MERGE_GAP)
+        self._settings = replace(chosen.settings, merge_gap=planning.MESH_GAP)
         self._spots = jax_sharding.Spots()
         wanted = [self._share(*each) for each in zip(self._wanted, self._shardings, strict=True)]
         self.needs = {rank: [] for rank in (*self.ranks, self.rank)} | needs(wanted)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mfload import errors, frameworks, preparing, spelling
+from mfload import errors, frameworks, planning, preparing, spelling
 from mfload.index import Index, TensorInfo
 from mfload.io.blocks import Witness
 from mfload.io.deadline import Deadline
@@ -20,9 +20,9 @@ from mfload.report import Report, human
 from mfload.settings import EXCHANGES, UNMATCHED
 from mfload.sharding import choosing, fetching, job as jobs
 from mfload.sharding.agreement import Party, fingerprint, together
-from mfload.sharding.job import MERGE_GAP, Chosen, Job, Request
+from mfload.sharding.job import Chosen, Job, Request
 
-__all__ = ["MERGE_GAP", "Chosen", "Job", "Request", "abstract", "check_choices", "load", "preview"]
+__all__ = ["Chosen", "Job", "Request", "abstract", "check_choices", "load", "preview"]
 
 
 _FEW = 50  # A share of so much is not worth a word.
@@ -190,7 +190,7 @@ def _over(read: int, over: int) -> tuple[str, ...]:
         return ()
     return (
         f"{over / read:.0%} of what is read is not wanted here: gaps shorter than "
-        f"{human(MERGE_GAP)} between the parts of a shard are read over",
+        f"{human(planning.MESH_GAP)} between the parts of a shard are read over",
     )
 
 

@@ -167,3 +167,41 @@ def test_a_report_that_failed_is_empty(one: Path) -> None:
     with pytest.raises(errors.MappingError):
         mfload.load_into({"v": jax.ShapeDtypeStruct((1, 2), np.float32)}, one, report=report)
     assert report == mfload.Report()
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+
+
+def delicate(dtype: Any) -> Any:
+    """Numbers near the ties of narrower floats, numbers too small for them, and those between."""
+    rng = np.random.default_rng(7)
+    exponents = rng.integers(-152, 15, 4096)
+    with np.errstate(all="ignore"):
+        anything = rng.standard_normal(4096) * 2.0**exponents
+        ties = [(1 + 2.0**-n * (2 * rng.integers(0, 2 ** (n - 1), 512) + 1)) for n in (3, 4, 8, 11)]
+        near = [tie * (1 + sign * 2.0**-40) for tie in ties for sign in (-1, 0, 1)]
+        small = np.ldexp(np.concatenate(near), -20)
+        every = np.concatenate([anything, *near, small, [0.0, -0.0, np.inf, -np.inf]])
+        every = every[: every.size // 64 * 64].reshape(8, -1).astype(dtype)
+    every[np.isnan(every.astype(np.float64))] = 0  # Which NaN becomes which, nobody says.
+    return every
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("wanted", FLOATS)
+@pytest.mark.parametrize("stored", FLOATS)
+def test_every_float_is_rounded_once(
+    tmp_path: Path, stored: str, wanted: str, *, apart: bool
+) -> None:
+    """As `ml_dtypes` rounds on the host: once, to the nearest, and what is subnormal is kept."""
+    dtypes = [np.dtype(getattr(ml_dtypes, name, name)) for name in (stored, wanted)]
+    whole = delicate(dtypes[0])
+    path = samples.save(tmp_path / "m.safetensors", {"w": whole})
+    sharding = NamedSharding(shards.mesh((2, 4)), P("x", "y"))
+    rule = mfload.rule("w", transpose=(1, 0)) if apart else mfload.rule("w")
+    with np.errstate(all="ignore"):
+        result = (whole.T if apart else whole).astype(dtypes[1])
+    with jax.enable_x64(True):
+        target = {"w": jax.ShapeDtypeStruct(result.shape, dtypes[1], sharding=sharding)}
+    made = mfload.load_into(target, path, mapping={"w": rule}, landing="framework")
+    shards.assert_sharded(made["w"], result, sharding)

@@ -19,8 +19,8 @@ from hypothesis import given, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
+from mfload import planning
 from mfload.io import blocks, buffers
-from mfload.sharding import job
 
 DTYPES = [np.uint8, np.bool_, np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.complex64]
 MESHES = [(8,), (4,), (3,), (1,), (2, 4), (4, 2), (2, 3), (1, 5), (2, 2, 2), (2, 1, 3)]
@@ -83,12 +83,12 @@ def small_blocks(nbytes: int, gap: int) -> Iterator[None]:
     kept = blocks.Costs.__new__.__defaults__
     block, _, concurrency, _ = kept
     blocks.Costs.__new__.__defaults__ = (min(block, nbytes), gap, concurrency, nbytes // 2)
-    real, job.MERGE_GAP = job.MERGE_GAP, gap
+    real, planning.MESH_GAP = planning.MESH_GAP, gap
     try:
         yield
     finally:
         blocks.Costs.__new__.__defaults__ = kept
-        job.MERGE_GAP = real
+        planning.MESH_GAP = real
 
 
 @given(
