@@ -70,7 +70,8 @@ def load(
             and overflow as their dtype does (infinity or NaN).
         mesh: A `jax.sharding.Mesh`: the arrays are sharded over its devices, or replicated where
             `shardings` says nothing of them. With several processes, each of those that have
-            devices of the mesh makes the same call.
+            devices of the mesh makes the same call. Where `shardings` names no devices, the mesh of
+            `jax.set_mesh` counts.
         shardings: How tensors are split, for JAX: a PartitionSpec or Sharding for all of them;
             `[(regex, spec)]`, of which the first that is found in the name counts; a function
             of a tensor's name and info (it has `shape` and `dtype`) to a spec; or a mapping from

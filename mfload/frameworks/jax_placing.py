@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
 
 from mfload import errors
 from mfload.frameworks import flax_axes, flax_trees, jax_boxes, jax_sharding, jax_trees
@@ -45,7 +45,7 @@ def shardings(
         UsageError: An argument makes no sense.
     """
     pairs = flax_axes.check_rules(rules)
-    mesh = around() if mesh is None else mesh
+    mesh = jax_sharding.around() if mesh is None else mesh
     own = [_own(leaf, mesh, pairs) for leaf in leaves]
     if mesh is None and asked is None:
         alone = SingleDeviceSharding(default_device())
@@ -59,16 +59,6 @@ def shardings(
         own=own,
         notes=notes,
     )
-
-
-def around() -> Any:
-    """The mesh that `jax.set_mesh` has set, None where there is none."""
-    find = getattr(jax.sharding, "get_mesh", None)
-    try:
-        found: Any = None if find is None else find()
-    except ValueError:  # Inside jit, where nothing can be loaded either.
-        return None
-    return found if isinstance(found, Mesh) and not found.empty else None
 
 
 def default_device() -> Any:
@@ -85,7 +75,7 @@ def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf]) -> tuple[int, ...]:
         asked: As for `shardings`.
         leaves: The target's.
     """
-    mesh = around() if mesh is None else mesh
+    mesh = jax_sharding.around() if mesh is None else mesh
     own = [
         leaf.sharding
         for leaf in leaves

@@ -89,6 +89,23 @@ def default_kind(device: Any) -> str | None:
     return device.default_memory().kind
 
 
+def around() -> Any:
+    """The mesh that `jax.set_mesh` has set, None where there is none."""
+    find = getattr(jax.sharding, "get_mesh", None)
+    try:
+        found: Any = None if find is None else find()
+    except ValueError:  # Inside jit, where nothing can be loaded either.
+        return None
+    return found if isinstance(found, Mesh) and not found.empty else None
+
+
+def mesh_of(mesh: Any, shardings: Any) -> Any:
+    """The user's mesh, else that of `jax.set_mesh` where no sharding brings devices of its own."""
+    if mesh is not None or any(not jax_boxes.is_abstract(each) for each in given(shardings)):
+        return mesh
+    return around()
+
+
 def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
     """The processes that take part in a load, by their numbers; all where nothing tells.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,8 @@ from mfload.progress import Progress, shown
 from mfload.report import Report
 from mfload.settings import Exchange, Landing, Settings, Unmatched
 from mfload.sharding import fetching, load as sharded
-from mfload.sharding.agreement import Party, fingerprint, together
+from mfload.sharding.agreement import Party, fingerprint
+from mfload.sharding.meeting import meeting, seen
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -111,7 +112,7 @@ def load_into(
     taking_part = placing.processes(mesh, shardings, tree.leaves if tree else ())
     done = Report(processes=len(taking_part))
     try:
-        with _together(taking_part, deadline) as party:
+        with meeting(taking_part, deadline) as party:
             if unfit is not None:
                 raise unfit
             _check_choices(strict, unmatched, exchange)
@@ -165,7 +166,7 @@ def _fill(
         wanted = _goals(leaves, filled, where, notes)
         filling = Filling(index, sources, wanted, settings)
     if len(party.ranks) > 1:
-        party.agree("files", fingerprint(list(_seen(index, sources))))
+        party.agree("files", fingerprint(seen(index, sources)))
         party.agree("arguments", fingerprint([f"exchange={exchange!r}", *filling.lines()]))
     fetch = _fetch(party, exchange, wanted, settings.deadline)
     with shown(progress, filling.stored_bytes) as advance:
@@ -181,14 +182,6 @@ def _check_choices(strict: object, unmatched: object, exchange: object) -> None:
     sharded.check_choices(unmatched, exchange)
     if not isinstance(strict, bool):
         raise errors.UsageError("strict", expected="True or False", found=repr(strict))
-
-
-@contextmanager
-def _together(processes: tuple[int, ...], deadline: Deadline) -> Generator[Party]:
-    rank: int = frameworks.module("jax", "sharding").rank()
-    board = frameworks.module("jax", "processes").board() if len(processes) > 1 else None
-    with together(processes, rank, board, deadline) as party:
-        yield party
 
 
 @contextmanager
@@ -232,12 +225,3 @@ def _fetch(party: Party, exchange: str, wanted: Sequence[Goal], deadline: Deadli
 def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:
     what = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     return deadline.bound(lambda: checkpoint.read(path), "reading headers", what)
-
-
-def _seen(index: Index, sources: Sequence[LocalFile]) -> Iterator[str]:
-    """Files and headers, the same where processes see the same; wherever the files lie."""
-    for source in sources:
-        yield f"{os.path.basename(source.path)}: {source.size} bytes"
-    for info in index.tensors.values():
-        at = ", ".join(f"{piece.offset} in file {piece.source}" for piece in info.pieces)
-        yield f"{info.name}: {info.dtype} {list(info.shape)} at {at}"

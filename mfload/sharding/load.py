@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,8 +17,9 @@ from mfload.progress import Progress, shown
 from mfload.report import Report, human
 from mfload.settings import EXCHANGES, UNMATCHED
 from mfload.sharding import choosing, fetching, job as jobs
-from mfload.sharding.agreement import Party, fingerprint, together
+from mfload.sharding.agreement import fingerprint
 from mfload.sharding.job import Chosen, Job, Request
+from mfload.sharding.meeting import meeting, seen
 
 __all__ = ["Chosen", "Job", "Request", "abstract", "check_choices", "load", "preview"]
 
@@ -72,13 +71,13 @@ def load(
         MfloadError: As `mfload.load` does.
     """
     made: dict[str, Any] = {}
-    jax_sharding = frameworks.module("jax", "sharding")
-    ranks = jax_sharding.processes(request.mesh, request.shardings)
+    request = _here(request)
+    ranks = frameworks.module("jax", "sharding").processes(request.mesh, request.shardings)
     try:
-        with _together(ranks, jax_sharding.rank(), deadline) as party:
+        with meeting(ranks, deadline) as party:
             job, chosen = _job(choose, request, report)
             if len(ranks) > 1:
-                party.agree("files", fingerprint(seen(chosen)))
+                party.agree("files", fingerprint(seen(chosen.index, chosen.sources)))
                 lines = [f"exchange={request.exchange!r}", *job.lines()]
                 party.agree("arguments", fingerprint(lines))
             with shown(progress, job.stored_bytes) as advance:
@@ -107,6 +106,12 @@ def load(
         made.clear()
         raise
     return made
+
+
+def _here(request: Request) -> Request:
+    """With the mesh of `jax.set_mesh` where nothing else says which devices are meant."""
+    find = frameworks.module("jax", "sharding").mesh_of
+    return request._replace(mesh=find(request.mesh, request.shardings))
 
 
 def _job(
@@ -155,7 +160,7 @@ def preview(chosen: Chosen, request: Request) -> Preview:
     Raises:
         MfloadError: As `load` does.
     """
-    job = Job(chosen, request)
+    job = Job(chosen, _here(request))
     here = job.loader.preview(job.needs[job.rank])
     here = replace(here, notes=(*here.notes, *job.notes), processes=len(job.ranks))
     settings = job.loader.settings
@@ -210,18 +215,9 @@ def abstract(chosen: Chosen, request: Request | None) -> dict[str, Any]:
     preparing.check(chosen.needs, chosen.index)
     shardings: Sequence[Any] = [None] * len(chosen.needs)
     if request is not None:
-        shardings = jobs.resolve(chosen.needs, request, [])
+        shardings = jobs.resolve(chosen.needs, _here(request), [])
     rows = [(need.info.name, need.dtype, need.info.shape) for need in chosen.needs]
     return frameworks.module("jax", "mesh").abstract(rows, shardings)
-
-
-def seen(chosen: Chosen) -> list[str]:
-    """Files and headers, the same where processes see the same; wherever the files lie."""
-    lines = [f"{os.path.basename(source.path)}: {source.size} bytes" for source in chosen.sources]
-    for info in chosen.index.tensors.values():
-        at = ", ".join(f"{piece.offset} in file {piece.source}" for piece in info.pieces)
-        lines.append(f"{info.name}: {info.dtype} {list(info.shape)} at {at}")
-    return lines
 
 
 def check_choices(unmatched: object, exchange: object) -> None:
@@ -239,10 +235,3 @@ def check_choices(unmatched: object, exchange: object) -> None:
             raise errors.UsageError(
                 f"unknown {name}{meant}", expected=" | ".join(known), found=repr(value)
             )
-
-
-@contextlib.contextmanager
-def _together(ranks: tuple[int, ...], rank: int, deadline: Deadline) -> Generator[Party]:
-    board = frameworks.module("jax", "processes").board() if len(ranks) > 1 else None
-    with together(ranks, rank, board, deadline) as party:
-        yield party

@@ -305,3 +305,19 @@ def test_verified_while_loading(path: Path, engine: Any) -> None:
         _load(path, verify=manifest, report=report, **options)
     assert mfload.live_bytes() == 0
     assert report == mfload.Report()
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="jax.set_mesh came with JAX 0.7")
+def test_the_mesh_that_is_set_counts_where_shardings_name_no_devices(tmp_path: Path) -> None:
+    whole = np.arange(64, dtype=np.float32).reshape(8, 8)
+    path = samples.save(tmp_path / "m.safetensors", {"w": whole})
+    mesh, other = shards.mesh((2, 4)), NamedSharding(shards.mesh((8,)), P("x"))
+    with jax.set_mesh(mesh):
+        for call in (mfload.load, mfload.abstract):
+            options = {"framework": "jax"} if call is mfload.load else {}
+            array = call(path, shardings=P("x", "y"), **options)["w"]
+            assert array.sharding == NamedSharding(mesh, P("x", "y"))
+            assert call(path, shardings={"w": other}, **options)["w"].sharding == other
+        assert mfload.plan(path, shardings=P("x")).read_bytes == whole.nbytes
+        # Without shardings nothing was asked for.
+        assert len(mfload.load(path, framework="jax")["w"].devices()) == 1
