@@ -88,6 +88,11 @@ class Preparation:
                 f"loaded in {len(self.waves)} waves, since {adapter.name} copies tensors; the "
                 "buffers of a wave go before the next"
             )
+        if parted := waves.apart(self._needs, self.waves):
+            yield (
+                f"{parted} tensors are read once a wave, since their parts together exceed the "
+                "overhead; a larger max_host_overhead= reads them once"
+            )
         lent = waves.lendable(self._needs, adapter, self._settings)
         rest = (need.info.name for n, need in enumerate(self._needs) if n not in lent)
         missing = len(set(rest))

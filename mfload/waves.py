@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from mfload import errors
 from mfload.frameworks.adapter import Adapter, Placing
@@ -42,6 +44,8 @@ def _copied(needs: Sequence[Need], adapter: Adapter) -> Sequence[int]:
 def groups(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[list[int]]:
     """Groups of needs; what the framework copies never exceeds the overhead in any.
 
+    The parts of a tensor stay together where they fit.
+
     Raises:
         MemoryLimitError: One tensor exceeds it alone.
     """
@@ -52,14 +56,32 @@ def groups(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[
         return [list(range(len(needs)))]
     made: list[list[int]] = [[]]
     held = 0
-    for n, need in enumerate(needs):
-        nbytes = need.nbytes if n in numbers else 0
-        if nbytes and held + nbytes > limit:
+    for run in _runs(needs):
+        # A tensor whose parts come in several waves is read several times.
+        whole = sum(needs[n].nbytes for n in run if n in numbers)
+        if held and whole and held + whole > limit:
             made.append([])
             held = 0
-        held += nbytes
-        made[-1].append(n)
+        for n in run:
+            nbytes = needs[n].nbytes if n in numbers else 0
+            if nbytes and held + nbytes > limit:
+                made.append([])
+                held = 0
+            held += nbytes
+            made[-1].append(n)
     return made
+
+
+def apart(needs: Sequence[Need], groups_: Sequence[Sequence[int]]) -> int:
+    """How many tensors have parts in more than one group."""
+    counts = Counter(name for group in groups_ for name in {needs[n].info.name for n in group})
+    return sum(count > 1 for count in counts.values())
+
+
+def _runs(needs: Sequence[Need]) -> Iterator[list[int]]:
+    """Positions of needs, those of one tensor together where they come together."""
+    for _, run in itertools.groupby(range(len(needs)), key=lambda n: needs[n].info.name):
+        yield list(run)
 
 
 def waiting_limit(waiting: Sequence[Need], adapter: Adapter, settings: Settings) -> int:

@@ -194,7 +194,7 @@ def _over(read: int, over: int) -> tuple[str, ...]:
     if over <= read // _FEW:
         return ()
     return (
-        f"{over / read:.0%} of what is read is not wanted here: gaps shorter than "
+        f"{over / read:.0%} of what is read is not wanted here, or not yet: gaps shorter than "
         f"{human(planning.MESH_GAP)} between the parts of a shard are read over",
     )
 

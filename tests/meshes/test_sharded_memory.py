@@ -112,6 +112,29 @@ def test_a_tensor_larger_than_the_cap(tmp_path: Path, spec: P, engine: Any, land
     shards.assert_sharded(loaded["w"], whole, NamedSharding(options["mesh"], spec))
 
 
+def test_parts_of_a_tensor_share_a_wave_where_they_fit(tmp_path: Path) -> None:
+    """Columns: every part of a tensor is read with all of it, so two waves would read it twice."""
+    if not hasattr(jnp, "float4_e2m1fn"):
+        pytest.skip("this version has no type that must be copied")
+    raw = samples.numbers((3 << 19,), np.uint8, 4).tobytes()
+    path = samples.save_raw(
+        tmp_path / "a.safetensors", [(f"t{n}", "F4", (1 << 10, 3 << 10), raw) for n in range(3)]
+    )
+    options: dict[str, Any] = {
+        "mesh": shards.mesh((8,)), "shardings": P(None, "x"), "max_host_overhead": 2 << 20,
+    }  # fmt: skip
+    report = mfload.Report()
+    loaded = mfload.load(path, framework="jax", report=report, threads=1, **options)
+    assert report.read_bytes == mfload.plan(path, threads=1, **options).read_bytes == 9 << 19
+    for name, array in mfload.load(path, framework="jax").items():
+        assert samples.same(np.asarray(loaded[name]), np.asarray(array))
+    # Larger than the overhead, it can't be had so, and that is said.
+    options["max_host_overhead"] = 1 << 20
+    preview = mfload.plan(path, threads=1, **options)
+    assert preview.read_bytes > 9 << 19
+    assert any("3 tensors are read once a wave" in note for note in preview.notes)
+
+
 def test_what_has_to_be_copied_comes_in_waves(tmp_path: Path) -> None:
     if not hasattr(jnp, "float4_e2m1fn"):
         pytest.skip("this version has no type that must be copied")
