@@ -83,11 +83,9 @@ def names(given: Any, split: bool) -> tuple[str | None, ...]:
         raise _bad("a split", "a name for each part: rule([...], split=...)", given)
     found = tuple(given) if isinstance(given, list | tuple) else ()
     if not any(isinstance(name, str) for name in found):
-        raise _bad("the replacement", "the name of a target", given)
-    if not all(name is None or isinstance(name, str) for name in found):
-        raise _bad("the replacement", "names, and None for parts that are not wanted", given)
-    if not split:
-        raise _bad("the replacement", "one name, or split= to take the tensor apart", given)
+        raise _bad("the replacement", "the name of a target, or several", given)
+    if not all(isinstance(name, str) or (split and name is None) for name in found):
+        raise _bad("the replacement", "names; of a split also None, for a part left out", given)
     return tuple(None if name is None else template(name) for name in found)
 
 

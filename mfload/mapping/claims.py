@@ -47,13 +47,16 @@ class Claims:
     """What a key map makes of a checkpoint's names.
 
     Attributes:
+        entries: Its lines.
+        used: Numbers of those that a tensor went by.
         by_target: The claims on each target that there is.
         stray: Stored tensors that go nowhere, with the name they were given (None for none).
         twice: Stored tensors that several rules match, with these.
         disputed: Targets that such a tensor may be meant for.
-        unused: Rules that match nothing.
     """
 
+    entries: tuple[Entry, ...] = ()
+    used: set[int] = field(default_factory=set[int])
     by_target: dict[str, list[Claim]] = field(default_factory=dict[str, list[Claim]])
     stray: list[tuple[TensorInfo, str | None]] = field(
         default_factory=list[tuple[TensorInfo, str | None]]
@@ -62,7 +65,11 @@ class Claims:
         default_factory=list[tuple[TensorInfo, list[Entry]]]
     )
     disputed: set[str] = field(default_factory=set[str])
-    unused: list[Entry] = field(default_factory=list[Entry])
+
+    @property
+    def unused(self) -> list[Entry]:
+        """The lines that no tensor went by."""
+        return [entry for at, entry in enumerate(self.entries) if at not in self.used]
 
 
 def find(tensors: Iterable[TensorInfo], targets: Collection[str], mapping: Any) -> Claims:
@@ -75,44 +82,48 @@ def find(tensors: Iterable[TensorInfo], targets: Collection[str], mapping: Any) 
             target's (or to None), or a key map.
 
     Raises:
-        UsageError: The key map is malformed, or the function gives no name.
+        UsageError: The key map is malformed, or the function raises or gives no name.
     """
-    claims = Claims()
     if mapping is None or callable(mapping):
+        claims = Claims()
         for info in tensors:
-            name = info.name if mapping is None else _called(mapping, info.name)
+            name = info.name if mapping is None else _called(mapping, info.name, targets)
             _claim(claims, targets, Claim(info, name or "", _AS_IT_IS, (name,)))
         return claims
     entries = keymaps.read(mapping)
-    used: set[int] = set()
+    claims = Claims(entries)
     lookup = Lookup(entries)
-    expanders = [_expanders(entry.rule) for entry in entries]
+    templates = [[_Templates(rule) for rule in entry.rules] for entry in entries]
     for info in tensors:
         found = lookup.matching(info.name)
-        used.update(number for number, _ in found)
-        if len(found) > 1:
-            claims.twice.append((info, [entries[number] for number, _ in found]))
-            for number, groups in found:
-                claims.disputed.update(filter(None, _names(expanders[number], groups)))
-        elif not found:
+        claims.used.update(number for number, _ in found)
+        if not found:
             claims.stray.append((info, None))
-        else:
-            number, groups = found[0]
-            rule = entries[number].rule
-            names = _names(expanders[number], groups)
-            for part, name in enumerate(names):
-                if name is not None:
-                    _claim(claims, targets, Claim(info, name, rule, names, part, groups))
-    claims.unused += [entry for number, entry in enumerate(entries) if number not in used]
+        elif len(found) > 1:
+            claims.twice.append((info, [entries[number] for number, _ in found]))
+        for number, groups in found:
+            for each in templates[number]:
+                names = each.expand(groups)
+                if len(found) > 1:
+                    claims.disputed.update(filter(None, names))
+                    continue
+                for part, name in enumerate(names):
+                    if name is not None:
+                        _claim(claims, targets, Claim(info, name, each.rule, names, part, groups))
     return claims
 
 
-def _expanders(rule: Rule) -> list[Expand | None]:
-    return [None if name is None else expander(name) for name in rule.names]
+class _Templates:
+    """The names in a rule, ready to be filled in."""
 
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self._expanders: list[Expand | None] = [
+            None if name is None else expander(name) for name in rule.names
+        ]
 
-def _names(expanders: Iterable[Expand | None], groups: re.Match[str]) -> tuple[str | None, ...]:
-    return tuple(None if expand is None else expand(groups) for expand in expanders)
+    def expand(self, groups: re.Match[str]) -> tuple[str | None, ...]:
+        return tuple(None if expand is None else expand(groups) for expand in self._expanders)
 
 
 def _claim(claims: Claims, targets: Collection[str], claim: Claim) -> None:
@@ -124,9 +135,17 @@ def _claim(claims: Claims, targets: Collection[str], claim: Claim) -> None:
         claims.stray.append((claim.info, claim.target))
 
 
-def _called(function: Callable[[str], Any], name: str) -> str | None:
-    given = function(name)
-    if given is None or isinstance(given, str):
+def _called(function: Callable[[str], Any], name: str, targets: Collection[str]) -> str | None:
+    try:
+        given = function(name)
+    except Exception as error:
+        raise errors.UsageError(
+            f"the function in mapping= raised {type(error).__name__}: {error}",
+            tensor=name,
+            expected="the name of a target, or None to leave the tensor out",
+        ) from error
+    # A target that is one leaf and no tree has an empty name.
+    if given is None or (isinstance(given, str) and (given or given in targets)):
         return given
     raise errors.UsageError(
         "the function in mapping= gives no name",

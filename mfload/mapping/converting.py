@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.index import TensorInfo
@@ -42,21 +44,21 @@ def convert(aim: Aim, rule: Rule, tensors: Iterable[TensorInfo], dtype: Any) -> 
         aim: The target.
         rule: Its rule.
         tensors: The stored tensors that make it.
-        dtype: What `dtype=` was given: "target", "stored" or None, or a dtype or `{regex: dtype}`.
+        dtype: What `dtype=` was given: "target", "stored" or None, a dtype, or `{regex: dtype}`,
+            which goes by the name of the target.
 
     Raises:
         Misfit: What is stored can't become that.
     """
-    # One tensor of each dtype speaks for the others, except where dtype= goes by name.
-    named = isinstance(dtype, Mapping)
-    given = {(info.dtype.name, info.name if named else ""): info for info in tensors}
+    # One tensor of each dtype speaks for the others.
+    given = {info.dtype: info for info in tensors}
     wanted = {_wanted(aim, rule, info, dtype) for info in given.values()}
-    stored = {info.dtype for info in given.values()}
+    stored = set(given)
     if len(wanted) > 1:
         names = " and ".join(sorted(each.name for each in wanted))
         raise Misfit("wrong dtype", f"its parts are {names}; rule(cast=) says what all shall be")
     (result,) = wanted
-    between = None if rule.scale is None else _between(stored, result)
+    between = None if rule.scale is None else _between(stored, result, rule.scale)
     if _is_for_the_host({*stored, result if between is None else between}):
         landed = result if between is None else between
         last = None if between is None else Conversion(rule.scale, between, result)
@@ -73,12 +75,14 @@ def convert(aim: Aim, rule: Rule, tensors: Iterable[TensorInfo], dtype: Any) -> 
 
 def _wanted(aim: Aim, rule: Rule, info: TensorInfo, dtype: Any) -> DType:
     stored = info.dtype
-    if rule.cast is not None:
-        _check_cast(stored, rule.cast)
-        return rule.cast
+    named = selecting.named(aim.name, dtype) if isinstance(dtype, Mapping) else None
+    asked = named if rule.cast is None else rule.cast
+    if asked is not None:
+        _check_cast(stored, asked)
+        return asked
     if dtype is None or (isinstance(dtype, str) and dtype == "stored"):
         return stored
-    if isinstance(dtype, str) and dtype == "target":
+    if isinstance(dtype, Mapping) or (isinstance(dtype, str) and dtype == "target"):
         if aim.dtype is None or aim.dtype is stored:
             return stored
         scaled = rule.scale is not None and stored.kind in _INTEGERS and aim.dtype.kind == "float"
@@ -133,8 +137,23 @@ def _is_for_the_host(found: set[DType]) -> bool:
     return wide and len(found) > 1 and all(each.kind == "float" for each in found)
 
 
-def _between(stored: set[DType], result: DType) -> DType:
+def _between(stored: set[DType], result: DType, scale: float) -> DType:
     """The dtype a product is computed in: wide enough for both sides, float32 at the least."""
+    between = _wide(stored, result)
+    real = np.dtype(between.numpy).type(0).real.dtype
+    limits = np.finfo(real)
+    with np.errstate(all="ignore"):
+        size = abs(real.type(scale))
+    if not limits.tiny <= size <= limits.max:
+        raise Misfit(
+            "bad rule",
+            f"scale={scale!r} is no normal number of {between}, in which the product is computed: "
+            f"{limits.tiny:.4g} to {limits.max:.4g}",
+        )
+    return between
+
+
+def _wide(stored: set[DType], result: DType) -> DType:
     kinds = {each.kind for each in stored}
     wide = any(each.kind in _INTEGERS and each.bits > 16 for each in stored)
     opaque = not kinds <= {"float", "complex", *_INTEGERS}

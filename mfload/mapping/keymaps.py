@@ -5,6 +5,8 @@ Besides `{regex: rule(...)}` and `{regex: name}`, two forms are read that JAX pr
 - Tunix: `{regex: (name, (permute, reshape))}`, permuted first, and `(name, None)`;
 - Bonsai: `{regex: (name, member)}` with an enum whose values are None, `(permute, reshape)`, or
   `(permute, reshape, reshape_first)`.
+
+A list of any of these gives each of its targets the tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from mfload import errors
 from mfload.mapping import arguments
 from mfload.mapping.rules import Rule
 
-_FORMS = "a name, mfload.rule(...), (name, (permute, reshape)), or None to leave the tensor out"
+_ONE = "a name, mfload.rule(...), or (name, (permute, reshape))"
+_FORMS = f"{_ONE}; a list of such; or None to leave the tensor out"
 
 
 class Entry(NamedTuple):
@@ -26,11 +29,16 @@ class Entry(NamedTuple):
 
     Attributes:
         pattern: What names are matched with.
-        rule: What is done with them.
+        rules: What is done with a tensor, rule by rule; none where it is left out.
     """
 
     pattern: re.Pattern[str]
-    rule: Rule
+    rules: tuple[Rule, ...]
+
+    @property
+    def family(self) -> bool:
+        """Whether it has the form of a project whose maps serve a family of checkpoints."""
+        return bool(self.rules) and all(rule.family for rule in self.rules)
 
     def __str__(self) -> str:
         return repr(self.pattern.pattern)
@@ -49,7 +57,7 @@ def read(mapping: Any) -> tuple[Entry, ...]:
     for key, value in _pairs(mapping):
         pattern = _pattern(key)
         try:
-            entry = Entry(pattern, _rule(value))
+            entry = Entry(pattern, _rules(value))
             _check(entry)
         except errors.UsageError as error:
             raise errors.UsageError(
@@ -91,16 +99,32 @@ def _pattern(key: Any) -> re.Pattern[str]:
     return pattern
 
 
-def _rule(value: Any) -> Rule:
+def _rules(value: Any) -> tuple[Rule, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, list | tuple) and value and not _is_pair(value):
+        return tuple(_rule(each, _ONE) for each in value)
+    return (_rule(value, _FORMS),)
+
+
+def _rule(value: Any, expected: str) -> Rule:
     if isinstance(value, Rule):
         return value
-    if value is None:
-        return Rule((), family=True)
     if isinstance(value, str):
         return Rule((arguments.template(value),))
-    if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str):
+    if _is_pair(value):
         return _transformed(arguments.template(value[0]), value[1])
-    raise errors.UsageError("no rule", expected=_FORMS, found=_brief(value))
+    raise errors.UsageError("no rule", expected=expected, found=_brief(value))
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether it is a name and a transform, and no list of names or rules."""
+    if not isinstance(value, list | tuple) or len(value) != 2 or not isinstance(value[0], str):
+        return False
+    second = value[1]
+    if isinstance(second, list | tuple):
+        return not second or not isinstance(second[0], str)
+    return second is None or isinstance(second, Enum)
 
 
 def _transformed(name: str, transform: Any) -> Rule:
@@ -108,12 +132,6 @@ def _transformed(name: str, transform: Any) -> Rule:
         transform = transform.value
     if transform is None:
         return Rule((name,), family=True)
-    if isinstance(transform, str):
-        raise errors.UsageError(
-            "two names",
-            expected="rule([...], split=dim) to take a tensor apart",
-            found=repr(transform),
-        )
     steps: tuple[Any, ...] = tuple(transform) if isinstance(transform, list | tuple) else ()
     if len(steps) not in (2, 3) or (len(steps) == 3 and not isinstance(steps[2], bool)):
         raise errors.UsageError(
@@ -138,8 +156,8 @@ def _given(step: Any) -> bool:
 
 def _check(entry: Entry) -> None:
     """Groups that a regex does not have are found before any name is looked at."""
-    pattern, rule = entry
-    for name in rule.names:
+    pattern, rules = entry
+    for name in (name for rule in rules for name in rule.names):
         try:
             pattern.sub(name or "", "")
         except (re.error, IndexError) as error:
@@ -148,7 +166,7 @@ def _check(entry: Entry) -> None:
                 expected=_groups(pattern),
                 found=repr(name),
             ) from None
-    for group in rule.groups:
+    for group in (group for rule in rules for group in rule.groups):
         known = group in pattern.groupindex if isinstance(group, str) else group <= pattern.groups
         if not known:
             raise errors.UsageError(

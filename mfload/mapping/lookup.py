@@ -19,26 +19,30 @@ class Lookup:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._patterns = [entry.pattern for entry in entries]
+        self._fills = [bool(entry.rules) for entry in entries]
+        self._family = [at for at, entry in enumerate(entries) if entry.family]
         self._endings = [ending(pattern)[-_TAIL:] for pattern in self._patterns]
         self._candidates: dict[str, list[int]] = {}
 
     def matching(self, name: str) -> list[tuple[int, re.Match[str]]]:
-        r"""The rules for a name: those that match all of it, else those that match its front.
+        r"""The lines for a name: those that match all of it.
 
-        Tunix and Bonsai match at the front and replace what matched, so that the rest of the
-        name stays. A regex that matches the whole name goes before: `head\.weight` is then no
-        second match for `head.weight_scale` where there is a rule for that.
+        Where there are none, lines in the forms of Tunix and Bonsai may match its front: these
+        replace what matched, and the rest of the name stays. So `head\.weight` is no second match
+        for `head.weight_scale` where there is a line for that. What leaves tensors out comes
+        last, and so may leave out all the rest.
 
         Returns:
-            The number of each rule, and what it matched.
+            The number of each line, and what it matched.
         """
         patterns = self._patterns
         whole = ((at, patterns[at].fullmatch(name)) for at in self._likely(name))
         found = [(at, match) for at, match in whole if match]
-        if found:
-            return found
-        fronts = ((at, pattern.match(name)) for at, pattern in enumerate(patterns))
-        return [(at, match) for at, match in fronts if match and match.end()]
+        filling = [(at, match) for at, match in found if self._fills[at]]
+        if filling:
+            return filling
+        fronts = ((at, patterns[at].match(name)) for at in self._family)
+        return [(at, match) for at, match in fronts if match and match.end()] or found[:1]
 
     def _likely(self, name: str) -> list[int]:
         tail = name[-_TAIL:]

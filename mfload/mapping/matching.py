@@ -5,12 +5,13 @@ Names alone are looked at, and headers: no data is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mfload import dtypes, errors, pause, spelling
 from mfload.index import Index
+from mfload.mapping import advice, selecting
 from mfload.mapping.claims import Claims, find
 from mfload.mapping.fitting import fit
 from mfload.mapping.misfits import Misfit
@@ -20,6 +21,7 @@ from mfload.mapping.recipes import Aim, Recipe
 _GUESSED = 20
 _COMPARED = 20_000
 _SHOWN = 5
+_EITHER = "; make one narrower, or write one rule with a list of targets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def _match(index: Index, aims: Sequence[Aim], mapping: Any, strict: bool, dtype:
         problems.add("named alike", [f"{name}: several leaves have this name" for name in doubled])
     for info, entries in claims.twice:
         rules = ", ".join(str(entry) for entry in entries)
-        problems.add("matched twice", [f"{info.name}: several rules match, {rules}"])
+        problems.add("matched twice", [f"{info.name}: several rules match, {rules}{_EITHER}"])
     recipes: dict[str, Recipe] = {}
     for name, found in claims.by_target.items():
         try:
@@ -83,9 +85,14 @@ def _match(index: Index, aims: Sequence[Aim], mapping: Any, strict: bool, dtype:
     if strict:
         lacking = [aim for aim in empty if not aim.optional and aim.name not in claims.disputed]
         _check_names(problems, claims, lacking)
-    notes = _check_rules(problems, claims)
+    notes = _check_rules(problems, claims, index.tensors, leaves)
     problems.settle()
     notes += _strays(claims)
+    if isinstance(dtype, Mapping):
+        notes += [
+            f"dtype= has a regex that matches no name of the target: {pattern!r}"
+            for pattern in selecting.idle(leaves, dtype)
+        ]
     ordered = {name: recipes[name] for name in leaves if name in recipes}
     return Matched(ordered, tuple(aim.name for aim in empty), tuple(notes))
 
@@ -119,6 +126,8 @@ def _check_dtype(dtype: Any) -> None:
         return
     for spec in dtype.values() if isinstance(dtype, Mapping) else (dtype,):
         dtypes.resolve(spec)
+    if isinstance(dtype, Mapping):
+        selecting.idle((), dtype)
 
 
 def _check_names(problems: _Problems, claims: Claims, empty: Sequence[Aim]) -> None:
@@ -134,29 +143,34 @@ def _check_names(problems: _Problems, claims: Claims, empty: Sequence[Aim]) -> N
     wanted = [aim.name for aim in empty]
     lines: list[str] = []
     for at, (info, target) in enumerate(claims.stray):
-        reason = "no rule matches" if target is None else f"the target has no {target!r}"
-        meant = _meant(target or info.name, wanted, at)
-        lines.append(f"{info.name} {list(info.shape)}: {reason}{meant}")
+        if target is not None:
+            reason, hint = f"the target has no {target!r}", advice.template(target)
+        else:
+            reason = "no rule matches"
+            hint = advice.front(claims.entries, info.name) if at < _GUESSED else ""
+        hint = hint or _meant(target or info.name, wanted, at)
+        lines.append(f"{info.name} {list(info.shape)}: {reason}{hint}")
     problems.add("extra", lines)
 
 
-def _check_rules(problems: _Problems, claims: Claims) -> list[str]:
+def _check_rules(
+    problems: _Problems, claims: Claims, names: Collection[str], leaves: Collection[str]
+) -> list[str]:
     """Rules that match nothing: wrong, except in a map that serves a family of checkpoints.
 
     Such a map may hold more than one of the family needs. But where names are amiss, what it
     did not use is where to look.
     """
     amiss = "missing" in problems.kinds or "extra" in problems.kinds
-    wrong = [entry for entry in claims.unused if amiss or not entry.rule.family]
     # A rule that leaves tensors out is content with none.
-    wrong = [entry for entry in wrong if entry.rule.names]
-    problems.add("unused rule", [f"{entry} matches no tensor" for entry in wrong])
+    wrong = [entry for entry in claims.unused if entry.rules and (amiss or not entry.family)]
+    problems.add("unused rule", advice.unused(wrong, names, leaves))
     spare = [str(entry) for entry in claims.unused if entry not in wrong]
-    return [f"rules that match no tensor: {_brief(spare)}"] if spare else []
+    return [f"rules that did nothing: {_brief(spare)}"] if spare else []
 
 
 def _strays(claims: Claims) -> list[str]:
-    names = [info.name for info, _ in claims.stray]
+    names = list(dict.fromkeys(info.name for info, _ in claims.stray))
     return [f"tensors that the target has no place for: {_brief(names)}"] if names else []
 
 

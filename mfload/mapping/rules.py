@@ -17,8 +17,8 @@ class Rule:
     """What happens to a stored tensor on its way into a target; `mfload.rule` makes one.
 
     Attributes:
-        names: Templates of the targets' names: one, or one for each part of a split; None stands
-            for a part that nobody wants. Without any, the tensor is left out.
+        names: Templates of the targets' names. Each of them is given the tensor whole, or its
+            part of a split; there None stands for a part that nobody wants.
         transpose: Order of the dims.
         reshape: The shape after that; one -1 stands for what is left.
         stack: Pairs of a group and the dim that its numbers make.
@@ -27,8 +27,9 @@ class Rule:
         cast: The dtype of the result.
         scale: A factor.
         reshape_first: Whether the reshape comes before the transpose.
-        family: Whether it comes from a map written for a whole family of checkpoints, of which
-            one need not use every rule.
+        family: Whether it has the form of a project whose maps serve a whole family of
+            checkpoints: one of them need not use every rule, and a regex may match the front of
+            a name, whose tail stays.
     """
 
     names: tuple[str | None, ...]
@@ -66,8 +67,9 @@ def rule(
     reshape, concat, stack, scale, cast.
 
     Args:
-        replacement: Name of the target, with `\1` or `\g<name>` for groups of the regex; for a
-            split a sequence of them, with None for a part that is not wanted.
+        replacement: Name of the target, with `\1` or `\g<name>` for groups of the regex. Of
+            several, in a list, each is given the tensor whole, as weights are that the checkpoint
+            ties; for a split they are the parts, with None for one that is not wanted.
         transpose: Order of the stored tensor's dims, as in `numpy.transpose`.
         reshape: The shape after that; one -1 stands for what is left.
         stack: Stacks the tensors whose names differ in a group, in the order of its numbers: one
@@ -77,7 +79,9 @@ def rule(
         split: Takes the stored tensor apart along a dim: the dim (the targets' shapes give the
             sizes) or (dim, sizes).
         cast: The dtype of the result, whatever that of the target. It may lose precision.
-        scale: A factor; 8-bit and 16-bit floats are multiplied as float32 and rounded once.
+        scale: A factor; 8-bit and 16-bit floats are multiplied as float32 and rounded once. The
+            product is XLA's arithmetic: subnormal numbers count as zero there. A factor that is
+            no normal number of the dtype it is computed in is refused by `mfload.load_into`.
 
     Returns:
         The rule, to be the value of a regex in `mapping=`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from mfload import dtypes, errors, spelling
@@ -87,14 +87,11 @@ def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
     if dtype is None:
         return info.dtype, False
     if isinstance(dtype, Mapping):
-        for pattern, spec in dtype.items():
-            if _compile(pattern).search(info.name):
-                wanted = dtypes.resolve(spec)
-                if wanted is info.dtype:
-                    return wanted, False
-                _convertible(info, wanted)
-                return wanted, wanted.kind in ("int", "uint", "bool")
-        return info.dtype, False
+        wanted = named(info.name, dtype)
+        if wanted is None or wanted is info.dtype:
+            return info.dtype, False
+        _convertible(info, wanted)
+        return wanted, wanted.kind in ("int", "uint", "bool")
     wanted = dtypes.resolve(dtype)
     if wanted is info.dtype or (wanted.kind == "float" and info.dtype.kind != "float"):
         return info.dtype, False
@@ -109,6 +106,28 @@ def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
             found=info.dtype.name,
         )
     return wanted, False
+
+
+def named(name: str, table: Mapping[Any, Any]) -> DType | None:
+    """The dtype that the first matching regex has, None where none matches.
+
+    Raises:
+        UsageError: A regex is malformed, or a dtype unknown.
+    """
+    for pattern, spec in table.items():
+        if _compile(pattern).search(name):
+            return dtypes.resolve(spec)
+    return None
+
+
+def idle(names: Collection[str], table: Mapping[Any, Any]) -> list[str]:
+    """The regexes that match none of the names.
+
+    Raises:
+        UsageError: A regex is malformed.
+    """
+    patterns = [_compile(pattern) for pattern in table]
+    return [each.pattern for each in patterns if not any(map(each.search, names))]
 
 
 def _convertible(info: TensorInfo, wanted: DType) -> None:
