@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,14 +106,18 @@ def load(
     Raises:
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
-    if report is not None:
-        if not isinstance(report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
-        report.clear()
     start = time.perf_counter()
-    deadline = Deadline(timeout)
-    request = _request(framework, device, mesh, shardings, unmatched, exchange)
-    if request is not None:
+    deadline, wrong = Deadline(None), None
+    try:
+        _clear(report)
+        deadline = Deadline(timeout)
+        _check(framework, device, mesh, shardings, unmatched, exchange)
+    except Exception as error:
+        # Processes that load together have to hear of it. Without JAX there are none.
+        if (mesh is None and shardings is None) or "jax" not in sys.modules:
+            raise
+        wrong = error
+    if mesh is not None or shardings is not None:
 
         def choose() -> Chosen:
             settings = Settings(engine, landing, max_host_overhead, threads, deadline)
@@ -120,11 +125,12 @@ def load(
 
         return sharded.load(
             choose,
-            request,
+            Request(mesh, shardings, unmatched, exchange),
             deadline,
             report=report,
             progress=progress,
             check=None if verify is None else lambda index, infos: Check(verify, index, infos),
+            wrong=wrong,
         )
     settings = Settings(engine, landing, max_host_overhead, threads, deadline)
     with collector_paused():
@@ -214,8 +220,9 @@ def plan(
     settings = Settings(engine, landing, max_host_overhead, threads, deadline)
     # What nobody says is "numpy" too.
     whose = framework if framework != "numpy" or (mesh is None and shardings is None) else "jax"
-    request = _request(whose, device, mesh, shardings, unmatched, exchange)
-    if request is not None:
+    _check(whose, device, mesh, shardings, unmatched, exchange)
+    if mesh is not None or shardings is not None:
+        request = Request(mesh, shardings, unmatched, exchange)
         return sharded.preview(_choose(path, names, dtype, settings), request)
     index, sources = _read_index(path, deadline)
     loader = Loader(index, sources, frameworks.get(framework, device), settings)
@@ -252,9 +259,11 @@ def abstract(
     Raises:
         MfloadError: As `load` does.
     """
-    request = _request("jax", None, mesh, shardings, unmatched, "auto")
+    _check("jax", None, mesh, shardings, unmatched, "auto")
     chosen = _choose(path, names, dtype, Settings(deadline=Deadline(timeout)))
-    return sharded.abstract(chosen, request)
+    if mesh is None and shardings is None:
+        return sharded.abstract(chosen, None)
+    return sharded.abstract(chosen, Request(mesh, shardings, unmatched, "auto"))
 
 
 def save(
@@ -311,19 +320,27 @@ def save(
     )
 
 
-def _request(
+def _clear(report: object) -> None:
+    if report is None:
+        return
+    if not isinstance(report, Report):
+        raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
+    report.clear()
+
+
+def _check(
     framework: str,
     device: object,
     mesh: Any,
     shardings: Any,
     unmatched: str,
     exchange: str,
-) -> Request | None:
-    """What is asked for about devices of a mesh, None where nothing is."""
+) -> None:
+    """Refuses what makes no sense together."""
     name = frameworks.resolve(framework)
     sharded.check_choices(unmatched, exchange)
     if mesh is None and shardings is None:
-        return None
+        return
     if name != "jax":
         raise errors.UsageError(
             "mesh= and shardings= are for JAX", expected="framework='jax'", found=framework
@@ -334,7 +351,6 @@ def _request(
             expected="no device=",
             found=repr(device),
         )
-    return Request(mesh, shardings, unmatched, exchange)
 
 
 def _choose(path: Path, names: Names, dtype: Dtypes, settings: Settings) -> Chosen:

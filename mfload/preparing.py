@@ -221,6 +221,11 @@ def _threads(legs: Sequence[routing.Leg]) -> int:
     return wanted
 
 
+def least(threads: int) -> int:
+    """The least overhead that leaves each of some readers a slot."""
+    return threads * (_LEAST_BLOCK + 3 * _PAGE)
+
+
 def _costs(settings: Settings, threads: int, block: int) -> Costs:
     limit = settings.max_host_overhead
     gap = Costs().merge_gap if settings.merge_gap is None else settings.merge_gap
@@ -230,7 +235,7 @@ def _costs(settings: Settings, threads: int, block: int) -> Costs:
     if block < _LEAST_BLOCK:
         raise errors.UsageError(
             "max_host_overhead is too small for a slot a reader",
-            expected=f"{threads * (_LEAST_BLOCK + 3 * _PAGE)} bytes or more, or fewer threads",
+            expected=f"{least(threads)} bytes or more, or fewer threads",
             found=limit,
         )
     return Costs(block=block, merge_gap=gap)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,8 @@ def sharding(name: str, axes: Axes, mesh: Any, rules: Rules) -> Any:
         A sharding, None where there is no mesh to shard on.
 
     Raises:
-        ShardingError: An axis is none of the mesh's and no rule says what it is.
+        ShardingError: An axis is none of the mesh's and no rule says what it is, or one is named
+            for two dims.
     """
     names = axes.names
     if isinstance(names, jax.sharding.Sharding):
@@ -63,7 +64,7 @@ def sharding(name: str, axes: Axes, mesh: Any, rules: Rules) -> Any:
     names = tuple(getattr(names, "spec", names))
     found = rules if rules is not None else axes.rules or _rules_of_context()
     spec = _logical(name, names, found) if axes.logical else _renamed(names, found)
-    _check(name, spec, mesh, bool(found))
+    _check(name, spec, mesh, found)
     return NamedSharding(mesh, spec)
 
 
@@ -90,32 +91,72 @@ def _logical(name: str, names: tuple[Any, ...], rules: Rules) -> Any:
 
 
 def _renamed(names: tuple[Any, ...], rules: Rules) -> Any:
-    """Axes of the mesh, or names that rules turn into such."""
-    known = dict(rules or ())
+    """The same for names of which some may be axes of the mesh already, as in NNX."""
+    rules = rules or ()
+    ruled = {name for name, _ in rules}
+    dims = [list(each) if isinstance(each, tuple | list) else [each] for each in names]
+    waiting = {
+        (dim, at): name
+        for dim, parts in enumerate(dims)
+        for at, name in enumerate(parts)
+        if isinstance(name, str) and name in ruled
+    }
+    for dim, at in waiting:
+        dims[dim][at] = None
+    taken = {axis for parts in dims for axis in _strings(parts)}
+    for name, on in rules:
+        place = next((place for place, each in waiting.items() if each == name), None)
+        if place is not None and taken.isdisjoint(_strings([on])):
+            del waiting[place]
+            dims[place[0]][place[1]] = on
+            taken.update(_strings([on]))
+    pairs = zip(names, dims, strict=True)
+    return PartitionSpec(
+        *(_joined(parts) if isinstance(each, tuple | list) else parts[0] for each, parts in pairs)
+    )
 
-    def one(axis: Any) -> Any:
-        if isinstance(axis, tuple | list):
-            flat: list[Any] = []
-            for each in axis:
-                found = one(each)
-                flat += found if isinstance(found, tuple) else [found]
-            return tuple(each for each in flat if each is not None)
-        return known.get(axis, axis)
 
-    return PartitionSpec(*map(one, names))
+def _joined(parts: Sequence[Any]) -> tuple[Any, ...]:
+    """The axes of one dim, those that rules made several of among them."""
+    flat = (part if isinstance(part, tuple) else (part,) for part in parts)
+    return tuple(axis for some in flat for axis in some if axis is not None)
 
 
-def _check(name: str, spec: Any, mesh: Any, ruled: bool) -> None:
-    for entry in spec:
-        for axis in entry if isinstance(entry, tuple) else (entry,):
-            if isinstance(axis, str) and axis not in mesh.axis_names:
-                hint = "" if ruled else "; logical_axis_rules= says where logical axes lie"
-                raise errors.ShardingError(
-                    f"the target names an axis that the mesh lacks{hint}",
-                    tensor=name,
-                    expected=f"one of {', '.join(map(str, mesh.axis_names))}",
-                    found=axis,
-                )
+def _strings(parts: Iterable[Any]) -> Iterator[str]:
+    """The axes that entries of a spec name."""
+    for part in parts:
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, tuple):
+            yield from _strings(part)
+
+
+def _check(name: str, spec: Any, mesh: Any, rules: Rules) -> None:
+    seen: set[str] = set()
+    for axis in _strings(spec):
+        if axis not in mesh.axis_names:
+            raise errors.ShardingError(
+                f"the target names an axis that the mesh lacks{_hint(axis, rules)}",
+                tensor=name,
+                expected=f"one of {', '.join(map(str, mesh.axis_names))}",
+                found=axis,
+            )
+        if axis in seen:
+            raise errors.ShardingError(
+                f"the target names axis {axis!r} for two dims",
+                tensor=name,
+                expected="an axis of the mesh for one dim at most",
+                found=str(spec),
+            )
+        seen.add(axis)
+
+
+def _hint(axis: str, rules: Rules) -> str:
+    if not rules:
+        return "; logical_axis_rules= says where logical axes lie"
+    if any(axis in _strings([on]) for _, on in rules):
+        return ""  # The rules name it themselves.
+    return f"; add ({axis!r}, None) to logical_axis_rules"
 
 
 def _is_axes(value: object) -> bool:

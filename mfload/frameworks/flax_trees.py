@@ -33,32 +33,36 @@ class Role(NamedTuple):
         axes: The axes it was given.
         optional: Whether it is state that checkpoints need not have: of random numbers, and
             statistics of batches.
+        optimizer: Whether it is an optimizer's state, which checkpoints have as a whole or not
+            at all.
     """
 
     axes: Axes | None
     optional: bool
+    optimizer: bool = False
 
 
 PLAIN = Role(None, False)
 _STATISTICS = "batch_stats"  # Linen's collection of them.
+_OPTIMIZER = ("opt_state", "step")  # Fields of a TrainState.
 
 
 def is_node(value: Any) -> bool:
-    """Whether a value is a module, a variable or a box of Flax."""
+    """Whether a value is a module, a variable, a box or a train state of Flax."""
     return isinstance(value, kinds())
 
 
 def kinds() -> tuple[type, ...]:
-    """The classes of modules, variables and boxes; none where Flax is not there."""
+    """The classes of modules, variables, boxes, train states; none where Flax is not there."""
     meta = sys.modules.get("flax.core.meta")
     nnx = _nnx()
-    boxes = () if meta is None else (meta.AxisMetadata,)
-    return boxes if nnx is None else (*boxes, nnx.Variable, *_modules())
+    found = (*(() if meta is None else (meta.AxisMetadata,)), *_states())
+    return found if nnx is None else (*found, nnx.Variable, *_modules())
 
 
 def hides_its_key(node: Any) -> bool:
     """Whether what lies in a node goes by the node's own name."""
-    return not isinstance(node, _modules())
+    return not isinstance(node, (*_modules(), *_states()))
 
 
 def role(node: Any, before: Role) -> Role:
@@ -71,13 +75,35 @@ def role(node: Any, before: Role) -> Role:
     nnx, meta = _nnx(), sys.modules.get("flax.core.meta")
     if nnx is not None and isinstance(node, nnx.Variable):
         state = isinstance(node, nnx.RngState | nnx.BatchStat)
-        return Role(_of_variable(node) or before.axes, before.optional or state)
+        optimizer = before.optimizer or isinstance(node, nnx.OptState)
+        return Role(_of_variable(node) or before.axes, before.optional or state, optimizer)
     if meta is not None and isinstance(node, meta.Partitioned):
         logical = sys.modules.get("flax.linen.spmd")
         is_logical = logical is not None and isinstance(node, logical.LogicallyPartitioned)
         rules = getattr(node, "rules", None)
-        return Role(Axes(node.names, node.mesh, rules, is_logical), before.optional)
+        return before._replace(axes=Axes(node.names, node.mesh, rules, is_logical))
     return before
+
+
+def role_of_field(node: Any, field: str, before: Role) -> Role:
+    """What a node says of one of its fields.
+
+    Args:
+        node: Any node of a tree.
+        field: The field's name.
+        before: What was said of all of the node.
+    """
+    if isinstance(node, _states()) and field in _OPTIMIZER:
+        return before._replace(optimizer=True)
+    return before
+
+
+def is_split(value: Any) -> bool:
+    """Whether it is what `nnx.split` gives: how a module is built, and its state."""
+    nnx = _nnx()
+    if nnx is None or not isinstance(value, tuple):
+        return False
+    return any(isinstance(each, nnx.GraphDef) for each in value[:1])
 
 
 def is_statistics(path: Iterable[str]) -> bool:
@@ -88,6 +114,12 @@ def is_statistics(path: Iterable[str]) -> bool:
 def _modules() -> tuple[type, ...]:
     nnx = _nnx()
     return () if nnx is None else (nnx.Pytree,)
+
+
+def _states() -> tuple[type, ...]:
+    training = sys.modules.get("flax.training.train_state")
+    kind = getattr(training, "TrainState", None)
+    return () if kind is None else (kind,)
 
 
 def _nnx() -> Any:

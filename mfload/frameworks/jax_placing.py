@@ -26,6 +26,7 @@ def shardings(
     unmatched: str,
     rules: Any,
     notes: list[str],
+    stored: Sequence[str] = (),
 ) -> list[Any]:
     """A sharding for each leaf, checked against its shape.
 
@@ -36,6 +37,7 @@ def shardings(
         unmatched: What becomes of leaves for which nobody says anything.
         rules: What `logical_axis_rules=` was given.
         notes: Takes what a user should hear of that is no error.
+        stored: Names in the checkpoint, which `shardings=` does not go by.
 
     Returns:
         Shardings on devices.
@@ -46,10 +48,12 @@ def shardings(
     """
     pairs = flax_axes.check_rules(rules)
     mesh = jax_sharding.around() if mesh is None else mesh
-    own = [_own(leaf, mesh, pairs) for leaf in leaves]
-    if mesh is None and asked is None:
-        alone = SingleDeviceSharding(default_device())
-        own = [alone if each is None else each for each in own]
+    alone = SingleDeviceSharding(default_device()) if mesh is None and asked is None else None
+
+    def own(number: int) -> Any:
+        said = _own(leaves[number], mesh, pairs)
+        return alone if said is None else said
+
     return jax_sharding.resolve(
         [(leaf.name, leaf.shape) for leaf in leaves],
         mesh,
@@ -58,6 +62,7 @@ def shardings(
         infos=leaves,
         own=own,
         notes=notes,
+        others=stored,
     )
 
 
@@ -67,22 +72,22 @@ def default_device() -> Any:
     return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
 
 
-def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf]) -> tuple[int, ...]:
-    """The processes that take part in a load, by their numbers; this one where nothing tells.
+def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> tuple[int, ...]:
+    """The processes that take part in a load, by their numbers; this one where nobody says.
 
     Args:
         mesh: As for `shardings`.
         asked: As for `shardings`.
-        leaves: The target's.
+        leaves: The target's; None for a target that makes no sense, which can't tell.
     """
     mesh = jax_sharding.around() if mesh is None else mesh
     own = [
         leaf.sharding
-        for leaf in leaves
+        for leaf in leaves or ()
         if isinstance(leaf.sharding, Sharding) and not jax_boxes.is_abstract(leaf.sharding)
     ]
     if mesh is None and asked is None and not own:
-        return (jax.process_index(),)
+        return () if leaves is None else (jax.process_index(),)
     try:
         asked = _rules(asked)
     except errors.MfloadError:

@@ -7,25 +7,29 @@ dtypes on some platforms; all of them take uint8.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import json
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+import time
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
-from mfload.frameworks import seams
+from mfload.frameworks import jax_adapter, seams
 from mfload.io import buffers
 from mfload.io.deadline import Deadline
 
 # Seconds between two looks of the loading thread at a collective that is under way.
 _TICK = 0.1
-# Collectives that nobody waits for any more. While one hangs, the next would be taken for it.
-_abandoned: list[threading.Thread] = []
+# Seconds to wait for JAX to let go of what was sent.
+_PATIENCE = 0.2
 
 
 class JaxBoard:
@@ -37,7 +41,7 @@ class JaxBoard:
 
     def __init__(self, store: seams.JaxStore) -> None:
         self.store = store
-        self.turns: dict[str, int] = {}
+        self.place: Any = None
         self.kept: dict[str, int] = {}
 
     def post(self, key: str, text: str) -> None:
@@ -89,39 +93,61 @@ def _reaching() -> Generator[None]:
         ) from error
 
 
+class Standing(NamedTuple):
+    """How far the swaps between some processes have come, as one of them knows.
+
+    Attributes:
+        count: Swaps that it has begun.
+        width: Bytes of a row of the last.
+        broken: Whether one ended with an error, so that nobody knows who took part.
+    """
+
+    count: int = 0
+    width: int = 0
+    broken: bool = False
+
+
+class _Swaps:
+    """The swaps over some devices. A collective meets those of the others in order, so that a link
+    may begin only where all have begun as many, and none is under way."""
+
+    def __init__(self) -> None:
+        self.standing = Standing()
+        self.last: threading.Thread | None = None
+
+
+_swaps: dict[tuple[Any, ...], _Swaps] = collections.defaultdict(_Swaps)
+
+
 class Link:
     """Swaps bytes between processes; every process calls it equally often, in the same order.
 
     Args:
-        devices: Devices of all processes that take part; one of each process is used.
-        rank: This process.
+        devices: One of each process that takes part, in the order of their numbers.
         width: Bytes to each process at a time.
         deadline: When to give up.
-
-    Raises:
-        ProcessError: An earlier exchange was given up half-way.
     """
 
-    def __init__(self, devices: Iterable[Any], rank: int, width: int, deadline: Deadline) -> None:
-        for thread in _abandoned:
-            thread.join(_TICK)  # It may be about to end: the others took that turn meanwhile.
-        if any(thread.is_alive() for thread in _abandoned):
-            raise errors.ProcessError(
-                "an earlier exchange was given up half-way, so that JAX's collectives are out of "
-                "step; start the processes anew, or load with exchange='never'"
-            )
-        chosen: dict[int, Any] = {}
-        for device in sorted(devices, key=lambda device: device.id):
-            chosen.setdefault(device.process_index, device)
-        self._device = chosen[rank]
+    def __init__(self, devices: Sequence[Any], width: int, deadline: Deadline) -> None:
         self._deadline = deadline
-        self.ranks = tuple(sorted(chosen))
+        self._swaps = _swaps[tuple(devices)]
+        self._sent: list[weakref.ref[Any]] = []
+        self.ranks = tuple(device.process_index for device in devices)
+        self._device = devices[self.ranks.index(jax.process_index())]
         self.width = width
-        self._swap, self._sharding = _compiled(tuple(chosen[r] for r in self.ranks))
+        self._swap, self._sharding = _compiled(tuple(devices))
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width), aligned so that JAX aliases it."""
-        return buffers.allocate(len(self.ranks) * self.width).reshape(-1, self.width)
+        memory = buffers.allocate(len(self.ranks) * self.width)
+        self._sent.append(weakref.ref(memory))
+        return memory.reshape(-1, self.width)
+
+    def close(self) -> None:
+        """Has JAX let go of the buffers, as far as nobody else holds them."""
+        end = time.monotonic() + _PATIENCE
+        while any(each() is not None for each in self._sent) and time.monotonic() < end:
+            jax_adapter.let_go()
 
     def swap(self, send: Any) -> Callable[[Callable[[], None]], Any]:
         """Begins to send a row to each process, in the order of `ranks`.
@@ -134,24 +160,34 @@ class Link:
             the rows that came, one from each process, uint8 (processes, width).
         """
         outcome: list[Any] = []
+        swaps = self._swaps
 
         def run() -> None:
             try:
                 outcome.append(self._collective(send))
             except Exception as error:  # noqa: BLE001 - raised in the thread that loads
+                swaps.standing = swaps.standing._replace(broken=True)
                 outcome.append(error)
 
         thread = threading.Thread(target=run, name="mfload-swap", daemon=True)
+        swaps.standing = Standing(swaps.standing.count + 1, self.width, swaps.standing.broken)
+        swaps.last = thread
         thread.start()
+        return lambda meanwhile: self._wait(thread, outcome, meanwhile)
 
-        def wait(meanwhile: Callable[[], None]) -> Any:
-            try:
-                return self._wait(thread, outcome, meanwhile)
-            except BaseException:
-                _abandoned[:] = [each for each in (*_abandoned, thread) if each.is_alive()]
-                raise
+    def catch_up(self, count: int, meanwhile: Callable[[], None]) -> None:
+        """Takes part in a swap that others have begun and given up, or waits for it to end.
 
-        return wait
+        Args:
+            count: Swaps that some process has begun.
+            meanwhile: Called while waiting; it may raise.
+        """
+        if self._swaps.standing.count < count:
+            self.swap(self.buffer())(meanwhile)
+        elif self._swaps.last is not None:
+            self._wait(self._swaps.last, [None], meanwhile)
+        if self._swaps.standing.broken:
+            raise errors.ProcessError("the exchange that was given up before ended with an error")
 
     def _wait(
         self, thread: threading.Thread, outcome: list[Any], meanwhile: Callable[[], None]
@@ -191,13 +227,52 @@ class Links:
     """
 
     def __init__(self, ranks: Sequence[int], platform: str, deadline: Deadline) -> None:
-        self._devices = [d for d in jax.devices(platform) if d.process_index in ranks]
+        chosen: dict[int, Any] = {}
+        for device in sorted(jax.devices(platform), key=lambda device: device.id):
+            chosen.setdefault(device.process_index, device)
+        self._devices = tuple(chosen[rank] for rank in sorted(ranks))
         self._deadline = deadline
         self.platform = platform
 
-    def open(self, width: int) -> Link:
-        """A link with rows of `width` bytes."""
-        return Link(self._devices, jax.process_index(), width, self._deadline)
+    def standing(self) -> str:
+        """What has been swapped so far, for the other processes."""
+        return json.dumps(_swaps[self._devices].standing)
+
+    def in_step(self, said: Mapping[int, str]) -> bool:
+        """Whether processes of these standings can swap again; alike on all of them.
+
+        A round begins once the one before has ended, so that one that is given up leaves some
+        processes one swap ahead. The others can take part in it yet.
+        """
+        standings = _standings(said)
+        first = max(standings)
+        ahead = {each.width for each in standings if each.count == first.count}
+        least = min(each.count for each in standings)
+        return not any(each.broken for each in standings) and (
+            least == first.count or (least == first.count - 1 and len(ahead) == 1)
+        )
+
+    def open(self, width: int, said: Mapping[int, str], meanwhile: Callable[[], None]) -> Link:
+        """A link with rows of `width` bytes, once what was given up before has ended.
+
+        Args:
+            width: Bytes of a row.
+            said: The standings of all processes, by which they are in step.
+            meanwhile: Called while waiting; it may raise.
+
+        Raises:
+            LoadTimeoutError: It does not end.
+            ProcessError: It ends with an error.
+        """
+        first = max(_standings(said))
+        if first.count:
+            before = Link(self._devices, first.width, self._deadline)
+            before.catch_up(first.count, meanwhile)
+        return Link(self._devices, width, self._deadline)
+
+
+def _standings(said: Mapping[int, str]) -> list[Standing]:
+    return [Standing(*json.loads(text)) for text in said.values()]
 
 
 @functools.lru_cache(maxsize=16)

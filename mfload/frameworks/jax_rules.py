@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mfload import errors, spelling
-from mfload.frameworks import jax_boxes
+from mfload.frameworks import jax_boxes, telling
 
 UNMATCHED = ("replicate", "error")
 _NOTHING = object()
@@ -23,8 +23,9 @@ def resolve(
     unmatched: str = "replicate",
     *,
     infos: Sequence[Any] | None = None,
-    own: Sequence[Any] | None = None,
+    own: Callable[[int], Any] | None = None,
     notes: list[str] | None = None,
+    others: Sequence[str] = (),
 ) -> list[Any]:
     """One sharding a tensor, each checked against its shape.
 
@@ -37,8 +38,10 @@ def resolve(
             replicated.
         unmatched: What becomes of tensors that no rule matches: "replicate" or "error".
         infos: What the function is given beside each name; the shape where None.
-        own: What each tensor gets where no rule matches it, None for what `unmatched` says.
+        own: What a tensor gets, by its number, where no rule matches it; None for what
+            `unmatched` says. Not asked where a rule matches.
         notes: Takes what a user should hear of that is no error.
+        others: Names that rules may have been written for by mistake.
 
     Returns:
         Shardings on devices, in the order of the rows.
@@ -46,6 +49,7 @@ def resolve(
     Raises:
         UsageError: These are no shardings, or a mesh is missing.
         ShardingError: Some do not fit their tensors, or match none where all must.
+        UserWarning: No rule matches any tensor, and the user made errors of warnings.
     """
     _check_arguments(mesh, unmatched)
     rules = _Rules(shardings)
@@ -55,14 +59,15 @@ def resolve(
     misfits: list[errors.ShardingError] = []
     for n, (name, shape) in enumerate(rows):
         spec = rules.spec(name, shape if infos is None else infos[n])
-        if own is not None and (shardings is None or (spec is _NOTHING and own[n] is not None)):
-            spec = own[n]
-        if spec is _NOTHING:
-            missed.append(name)
-            spec = None
-            if unmatched == "error":
-                continue
         try:
+            if own is not None and (shardings is None or spec is _NOTHING):
+                said = own(n)
+                spec = spec if said is None else said
+            if spec is _NOTHING:
+                missed.append(name)
+                spec = None
+                if unmatched == "error":
+                    continue
             made.append(home.sharding(name, shape, spec))
         except errors.ShardingError as error:
             misfits.append(error)
@@ -72,6 +77,8 @@ def resolve(
         raise _together(misfits)
     if notes is not None:
         notes += rules.unused()
+    if rows and rules.idle:
+        telling.warn(_idle(rules, [name for name, _ in rows], len(missed), others))
     return made
 
 
@@ -131,6 +138,11 @@ class _Rules:
                 return spec
         return _NOTHING
 
+    @property
+    def idle(self) -> bool:
+        """Whether there are rules, and no tensor came to any."""
+        return bool(self._keys) and self._used.isdisjoint(self._keys)
+
     def unused(self) -> list[str]:
         """A note for each rule that no tensor came to."""
         return [
@@ -140,6 +152,17 @@ class _Rules:
             for key in dict.fromkeys(self._keys)
             if key not in self._used
         ]
+
+
+def _idle(rules: _Rules, names: Sequence[str], missed: int, others: Sequence[str]) -> str:
+    """What to say where rules match nothing."""
+    text = f"no rule of shardings= matches any of the {len(names)} tensors"
+    if missed:
+        some = "all" if missed == len(names) else f"{missed}"
+        text += f": {some} of them are replicated"
+    if any(rules.spec(name, None) is not _NOTHING for name in others):
+        return f"{text}; rules go by names of the target, such as {names[0]!r}, not by stored ones"
+    return f"{text}; names are such as {names[0]!r}"
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -107,10 +107,11 @@ def mesh_of(mesh: Any, shardings: Any) -> Any:
 
 
 def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
-    """The processes that take part in a load, by their numbers; all where nothing tells.
+    """The processes that take part in a load, by their numbers; none where nothing tells.
 
     Looks at nothing but the arguments and raises nothing: what is wrong with them is found later,
-    where an error reaches the other processes.
+    where an error reaches the other processes. Without a mesh a function may name any devices, and
+    all processes take part.
 
     Args:
         mesh: As for `resolve`.
@@ -123,6 +124,6 @@ def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
         if not jax_boxes.is_abstract(sharding):
             devices |= sharding.device_set
     # A function's answers are not known before headers are read.
-    if not devices or (callable(shardings) and mesh is None):
+    if callable(shardings) and mesh is None:
         return tuple(range(jax.process_count()))
     return tuple(sorted({device.process_index for device in devices}))

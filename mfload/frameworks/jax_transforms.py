@@ -130,13 +130,17 @@ def in_default_memory(sharding: Any) -> Any:
 
 
 def move(array: Any, sharding: Any) -> Any:
-    """An array in the memory of its device that a sharding names; itself where it lies there."""
+    """An array in the memory of its device that a sharding names; itself where it lies there.
+
+    What is moved is there, and no longer read: JAX gives no memory away to one of another kind,
+    so whoever moves several lets go of each before the next.
+    """
     kind = sharding.memory_kind
     if kind is None or array.sharding.memory_kind == kind:
         return array
     with x64():
         there = SingleDeviceSharding(array.device, memory_kind=kind)
-        return jax.device_put(array, there, donate=True)
+        return jax.block_until_ready(jax.device_put(array, there))
 
 
 def _ranks(rows: Sequence[Arrays]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Anything that JAX knows as a pytree is taken apart and put together by JAX itsel
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +50,21 @@ class Leaf(NamedTuple):
         """The first of its names."""
         return self.names[0]
 
+    @property
+    def optimizer(self) -> bool:
+        """Whether it is an optimizer's state."""
+        return self.role.optimizer
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a number or an array, of random keys too; not a function or a text."""
+        return self.held or hasattr(self.value, "dtype")
+
+    @property
+    def abstract(self) -> bool:
+        """Whether it is a shape without any numbers."""
+        return isinstance(self.value, jax.ShapeDtypeStruct)
+
 
 class Tree(NamedTuple):
     """A target taken apart.
@@ -84,6 +100,21 @@ def take_apart(target: Any) -> Tree:
         return build(_Values(values))
 
     return Tree(leaves, rebuild)
+
+
+def mould(target: Any) -> Tree:
+    """Takes apart what is to be filled.
+
+    Args:
+        target: As for `take_apart`.
+
+    Raises:
+        UsageError: As `take_apart`, or it has no place for a tensor.
+    """
+    made = take_apart(target)
+    if flax_trees.is_split(target) or not any(leaf.counts for leaf in made.leaves):
+        raise _no_mould(target)
+    return made
 
 
 class _Values:
@@ -153,9 +184,11 @@ class _Walk:
             ) from error
         # What variables and boxes call their value is no part of a name.
         hidden = isinstance(tree, self._kinds) and flax_trees.hides_its_key(tree)
-        builds = [
-            self.below(each, (*path, *_texts(entries[hidden:])), role) for entries, each in flat
-        ]
+        builds: list[_Build] = []
+        for entries, each in flat:
+            names = tuple(_texts(entries[hidden:]))
+            said = flax_trees.role_of_field(tree, names[0], role) if names else role
+            builds.append(self.below(each, (*path, *names), said))
         return lambda values: structure.unflatten([build(values) for build in builds])
 
     def below(self, each: Any, path: _Path, role: Role = PLAIN) -> _Build:
@@ -240,6 +273,21 @@ def _own_sharding(value: Any) -> Any:
         committed = getattr(value, "committed", getattr(value, "_committed", True))
         return value.sharding if committed else None
     return getattr(value, "sharding", None)
+
+
+def _no_mould(target: Any) -> errors.UsageError:
+    """Says what to pass instead, as far as it can be seen."""
+    message, found = "no leaf of the target can hold a tensor", type(target).__name__
+    expected = "a pytree with arrays or jax.ShapeDtypeStructs as its leaves"
+    if flax_trees.is_split(target):
+        message = "the target is what nnx.split gives, not a tree of its own"
+        expected = "pass the state, and merge what comes back: nnx.merge(graphdef, loaded)"
+    elif isinstance(target, type):
+        expected = "an instance, such as nnx.eval_shape or jax.eval_shape makes"
+        found = f"the class {target.__name__}"
+    elif dataclasses.is_dataclass(target) and jax.tree_util.all_leaves([target]):
+        expected = "a dataclass that JAX knows, by jax.tree_util.register_dataclass"
+    return errors.UsageError(message, expected=expected, found=found)
 
 
 def _check_names(leaves: Sequence[Leaf]) -> None:

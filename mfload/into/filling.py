@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mfload import dtypes, errors, frameworks, mapping, planning
+from mfload import dtypes, errors, frameworks, mapping, planning, preparing
+from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
 from mfload.into import pulling, slabs, tally
 from mfload.into.goals import Goal
@@ -76,8 +77,6 @@ class Filling:
         self._waves = list(
             slabs.waves(((n, goals[n].recipe, parts) for n, parts in made), limit - slots)
         )
-        if settings.max_host_overhead is not None:
-            self._check_room(limit - slots)
         self._wanted = [pulling.requests(pulling.sources(_flat(wave))) for wave in self._waves]
         adapter = self._jax.JaxMeshAdapter(self._spots.of(self.rank))
         # Whole rows are read over rather than skipped, where a few are not wanted.
@@ -87,6 +86,9 @@ class Filling:
         least = slots if adapter.on_host else settings.max_host_overhead
         waiting = replace(settings, landing="mfload", max_host_overhead=least)
         self._waiting = Loader(index, sources, adapter, waiting)
+        if settings.max_host_overhead is not None and self._waves:
+            threads = self._threads(index, sources, adapter)
+            self._check_room(settings.max_host_overhead, threads, on_host=adapter.on_host)
         self._arrays: list[dict[int, Any]] = [{} for _ in goals]
 
     def _parts(self, goal: Goal) -> tuple[list[Wanted], list[Part]]:
@@ -113,17 +115,30 @@ class Filling:
             ]
         return direct, others
 
-    def _check_room(self, room: int) -> None:
-        for wave in self._waves:
-            for piece in wave:
-                needed = slabs.most(piece.parts)
-                if needed > room:
-                    raise errors.MemoryLimitError(
-                        "what the tensor is made of exceeds the overhead, however it is cut",
-                        tensor=self._goals[piece.owner].name,
-                        expected=f"{needed * _SLOTS // (_SLOTS - 1) + 1} bytes or more",
-                        found=self._settings.max_host_overhead,
-                    )
+    def _threads(self, index: Index, sources: Sequence[LocalFile], adapter: Adapter) -> int:
+        """How many readers there will be for what waits."""
+        needs = [need for each in self._wanted for need in each.needs.get(self.rank, ())]
+        free = replace(self._settings, landing="mfload", max_host_overhead=None)
+        return preparing.Preparation(needs, index, sources, adapter, free).threads if needs else 0
+
+    def _check_room(self, limit: int, threads: int, *, on_host: bool) -> None:
+        """Refuses an overhead in which transforms can't be done, and says which would do."""
+        slots = preparing.least(threads) * (_SLOTS if on_host else 1)
+        small = "max_host_overhead is too small for readers beside transforms; or ask for fewer"
+        wanted: list[tuple[int, str, str | None]] = [(slots, small, None)]
+        for piece in (piece for wave in self._waves for piece in wave):
+            goal = self._goals[piece.owner]
+            made = slabs.most(piece.parts) * _SLOTS // (_SLOTS - 1) + 1
+            wanted.append((made, "what the tensor is made of exceeds the overhead", goal.name))
+            if on_host and not self._spots.plain(goal.sharding):
+                shard = goal.sharding.shard_shape(goal.shape)
+                moved = goal.recipe.dtype.size_of(shard) or 0
+                wanted.append((moved, "a shard that is moved exceeds the overhead", goal.name))
+        least, message, name = max(wanted, key=lambda each: each[0])
+        if least > limit:
+            raise errors.MemoryLimitError(
+                message, tensor=name, expected=f"{least} bytes or more", found=limit
+            )
 
     @property
     def stored_bytes(self) -> int:
@@ -200,6 +215,8 @@ class Filling:
         # Of several stretches of a goal the last has what the others were given away to.
         for owner in {piece.owner for piece in wave}:
             self._work.wait(list(self._arrays[owner].values()))
+            if any(piece.last for piece in wave if piece.owner == owner):
+                self._move(owner)
         landed.clear()
         _settle(before)
         took = time.perf_counter() - start
@@ -266,12 +283,15 @@ class Filling:
                 expected=f"{low} to {high} for {dtype}",
             )
 
+    def _move(self, number: int) -> None:
+        """Has what was made moved to the memory that it was asked for in, shard by shard."""
+        sharding, arrays = self._goals[number].sharding, self._arrays[number]
+        for each in list(arrays):
+            arrays[each] = self._work.move(arrays.pop(each), sharding)
+
     def _assemble(self, number: int, report: Report) -> Any:
         goal, spots = self._goals[number], self._spots.of(self.rank)
-        held = {
-            spots[n].device: self._work.move(array, goal.sharding)
-            for n, array in self._arrays[number].items()
-        }
+        held = {spots[n].device: array for n, array in self._arrays[number].items()}
         self._arrays[number] = {}
         report.result_bytes += sum(array.nbytes for array in held.values())
         shape, dtype = self._jax.arrives(goal.recipe.dtype, goal.shape)

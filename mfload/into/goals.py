@@ -40,8 +40,23 @@ class Leaf(Protocol):
         ...
 
     @property
+    def optimizer(self) -> bool:
+        """Whether it is an optimizer's state."""
+        ...
+
+    @property
     def held(self) -> bool:
         """Whether it can hold a tensor."""
+        ...
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a number or an array of any kind."""
+        ...
+
+    @property
+    def abstract(self) -> bool:
+        """Whether it is a shape without any numbers."""
         ...
 
 
@@ -105,6 +120,8 @@ def match(
     lines = [*_unfit(leaves, strict=strict), *_no_array(found.recipes.values())]
     if failed is None and strict:
         lines += _missing(leaves, found.recipes)
+    if failed is None and not strict and not found.recipes and index.tensors:
+        raise _nothing_fits(index, leaves)
     if failed is None and not lines:
         return _by_leaf(leaves, found)
     if failed is None:
@@ -123,17 +140,31 @@ def _aims(leaves: Iterable[Leaf]) -> Iterable[Aim]:
     for leaf in leaves:
         if not leaf.held:
             continue
-        # A variable that is shared goes by any of its names; `_missing` asks for one of them.
-        optional = leaf.optional or len(leaf.names) > 1
+        # A variable that is shared goes by any of its names, and an optimizer's state may be
+        # lacking as a whole; `_missing` asks for one name, and for the rest of a state.
+        optional = leaf.optional or leaf.optimizer or len(leaf.names) > 1
         for name in leaf.names:
             yield Aim(name, leaf.shape, leaf.dtype, optional)
 
 
 def _missing(leaves: Iterable[Leaf], recipes: Mapping[str, Recipe]) -> Iterable[str]:
-    for leaf in leaves:
-        if leaf.held and not leaf.optional and not any(name in recipes for name in leaf.names):
+    lacking = [leaf for leaf in leaves if not any(name in recipes for name in leaf.names)]
+    states = sum(leaf.optimizer for leaf in leaves)
+    stateless = sum(leaf.optimizer for leaf in lacking) == states
+    for leaf in lacking:
+        optional = leaf.optional or (leaf.optimizer and stateless)
+        if leaf.held and not optional:
             names = ", which is also ".join(leaf.names)
             yield f"missing: {names} {list(leaf.shape)}: nothing in the checkpoint goes there"
+
+
+def _nothing_fits(index: Index, leaves: Iterable[Leaf]) -> errors.MappingError:
+    wanted = next((leaf.names[0] for leaf in leaves if leaf.held), "nothing")
+    return errors.MappingError(
+        "nothing in the checkpoint goes into the target; mapping= says which name becomes which",
+        expected=f"names like {wanted!r}",
+        found=f"names like {next(iter(index.tensors))!r}",
+    )
 
 
 def _unfit(leaves: Iterable[Leaf], *, strict: bool) -> Iterable[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mfload import errors, frameworks
 from mfload.formats import checkpoint
 from mfload.index import Index
-from mfload.into import goals
+from mfload.into import goals, staying
 from mfload.into.filling import Fetch, Filling
 from mfload.into.goals import Goal
 from mfload.io.deadline import Deadline
@@ -60,12 +60,15 @@ def load_into(
         target: A pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists, named tuples,
             dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables, Linen's
             params and boxes, a `TrainState`. Random keys, batch statistics and plain numbers that
-            the checkpoint lacks stay as they are, and so do leaves that are no arrays.
+            the checkpoint lacks stay as they are, and so do leaves that are no arrays, and the
+            state of an optimizer where the checkpoint has none of it.
         path: As for `mfload.load`.
         mapping: From names in the checkpoint to names in the target; None where they are the
             same. `{regex: replacement}`, the regex for the whole stored name, with `\1` for what
-            its groups hold; `{regex: (replacement, (permute, reshape))}`; or
-            `{regex: mfload.rule(...)}`.
+            its groups hold; `{regex: (replacement, (permute, reshape))}`;
+            `{regex: mfload.rule(...)}`; `{regex: [...]}` with any of these for a tensor that
+            goes to several leaves; `{regex: None}` for what is left out, which any other regex
+            goes before. Or a function from a name to a name, or to None.
         mesh: The `jax.sharding.Mesh` on which leaves lie that name no devices; that of
             `jax.set_mesh` where None.
         shardings: As for `mfload.load`, for names of the target; goes before what leaves say.
@@ -73,9 +76,11 @@ def load_into(
             anything: "replicate" or "error".
         logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
             name logical axes.
-        dtype: "target" (what each leaf holds), "stored", or as for `mfload.load`.
+        dtype: "target" (what each leaf holds), "stored", one dtype for all as for `mfload.load`,
+            or `{regex: dtype}`, searched for in names of the target, first match first: leaves
+            that none matches get what they hold.
         strict: Whether every leaf must be filled and every stored tensor used. Where False, what
-            fits is loaded and the other leaves stay as they are.
+            fits is loaded and the other leaves stay as they are; something must fit.
         landing: "framework" for arrays that JAX can donate, as for `mfload.load`; what a rule
             transforms is such in any case.
         exchange: As for `mfload.load`.
@@ -87,34 +92,36 @@ def load_into(
         report: As for `mfload.load`.
 
     Returns:
-        A tree of the target's type, with arrays in place.
+        A tree of the target's type, with arrays in place. Which leaves stayed as they were is
+        noted in the report; a `UserWarning` names those that have no value.
 
     Raises:
+        UsageError: The target has no leaf that could hold a tensor, or an argument makes no
+            sense.
         MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
             before data is read.
         ShardingError: A sharding does not fit its leaf.
         MfloadError: Any other of the tree in `mfload.errors`; nothing is left half loaded.
     """
-    if report is not None:
-        if not isinstance(report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
-        report.clear()
-    deadline = Deadline(timeout)
     where = _Where(mesh, shardings, unmatched, logical_axis_rules)
     trees = frameworks.module("jax", "trees")
     placing = frameworks.module("jax", "placing")
     tree: Any = None
-    unfit: errors.MfloadError | None = None
+    taking_part: tuple[int, ...] = ()
+    deadline, wrong = Deadline(None), None
     try:
-        tree = trees.take_apart(target)
-    except errors.MfloadError as error:
-        unfit = error  # The other processes hear of it, too.
-    taking_part = placing.processes(mesh, shardings, tree.leaves if tree else ())
+        tree = trees.mould(target)
+    except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
+        wrong = error
+    try:
+        taking_part = placing.processes(mesh, shardings, tree.leaves if tree else None)
+        _clear(report)
+        deadline = Deadline(timeout)
+    except Exception as error:  # noqa: BLE001 - as above
+        wrong = wrong or error
     done = Report(processes=len(taking_part))
     try:
-        with meeting(taking_part, deadline) as party:
-            if unfit is not None:
-                raise unfit
+        with meeting(taking_part, deadline, wrong) as party:
             _check_choices(strict, unmatched, exchange)
             settings = Settings(engine, landing, max_host_overhead, threads, deadline)
             asked = _Asked(mapping, strict, dtype, exchange, where)
@@ -163,10 +170,11 @@ def _fill(
     with _stage(report, "matching"), collector_paused():
         filled = goals.match(index, leaves, key_map, strict=strict, dtype=dtype)
         notes = list(filled.notes)
+        staying.tell(leaves, filled.recipes, notes)
         wanted = _goals(leaves, filled, where, notes)
         filling = Filling(index, sources, wanted, settings)
     if len(party.ranks) > 1:
-        party.agree("files", fingerprint(seen(index, sources)))
+        party.agree("files", fingerprint(seen(index, sources, settings.deadline)))
         party.agree("arguments", fingerprint([f"exchange={exchange!r}", *filling.lines()]))
     fetch = _fetch(party, exchange, wanted, settings.deadline)
     with shown(progress, filling.stored_bytes) as advance:
@@ -176,6 +184,14 @@ def _fill(
         values[goal.number] = array
     report.notes = tuple(dict.fromkeys((*notes, *report.notes)))
     return values
+
+
+def _clear(report: object) -> None:
+    if report is None:
+        return
+    if not isinstance(report, Report):
+        raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
+    report.clear()
 
 
 def _check_choices(strict: object, unmatched: object, exchange: object) -> None:
@@ -197,7 +213,8 @@ def _goals(
     """The leaves that are filled, with a sharding for each."""
     placing = frameworks.module("jax", "placing")
     chosen = [(n, leaves[n], recipe) for n, recipe in filled.recipes.items()]
-    found = placing.shardings([leaf for _, leaf, _ in chosen], *where, notes)
+    stored = [info.name for _, _, recipe in chosen for info in recipe.tensors]
+    found = placing.shardings([leaf for _, leaf, _ in chosen], *where, notes, stored)
     return [
         Goal(n, recipe.aim.name, recipe, sharding)
         for (n, _, recipe), sharding in zip(chosen, found, strict=True)

@@ -4,6 +4,10 @@ Each step of a load is settled by one verdict that can be written once. Whoever 
 processes have come proposes to go on; whoever fails, gives up, or misses a process proposes to
 stop. The first proposal counts, for everybody: a process that gives up and a process that goes on
 can't both be right. Nothing here moves weights: a few short texts pass over the board.
+
+A process that has not come may be slow, or busy with others, and is waited for. Only what can't come
+right is an error: it failed or ended; it failed a load of which nothing told with whom it was meant
+to be; or processes wait in a circle, each for the next to begin a load.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 from mfload import errors
 from mfload.io.deadline import Deadline
 from mfload.sharding import liveness, verdicts
+from mfload.sharding.liveness import Place
 from mfload.sharding.verdicts import Verdict
 
 log = logging.getLogger("mfload")
@@ -27,18 +32,23 @@ log = logging.getLogger("mfload")
 _FIRST, _GROWTH, _LONGEST = 0.002, 1.3, 0.05
 # After so many seconds the log says what is waited for.
 _PATIENCE = 30.0
+# Seconds between looks at where the others are.
+_ROUND = 0.25
 _READABLE = 16 << 10
+# Fingerprints that are posted as they are; of longer ones all post a digest.
+_SHORT = 64
+_PLACES = "mfload/at/"
 
 
 class Board(Protocol):
     """A place where all processes can put short texts, and read those of the others.
 
     Attributes:
-        turns: The loads that each group of processes has begun, as far as this process knows.
-        kept: The oldest of them whose texts may still be there.
+        place: Where this process is, None before it said so.
+        kept: The oldest turn of each group whose texts may still be there.
     """
 
-    turns: dict[str, int]
+    place: Place | None
     kept: dict[str, int]
 
     def post(self, key: str, text: str) -> None:
@@ -77,45 +87,66 @@ class Party:
         self._deadline = deadline
         self._step = 0
         self._stopped = False
-        self._who: dict[int, str] = {}
+        self._places: Mapping[int, Place] = {}
+        self._judged = self._places
+        self._asked = -_ROUND
+        self._circle: Mapping[int, Place] = {}
         if self._board is None:
             return
         group = ",".join(map(str, self.ranks))
         if len(group) > 40:
             group = hashlib.sha256(group.encode()).hexdigest()[:32]
         self._root = f"mfload/{group}/"
-        turns = self._board.turns
-        self.number = turns[self._root] = turns.get(self._root, 0) + 1
+        place = (self._board.place or Place()).entered(self._root, self.ranks)
+        move(self._board, rank, place)
+        self.number = place.number
         self._here = f"{self._root}{self.number}/"
-        if self.number == 1:
-            self._board.post(f"mfload/who/{rank}", liveness.identity())
+        self._texts = f"mfload/text/{group}/"
 
-    def agree(self, what: str, fingerprint: str) -> None:
+    def agree(self, what: str, fingerprint: str, aside: str = "") -> dict[int, str]:
         """Waits until all processes have come to this step.
 
         Args:
             what: What has to be the same everywhere, as in "the processes do not see the same …".
             fingerprint: It, as text; lines make the message say which of them differs.
+            aside: A short text for the others, that need not be the same.
+
+        Returns:
+            What each process said aside, where this one did.
 
         Raises:
             ProcessError: They differ, or a process failed or is gone.
             LoadTimeoutError: The deadline passed first.
         """
         if self._board is None:
-            return
-        self._board.post(self._key(self.rank), json.dumps([what, fingerprint]))
+            return {self.rank: aside}
+        self._post(self._board, what, fingerprint, aside)
         verdict = self._wait(self._board, what)
         if verdict.kind != "go":
             self._stopped = True
+            if self._board.place is not None:
+                self._board.place = self._board.place.reached(verdict.turns)
             if verdict.kind == "late" and verdict.rank == self.rank:
                 raise self._deadline.error(verdict.found)
             raise verdict.error(what)
+        said = self._look(self._board) if aside else {}
         if not self._step and self.rank == self.ranks[0]:
             # All are here, so nobody looks at earlier loads any more.
             for old in range(self._board.kept.get(self._root, 1), self.number):
                 self._board.forget(f"{self._root}{old}/")
+                self._board.forget(f"{self._texts}{old}/")
             self._board.kept[self._root] = self.number
+        posts = {rank: said[self._key(rank)] for rank in self.ranks} if aside else {}
         self._step += 1
+        return {rank: json.loads(post)[2] for rank, post in posts.items()}
+
+    def _post(self, board: Board, what: str, fingerprint: str, aside: str) -> None:
+        if len(fingerprint) > _SHORT:
+            digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
+            # Once for all processes to which it is the same, to be read where it is not.
+            board.decide(f"{self._texts}{self.number}/{digest}", fingerprint)
+            fingerprint = digest
+        board.post(self._key(self.rank), json.dumps([what, fingerprint, aside]))
 
     def settle(self) -> None:
         """The last step: all processes have what they came for."""
@@ -127,11 +158,16 @@ class Party:
             return
         self._stopped = True
         text = verdicts.of_error(self.rank, error).text()
-        try:
+        with _telling():
             self._board.post(f"{self._here}error/{self.rank}", text)
             self._board.decide(f"{self._here}verdict/{self._step}", text)
-        except Exception as second:  # noqa: BLE001 - the first error is the one to raise.
-            log.warning("the other processes could not be told of an error here: %s", second)
+
+    def leave_early(self) -> None:
+        """Says that this process is in this load no more, though others may not have begun it."""
+        board = self._board
+        if board is not None and board.place is not None:
+            with _telling():
+                move(board, self.rank, board.place._replace(group=""))
 
     def watch(self, what: str) -> None:
         """Looks whether another process failed or is gone.
@@ -142,7 +178,7 @@ class Party:
         if self._board is None:
             return
         texts = self._board.look(self._here)
-        verdict = self._known(texts) or self._dead(self._board, texts, self._missing(texts))
+        verdict = self._known(texts) or self._gone(self._board, texts, self._missing(texts))
         if verdict is not None:
             self._stopped = True
             self._board.decide(f"{self._here}verdict/{self._step}", verdict.text())
@@ -183,10 +219,11 @@ class Party:
                 return verdicts.read(board.decide(key, proposed.text()))
             if not told and time.monotonic() - began > _PATIENCE:
                 told = True
-                missing = ", ".join(map(str, self._missing(texts)))
+                missing = self._whereabouts(self._missing(texts))
                 log.warning("mfload waits for processes %s to load the same (%s)", missing, what)
             time.sleep(max(0.0, min(pause, self._deadline.left())))
-            pause = min(pause * _GROWTH, _LONGEST)
+            # A thousand processes ask a thousand times a second together, fewer no oftener.
+            pause = min(pause * _GROWTH, max(_LONGEST, len(self.ranks) / 1000))
 
     def _look(self, board: Board) -> dict[str, str]:
         """The texts of this load; a board that hangs does not outlast the deadline by much."""
@@ -200,18 +237,38 @@ class Party:
             return known
         missing = self._missing(texts)
         if not missing:
-            return verdicts.compare({r: self._posted(texts[self._key(r)]) for r in self.ranks})
+            posts = {rank: self._posted(texts[self._key(rank)]) for rank in self.ranks}
+            return verdicts.compare(posts, self._text)
         if self._deadline.left() <= 0:
-            waited = f"waiting for process {', '.join(map(str, missing))} ({what})"
+            waited = f"waiting for process {self._whereabouts(missing)} ({what})"
             return Verdict("late", self.rank, waited)
-        return self._dead(board, texts, missing)
+        found = self._gone(board, texts, missing)
+        return found if found is not None or self._step else self._hopeless(board, texts, missing)
+
+    def _text(self, fingerprint: str) -> str:
+        """A fingerprint from what was posted of it."""
+        board = self._board
+        if board is None or len(fingerprint) > _SHORT:
+            return fingerprint
+        folder = f"{self._texts}{self.number}/"
+        return board.look(folder).get(f"{folder}{fingerprint}", fingerprint)
+
+    def _whereabouts(self, missing: Sequence[int]) -> str:
+        """Processes that have not come, and with whom those of them load that load with others."""
+        lines: list[str] = []
+        for rank in missing:
+            place = self._places.get(rank, Place())
+            others = ", ".join(map(str, place.ranks[:16]))
+            elsewhere = place.group and place.group != self._root
+            lines.append(f"{rank} (last seen in a load of {others})" if elsewhere else f"{rank}")
+        return ", ".join(lines)
 
     def _key(self, rank: int) -> str:
         return f"{self._here}post/{self._step}/{rank}"
 
     @staticmethod
     def _posted(text: str) -> tuple[str, str]:
-        what, fingerprint = json.loads(text)
+        what, fingerprint, _ = json.loads(text)
         return what, fingerprint
 
     def _missing(self, texts: dict[str, str]) -> list[int]:
@@ -227,20 +284,69 @@ class Party:
         stop = None if verdict is None else verdicts.read(verdict)
         return None if stop is None or stop.kind == "go" else stop
 
-    def _dead(self, board: Board, texts: dict[str, str], missing: list[int]) -> Verdict | None:
+    def _gone(self, board: Board, texts: dict[str, str], missing: list[int]) -> Verdict | None:
         """Whether one of those that have not come to this step has ended."""
+        self._ask(board)
         for rank in missing:
-            if rank not in self._who:
-                found = board.look("mfload/who/").get(f"mfload/who/{rank}")
-                if found is None:
-                    continue
-                self._who[rank] = found
-            if liveness.alive(self._who[rank]) is not False:
+            place = self._places.get(rank, Place())
+            if not place.ended and liveness.alive(place.who) is not False:
                 continue
             texts |= board.look(self._here)  # It may have come, or failed, just before.
             if self._key(rank) not in texts:
                 return self._known(texts) or Verdict("dead", rank)
         return None
+
+    def _hopeless(self, board: Board, texts: dict[str, str], missing: list[int]) -> Verdict | None:
+        """Whether one of those that have not begun this load never will."""
+        for rank in missing:
+            place = self._places.get(rank, Place())
+            here = (place.group, place.number) == (self._root, self.number)
+            if here or place.turn(self._root) < self.number:
+                continue
+            texts |= board.look(self._here)  # It may have begun, and failed, just before.
+            if self._key(rank) not in texts:
+                return self._known(texts) or Verdict("failed", rank, place.error)
+        return self._in_circle(board)
+
+    def _in_circle(self, board: Board) -> Verdict | None:
+        """The verdict on all loads of a circle, which is seen twice before it is believed."""
+        if self._places is self._judged:
+            return None
+        self._judged = self._places
+        found = {rank: self._places[rank] for rank in liveness.circle(self._places, self.rank)}
+        before, self._circle = self._circle, found
+        if not found or found != before:
+            return None
+        loads = {place.group: place.number for place in found.values()}
+        verdict = verdicts.apart({rank: place.ranks for rank, place in found.items()}, loads)
+        for group, number in loads.items():
+            board.decide(f"{group}{number}/verdict/0", verdict.text())
+        return verdict
+
+    def _ask(self, board: Board) -> None:
+        """Looks where all processes are, now and then."""
+        if time.monotonic() - self._asked >= _ROUND:
+            self._places = {
+                int(key.rpartition("/")[2]): liveness.read(text)
+                for key, text in board.look(_PLACES).items()
+            }
+            self._asked = time.monotonic()
+
+
+def move(board: Board, rank: int, place: Place) -> None:
+    """Says where this process is from now on."""
+    place = place if place.who else place._replace(who=liveness.identity())
+    board.place = place
+    board.post(f"{_PLACES}{rank}", place.text())
+
+
+@contextlib.contextmanager
+def _telling() -> Generator[None]:
+    """For what the others are told while an error is raised here: that one counts."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - see above
+        log.warning("the other processes could not be told of an error here: %s", error)
 
 
 @contextlib.contextmanager
@@ -250,9 +356,14 @@ def together(
     """Loads with other processes: what fails in one of them fails in all.
 
     Every process of the group enters once a load, in the same order. Leaving waits for the others.
+    Groups may differ from load to load, and a process may be in a load with some while others
+    wait for it. Those who wait are told of an error where it can't come right: where a process
+    failed, ended, or failed a load without a group after it was last seen; and where processes
+    wait for each other in a circle.
 
     Args:
-        processes: Numbers of those that take part.
+        processes: Numbers of those that take part; none where nothing tells. An error is then one
+            of the next load of this process with any others.
         rank: This one.
         board: Where they meet. One process alone needs none.
         deadline: When to give up waiting.
@@ -265,18 +376,24 @@ def together(
             happened, its own error.
         UsageError: This process does not take part.
     """
-    if rank not in processes:
+    if processes and rank not in processes:
         raise errors.UsageError(
             "this process takes no part in the load: none of its devices is in the mesh",
             expected=f"process {', '.join(map(str, processes[:16]))}",
             found=f"process {rank}",
         )
-    party = Party(processes, rank, board, deadline)
+    party = Party(processes or [rank], rank, board, deadline)
     try:
         yield party
         party.settle()
     except BaseException as error:
         party.fail(error)
+        party.leave_early()
+        if not processes and board is not None:
+            place = board.place or Place()
+            text = verdicts.of_text(error)
+            with _telling():
+                move(board, rank, place._replace(lost=place.lost + 1, error=text, group=""))
         raise
 
 

@@ -26,6 +26,7 @@ _SUMMED = (
     *("mapped_bytes", "aliased_bytes", "exchanged_bytes"),
 )
 _LISTED = ("route", "notes")
+_OUT_OF_STEP = "an exchange broke off before, so that JAX's collectives are out of step"
 
 
 class Links(Protocol):
@@ -37,8 +38,16 @@ class Links(Protocol):
 
     platform: str
 
-    def open(self, width: int) -> Link:
-        """A link with rows of `width` bytes."""
+    def standing(self) -> str:
+        """What has been swapped so far, for the other processes."""
+        ...
+
+    def in_step(self, said: Mapping[int, str]) -> bool:
+        """Whether processes of these standings can swap again; alike on all of them."""
+        ...
+
+    def open(self, width: int, said: Mapping[int, str], meanwhile: Callable[[], None]) -> Link:
+        """A link with rows of `width` bytes, once what was given up before has ended."""
         ...
 
 
@@ -91,12 +100,19 @@ def fetch(
         overhead=settings.max_host_overhead,
         merge_gap=settings.merge_gap,
     )
-    if found.schedule is None:
-        arrays = loader.load(needs[rank], report=report, advance=advance)
-    else:
+    note, arrays = found.note, None
+    if found.schedule is not None:
         arrays = _once(needs, rank, loader, found.schedule, party, links, report, advance)
-    if report is not None and found.note:
-        report.notes = (*report.notes, found.note)
+        if arrays is None:
+            if exchange == "once":
+                raise errors.ProcessError(
+                    f"{_OUT_OF_STEP}: start the processes anew, or load with exchange='never'"
+                )
+            note = f"each process reads its own: {_OUT_OF_STEP}"
+    if arrays is None:
+        arrays = loader.load(needs[rank], report=report, advance=advance)
+    if report is not None and note:
+        report.notes = (*report.notes, note)
     return arrays
 
 
@@ -109,8 +125,12 @@ def _once(
     links: Links,
     report: Report | None,
     advance: Callable[[int], None] | None,
-) -> list[tuple[Any, ...]]:
-    """Loads what this process needs in one exchange, or in one for each part that fits."""
+) -> list[tuple[Any, ...]] | None:
+    """Loads what this process needs in one exchange, or in one for each part that fits.
+
+    Returns:
+        None where the processes can't exchange any more, which all find alike.
+    """
     overhead = loader.settings.max_host_overhead or OVERHEAD
     parts = [{r: list(range(len(each))) for r, each in needs.items()}]
     schedules = [whole]
@@ -119,16 +139,26 @@ def _once(
         parts = exchanging.parts(needs, overhead)
         held = [{r: [needs[r][n] for n in part[r]] for r in part} for part in parts]
         schedules = [exchanging.make(each, whole.width) for each in held]
-    party.agree("plan of the exchange", fingerprint([each.digest() for each in schedules]))
-    link = links.open(whole.width) if any(each.rounds for each in schedules) else None
+    plans = fingerprint([each.digest() for each in schedules])
+    said = party.agree("plan of the exchange", plans, links.standing())
+    if not links.in_step(said):
+        return None
+    link = None
+    if any(each.rounds for each in schedules):
+        link = links.open(whole.width, said, lambda: party.watch("exchange"))
     arrays: dict[int, tuple[Any, ...]] = {}
     reports: list[Report] = []
-    for part, schedule in zip(parts, schedules, strict=True):
-        reports.append(Report(stages={}))
-        fill = _filling(Exchange(schedule, rank, party, link), schedule.came(rank), loader, advance)
-        wanted = [needs[rank][n] for n in part[rank]]
-        made = loader.load(wanted, report=reports[-1], fill=fill)
-        arrays.update(zip(part[rank], made, strict=True))
+    try:
+        for part, schedule in zip(parts, schedules, strict=True):
+            reports.append(Report(stages={}))
+            run = Exchange(schedule, rank, party, link)
+            fill = _filling(run, schedule.came(rank), loader, advance)
+            wanted = [needs[rank][n] for n in part[rank]]
+            made = loader.load(wanted, report=reports[-1], fill=fill)
+            arrays.update(zip(part[rank], made, strict=True))
+    finally:
+        if link is not None:
+            link.close()
     if report is not None:
         _add(report, reports)
     return [arrays[n] for n in range(len(needs[rank]))]

@@ -74,7 +74,8 @@ class Job:
         self._jax = frameworks.module("jax", "mesh")
         jax_sharding = frameworks.module("jax", "sharding")
         self.rank: int = jax_sharding.rank()
-        self.ranks: tuple[int, ...] = jax_sharding.processes(request.mesh, request.shardings)
+        ranks = jax_sharding.processes(request.mesh, request.shardings)
+        self.ranks: tuple[int, ...] = ranks or (self.rank,)
         notes: list[str] = []
         self._wanted = chosen.needs
         self._shardings = resolve(chosen.needs, request, notes)

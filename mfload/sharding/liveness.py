@@ -1,4 +1,4 @@
-"""Liveness: whether another process of this host still runs.
+"""Liveness: where the other processes are, and whether they still run.
 
 A process that is killed leaves no word, and the heartbeat of a framework takes minutes to miss it.
 On one host the kernel knows at once. Elsewhere nobody does, and the answer is None.
@@ -6,8 +6,87 @@ On one host the kernel knows at once. Elsewhere nobody does, and the answer is N
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a process is, in its own words.
+
+    Attributes:
+        who: Its `identity`.
+        turns: The loads that it has begun with each group.
+        lost: Loads that failed before it was known with whom: each counts as a turn of all groups.
+        error: Of the last of those.
+        group: With whom it loads, or did last; empty where that load failed.
+        number: Which turn of that group it is.
+        ranks: The processes of the group.
+        ended: Whether it is about to end.
+    """
+
+    who: str = ""
+    turns: Mapping[str, int] = {}
+    lost: int = 0
+    error: str = ""
+    group: str = ""
+    number: int = 0
+    ranks: tuple[int, ...] = ()
+    ended: bool = False
+
+    def text(self) -> str:
+        """As it is posted."""
+        return json.dumps(self)
+
+    def turn(self, group: str) -> int:
+        """The last turn of a group that it took, or lost."""
+        return self.turns.get(group, 0) + self.lost
+
+    def entered(self, group: str, ranks: tuple[int, ...]) -> Place:
+        """The place after it began a load with a group."""
+        turns = {**self.turns, group: self.turns.get(group, 0) + 1}
+        number = turns[group] + self.lost
+        return self._replace(turns=turns, group=group, number=number, ranks=ranks)
+
+    def reached(self, turns: Mapping[str, int]) -> Place:
+        """The place after turns were settled that it need not take any more."""
+        least = {group: number - self.lost for group, number in turns.items()}
+        made = {group: max(self.turns.get(group, 0), number) for group, number in least.items()}
+        return self._replace(turns={**self.turns, **made})
+
+
+def read(text: str) -> Place:
+    """A place from its text."""
+    place = Place(*json.loads(text))
+    return place._replace(ranks=tuple(place.ranks))
+
+
+def circle(places: Mapping[int, Place], start: int) -> tuple[int, ...]:
+    """Processes that can't go on, since each waits for the next to begin a load.
+
+    Args:
+        places: Where all of them are.
+        start: The first, for which the last waits.
+
+    Returns:
+        None of them where there is hope: one that is in no load may come yet, and so may one in a
+        load that all of its group have begun.
+    """
+    ways: list[tuple[int, ...]] = [(start,)]
+    seen: set[int] = set()
+    for way in ways:
+        place = places.get(way[-1], Place())
+        for rank in place.ranks if place.group else ():
+            if rank == way[-1] or places.get(rank, Place()).turn(place.group) >= place.number:
+                continue
+            if rank == start:
+                return way
+            if rank not in seen:
+                seen.add(rank)
+                ways.append((*way, rank))
+    return ()
 
 
 def identity() -> str:

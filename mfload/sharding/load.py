@@ -52,6 +52,7 @@ def load(
     report: Report | None = None,
     progress: Progress = False,
     check: Check | None = None,
+    wrong: Exception | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint onto the devices of this process, together with the other processes.
 
@@ -63,6 +64,7 @@ def load(
         report: Filled.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         check: Makes what compares bytes while they come.
+        wrong: What is wrong with other arguments, to be raised where it reaches the others.
 
     Returns:
         The arrays by name.
@@ -71,13 +73,17 @@ def load(
         MfloadError: As `mfload.load` does.
     """
     made: dict[str, Any] = {}
-    request = _here(request)
-    ranks = frameworks.module("jax", "sharding").processes(request.mesh, request.shardings)
+    ranks: tuple[int, ...] = ()
     try:
-        with meeting(ranks, deadline) as party:
+        request = _here(request)
+        ranks = frameworks.module("jax", "sharding").processes(request.mesh, request.shardings)
+    except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
+        wrong = wrong or error
+    try:
+        with meeting(ranks, deadline, wrong) as party:
             job, chosen = _job(choose, request, report)
             if len(ranks) > 1:
-                party.agree("files", fingerprint(seen(chosen.index, chosen.sources)))
+                party.agree("files", fingerprint(_files(chosen)))
                 lines = [f"exchange={request.exchange!r}", *job.lines()]
                 party.agree("arguments", fingerprint(lines))
             with shown(progress, job.stored_bytes) as advance:
@@ -106,6 +112,10 @@ def load(
         made.clear()
         raise
     return made
+
+
+def _files(chosen: Chosen) -> list[str]:
+    return seen(chosen.index, chosen.sources, chosen.settings.deadline)
 
 
 def _here(request: Request) -> Request:

@@ -2,35 +2,130 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import os
+import threading
+from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
-from mfload import frameworks
+from mfload import errors, frameworks
 from mfload.index import Index
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
-from mfload.sharding.agreement import Party, together
+from mfload.sharding.agreement import Party, move, together
+from mfload.sharding.liveness import Place
+
+# Pages of each file that processes compare, and of all files together; two of each at least.
+_SAMPLED, _IN_ALL = 16, 512
+_PAGE = 4096  # The same on every host.
+# Threads of this process that load with other processes, in the order in which they asked.
+_queue: deque[int] = deque()
+_gate = threading.Condition()
+_TICK = 1.0  # Seconds after which a thread that waits looks whether Ctrl-C was pressed.
 
 
 @contextmanager
-def meeting(ranks: tuple[int, ...], deadline: Deadline) -> Generator[Party]:
+def meeting(
+    ranks: tuple[int, ...], deadline: Deadline, wrong: Exception | None = None
+) -> Generator[Party]:
     """The party of a load: an error inside reaches all who take part.
 
+    Loads of several threads take turns, in the order in which they came; it has to be the same in
+    all processes, since nothing else says which loads belong together.
+
     Args:
-        ranks: The processes that take part.
+        ranks: The processes that take part; none where nothing tells.
         deadline: When to give up waiting for them.
+        wrong: What was found wrong before it was known with whom to load; it is raised here.
     """
     rank: int = frameworks.module("jax", "sharding").rank()
-    board = frameworks.module("jax", "processes").board() if len(ranks) > 1 else None
-    with together(ranks, rank, board, deadline) as party:
-        yield party
+    board = frameworks.module("jax", "processes").board()
+    if board is not None and board.place is None:
+        # The others can see from now on whether this process runs; also while it waits at its end
+        # for them, as JAX has it. (What is registered last is called first.)
+        move(board, rank, Place())
+        atexit.register(_end, board, rank)
+    stop: BaseException | None = wrong
+    with ExitStack() as turn:
+        if wrong is None and board is not None and len(ranks) > 1:
+            try:
+                turn.enter_context(_turn(deadline))
+            except BaseException as error:  # noqa: BLE001 - raised where the others hear of it
+                stop = error
+        with together(ranks, rank, board, deadline) as party:
+            if stop is not None:
+                raise stop
+            yield party
 
 
-def seen(index: Index, sources: Sequence[LocalFile]) -> list[str]:
-    """Files and headers, the same where processes see the same; wherever the files lie."""
-    lines = [f"{os.path.basename(source.path)}: {source.size} bytes" for source in sources]
+def _end(board: Any, rank: int) -> None:
+    with suppress(Exception):
+        move(board, rank, board.place._replace(ended=True))
+
+
+@contextmanager
+def _turn(deadline: Deadline) -> Generator[None]:
+    """Waits for the loads that other threads began before, and holds up those that come later."""
+    me = threading.get_ident()
+    with _gate:
+        if me in _queue:
+            raise errors.UsageError(
+                "a load with other processes can't be part of another",
+                expected="one after the other",
+            )
+        _queue.append(me)
+    try:
+        with _gate:
+            while _queue[0] != me:
+                if deadline.left() <= 0:
+                    raise deadline.error("waiting for a load of another thread")
+                _gate.wait(min(_TICK, max(0.0, deadline.left())))
+        yield
+    finally:
+        with _gate:
+            _queue.remove(me)
+            _gate.notify_all()
+
+
+def seen(index: Index, sources: Sequence[LocalFile], deadline: Deadline) -> list[str]:
+    """Files, a sample of each, and headers, alike where processes see alike; wherever they lie.
+
+    The sample is a few pages of each file, evenly spread from the first tensor to the end. It
+    tells another step of the training from this one, and misses a single number that differs.
+
+    Args:
+        index: The checkpoint's table.
+        sources: Its files.
+        deadline: When to give up reading.
+
+    Raises:
+        SourceError: A file can't be read, or has changed.
+        LoadTimeoutError: The deadline passed first.
+    """
+    begin = [source.size for source in sources]
+    for info in index.tensors.values():
+        for piece in info.pieces:
+            begin[piece.source] = min(begin[piece.source], piece.offset)
+    count = max(2, min(_SAMPLED, _IN_ALL // max(1, len(sources))))
+    spans = list(zip(sources, begin, strict=True))
+    samples = deadline.bound(lambda: [_sample(*each, count) for each in spans], "comparing files")
+    lines = [
+        f"{os.path.basename(source.path)}: {source.size} bytes, sampled {sample}"
+        for source, sample in zip(sources, samples, strict=True)
+    ]
     for info in index.tensors.values():
         at = ", ".join(f"{piece.offset} in file {piece.source}" for piece in info.pieces)
         lines.append(f"{info.name}: {info.dtype} {list(info.shape)} at {at}")
     return lines
+
+
+def _sample(source: LocalFile, begin: int, count: int) -> str:
+    last = max(begin, source.size - _PAGE)
+    places = {begin + (last - begin) * n // (count - 1) for n in range(count)}
+    digest = hashlib.sha256()
+    for at in sorted(places):
+        digest.update(source.read(at, min(_PAGE, source.size - at)))
+    return digest.hexdigest()[:16]

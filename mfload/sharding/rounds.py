@@ -44,6 +44,10 @@ class Link(Protocol):
         """Begins to swap; a function that waits for what came, and calls another meanwhile."""
         ...
 
+    def close(self) -> None:
+        """Lets go of the memory for what is sent."""
+        ...
+
 
 class Reading(NamedTuple):
     """How this process reads.

@@ -18,7 +18,8 @@ import mfload.mapping
 
 rule = mfload.mapping.rule
 
-LAYERS, EXPERTS = 3, 4
+# Layer 10 comes after layer 2, and not before it.
+LAYERS, EXPERTS = 12, 4
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN = 64, 32, 8, 2, 16, 48
 
 Array = np.ndarray[Any, Any]
@@ -336,6 +337,33 @@ def splitting_case() -> Case:
     return Case(stored, mapping, leaves)
 
 
+def tied_case() -> Case:
+    """Tensors that are stored once are several leaves each, as they are and turned."""
+    stored = checkpoint(LLAMA)
+    layer = r"model\.layers\.(\d+)\."
+    turned = ((1, 0), None)
+    mapping = {
+        r"model\.embed_tokens\.weight": [
+            "embedder.embedding",
+            rule(["lm_head.kernel", "draft.head.kernel"], transpose=(1, 0)),
+        ],
+        layer + r"input_layernorm\.weight": [r"layers.\1.norm.scale", r"draft.\1.norm.scale"],
+        layer + r"mlp\.up_proj\.weight": [(r"layers.\1.up", turned), (r"draft.\1.up", None)],
+        layer + r"mlp\.gate_proj\.weight": rule(["gates", "draft.gates"], stack=1),
+        r".*": None,
+    }
+    embedding = stored["model.embed_tokens.weight"]
+    leaves = {"embedder.embedding": embedding}
+    leaves |= {"lm_head.kernel": embedding.T, "draft.head.kernel": embedding.T}
+    for n in range(LAYERS):
+        norm = stored[f"model.layers.{n}.input_layernorm.weight"]
+        leaves |= {f"layers.{n}.norm.scale": norm, f"draft.{n}.norm.scale": norm}
+        up = stored[f"model.layers.{n}.mlp.up_proj.weight"]
+        leaves |= {f"layers.{n}.up": up.T, f"draft.{n}.up": up}
+    gates = np.stack([stored[f"model.layers.{n}.mlp.gate_proj.weight"] for n in range(LAYERS)])
+    return Case(stored, mapping, leaves | {"gates": gates, "draft.gates": gates})
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "tunix llama": lambda: tunix_case(LLAMA),
     "tunix qwen": lambda: tunix_case(QWEN),
@@ -348,5 +376,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "scanned qwen experts": lambda: scanned_case(QWEN_EXPERTS),
     "q, k and v joined": joining_case,
     "q, k and v split": splitting_case,
+    "tied": tied_case,
 }
 """A function for each, as checkpoints take a moment to make."""

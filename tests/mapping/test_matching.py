@@ -93,7 +93,8 @@ def test_everything_wrong_is_told_at_once() -> None:
         "(e|f)": "e", "none": "a", "g": rule("g", reshape=(2, 3)),
     }  # fmt: skip
     assert _problems(index, leaves, key_map) == [
-        r"matched twice: b.x: several rules match, 'b\\..', '.\\.x'",
+        r"matched twice: b.x: several rules match, 'b\\..', '.\\.x'; make one narrower, or write "
+        "one rule with a list of targets",
         "wrong shape: a: wants [3, 2], but a is [2, 3]; transpose=(1, 0) fits",
         "wrong dtype: c: wants F32, stored is C64",
         "bad stack: d: group 1 has 0, 1, 3: 2 is missing",
@@ -227,7 +228,6 @@ def test_the_stored_dtype_and_one_for_all() -> None:
 
     assert found("stored") == found(None) == ["BF16", "I64"]
     assert found("float16") == ["F16", "I64"]
-    assert found({"a": "F64"}) == ["F64", "I64"]
     assert _problems(index, leaves, dtype="int64") == [
         "wrong dtype: a: stored is BF16: the conversion would lose values; ask for it by name: "
         "dtype={regex: dtype}"
@@ -244,27 +244,151 @@ def test_a_stack_of_several_dtypes_needs_one_that_is_wanted() -> None:
     assert _problems(index, {"t": (2, 2)}, key_map, dtype="stored") == [
         "wrong dtype: t: its parts are BF16 and F32; rule(cast=) says what all shall be"
     ]
-    index = _index(l__0=(2,), l__1=(2,))
-    assert _problems(index, {"t": (2, 2)}, key_map, dtype={r"l\.1": "F16"}) == [
-        "wrong dtype: t: its parts are F16 and F32; rule(cast=) says what all shall be"
+
+
+def test_dtypes_go_by_names_of_the_target() -> None:
+    index = _index(stored__a=(2,), stored__b=((2,), "BF16"), stored__n=((2,), "I32"))
+    leaves = {"a.w": ((2,), "BF16"), "b.w": (2,), "n.w": ((2,), "I64")}
+    key_map = {r"stored\.(\w)": r"\1.w"}
+
+    def found(dtype: Any, *notes: str) -> list[str]:
+        matched = _match(index, leaves, key_map, dtype=dtype)
+        assert matched.notes == notes
+        return [matched.recipes[name].dtype.name for name in leaves]
+
+    # What no regex matches is as the target has it.
+    assert found({}) == ["BF16", "F32", "I64"]
+    assert found({"a": "F16"}) == ["F16", "F32", "I64"]
+    assert found({r"^a\.w$": "F64", "w": "U8"}) == ["F64", "U8", "U8"]
+    note = "dtype= has a regex that matches no name of the target: 'stored'"
+    assert found({"stored": "F16", re.compile("B", re.I): "F16"}, note) == ["BF16", "F16", "I64"]
+    for dtype in ({"(": "F16"}, {"a": "F16", 5: "F16"}):
+        with pytest.raises(errors.UsageError, match="regular expression"):
+            found(dtype)
+    assert _problems(_index(a=((2,), "C64")), {"a": ((2,), "C64")}, dtype={"a": "F32"}) == [
+        "wrong dtype: a: there is no conversion from C64 to F32"
     ]
 
 
-def test_the_whole_name_goes_before_its_front() -> None:
+@pytest.mark.parametrize("value", [("", None), [("", None), ("copy.", ((0,), None))]])
+def test_forms_of_other_projects_match_fronts(value: Any) -> None:
     index = _index(model__head=(2,), model__head_scale=(1,))
     leaves = {"head": (2,), "head_scale": (1,)}
-    # As in Tunix and Bonsai, what follows the match stays.
-    assert list(_match(index, leaves, {r"model\.": ""}).recipes) == list(leaves)
-    key_map = {r"model\.head": "head", r"model\.head_sc(.*)": r"head_sc\1"}
-    assert list(_match(index, leaves, key_map).recipes) == list(leaves)
-    assert not _match(index, {"head": (2,)}, {r"model\.head": "head", r".*_scale": None}).notes
+    if isinstance(value, list):
+        leaves |= {f"copy.{name}": shape for name, shape in leaves.items()}
+    # What follows the match stays.
+    assert set(_match(index, leaves, {r"model\.": value}).recipes) == set(leaves)
+    # A match of the whole name goes before.
+    key_map = {r"model\.": value, r"model\.head_sc(.*)": r"head_sc\1"}
+    made = _match(index, leaves, key_map, strict=False).recipes
+    assert set(made) == set(leaves) - {"copy.head_scale"}
+
+
+@pytest.mark.parametrize("value", ["q", rule("q"), ["q"], [rule("q")], [("q", None), "q"]])
+def test_a_plain_regex_matches_whole_names(value: Any) -> None:
+    index = _index(x__1=(2,), x__10=(2,), x__1__bias=(2,))
+    assert _match(index, {}, {r"x\.1": value}, strict=False).notes == (
+        "tensors that the target has no place for: x.1, x.10, x.1.bias",
+    )
+    if not isinstance(value, list) or len(value) == 1:
+        assert _problems(index, {"q": (2,), "q0": (2,), "q.bias": (2,)}, {r"x\.1": value}) == [
+            "missing: q0 [2]: nothing in the checkpoint goes there",
+            "missing: q.bias [2]: nothing in the checkpoint goes there, did you mean 'x.1.bias'?",
+            "extra: x.10 [2]: no rule matches; 'x\\\\.1' matches only its front, not '0'",
+            "extra: x.1.bias [2]: no rule matches; 'x\\\\.1' matches only its front, not '.bias'",
+        ]
+
+
+def test_a_plain_regex_of_fronts_alone_is_told_what_it_lacks() -> None:
+    index = _index(l__0__q__weight=(2,), l__1__q__weight=(2,), rotary__freq=(2,))
+    key_map = {r"l\.(\d+)\.q": rule("q", stack=1), "rotary": None}
+    assert _problems(index, {"q": (2, 2)}, key_map) == [
+        "missing: q [2, 2]: nothing in the checkpoint goes there",
+        *[f"extra: l.{n}.q.weight [2]: no rule matches; 'l\\\\.(\\\\d+)\\\\.q' matches only its "
+          "front, not '.weight'" for n in range(2)],
+        "extra: rotary.freq [2]: no rule matches; 'rotary' matches only its front, not '.freq'",
+        "unused rule: 'l\\\\.(\\\\d+)\\\\.q' matches only the front of l.0.q.weight; "
+        "add \\.weight or .*",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("key_map", [
+    {r"a\.w": "a", ".*": None}, {".*": None, r"a\.w": "a"}, {r"a\.w": "a", ".*": None, "b.*": None},
+    {"a": ("a", None), ".*": None},
+])  # fmt: skip
+def test_the_rest_may_be_left_out(key_map: Any) -> None:
+    index = _index(a__w=(2,), b__w=(2,), b__x=(1,))
+    leaf = "a.w" if isinstance(key_map.get("a"), tuple) else "a"
+    matched = _match(index, {leaf: (2,)}, key_map)
+    assert list(matched.recipes) == [leaf]
+    # Nor does it need to be there.
+    assert list(_match(_index(a__w=(2,)), {leaf: (2,)}, key_map).recipes) == [leaf]
+
+
+def test_a_tensor_may_go_to_several_targets() -> None:
+    index = _index(embed=(2, 3))
+    leaves = {"embed.table": (2, 3), "head.copy": (2, 3)}
+    for value in (list(leaves), rule(list(leaves)), [rule(name) for name in leaves]):
+        matched = _match(index, leaves, {"embed": value})
+        assert list(matched.recipes) == list(leaves)
+        assert all(recipe.plain for recipe in matched.recipes.values())
+    leaves["head.kernel"] = (3, 2)
+    line = [rule(["embed.table", "head.copy"]), rule("head.kernel", transpose=(1, 0))]
+    assert list(_match(index, leaves, {"embed": line}).recipes) == list(leaves)
+    assert _problems(index, leaves, {"embed": [*line, "head.copy"]}) == [
+        "filled twice: head.copy: by embed, embed"
+    ]
+    assert _problems(index, leaves, {"embed": [*line, "haed"]}) == [
+        "extra: embed [2, 3]: the target has no 'haed'"
+    ]
+    matched = _match(index, leaves, {"embed": ["haed", "hand", *line]}, strict=False)
+    assert matched.notes == ("tensors that the target has no place for: embed",)
+
+
+@pytest.mark.parametrize(
+    ("template", "hint"),
+    [
+        ("l.\1.q", r"; write r'l.\1.q': without the r, a backslash and a digit are one character"),
+        ("l.$1.q", r"; a group is \1, not $1"), ("l.${1}.q", r"; a group is \1, not ${1}"),
+    ],
+)  # fmt: skip
+def test_replacements_that_python_read_otherwise(template: str, hint: str) -> None:
+    found = _problems(_index(m__3=(2,)), {"l.3.q": (2,)}, {r"m\.(\d)": template})
+    assert found[-1] == f"extra: m.3 [2]: the target has no {template!r}{hint}"
+
+
+def test_a_map_the_other_way_round() -> None:
+    index = _index(m__0__w=(2,), m__1__w=(2,))
+    key_map = {r"l\.(\d)\.kernel": r"m.\1.w", "lost": "x"}
+    found = _problems(index, {"l.0.kernel": (2,), "l.1.kernel": (2,)}, key_map)
+    assert found[-2:] == [
+        "unused rule: 'l\\\\.(\\\\d)\\\\.kernel' matches no tensor, but l.0.kernel of the target: "
+        "a map goes from stored names to those",
+        "unused rule: 'lost' matches no tensor",
+    ]
+
+
+@pytest.mark.parametrize("scale", [1e39, -1e39, 3.5e38, 1e-46, -1e-40])
+def test_factors_that_are_no_normal_numbers(scale: float) -> None:
+    index, line = _index(a=((2,), "BF16")), {"a": rule("a", scale=scale)}
+    for dtype, name in (("F32", "F32"), ("BF16", "F32"), ("C64", "C64")):
+        assert _problems(index, {"a": ((2,), dtype)}, line, dtype=None if dtype != "C64" else {
+            "a": "C64"}) == [
+            f"bad rule: a: scale={scale!r} is no normal number of {name}, in which the product is "
+            "computed: 1.175e-38 to 3.403e+38"
+        ]  # fmt: skip
+    assert _match(index, {"a": ((2,), "F64")}, line).recipes["a"].dtype.name == "F64"
+    with pytest.raises(errors.MappingError, match="no normal number of F64"):
+        _match(index, {"a": ((2,), "F64")}, {"a": rule("a", scale=5e-324)})
+    for sound in (3.4e38, -1.2e-38):
+        assert _match(index, {"a": ((2,), "BF16")}, {"a": rule("a", scale=sound)}).recipes
 
 
 def test_rules_of_a_family_may_be_unused_where_all_else_is_well() -> None:
     index = _index(a=(2,))
     family = {"a": ("a", None), "b": ("b", None), r"rotary.*": None}
     (note,) = _match(index, {"a": (2,)}, family).notes
-    assert note == "rules that match no tensor: 'b', 'rotary.*'"
+    assert note == "rules that did nothing: 'b', 'rotary.*'"
     assert _problems(index, {"a": (2,), "c": (2,)}, family) == [
         "missing: c [2]: nothing in the checkpoint goes there",
         "unused rule: 'b' matches no tensor",
@@ -284,6 +408,19 @@ def test_a_function_gives_names() -> None:
     assert list(_match(index, leaves, short).recipes) == ["a"]
     with pytest.raises(errors.UsageError, match="gives no name"):
         _match(index, leaves, lambda name: 5)
+    with pytest.raises(errors.UsageError, match="gives no name") as info:
+        _match(index, leaves, lambda name: "")
+    assert info.value.tensor == "model.a"
+    # A target that is a single leaf has an empty name.
+    assert list(_match(_index(a=(2,)), {"": (2,)}, lambda name: "").recipes) == [""]
+
+
+def test_a_function_that_raises_is_told_of_with_the_name() -> None:
+    index = _index(model__a=(2,))
+    with pytest.raises(errors.UsageError, match="raised IndexError: list index") as info:
+        _match(index, {"a": (2,)}, lambda name: name.split(".")[5])
+    assert info.value.tensor == "model.a"
+    assert isinstance(info.value.__cause__, IndexError)
 
 
 def test_parts_that_nobody_wants_are_what_is_left() -> None:

@@ -205,6 +205,88 @@ def _check_bytes(plan: Plan, stored: dict[str, Array], pull: mapping.Pull, box: 
             assert part.size == extent
 
 
+class Line(NamedTuple):
+    """One of the values in a list of a key map, and what its targets hold."""
+
+    value: Any
+    targets: list[str]
+    stacked: bool
+    transpose: tuple[int, ...] | None
+    reshape: tuple[int, ...] | None
+    scale: float | None
+
+    def made(self, array: Array) -> Array:
+        """What one stored tensor becomes."""
+        if self.transpose is not None:
+            array = array.transpose(self.transpose)
+        if self.reshape is not None:
+            array = array.reshape(self.reshape)
+        return array if self.scale is None else array * np.float32(self.scale)
+
+
+@st.composite
+def _lines(draw: st.DrawFn, shape: tuple[int, ...], number: int) -> Line:
+    """A line of any form: a name, names, a rule of one or several, or Tunix's pair."""
+    form = draw(st.sampled_from(["name", "pair", "rule"]))
+    stacked = form == "rule" and draw(st.booleans())
+    tail = "" if stacked else r".\1"
+    targets = [f"t{number}.{n}" for n in range(draw(st.integers(1, 3)) if form == "rule" else 1)]
+    names = [name + tail for name in targets]
+    transpose = reshape = scale = None
+    if form != "name" and draw(st.booleans()):
+        transpose = tuple(draw(st.permutations(range(len(shape)))))
+    if form != "name" and draw(st.booleans()):
+        reshape = draw(_factors(math.prod(shape)))
+    if form == "rule":
+        scale = draw(st.sampled_from([None, 0.1, -3.0]))
+        value: Any = mapping.rule(
+            names if len(names) > 1 else names[0],
+            transpose=transpose,
+            reshape=reshape,
+            stack=1 if stacked else None,
+            scale=scale,
+        )
+    else:
+        # An empty order of dims is none in that form.
+        value = names[0] if form == "name" else (names[0], (transpose, reshape))
+    return Line(value, targets, stacked, transpose, reshape, scale)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_each_target_of_a_list_is_made_as_by_itself(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=3).map(tuple))
+    layers = range(data.draw(st.integers(0, 9)), 12, data.draw(st.sampled_from([1, 5])))
+    rng = np.random.default_rng(0)
+    stored = {f"l.{n}": rng.standard_normal(shape, np.float32) for n in layers}
+    lines = [data.draw(_lines(shape, number)) for number in range(data.draw(st.integers(1, 3)))]
+    expected: dict[str, Array] = {}
+    for line in lines:
+        made = {n: line.made(stored[f"l.{n}"]) for n in layers}
+        for name in line.targets:
+            if line.stacked:
+                expected[name] = np.stack(list(made.values()))
+            else:
+                expected |= {f"{name}.{n}": array for n, array in made.items()}
+    aims = [mapping.Aim(name, array.shape, None) for name, array in expected.items()]
+    values = [line.value for line in lines]
+    index = _index(stored)
+    recipes = mapping.match(index, aims, {r"l\.(\d+)": values}).recipes
+    assert list(recipes) == list(expected)
+    # As with a map for each line, which leaves the others' targets alone.
+    alone: dict[str, Any] = {}
+    for value in values:
+        alone |= mapping.match(index, aims, {r"l\.(\d+)": value}, strict=False).recipes
+    assert recipes == alone
+    for name, array in expected.items():
+        box = _box(data, array.shape)
+        pull = recipes[name].pull(box)
+        result = mapping.evaluate(pull.program, [_landed(s, stored) for s in pull.sources], np)
+        wanted = array[tuple(slice(*dim) for dim in box)]
+        assert result.shape == wanted.shape
+        assert np.array_equal(_bits(result), _bits(wanted))
+
+
 def _one_pull(
     rule: mapping.Rule, shape: tuple[int, ...], aim: tuple[int, ...], *boxes: Box
 ) -> list[mapping.Pull]:

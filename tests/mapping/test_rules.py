@@ -24,7 +24,7 @@ class Transform(Enum):
 
 
 def _read(value: Any, key: Any = r"(\w+)\.(?P<n>\d)") -> mapping.Rule:
-    ((pattern, found),) = keymaps.read({key: value})
+    ((pattern, (found,)),) = keymaps.read({key: value})
     assert isinstance(pattern, re.Pattern)
     return found
 
@@ -39,7 +39,6 @@ def _fields(found: mapping.Rule) -> dict[str, Any]:
     ("value", "fields"),
     [
         (r"a.\1", {"names": (r"a.\1",)}),
-        (None, {"family": True}),
         ((r"a.\1", None), {"names": (r"a.\1",), "family": True}),
         (("a", ((1, 0), None)), {"names": ("a",), "transpose": (1, 0), "family": True}),
         (("a", (None, (2, -1))), {"names": ("a",), "reshape": (2, -1), "family": True}),
@@ -58,6 +57,28 @@ def _fields(found: mapping.Rule) -> dict[str, Any]:
 )  # fmt: skip
 def test_forms_are_read(value: Any, fields: dict[str, Any]) -> None:
     assert _fields(_read(value)) == fields
+
+
+@pytest.mark.parametrize(
+    ("value", "names", "family"),
+    [
+        (None, [], False), (["a", "b"], ["a", "b"], False), (("a", r"b.\1"), ["a", r"b.\1"], False),
+        ([rule("a"), rule("b", transpose=(1, 0))], ["a", "b"], False),
+        (["a", rule("b"), ("c", None)], ["a", "b", "c"], False),
+        ([("a", None), ("b", ((1, 0), None))], ["a", "b"], True),
+        (("a", ("b", None)), ["a", "b"], False), ([("a", Transform.LINEAR)], ["a"], True),
+        (["a", None], ["a"], True), (["a"], ["a"], False),
+    ],
+)  # fmt: skip
+def test_lists_are_read(value: Any, names: list[str], family: bool) -> None:
+    (entry,) = keymaps.read({r"(\w)": value})
+    assert [name for found in entry.rules for name in found.names] == names
+    assert entry.family == family
+
+
+def test_names_of_one_rule_share_its_steps() -> None:
+    found = rule(["a", r"b.\1"], transpose=(1, 0))
+    assert _fields(found) == {"names": ("a", r"b.\1"), "transpose": (1, 0)}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +133,8 @@ def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("names", "split"),
     [
-        (["a", "b"], None), ([], 0), ([None], 0), ([1, "a"], 0), ("a", 0), (5, None), (None, None),
+        (["a", None], None), ([], None), ([], 0), ([None], 0), ([1, "a"], 0), ("a", 0), (5, None),
+        (None, None),
         (["a", "b"], (0, (1,))), (["a", "b"], (0, (1, -1))), (["a", "b"], "0"),
         (["a", "b"], (0, 1, 2)), (["a", "b"], True), (b"a", None),
     ],
@@ -125,7 +147,8 @@ def test_senseless_names_and_splits_are_refused(names: Any, split: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        5, ("a",), ("a", "b"), ("a", None, None), ("a", 5), ("a", ((1, 0),)), ("a", ((1, 1), None)),
+        5, (), [5], ["a", 5], [["a", "b"]], ("a", None, None), ["a", "b", None], ("a", r"\3"),
+        ("a", 5), [rule("a"), rule("b", stack=3)], ("a", ((1, 0),)), ("a", ((1, 1), None)),
         ("a", (None, (-2,))), ("a", ((1, 0), None, 1)), ("a", ((1, 0), None, True, True)),
         (5, None), r"\3", r"\g<m>", r"\q", rule("a", stack=3), rule("a", stack="m"),
         rule("a", concat=(0, 3)), rule(["a", r"\9"], split=0), {"a": "b"}, b"a",

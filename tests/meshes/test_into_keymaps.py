@@ -111,6 +111,45 @@ def test_the_same_on_one_device(tmp_path):
         assert np.asarray(array).tobytes() == numbers.tobytes()
 
 
+@pytest.mark.parametrize("shardings", [P("x", "y"), P(), None])
+@pytest.mark.parametrize("landing", ["auto", "framework"])
+def test_leaves_of_one_tensor_are_arrays_of_their_own(tmp_path, landing, shardings):
+    """One may be given away, and the other is still there."""
+    stored = np.random.default_rng(0).standard_normal((64, 32), np.float32)
+    shape = jax.ShapeDtypeStruct(stored.shape, stored.dtype)
+    turned = jax.ShapeDtypeStruct((32, 64), stored.dtype)
+    lines = [mfload.rule(["embed", "head"]), mfload.rule("turned", transpose=(1, 0))]
+    made = mfload.load_into(
+        {"embed": shape, "head": shape, "turned": turned},
+        save(tmp_path / "model.safetensors", {"w": stored}),
+        mapping={"w": lines},
+        mesh=None if shardings is None else MESH,
+        shardings=shardings,
+        landing=landing,
+    )
+    double = jax.jit(lambda array: array * 2, donate_argnums=0)
+    assert (np.asarray(double(made["embed"])) == stored * 2).all()
+    assert (np.asarray(made["head"]) == stored).all()
+    assert (np.asarray(made["turned"]) == stored.T).all()
+
+
+def test_dtypes_go_by_names_of_leaves(tmp_path):
+    stored = {f"stored.{name}": np.ones(8, np.float32) for name in "abc"}
+    shape = jax.ShapeDtypeStruct((8,), np.float16)
+    report = mfload.Report()
+    made = mfload.load_into(
+        {"a": shape, "b": shape, "c": shape},
+        save(tmp_path / "model.safetensors", stored),
+        mapping={r"stored\.(.)": r"\1"},
+        dtype={"a": "bfloat16", r"^b": "float32", "stored": "int8"},
+        report=report,
+    )
+    assert {name: str(array.dtype) for name, array in made.items()} == {
+        "a": "bfloat16", "b": "float32", "c": "float16",
+    }  # fmt: skip
+    assert "dtype= has a regex that matches no name of the target: 'stored'" in report.notes
+
+
 def test_layers_share_compilations(tmp_path):
     """As many programs as there are distinct shapes, however many layers there are."""
     layers, wide = 12, 8

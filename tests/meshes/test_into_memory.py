@@ -137,9 +137,94 @@ def test_small_leaves_come_in_waves(tmp_path: Path) -> None:
     assert report.result_bytes == report.read_bytes // 2
 
 
+KINDS = ["device", "pinned_host", "unpinned_host"]
+MADE = {
+    "plain": ("a", W, 1 << 20),
+    "transposed": (mfload.rule("a", transpose=(1, 0)), W.T, 1 << 20),
+    "cast": (mfload.rule("a", cast="bfloat16"), W.astype(ml_dtypes.bfloat16), 1 << 20),
+    "scaled": (mfload.rule("a", scale=0.5), W * np.float32(0.5), 700 << 10),
+}
+
+
+@pytest.mark.parametrize("cap", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P("y"), P(None, "x"), P()])
+@pytest.mark.parametrize("made", MADE)
+def test_any_memory_of_a_device(path: Path, kind: str, spec: P, made: str, cap: bool) -> None:
+    if kind not in {each.kind for each in jax.devices()[0].addressable_memories()}:
+        pytest.skip("these devices have no such memory")
+    rule, whole, limit = MADE[made]
+    sharding = NamedSharding(shards.mesh((2, 4)), spec, memory_kind=kind)
+    target = {"a": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)}
+    mapping = {"w": rule, "v": None}
+    options: Any = {"max_host_overhead": limit, "threads": 1} if cap else {}
+    report = mfload.Report()
+    loaded = mfload.load_into(target, path, mapping=mapping, report=report, **options)
+    shards.assert_sharded(loaded["a"], np.ascontiguousarray(whole), sharding)
+    assert {shard.data.sharding.memory_kind for shard in loaded["a"].addressable_shards} == {kind}
+    assert report.peak_bytes - (made == "plain") * 8 * W.nbytes <= limit
+
+
+def test_a_shard_that_is_moved_fits_the_overhead(tmp_path: Path) -> None:
+    """It lies in two memories for a while."""
+    whole = np.arange(1024 * 1024, dtype=np.float32).reshape(1024, 1024)
+    path = samples.save(tmp_path / "m.safetensors", {"a": whole})
+    mapping: Any = {"a": ("a", ((1, 0), None))}
+
+    def load(spec: P, limit: int) -> Any:
+        sharding = NamedSharding(shards.mesh((2, 4)), spec, memory_kind="pinned_host")
+        target = {"a": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)}
+        return mfload.load_into(target, path, mapping=mapping, max_host_overhead=limit, threads=1)[
+            "a"
+        ]
+
+    with pytest.raises(errors.MemoryLimitError, match="a shard that is moved exceeds") as caught:
+        load(P(), (4 << 20) - 1)
+    assert caught.value.tensor == "a"
+    made = load(P(), asked(caught.value))
+    assert (np.asarray(made) == whole.T).all()
+    load(P("x", "y"), 1 << 20)
+
+
+def asked(error: errors.MfloadError) -> int:
+    """The overhead that would do, as an error says."""
+    return int(str(error.expected).split()[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("limit", [0, 38912, 155648, 300000])
+def test_the_overhead_that_is_asked_for_does(
+    path: Path, target: Any, limit: int, threads: int
+) -> None:
+    def load(overhead: int) -> Any:
+        return mfload.load_into(
+            target, path, mapping=MAP, max_host_overhead=overhead, threads=threads
+        )
+
+    with pytest.raises(errors.MemoryLimitError, match="max_host_overhead is too small") as caught:
+        load(min(limit, 76 * 1024 * threads * 4 - 1))
+    assert caught.value.found == min(limit, 76 * 1024 * threads * 4 - 1)
+    made = load(asked(caught.value))
+    assert (np.asarray(made["turned"]) == W.T).all()
+
+
+def test_the_overhead_asked_for_a_row_that_is_large(tmp_path: Path) -> None:
+    whole = np.arange(2 << 20, dtype=np.uint8).reshape(2, -1)
+    path = samples.save(tmp_path / "m.safetensors", {"a": whole})
+    target = {"a": jax.ShapeDtypeStruct((1 << 20,), np.float16)}
+    mapping = {"a": mfload.rule("a", reshape=(-1,), cast="float16")}
+    target = {"a": jax.ShapeDtypeStruct((2 << 20,), np.float16)}
+    with pytest.raises(errors.MemoryLimitError) as caught:
+        mfload.load_into(target, path, mapping=mapping, max_host_overhead=1, threads=1)
+    found = mfload.load_into(
+        target, path, mapping=mapping, max_host_overhead=asked(caught.value), threads=1
+    )
+    assert (np.asarray(found["a"]) == whole.ravel().astype(np.float16)).all()
+
+
 def test_what_can_not_be_cut_finely_enough(path: Path, target: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(slabs, "most", lambda parts: 1 << 30)
-    with pytest.raises(errors.MemoryLimitError, match="however it is cut") as caught:
+    with pytest.raises(errors.MemoryLimitError, match="is made of exceeds") as caught:
         mfload.load_into(target, path, mapping=MAP, max_host_overhead=1 << 20)
     assert caught.value.tensor == "turned"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -51,6 +53,12 @@ class Pair:
 
 
 jax.tree_util.register_dataclass(Pair, data_fields=["w", "b"], meta_fields=["name"])
+
+
+def bare(*names: str) -> Any:
+    """The warning about leaves that stay and have no value."""
+    found = r".*only shapes for them .*not by nnx\.eval_shape"
+    return pytest.warns(UserWarning, match=r".*".join(map(re.escape, names)) + found)
 
 
 class Named(NamedTuple):
@@ -144,7 +152,8 @@ def test_a_dtype_that_no_checkpoint_has(two):
     odd = jax.ShapeDtypeStruct((3,), jnp.int4)
     with pytest.raises(errors.MappingError, match="odd: no stored tensor becomes int4"):
         mfload.load_into({"w": sds(W), "b": sds(B), "odd": odd}, two)
-    assert mfload.load_into({"w": sds(W), "odd": odd}, two, strict=False)["odd"] is odd
+    with bare("1 leaf (odd)"):
+        assert mfload.load_into({"w": sds(W), "odd": odd}, two, strict=False)["odd"] is odd
 
 
 def test_no_tree_and_tracers(two):
@@ -206,6 +215,29 @@ def test_unmatched_is_about_leaves_that_nobody_speaks_for(two):
         )
 
 
+def test_a_leaf_is_not_asked_where_a_rule_speaks(linen, variables, two, tmp_path):
+    rule = [("far.kernel", P(None, "y"))]
+    made = mfload.load_into(variables, linen, mesh=MESH, shardings=rule)
+    same(made["params"]["far"]["kernel"].value, linen_stored()["params.far.kernel"], P(None, "y"))
+    kernel = nnx.with_partitioning(nnx.initializers.zeros, ("embed", "mlp"))
+    with nnx.use_eager_sharding(False):
+        module = nnx.Linear(16, 32, kernel_init=kernel, use_bias=False, rngs=nnx.Rngs(0))
+    path = save(tmp_path / "m.safetensors", {"kernel": W})
+    made = mfload.load_into(module, path, mesh=MESH, shardings=P(None, "x"))
+    same(made.kernel.get_value(), W, P(None, "x"))
+    own = NamedSharding(MESH.abstract_mesh, P("y"))
+    target = {"w": sds(W, own), "b": sds(B, own)}
+    made = mfload.load_into(target, two, shardings=NamedSharding(MESH, P("x")))
+    same(made["w"], W, P("x"))
+
+
+def test_what_leaves_say_amiss_is_told_of_all(two):
+    own = NamedSharding(MESH.abstract_mesh, P("y"))
+    with pytest.raises(errors.ShardingError) as caught:
+        mfload.load_into({"w": sds(W, own), "b": sds(B, own)}, two)
+    assert [line.split(":")[0] for line in caught.value.problems] == ["b", "w"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_abstract_meshes_are_bound(two, kind):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
@@ -237,6 +269,22 @@ def test_a_sharding_that_does_not_fit_names_the_leaf(two):
     with pytest.raises(errors.ShardingError, match=r"no axis 'z'.*'w'") as caught:
         mfload.load_into({"w": sds(W), "b": sds(B)}, two, mesh=MESH, shardings=[("w", P("z"))])
     assert caught.value.tensor == "w"
+
+
+def test_rules_for_stored_names_are_told_of(tmp_path):
+    path = save(tmp_path / "m.safetensors", {"q_proj.weight": W})
+    target, mapping = {"q": {"kernel": sds(W)}}, {r"q_proj\.weight": "q.kernel"}
+    for rule in (r"q_proj\.weight", "nothing"):
+        with pytest.warns(UserWarning, match="no rule of shardings= matches any") as told:
+            mfload.load_into(target, path, mapping=mapping, mesh=MESH, shardings=[(rule, P("x"))])
+        (text,) = (str(each.message) for each in told)
+        assert told[0].filename == __file__
+        assert ("not by stored ones" in text) == (rule != "nothing")
+        assert "'q.kernel'" in text
+        assert "all of them are replicated" in text
+    own = {"q": {"kernel": sds(W, NamedSharding(MESH, P("x")))}}
+    with pytest.warns(UserWarning, match="matches any of the 1 tensors; names are") as told:
+        mfload.load_into(own, path, mapping=mapping, mesh=MESH, shardings={"nothing": P("x")})
 
 
 # -- nnx -------------------------------------------------------------------------------------
@@ -297,7 +345,9 @@ def test_modules(model, abstract, kind):
         target = nnx.eval_shape(lambda: Model(nnx.Rngs(0))) if abstract else Model(nnx.Rngs(0))
     mean = target.blocks[1].norm.mean.get_value()
     key = target.blocks[0].drop.rngs.key.get_value()
-    made = mfload.load_into(target, model, mesh=mesh)
+    told = bare("blocks.0.drop.rngs.count", "and 5 more")
+    with told if abstract else contextlib.nullcontext():
+        made = mfload.load_into(target, model, mesh=mesh)
     assert type(made) is Model
     assert made is not target
     check_model(made, stored())
@@ -334,7 +384,8 @@ def test_a_module_that_was_loaded_works(model):
 def test_axes_of_a_variable_where_tracing_told_nothing(model):
     with nnx.use_eager_sharding(False), jax.set_mesh(MESH):
         target = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-    made = mfload.load_into(target, model, mesh=MESH)
+    with bare("8 leaves"):
+        made = mfload.load_into(target, model, mesh=MESH)
     same(made.blocks[0].linear.kernel.get_value(), stored()["blocks.0.linear.kernel"], P("x", "y"))
 
 
@@ -348,7 +399,8 @@ def test_axes_of_a_variable_go_before_a_trace_that_split_nothing(tmp_path):
 def test_states(model):
     with nnx.use_eager_sharding(False):
         graph, state = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
-    made = mfload.load_into(state, model, mesh=MESH)
+    with bare("8 leaves"):
+        made = mfload.load_into(state, model, mesh=MESH)
     assert type(made) is nnx.State
     whole = nnx.merge(graph, made)
     assert isinstance(whole.blocks[0].drop.rngs.key.get_value(), jax.ShapeDtypeStruct)
@@ -359,7 +411,8 @@ def test_shardings_as_a_state(model):
     with nnx.use_eager_sharding(False):
         target = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
     shardings = nnx.get_named_sharding(nnx.state(target), MESH)
-    made = mfload.load_into(target, model, shardings=shardings)
+    with bare("8 leaves"):
+        made = mfload.load_into(target, model, shardings=shardings)
     check_model(made, stored(), spec=P("x", "y"))
 
 
@@ -384,7 +437,7 @@ def test_a_shared_variable_goes_by_any_of_its_names(tmp_path):
     whole = stored()
     whole["head"] = whole.pop("embed.embedding")
     with nnx.use_eager_sharding(False):
-        target = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+        target = Model(nnx.Rngs(0))
     made = mfload.load_into(target, save(tmp_path / "m.safetensors", whole))
     same(made.embed.embedding.get_value(), whole["head"])
     assert made.head is made.embed.embedding
@@ -460,7 +513,8 @@ def test_boxes(linen, variables, abstract, wrap, rules):
     if abstract:
         variables = jax.eval_shape(Dense().init, jax.random.key(0), jnp.ones((2, 16)))
     target = wrap(variables)
-    made = mfload.load_into(target, linen, mesh=MESH, logical_axis_rules=rules)
+    with bare("batch_stats.norm.mean") if abstract else contextlib.nullcontext():
+        made = mfload.load_into(target, linen, mesh=MESH, logical_axis_rules=rules)
     assert type(made) is wrap
     near, far = made["params"]["near"]["kernel"], made["params"]["far"]["kernel"]
     assert type(near) is nn.Partitioned
@@ -501,6 +555,56 @@ def test_rules_that_are_none(linen, variables, rules):
         mfload.load_into(variables, linen, mesh=MESH, logical_axis_rules=rules)
 
 
+@pytest.mark.parametrize(
+    ("names", "rules", "spec"),
+    [
+        (("embed", "mlp"), [("embed", "x"), ("mlp", "x")], P("x", None)),
+        (("embed", "mlp"), [("mlp", "x"), ("embed", "x")], P(None, "x")),
+        (("embed", "mlp"), [("embed", "x"), ("mlp", "x"), ("mlp", "y")], P("x", "y")),
+        (("embed", "mlp"), [("embed", ("x", "y")), ("mlp", "y")], P(("x", "y"), None)),
+        (("embed", "mlp"), [("embed", None), ("embed", "x"), ("mlp", "y")], P(None, "y")),
+    ],
+)
+def test_an_axis_that_is_taken(tmp_path, names, rules, spec):
+    """Variables of NNX lie where boxes of Linen do."""
+    box = nn.LogicallyPartitioned(sds(W), names)
+    variable = nnx.Param(sds(W), out_sharding=names, eager_sharding=False)
+    path = save(tmp_path / "m.safetensors", {"a": W, "b": W})
+    made = mfload.load_into({"a": box, "b": variable}, path, mesh=MESH, logical_axis_rules=rules)
+    same(made["a"].value, W, spec)
+    same(made["b"].get_value(), W, spec)
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "spec"),
+    [
+        (("x", "mlp"), [("mlp", "x")], P("x", None)),
+        (("mlp", "mlp"), [("mlp", "x")], P("x", None)),
+        ((("mlp", "x"), "embed"), [("embed", "x"), ("mlp", "y")], P(("y", "x"), None)),
+    ],
+)
+def test_axes_of_a_mesh_beside_logical_ones(names, rules, spec):
+    found = flax_axes.sharding("w", Axes(names, None, None, False), MESH, rules)
+    assert found == NamedSharding(MESH, spec)
+
+
+def test_an_axis_for_two_dims():
+    with pytest.raises(errors.ShardingError, match=r"'x' for two dims.*'w'"):
+        flax_axes.sharding("w", Axes(("x", "x"), None, None, False), MESH, None)
+    with pytest.raises(errors.ShardingError, match=r"'x' for two dims.*'w'"):
+        flax_axes.sharding("w", Axes(("a", "b"), None, None, False), MESH, [("a", ("x", "x"))])
+
+
+def test_a_logical_axis_without_a_rule():
+    axes = Axes(("embed", "mlp"), None, None, False)
+    with pytest.raises(errors.ShardingError, match="logical_axis_rules= says where"):
+        flax_axes.sharding("w", axes, MESH, None)
+    with pytest.raises(errors.ShardingError, match=r"add \('mlp', None\) to logical_axis_rules"):
+        flax_axes.sharding("w", axes, MESH, [("embed", "x")])
+    with pytest.raises(errors.ShardingError, match=r"the mesh lacks \["):
+        flax_axes.sharding("w", axes, MESH, [("embed", "x"), ("mlp", "z")])
+
+
 def test_axes_of_boxes_on_a_mesh_of_their_own():
     axes = Axes(("x", None), MESH, None, False)
     assert flax_axes.sharding("w", axes, None, None) == NamedSharding(MESH, P("x", None))
@@ -524,22 +628,132 @@ def test_params_alone(tmp_path, variables):
 # -- a TrainState ----------------------------------------------------------------------------
 
 
-def test_train_states(linen, variables):
-    state = TrainState.create(
-        apply_fn=Dense().apply, params=variables["params"], tx=optax.adam(1e-3)
-    )
-    with pytest.raises(errors.MappingError, match=r"missing: opt_state\.0\.count"):
-        mfload.load_into(state, linen, mesh=MESH, logical_axis_rules=RULES)
-    made = mfload.load_into(state, linen, mesh=MESH, logical_axis_rules=RULES, strict=False)
+@pytest.fixture
+def state(variables):
+    return TrainState.create(apply_fn=Dense().apply, params=variables["params"], tx=ADAM)
+
+
+ADAM = optax.adam(1e-3)
+MOMENTS = "opt_state.0.mu.near.bias"
+
+
+def test_train_states(linen, state):
+    report = mfload.Report()
+    made = mfload.load_into(state, linen, mesh=MESH, logical_axis_rules=RULES, report=report)
     assert type(made) is TrainState
     assert made.tx is state.tx
     assert made.apply_fn == state.apply_fn
     assert made.step == 0
     assert made.opt_state[0].count is state.opt_state[0].count
+    assert any("(step, opt_state.0.count, opt_state.0.mu" in note for note in report.notes)
     assert jax.tree.structure(made) == jax.tree.structure(state)
     same(made.params["near"]["kernel"].value, linen_stored()["params.near.kernel"], P("x", "y"))
     grads = jax.tree.map(jnp.ones_like, made.params)
     assert made.apply_gradients(grads=grads).step == 1
+
+
+def test_an_abstract_train_state(linen, state):
+    def create():
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+    with bare("14 leaves (step, opt_state.0.count", "and 11 more"):
+        made = mfload.load_into(jax.eval_shape(create), linen)
+    assert isinstance(made.opt_state[0].count, jax.ShapeDtypeStruct)
+    same(made.params["near"]["bias"], linen_stored()["params.near.bias"])
+
+
+def test_an_optimizer_comes_as_a_whole(tmp_path, state):
+    some = linen_stored() | {MOMENTS: numbers((32,), np.float32, 9)}
+    path = save(tmp_path / "some.safetensors", some)
+    with pytest.raises(errors.MappingError, match=r"missing: opt_state\.0\.count") as caught:
+        mfload.load_into(state, path)
+    assert len(caught.value.problems) == 12
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
+    for n, (at, leaf) in enumerate(leaves):
+        name = jax.tree_util.keystr(at, simple=True, separator=".").removesuffix(".value")
+        some[f"opt_state.{name}"] = numbers(leaf.shape, leaf.dtype, n)
+    made = mfload.load_into(state, save(tmp_path / "all.safetensors", some))
+    same(made.opt_state[0].mu["near"]["bias"], some[MOMENTS])
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize("as_state", [False, True])
+def test_optimizers_of_nnx(tmp_path, abstract, as_state):
+    def create():
+        model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
+
+    target = nnx.eval_shape(create) if abstract else create()
+    if as_state:
+        target = nnx.state(target)
+    path = save(tmp_path / "m.safetensors", {"model.kernel": W, "model.bias": W[0]})
+    told = bare("6 leaves", "optimizer.", "and 3 more")
+    with told if abstract else contextlib.nullcontext():
+        made = mfload.load_into(target, path)
+    assert type(made) is type(target)
+    model = made["model"]
+    same((model["kernel"] if as_state else model.kernel).get_value(), W)
+    stored = {"model.kernel": W, "model.bias": W[0], "optimizer.step": np.array(3, np.uint32)}
+    with pytest.raises(errors.MappingError, match=r"missing: optimizer\.opt_state"):
+        mfload.load_into(target, save(tmp_path / "some.safetensors", stored))
+
+
+# -- what stays, and what can't be filled ----------------------------------------------------
+
+
+def test_what_stays_is_noted_and_the_warning_points_here(model):
+    report = mfload.Report()
+    with nnx.use_eager_sharding(False):
+        mfload.load_into(Model(nnx.Rngs(0)), model, report=report)
+        target = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    (note,) = (note for note in report.notes if "stay as they are" in note)
+    assert "8 leaves (blocks.0.drop.rngs.count, blocks.0.drop.rngs.key, blocks.0.norm.mean" in note
+    with bare("8 leaves") as told:
+        mfload.load_into(target, model)
+    assert [each.filename for each in told] == [__file__]
+
+
+def test_nothing_is_said_where_all_is_filled(two):
+    report = mfload.Report()
+    mfload.load_into({"w": sds(W), "b": sds(B), "f": print, "t": "text"}, two, report=report)
+    assert not any("stay" in note for note in report.notes)
+
+
+@dataclasses.dataclass
+class Unknown:
+    w: Any
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (None, ["NoneType", "a pytree with"]),
+        ({}, ["dict", "a pytree with"]),
+        ("model", ["str"]),
+        (Unknown(sds(W)), ["Unknown", "jax.tree_util.register_dataclass"]),
+        (Unknown, ["the class Unknown", "an instance, such as"]),
+        (nnx.Linear, ["the class Linear", "nnx.eval_shape"]),
+    ],
+)
+def test_targets_without_a_place_for_a_tensor(two, strict, target, words):
+    with pytest.raises(errors.UsageError, match="no leaf of the target can hold") as caught:
+        mfload.load_into(target, two, strict=strict)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_what_split_gives(two):
+    split = nnx.split(nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
+    with pytest.raises(errors.UsageError, match=r"nnx\.split.*pass the state.*nnx\.merge"):
+        mfload.load_into(split, two)
+
+
+def test_something_must_fit(two, tmp_path):
+    with pytest.raises(errors.MappingError, match=r"nothing in the.*mapping=.*'kernel'.*'(w|b)'"):
+        mfload.load_into({"kernel": sds(W)}, two, strict=False)
+    empty = save(tmp_path / "empty.safetensors", {})
+    with bare("kernel"):
+        mfload.load_into({"kernel": sds(W)}, empty, strict=False)
 
 
 # -- names -----------------------------------------------------------------------------------

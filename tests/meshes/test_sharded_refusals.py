@@ -152,6 +152,14 @@ def test_rules_without_a_tensor_are_noted(path: Path) -> None:
     assert not any("shardings" in n for n in mfload.plan(path, mesh=mesh, shardings=P()).notes)
 
 
+@pytest.mark.parametrize("rules", [[("q_proj", P("x"))], {"layers": {"q": P("x")}}])
+def test_rules_of_which_none_matches_are_told_of(path: Path, rules: Any) -> None:
+    for call in _calls(path, mesh=shards.mesh((2,)), shardings=rules)[1:]:
+        with pytest.warns(UserWarning, match="matches any of the 3 tensors: all of them") as told:
+            call()
+        assert [each.filename for each in told] == [__file__]
+
+
 def test_what_a_function_raises_is_its_own(path: Path) -> None:
     def fail(name: str, _: Any) -> Any:
         raise LookupError(name)

@@ -27,7 +27,7 @@ class MemoryBoard:
     def __init__(self, memory: Memory, before: Callable[[], None] = lambda: None) -> None:
         self._memory = memory
         self.before = before
-        self.turns: dict[str, int] = {}
+        self.place: Any = None
         self.kept: dict[str, int] = {}
 
     def post(self, key: str, text: str) -> None:

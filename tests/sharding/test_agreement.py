@@ -172,7 +172,7 @@ def test_who_loads_alone_times_out_and_the_latecomer_hears_of_it() -> None:
 
 def test_a_dead_process_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = boards.Memory()
-    boards.MemoryBoard(memory).post("mfload/who/1", "its name")
+    boards.MemoryBoard(memory).post("mfload/at/1", liveness.Place("its name").text())
     monkeypatch.setattr(liveness, "alive", lambda who: who != "its name")
     start = time.monotonic()
     with pytest.raises(errors.ProcessError, match="process 1 is gone"):
@@ -315,7 +315,7 @@ def test_fingerprints_of_many_lines_differ() -> None:
     lines = [f"tensor {n}" for n in range(5000)]
     other = [*lines[:-2], "another", lines[-1]]
     posts = {0: ("files", agreement.fingerprint(lines)), 1: ("files", agreement.fingerprint(other))}
-    verdict: Any = verdicts.compare(posts)
+    verdict: Any = verdicts.compare(posts, lambda text: text)
     assert verdict.kind == "differ"
     assert "tensor 4999" in verdict.problems[0]
     assert verdicts.read(verdict.text()) == verdict
