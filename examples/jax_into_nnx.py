@@ -186,10 +186,12 @@ else:
 # ## Names that need no map
 #
 # Where the model spells its parameters as the checkpoint does and keeps their layout, there is
-# nothing to say. [The encoder of the MiniLM demo](minilm/encoder.py) is written like that, and all
-# it takes is
+# nothing to say. [The encoder of the MiniLM demo](minilm/encoder.py) is written like that; its file
+# holds a pooling head and a table of positions, too, which `strict=False` leaves out. All it takes
+# is
 #
-#     model = mfload.load_into(nnx.eval_shape(lambda: Encoder(config)), path, mesh=mesh)
+#     target = nnx.eval_shape(lambda: SentenceEncoder(config))
+#     model = mfload.load_into(target, path, mesh=mesh, strict=False)
 
 # %%
 folder.cleanup()

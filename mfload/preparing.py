@@ -221,6 +221,11 @@ def _threads(legs: Sequence[routing.Leg]) -> int:
     return wanted
 
 
+def threads_at_most(settings: Settings) -> int:
+    """Readers at once, at most, whatever files there are."""
+    return settings.threads or max(min(probes.cores(), _MOST_THREADS), _DIRECT_THREADS)
+
+
 def least(threads: int) -> int:
     """The least overhead that leaves each of some readers a slot."""
     return threads * (_LEAST_BLOCK + 3 * _PAGE)

@@ -97,19 +97,22 @@ class Standing(NamedTuple):
     """How far the swaps between some processes have come, as one of them knows.
 
     Attributes:
-        count: Swaps that it has begun.
+        begun: Swaps that it has begun.
         width: Bytes of a row of the last.
         broken: Whether one ended with an error, so that nobody knows who took part.
     """
 
-    count: int = 0
+    begun: int = 0
     width: int = 0
     broken: bool = False
 
 
 class _Swaps:
-    """The swaps over some devices. A collective meets those of the others in order, so that a link
-    may begin only where all have begun as many, and none is under way."""
+    """The swaps over some devices.
+
+    A collective meets those of the others in order, so that a link may begin only where all have
+    begun as many, and none is under way.
+    """
 
     def __init__(self) -> None:
         self.standing = Standing()
@@ -170,7 +173,7 @@ class Link:
                 outcome.append(error)
 
         thread = threading.Thread(target=run, name="mfload-swap", daemon=True)
-        swaps.standing = Standing(swaps.standing.count + 1, self.width, swaps.standing.broken)
+        swaps.standing = Standing(swaps.standing.begun + 1, self.width, swaps.standing.broken)
         swaps.last = thread
         thread.start()
         return lambda meanwhile: self._wait(thread, outcome, meanwhile)
@@ -182,7 +185,7 @@ class Link:
             count: Swaps that some process has begun.
             meanwhile: Called while waiting; it may raise.
         """
-        if self._swaps.standing.count < count:
+        if self._swaps.standing.begun < count:
             self.swap(self.buffer())(meanwhile)
         elif self._swaps.last is not None:
             self._wait(self._swaps.last, [None], meanwhile)
@@ -246,10 +249,10 @@ class Links:
         """
         standings = _standings(said)
         first = max(standings)
-        ahead = {each.width for each in standings if each.count == first.count}
-        least = min(each.count for each in standings)
+        ahead = {each.width for each in standings if each.begun == first.begun}
+        least = min(each.begun for each in standings)
         return not any(each.broken for each in standings) and (
-            least == first.count or (least == first.count - 1 and len(ahead) == 1)
+            least == first.begun or (least == first.begun - 1 and len(ahead) == 1)
         )
 
     def open(self, width: int, said: Mapping[int, str], meanwhile: Callable[[], None]) -> Link:
@@ -265,9 +268,9 @@ class Links:
             ProcessError: It ends with an error.
         """
         first = max(_standings(said))
-        if first.count:
+        if first.begun:
             before = Link(self._devices, first.width, self._deadline)
-            before.catch_up(first.count, meanwhile)
+            before.catch_up(first.begun, meanwhile)
         return Link(self._devices, width, self._deadline)
 
 

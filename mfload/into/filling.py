@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mfload import dtypes, errors, frameworks, mapping, planning, preparing
-from mfload.frameworks.adapter import Adapter
+from mfload import dtypes, errors, frameworks, mapping, planning
 from mfload.index import Index
-from mfload.into import pulling, slabs, tally
+from mfload.into import pulling, room, slabs, tally
 from mfload.into.goals import Goal
 from mfload.into.pulling import Part, Requests
 from mfload.into.slabs import Piece
@@ -29,9 +28,6 @@ Advance = Callable[[int], None] | None
 Fetch = Callable[..., list[tuple[Any, ...]]]
 """`fetching.fetch`, told of the other processes: (needs, rank, loader, report=, advance=)."""
 
-# What the readers' slots may take of the overhead while transforms are under way: the rest is for
-# what waits for them.
-_SLOTS = 4
 # Seconds to wait for memory to be let go of, where another load of the process needs none.
 _PATIENCE, _TICK = 0.1, 0.0002
 
@@ -72,13 +68,19 @@ class Filling:
             if others:
                 made.append((number, others))
         self._plain = pulling.requests(plain)
-        limit = OVERHEAD if settings.max_host_overhead is None else settings.max_host_overhead
-        slots = limit // _SLOTS
+        adapter = self._jax.JaxMeshAdapter(self._spots.of(self.rank))
+        self._on_host: bool = adapter.on_host
+        limit = OVERHEAD
+        if settings.max_host_overhead is not None:
+            waiting = pulling.requests(pulling.sources(part for _, some in made for part in some))
+            needs = waiting.needs.get(self.rank, [])
+            readers = room.readers(needs, index, sources, adapter, settings)
+            limit = max(settings.max_host_overhead, readers)
+        slots = limit // room.SLOTS
         self._waves = list(
             slabs.waves(((n, goals[n].recipe, parts) for n, parts in made), limit - slots)
         )
         self._wanted = [pulling.requests(pulling.sources(_flat(wave))) for wave in self._waves]
-        adapter = self._jax.JaxMeshAdapter(self._spots.of(self.rank))
         # Whole rows are read over rather than skipped, where a few are not wanted.
         settings = replace(settings, merge_gap=planning.MESH_GAP)
         self._loader = Loader(index, sources, adapter, settings)
@@ -86,9 +88,9 @@ class Filling:
         least = slots if adapter.on_host else settings.max_host_overhead
         waiting = replace(settings, landing="mfload", max_host_overhead=least)
         self._waiting = Loader(index, sources, adapter, waiting)
-        if settings.max_host_overhead is not None and self._waves:
-            threads = self._threads(index, sources, adapter)
-            self._check_room(settings.max_host_overhead, threads, on_host=adapter.on_host)
+        if settings.max_host_overhead is not None:
+            pieces = [piece for wave in self._waves for piece in wave]
+            room.check(settings.max_host_overhead, limit, pieces, goals, self._moved)
         self._arrays: list[dict[int, Any]] = [{} for _ in goals]
 
     def _parts(self, goal: Goal) -> tuple[list[Wanted], list[Part]]:
@@ -115,30 +117,12 @@ class Filling:
             ]
         return direct, others
 
-    def _threads(self, index: Index, sources: Sequence[LocalFile], adapter: Adapter) -> int:
-        """How many readers there will be for what waits."""
-        needs = [need for each in self._wanted for need in each.needs.get(self.rank, ())]
-        free = replace(self._settings, landing="mfload", max_host_overhead=None)
-        return preparing.Preparation(needs, index, sources, adapter, free).threads if needs else 0
-
-    def _check_room(self, limit: int, threads: int, *, on_host: bool) -> None:
-        """Refuses an overhead in which transforms can't be done, and says which would do."""
-        slots = preparing.least(threads) * (_SLOTS if on_host else 1)
-        small = "max_host_overhead is too small for readers beside transforms; or ask for fewer"
-        wanted: list[tuple[int, str, str | None]] = [(slots, small, None)]
-        for piece in (piece for wave in self._waves for piece in wave):
-            goal = self._goals[piece.owner]
-            made = slabs.most(piece.parts) * _SLOTS // (_SLOTS - 1) + 1
-            wanted.append((made, "what the tensor is made of exceeds the overhead", goal.name))
-            if on_host and not self._spots.plain(goal.sharding):
-                shard = goal.sharding.shard_shape(goal.shape)
-                moved = goal.recipe.dtype.size_of(shard) or 0
-                wanted.append((moved, "a shard that is moved exceeds the overhead", goal.name))
-        least, message, name = max(wanted, key=lambda each: each[0])
-        if least > limit:
-            raise errors.MemoryLimitError(
-                message, tensor=name, expected=f"{least} bytes or more", found=limit
-            )
+    def _moved(self, number: int) -> int:
+        """Bytes of host memory that a shard of a goal takes twice while it is moved."""
+        goal = self._goals[number]
+        if not self._on_host or self._spots.plain(goal.sharding):
+            return 0
+        return goal.recipe.dtype.size_of(goal.sharding.shard_shape(goal.shape)) or 0
 
     @property
     def stored_bytes(self) -> int:

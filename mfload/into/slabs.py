@@ -10,6 +10,8 @@ from mfload.into import pulling
 from mfload.into.pulling import Part
 from mfload.mapping import Recipe, Source
 
+_STRETCHES = 1 << 14  # Of a goal; each is a call of a compiled function.
+
 
 class Piece(NamedTuple):
     """Parts of one goal that are made at once.
@@ -101,12 +103,20 @@ def _fit(recipe: Recipe, parts: Sequence[Part], axis: int, limit: int) -> tuple[
     """The largest stretches along a dim that fit, and what they need."""
     length = _length(parts, axis)
     count = max(2, math.ceil(most(parts) / limit)) if limit > 0 else length
+    size = max(1, -(-length // count), length // _STRETCHES)
     while True:
-        size = max(1, -(-length // count))
-        needed = most([pulling.sub_part(recipe, part, axis, 0, size) for part in parts])
-        if needed <= limit or size == 1:
+        # Where a reshape splits dims, stretches of one size take different boxes.
+        needed = 0
+        for at in range(0, length, size):
+            stop = min(at + size, length)
+            stretch = [pulling.sub_part(recipe, part, axis, at, stop) for part in parts]
+            needed = max(needed, most(stretch))
+            if needed > limit:
+                break
+        if needed <= limit or size == 1 or length // size >= _STRETCHES:
             return Cut(axis, size), needed
-        count = -(-length // size) * 2
+        # Of the next, few cross an edge between the dims that a reshape has joined.
+        size = 1 << ((size - 1).bit_length() - 1)
 
 
 def most(parts: Sequence[Part]) -> int:

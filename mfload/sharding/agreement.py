@@ -5,9 +5,9 @@ processes have come proposes to go on; whoever fails, gives up, or misses a proc
 stop. The first proposal counts, for everybody: a process that gives up and a process that goes on
 can't both be right. Nothing here moves weights: a few short texts pass over the board.
 
-A process that has not come may be slow, or busy with others, and is waited for. Only what can't come
-right is an error: it failed or ended; it failed a load of which nothing told with whom it was meant
-to be; or processes wait in a circle, each for the next to begin a load.
+A process that has not come may be slow, or busy with others, and is waited for. Only what can't
+come right is an error: it failed or ended; it failed a load of which nothing told with whom it was
+meant to be; or processes wait in a circle, each for the next to begin a load.
 """
 
 from __future__ import annotations
@@ -129,16 +129,20 @@ class Party:
             if verdict.kind == "late" and verdict.rank == self.rank:
                 raise self._deadline.error(verdict.found)
             raise verdict.error(what)
-        said = self._look(self._board) if aside else {}
+        lost = 0 if self._board.place is None or self._step else self._board.place.lost
+        said = self._look(self._board) if aside or lost else {}
+        posts = {rank: json.loads(said[self._key(rank)]) for rank in self.ranks} if said else {}
+        if self._board.place is not None and lost:
+            least = min(post[3] for post in posts.values())
+            move(self._board, self.rank, self._board.place.met(self._root, least))
         if not self._step and self.rank == self.ranks[0]:
             # All are here, so nobody looks at earlier loads any more.
             for old in range(self._board.kept.get(self._root, 1), self.number):
                 self._board.forget(f"{self._root}{old}/")
                 self._board.forget(f"{self._texts}{old}/")
             self._board.kept[self._root] = self.number
-        posts = {rank: said[self._key(rank)] for rank in self.ranks} if aside else {}
         self._step += 1
-        return {rank: json.loads(post)[2] for rank, post in posts.items()}
+        return {rank: post[2] for rank, post in posts.items()}
 
     def _post(self, board: Board, what: str, fingerprint: str, aside: str) -> None:
         if len(fingerprint) > _SHORT:
@@ -146,7 +150,8 @@ class Party:
             # Once for all processes to which it is the same, to be read where it is not.
             board.decide(f"{self._texts}{self.number}/{digest}", fingerprint)
             fingerprint = digest
-        board.post(self._key(self.rank), json.dumps([what, fingerprint, aside]))
+        lost = board.place.lost if board.place is not None else 0
+        board.post(self._key(self.rank), json.dumps([what, fingerprint, aside, lost]))
 
     def settle(self) -> None:
         """The last step: all processes have what they came for."""
@@ -268,7 +273,7 @@ class Party:
 
     @staticmethod
     def _posted(text: str) -> tuple[str, str]:
-        what, fingerprint, _ = json.loads(text)
+        what, fingerprint, *_ = json.loads(text)
         return what, fingerprint
 
     def _missing(self, texts: dict[str, str]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mfload import planning
+from mfload import errors, planning
 from mfload.io.blocks import Costs
 from mfload.placement import Need
 from mfload.report import human
@@ -54,6 +54,7 @@ def expected(
     platform: str = "cpu",
     overhead: int | None = None,
     merge_gap: int | None = None,
+    readers: int = 0,
 ) -> Expected:
     """Decides, and says what follows for this process.
 
@@ -64,6 +65,7 @@ def expected(
         platform: JAX's name of it: what a byte from another process costs depends on it.
         overhead: Bytes beside the result that may be held, 256 MiB where None.
         merge_gap: Unwanted bytes that are rather read over than skipped; the plan's where None.
+        readers: The overhead that they need in any case, for errors.
 
     Returns:
         The same choice on every process.
@@ -76,7 +78,12 @@ def expected(
         return _never(needs, rank, costs, "")
     if any(cutting.box_of(need) is None for each in needs.values() for need in each):
         return _never(needs, rank, costs, "each process reads its own: a part has steps")
-    width = exchange.width(len(needs), OVERHEAD if overhead is None else overhead)
+    try:
+        width = exchange.width(len(needs), OVERHEAD if overhead is None else overhead, readers)
+    except errors.MemoryLimitError as error:
+        if wished == "once":
+            raise
+        return _never(needs, rank, costs, f"each process reads its own: {error.message}")
     if wished == "once":
         schedule = exchange.make(needs, width)
         return _once(schedule, rank, "every byte is read by one process (exchange='once')")

@@ -128,12 +128,13 @@ class Schedule(NamedTuple):
         return f"{len(self.rounds)} rounds of {self.width} bytes, {digest}"
 
 
-def width(count: int, overhead: int) -> int:
+def width(count: int, overhead: int, least: int = 0) -> int:
     """Bytes from each process to each in a round.
 
     Args:
         count: Processes.
         overhead: Bytes beside the result that may be held; half of them are for the readers.
+        least: What the readers need in any case, for the error's figure.
 
     Raises:
         MemoryLimitError: They do for no round at all.
@@ -143,7 +144,8 @@ def width(count: int, overhead: int) -> int:
     if made > max(most, overhead // 2 // (_HELD * count)):
         raise errors.MemoryLimitError(
             "max_host_overhead is too small for an exchange",
-            expected=f"{2 * _HELD * count * _NARROWEST} bytes or more, or exchange='never'",
+            expected=f"{max(least, 2 * _HELD * count * _NARROWEST)} bytes or more, or "
+            "exchange='never'",
             found=overhead,
         )
     return made

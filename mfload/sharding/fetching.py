@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
-from mfload import errors
+from mfload import errors, preparing
 from mfload.io import buffers
 from mfload.io.source import LocalFile
 from mfload.loading import Fill, Filled, Loader
@@ -99,6 +99,7 @@ def fetch(
         platform=links.platform,
         overhead=settings.max_host_overhead,
         merge_gap=settings.merge_gap,
+        readers=preparing.least(preparing.threads_at_most(settings)),
     )
     note, arrays = found.note, None
     if found.schedule is not None:

@@ -50,6 +50,16 @@ class Place(NamedTuple):
         number = turns[group] + self.lost
         return self._replace(turns=turns, group=group, number=number, ranks=ranks)
 
+    def met(self, group: str, lost: int) -> Place:
+        """The place after it met a group: who lost less than this one has heard of the rest here.
+
+        Args:
+            group: Whom.
+            lost: The fewest loads that one of them has lost.
+        """
+        turns = {**self.turns, group: self.turns.get(group, 0) + self.lost - lost}
+        return self._replace(turns=turns, lost=lost)
+
     def reached(self, turns: Mapping[str, int]) -> Place:
         """The place after turns were settled that it need not take any more."""
         least = {group: number - self.lost for group, number in turns.items()}

@@ -183,6 +183,7 @@ def preview(chosen: Chosen, request: Request) -> Preview:
         platform=job.platform,
         overhead=settings.max_host_overhead,
         merge_gap=settings.merge_gap,
+        readers=preparing.least(preparing.threads_at_most(settings)),
     )
     notes = (*here.notes, found.note) if found.note else here.notes
     if found.exchange == "never":

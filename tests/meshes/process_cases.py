@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -31,7 +32,7 @@ import mfload
 from mfload import errors
 from mfload.frameworks import jax_processes
 from mfload.io import buffers
-from mfload.sharding import rounds
+from mfload.sharding import choosing, rounds
 
 SPECS: dict[str, Any] = {
     "rows": P(("a", "b"), None),
@@ -289,6 +290,201 @@ def silent(world: World) -> None:
         rounds.Exchange._received = true
 
 
+def alike(world: World) -> None:
+    """Files of one name, size and header, with other numbers at the end of one."""
+    path = world.own()
+    if world.rank == 1:
+        with (path / "model-00001-of-00002.safetensors").open("r+b") as file:
+            file.seek(-1000, os.SEEK_END)
+            file.write(b"\x01" * 1000)
+    with no_collectives():
+        world.load(P("a"), path, exchange="once")
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "exchange": {"exchange": "onc"},
+    "unmatched": {"unmatched": "replicat"},
+    "framework": {"framework": "jxx"},
+    "torch": {"framework": "torch"},
+    "timeout": {"timeout": -1},
+    "device": {"device": "cpu:0"},
+    "report": {"report": "mine"},
+    "mesh": {"mesh": "oops"},
+    "shardings": {"shardings": 3},
+}
+
+
+def wrong(world: World, what: str) -> None:
+    """An argument of process 1 makes no sense."""
+    right = {"framework": "jax", "mesh": world.mesh, "shardings": P(), "timeout": 20}
+    mfload.load(world.model, **right | (WRONG[what] if world.rank == 1 else {}))
+
+
+def wrong_into(world: World, what: str) -> None:
+    target = {"norm": jax.ShapeDtypeStruct((333,), np.float32)}
+    given: dict[str, Any] = {"mesh": world.mesh, "strict": False, "timeout": 20}
+    if world.rank == 1:
+        given |= {"timeout": {"timeout": -1}, "report": {"report": 3}, "mesh": {"mesh": 3}}[what]
+    mfload.load_into(target, world.model, **given)
+
+
+def meshes(world: World) -> list[Mesh]:
+    """A mesh of the devices of each process."""
+    return [Mesh(row, ("b",)) for row in world.mesh.devices]
+
+
+def joint(world: World, *ranks: int) -> Mesh:
+    return Mesh(world.mesh.devices[list(ranks)], ("a", "b"))
+
+
+def on(world: World, mesh: Any, **options: Any) -> None:
+    arrays = mfload.load(
+        world.model, framework="jax", mesh=mesh, shardings=P(), **{"timeout": 20, **options}
+    )
+    world.check(arrays)
+
+
+def own_mesh(world: World) -> None:
+    """Process 1 loads for itself, and ends; process 0 waits for it."""
+    on(world, meshes(world)[1] if world.rank else world.mesh, timeout=None)
+
+
+def circle(world: World) -> None:
+    on(world, joint(world, 0, 1) if world.rank == 1 else world.mesh, timeout=None)
+
+
+def lost(world: World) -> None:
+    if world.rank < 2:
+        on(world, "oops" if world.rank else joint(world, 0, 1), timeout=None)
+
+
+def all_lost(world: World) -> None:
+    on(world, "oops", timeout=None)
+
+
+def pair(world: World, number: str) -> None:
+    done = world.directory / f"pair.{number}"
+    if world.rank < 2:
+        on(world, joint(world, 0, 1))
+        done.touch()
+    # Who waits for a process when it is lost hears of it, too.
+    while not done.exists():
+        time.sleep(0.05)
+
+
+def crossing(world: World) -> None:
+    """Groups that overlap, one process slow: nobody waits in vain."""
+    for ranks in ((0, 1), (0, 2), (2, 3), (1, 3), (0, 1, 2, 3)):
+        if world.rank in ranks:
+            if (world.rank, ranks) == (1, (0, 1)):
+                time.sleep(1.5)
+            on(world, joint(world, *ranks))
+
+
+def apart(world: World) -> None:
+    """Meshes without common processes, at once."""
+    for _ in range(5):
+        on(world, joint(world, *((0, 1) if world.rank < 2 else (2, 3))))
+
+
+def together(world: World, _number: str) -> None:
+    on(world, world.mesh)
+
+
+def unmatched(world: World) -> None:
+    """Process 1 gives up between two rounds, so that process 0 begins one by itself."""
+    true = rounds.Exchange._head
+
+    def head(self: Any, rows: Any, number: int, *, failed: bool) -> None:
+        if world.rank == 1 and number == 1:
+            time.sleep(0.3)
+            raise KeyboardInterrupt
+        true(self, rows, number, failed=failed)
+
+    rounds.Exchange._head = head
+    try:
+        world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
+    finally:
+        rounds.Exchange._head = true
+
+
+def broken(world: World) -> dict[str, Any]:
+    """A collective of process 1 has ended with an error: nobody knows who took part."""
+    world.load(SPECS["columns"], exchange="once")
+    if world.rank == 1:
+        (swaps,) = jax_processes._swaps.values()
+        swaps.standing = swaps.standing._replace(broken=True)
+    report = mfload.Report()
+    prices, choosing._COST = choosing._COST, {"cpu": 0.0}
+    try:
+        world.check(world.load(SPECS["columns"], exchange="auto", report=report))
+    finally:
+        choosing._COST = prices
+    said = ""
+    try:
+        world.load(SPECS["columns"], exchange="once")
+    except errors.ProcessError as error:
+        said = str(error)
+    return {"said": said, "notes": report.notes, "exchanged": report.exchanged_bytes}
+
+
+def kept(world: World) -> dict[str, Any]:
+    """What is held once an exchange has ended, whenever the next collection may be."""
+    gc.collect()
+    gc.disable()
+    try:
+        arrays = world.load(SPECS["columns"], exchange="once")
+        held = buffers.live_bytes() - sum(
+            shard.data.nbytes for each in arrays.values() for shard in each.addressable_shards
+        )
+    finally:
+        gc.enable()
+    return {"held": held}
+
+
+def threads(world: World, order: str) -> dict[str, Any]:
+    """Two threads load at once; on process 1 in another order, if that is asked for."""
+    ended: dict[str, str] = {}
+
+    def load(name: str) -> None:
+        try:
+            world.check(world.load(SPECS[name], exchange="once", timeout=20))
+            ended[name] = "well"
+        except errors.ProcessError as error:
+            ended[name] = str(error)
+
+    names = ["rows", "columns"]
+    started = [threading.Thread(target=load, args=(name,)) for name in names]
+    if order == "other" and world.rank == 1:
+        started.reverse()
+    for thread in started:
+        thread.start()
+        time.sleep(0.02)
+    for thread in started:
+        thread.join()
+    return {"ended": ended}
+
+
+def obeyed(world: World, exchange: str) -> dict[str, Any]:
+    """A cap that is too small, and then the one that the error asks for."""
+    cap, errors_ = 1000, 0
+    while errors_ < 5:
+        try:
+            world.check(world.load(SPECS["columns"], exchange=exchange, max_host_overhead=cap))
+            break
+        except errors.MfloadError as error:
+            cap = max(map(int, re.findall(r"(\d+) bytes or more", str(error))))
+            errors_ += 1
+    return {"errors": errors_}
+
+
+def first_killed(world: World) -> None:
+    world.load(P())
+    if world.rank == 0:
+        kill()
+    world.load(P())
+
+
 def run(world: World, case: str) -> dict[str, Any]:
     head, *rest = case.split(":")
     if head == "values":
@@ -297,8 +493,7 @@ def run(world: World, case: str) -> dict[str, Any]:
     if head == "disk":
         disk(world, rest[0], int(rest[1]))
         return {}
-    globals()[head](world)
-    return {}
+    return globals()[head](world, *rest) or {}
 
 
 def main() -> None:

@@ -211,7 +211,6 @@ def test_the_overhead_that_is_asked_for_does(
 def test_the_overhead_asked_for_a_row_that_is_large(tmp_path: Path) -> None:
     whole = np.arange(2 << 20, dtype=np.uint8).reshape(2, -1)
     path = samples.save(tmp_path / "m.safetensors", {"a": whole})
-    target = {"a": jax.ShapeDtypeStruct((1 << 20,), np.float16)}
     mapping = {"a": mfload.rule("a", reshape=(-1,), cast="float16")}
     target = {"a": jax.ShapeDtypeStruct((2 << 20,), np.float16)}
     with pytest.raises(errors.MemoryLimitError) as caught:

@@ -158,7 +158,7 @@ def test_silly_arguments(one: Path, options: dict[str, Any]) -> None:
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:
     with pytest.raises(errors.SourceNotFoundError):
-        mfload.load_into({}, tmp_path / "nothing.safetensors")
+        mfload.load_into({"w": np.zeros(3)}, tmp_path / "nothing.safetensors")
 
 
 def test_a_report_that_failed_is_empty(one: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import launching
+import process_cases
 import pytest
 from test_processes_values import model
 
@@ -13,6 +15,7 @@ FAILURES = [
     ("damaged", "ProcessError", "HeaderError"),
     ("missing", "ProcessError", "CheckpointError"),
     ("different", "ProcessError", "ProcessError"),
+    ("alike", "ProcessError", "ProcessError"),
     ("disk:never:1000000", "ProcessError", "ReadError"),
     ("disk:once:0", "ProcessError", "ReadError"),
     ("disk:once:3000000", "ProcessError", "ReadError"),
@@ -23,12 +26,20 @@ FAILURES = [
     ("alone", "LoadTimeoutError", "ProcessError"),
     ("interrupted", "ProcessError", "KeyboardInterrupt"),
     ("silent", "LoadTimeoutError", None),
+    ("unmatched", "ProcessError", "KeyboardInterrupt"),
+    *((f"wrong:{what}", "ProcessError", "UsageError") for what in process_cases.WRONG),
+    *(
+        (f"wrong_into:{what}", "ProcessError", "UsageError")
+        for what in ("timeout", "report", "mesh")
+    ),
 ]
 WORDS = {
     "damaged": ("process 1", "HeaderError", "model-00002"),
     "missing": ("process 1", "model-00002"),
     "different": ("process 0: model-00001", "process 1: model-00001"),
     "disk:once:3000000": ("process 1", "ReadError", "Input/output"),
+    "alike": ("process 0: model-00001", "process 1: model-00001", "sampled"),
+    "wrong:exchange": ("process 1 failed", "did you mean 'once'"),
     "other_arguments": ("P('a',)", "P('b',)"),
     "other_exchange": ("once", "never"),
     "interrupted": ("KeyboardInterrupt",),
@@ -74,3 +85,15 @@ def test_a_killed_process_is_missed_at_once(tmp_path: Path, case: str) -> None:
         assert line["seconds"] < 5
     gone = [each.said[case]["text"] for each in others]
     assert any("process 1 is gone" in text or "broke off" in text for text in gone)
+
+
+def test_process_0_killed_ends_the_others(tmp_path: Path) -> None:
+    """JAX ends them: it keeps its store in process 0. None hangs."""
+    model(tmp_path / "model")
+    start = time.monotonic()
+    ended = launching.launch(tmp_path, ["first_killed"], count=3, devices=1, seconds=60)
+    assert time.monotonic() - start < 30
+    assert ended[0].code == -9, ended[0].log
+    for each in ended[1:]:
+        line = each.said.get("first_killed")
+        assert each.code != 0 or (line and line["error"] == "ProcessError"), each.log

@@ -319,3 +319,45 @@ def test_fingerprints_of_many_lines_differ() -> None:
     assert verdict.kind == "differ"
     assert "tensor 4999" in verdict.problems[0]
     assert verdicts.read(verdict.text()) == verdict
+
+
+def test_circles_of_processes_that_wait_for_each_other() -> None:
+    all_, two = liveness.Place().entered("all", (0, 1, 2)), liveness.Place().entered("two", (0, 1))
+    free = liveness.Place()
+    # Process 1 will begin the load of all once it has ended its own, or process 0 has begun that.
+    assert liveness.circle({0: all_, 1: two, 2: all_}, 0) == (0, 1)
+    assert liveness.circle({0: all_, 1: two, 2: all_}, 2) == ()
+    assert liveness.circle({0: all_.entered("two", (0, 1)), 1: two, 2: all_}, 0) == ()
+    assert liveness.circle({0: all_, 1: free, 2: all_}, 0) == ()
+    assert liveness.read(all_.text()) == all_
+
+
+def test_long_fingerprints_are_posted_once() -> None:
+    memory = boards.Memory()
+    text = "\n".join(f"tensor {n}" for n in range(1000))
+    acts = [
+        lambda rank=rank: enter(
+            rank, boards.MemoryBoard(memory), 3, prints=lambda step: text, steps=1
+        )
+        for rank in range(3)
+    ]
+    assert boards.all_at_once(acts) == ["well"] * 3
+    assert sorted(map(len, memory.texts.values()))[-2] < 500
+    assert list(memory.texts.values()).count(text) == 1
+
+
+def test_a_load_without_a_group_fails_the_next_of_those_it_may_have_been_for() -> None:
+    memory = boards.Memory()
+    made = [boards.MemoryBoard(memory), boards.MemoryBoard(memory)]
+
+    def loses() -> None:
+        with agreement.together((), 1, made[1], Deadline(None)):
+            raise Broken
+
+    waits, lost = boards.all_at_once([lambda: enter(0, made[0], 2), loses])
+    assert isinstance(lost, Broken)
+    assert isinstance(waits, errors.ProcessError)
+    assert "process 1 failed" in str(waits)
+    acts = [lambda rank=rank: enter(rank, made[rank], 2) for rank in (0, 1)]
+    assert boards.all_at_once(acts) == ["well", "well"]
+    assert made[1].place.lost == 0

@@ -239,3 +239,6 @@ class TestChoosing:
     def test_too_little_memory(self) -> None:
         with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
             choosing.expected(self.columns(), 0, "once", overhead=10_000)
+        found = choosing.expected(self.columns(), 0, "auto", platform="gpu", overhead=10_000)
+        assert found.exchange == "never"
+        assert "too small for an exchange" in found.note

@@ -1,0 +1,76 @@
+"""Room: whether an overhead is enough for transforms, and if not, which would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from mfload import errors, preparing
+from mfload.frameworks.adapter import Adapter
+from mfload.index import Index
+from mfload.into import slabs
+from mfload.into.goals import Goal
+from mfload.into.slabs import Piece
+from mfload.io.source import LocalFile
+from mfload.placement import Need
+from mfload.settings import Settings
+
+SLOTS = 4
+"""One in so many bytes of the overhead is for the readers' slots while transforms are under way;
+the rest is for what waits for them."""
+
+
+def readers(
+    needs: Sequence[Need],
+    index: Index,
+    sources: Sequence[LocalFile],
+    adapter: Adapter,
+    settings: Settings,
+) -> int:
+    """The least overhead that leaves the readers of what waits their slots.
+
+    Args:
+        needs: What waits on this process.
+        index: The checkpoint's table.
+        sources: Its files.
+        adapter: The framework.
+        settings: How.
+    """
+    if not needs:
+        return 0
+    free = replace(settings, landing="mfload", max_host_overhead=None)
+    threads = preparing.Preparation(needs, index, sources, adapter, free).threads
+    return preparing.least(threads) * (SLOTS if adapter.on_host else 1)
+
+
+def check(
+    given: int,
+    limit: int,
+    pieces: Iterable[Piece],
+    goals: Sequence[Goal],
+    moved: Callable[[int], int],
+) -> None:
+    """Refuses an overhead in which transforms can't be done.
+
+    Args:
+        given: The overhead.
+        limit: What readers need at the least, where that is more: pieces were cut for it.
+        pieces: All that is made.
+        goals: What it is made for.
+        moved: Bytes of host memory that a shard of a goal, by its number, takes twice for a while.
+
+    Raises:
+        MemoryLimitError: It is too small; names the least that does.
+    """
+    small = "max_host_overhead is too small for readers beside transforms; or ask for fewer"
+    wanted: list[tuple[int, str, str | None]] = [(limit, small, None)]
+    for piece in pieces:
+        name = goals[piece.owner].name
+        made = (slabs.most(piece.parts) - 1) * SLOTS // (SLOTS - 1) + 1
+        wanted.append((made, "what the tensor is made of exceeds the overhead", name))
+        wanted.append((moved(piece.owner), "a shard that is moved exceeds the overhead", name))
+    least, message, name = max(wanted, key=lambda each: each[0])
+    if least > given:
+        raise errors.MemoryLimitError(
+            message, tensor=name, expected=f"{least} bytes or more", found=given
+        )

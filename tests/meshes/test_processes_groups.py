@@ -1,0 +1,71 @@
+"""Several processes: who loads with whom, and what is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launching
+from test_processes_values import model
+
+
+def test_groups_that_wait_in_vain_are_told_and_others_are_not(tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    cases = {
+        "apart": (None,) * 4,
+        "crossing": (None,) * 4,
+        "circle": ("ProcessError",) * 4,
+        "lost": ("ProcessError", "UsageError", None, None),
+        "all_lost": ("UsageError",) * 4,
+    }
+    names: list[str] = []
+    for number, case in enumerate(cases):
+        # Cases are kept by name, so that the loads in between have one of their own.
+        names += [case, f"pair:{number}", f"together:{number}"]
+    ended = launching.launch(tmp_path, names, count=4, devices=2, seconds=90)
+    for rank, each in enumerate(ended):
+        assert each.code == 0, each.log
+        assert list(each.said) == names, each.log
+        for name, line in each.said.items():
+            expected = cases[name][rank] if name in cases else None
+            assert line["error"] == expected, (rank, name, line)
+            assert line["seconds"] < 8, (rank, name, line)
+            assert line["live"] == 0, (rank, name, line)
+        assert "wait for each other" in each.said["circle"]["text"]
+        assert "process 1 loads with processes 0, 1" in each.said["circle"]["text"]
+    assert "process 1 failed" in ended[0].said["lost"]["text"]
+    assert "not a mesh" in ended[0].said["lost"]["text"]
+
+
+def test_who_ends_is_waited_for_no_more(tmp_path: Path) -> None:
+    """Also where JAX has it wait at its end for the one that waits for it."""
+    model(tmp_path / "model")
+    waits, ends = launching.launch(tmp_path, ["own_mesh"], count=2, devices=2, seconds=60)
+    assert ends.said["own_mesh"]["error"] is None, ends.log
+    line = waits.said["own_mesh"]
+    assert line["error"] == "ProcessError", waits.log
+    assert "process 1 is gone" in line["text"]
+    assert line["seconds"] < 8
+
+
+def test_what_an_exchange_leaves_behind(tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    names = [
+        *("kept", "obeyed:never", "obeyed:once", "obeyed:auto"),
+        *("threads:same", "threads:other", "broken"),
+    ]
+    ended = launching.launch(tmp_path, names, count=2, devices=4, seconds=90)
+    for each in ended:
+        assert each.code == 0, each.log
+        for name in names:
+            line = each.said.get(name, {"error": each.log})
+            assert line["error"] is None, (name, line)
+        # Buffers are aligned, and what they hold is rounded up.
+        assert each.said["kept"]["held"] < 65536
+        for exchange in ("never", "once", "auto"):
+            assert each.said[f"obeyed:{exchange}"]["errors"] == 1
+        assert each.said["threads:same"]["ended"] == {"rows": "well", "columns": "well"}
+        for text in each.said["threads:other"]["ended"].values():
+            assert "do not see the same arguments" in text
+        assert "out of step" in each.said["broken"]["said"]
+        assert each.said["broken"]["exchanged"] == 0
+        assert any("out of step" in note for note in each.said["broken"]["notes"])
