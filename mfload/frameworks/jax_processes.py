@@ -33,7 +33,7 @@ _PATIENCE = 0.2
 
 
 class JaxBoard:
-    """See `sharding.agreement.Board`.
+    """See `sharding.board.Board`.
 
     Args:
         store: Of `jax.distributed`.

@@ -24,8 +24,9 @@ from mfload.progress import Progress, shown
 from mfload.report import Report
 from mfload.settings import Exchange, Landing, Settings, Unmatched
 from mfload.sharding import fetching, load as sharded
-from mfload.sharding.agreement import Party, fingerprint
+from mfload.sharding.agreement import fingerprint
 from mfload.sharding.meeting import meeting, seen
+from mfload.sharding.party import Party
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

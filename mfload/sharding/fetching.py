@@ -16,8 +16,9 @@ from mfload.preparing import Preparation
 from mfload.report import Report
 from mfload.settings import OVERHEAD
 from mfload.sharding import choosing, exchange as exchanging
-from mfload.sharding.agreement import Party, fingerprint
+from mfload.sharding.agreement import fingerprint
 from mfload.sharding.exchange import Schedule
+from mfload.sharding.party import Party
 from mfload.sharding.rounds import Exchange, Link, Reading
 
 _PAGE = buffers.PAGE

@@ -15,8 +15,10 @@ from mfload import errors, frameworks
 from mfload.index import Index
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
-from mfload.sharding.agreement import Party, move, together
+from mfload.sharding.agreement import together
+from mfload.sharding.board import move
 from mfload.sharding.liveness import Place
+from mfload.sharding.party import Party
 
 # Pages of each file that processes compare, and of all files together; two of each at least.
 _SAMPLED, _IN_ALL = 16, 512

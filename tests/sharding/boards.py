@@ -17,7 +17,7 @@ class Memory:
 
 
 class MemoryBoard:
-    """See `agreement.Board`.
+    """See `board.Board`.
 
     Args:
         memory: Shared with the other processes.

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from mfload import errors
 from mfload.io.deadline import Deadline
-from mfload.sharding import agreement, liveness, verdicts
+from mfload.sharding import agreement, liveness, party as parties, verdicts
 
 STEPS = 3
 KINDS = ("post", "error", "verdict")
@@ -252,7 +252,7 @@ def test_a_failure_is_settled_at_once() -> None:
 def test_who_leaves_says_which_turn_was_the_last() -> None:
     memory = boards.Memory()
     made = [
-        agreement.Party([0, 1, 2], rank, boards.MemoryBoard(memory), Deadline(None))
+        parties.Party([0, 1, 2], rank, boards.MemoryBoard(memory), Deadline(None))
         for rank in range(3)
     ]
     assert made[0].left() is None
@@ -264,7 +264,7 @@ def test_who_leaves_says_which_turn_was_the_last() -> None:
 def test_waiting_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agreement, "_PATIENCE", 0.01)
+    monkeypatch.setattr(parties, "_PATIENCE", 0.01)
     with pytest.raises(errors.LoadTimeoutError):
         enter(0, boards.MemoryBoard(boards.Memory()), 2, seconds=0.1)
     assert [r.message for r in caplog.records if "waits for processes 1" in r.message]
