@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from mfload.placement import Need
 
 OLDEST = "0.5.3"
 _ALIGNMENT = 64
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 _LET_GO = 0.002  # Seconds in which other threads come to their turn.
 
 
@@ -67,12 +68,12 @@ class JaxAdapter:
     def array(self, view: View) -> Any:
         """The `jax.Array` of one view; JAX may hold on to what it was copied from (`let_go`)."""
         if not self.on_host:
-            with x64():
+            with undisturbed():
                 return self._send(view)
         return self._unpack(view) if view.dtype.elements > 1 else self._take(view)
 
     def _take_public(self, view: View) -> Any:
-        with x64():
+        with undisturbed():
             # JAX looks for the number among this process's devices; `id` counts those of all.
             return jax.dlpack.from_dlpack(_OnDevice(view, self._device.local_hardware_id))
 
@@ -87,13 +88,14 @@ class JaxAdapter:
         flat = view.as_bytes()._replace(shape=(view.storage().size,))
         here, storage = self.on_host, flat.storage()
         given = self._take(flat) if here else jax.device_put(storage, self._device)
-        unpacked = given.view(jnp.float4_e2m1fn).reshape(view.shape)
-        return jax.block_until_ready(unpacked)
+        with undisturbed():
+            unpacked = given.view(jnp.float4_e2m1fn).reshape(view.shape)
+            return jax.block_until_ready(unpacked)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Arrays in XLA's own memory, which a jitted function can take over (donation)."""
         lent: list[adapter.Lent] = []
-        with x64():
+        with undisturbed():
             for need in needs:
                 name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
                 array = jax.block_until_ready(_maker(self._device, shape, name)())
@@ -135,8 +137,21 @@ class _OnDevice:
         return 1, self._id
 
 
-def x64() -> contextlib.AbstractContextManager[Any]:
-    """A context in which 64-bit types keep their width."""
+@contextlib.contextmanager
+def undisturbed() -> Generator[None]:
+    """A context in which nothing counts that users set for code of their own.
+
+    64-bit types keep their width, and the mesh of `jax.set_mesh`, which refuses jitted functions
+    on any other devices, is none.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_x64())
+        if hasattr(jax, "set_mesh"):
+            stack.enter_context(jax.set_mesh(_NO_MESH))
+        yield
+
+
+def _x64() -> contextlib.AbstractContextManager[Any]:
     # A context manager of jax since 0.8, of jax.experimental before.
     with contextlib.suppress(AttributeError):
         return jax.enable_x64(True)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import adapter
-from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, let_go, x64
+from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, let_go, undisturbed
 from mfload.frameworks.jax_sharding import Spot
 from mfload.placement import Need
 
@@ -63,7 +63,7 @@ class JaxMeshAdapter:
         if spot.kind is None:
             return array
         there = SingleDeviceSharding(spot.device, memory_kind=spot.kind)
-        with x64():
+        with undisturbed():
             return jax.block_until_ready(jax.device_put(array, there))
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
@@ -98,7 +98,7 @@ def zeros(
         dtype: JAX's name of it.
         shape: That of each array.
     """
-    with x64():
+    with undisturbed():
         made = jax.block_until_ready(_maker(devices, kind, dtype, shape)())
     return {shard.device: shard.data for shard in made.addressable_shards}
 
@@ -132,7 +132,7 @@ def assemble(
         A `jax.Array` over the same memory.
     """
     parts = list(arrays.values())
-    with x64():
+    with undisturbed():
         if parts:
             return jax.make_array_from_single_device_arrays(shape, sharding, parts)
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

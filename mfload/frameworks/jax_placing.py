@@ -26,17 +26,19 @@ def shardings(
     unmatched: str,
     rules: Any,
     notes: list[str],
+    known: Sequence[str] = (),
     stored: Sequence[str] = (),
 ) -> list[Any]:
     """A sharding for each leaf, checked against its shape.
 
     Args:
-        leaves: The leaves; of several names the first counts.
+        leaves: The leaves; of several names the first that a rule matches counts.
         mesh: The user's mesh, None for that of `jax.set_mesh`.
         asked: What `shardings=` was given.
         unmatched: What becomes of leaves for which nobody says anything.
         rules: What `logical_axis_rules=` was given.
         notes: Takes what a user should hear of that is no error.
+        known: All names of the target, which rules may be for.
         stored: Names in the checkpoint, which `shardings=` does not go by.
 
     Returns:
@@ -47,7 +49,8 @@ def shardings(
         UsageError: An argument makes no sense.
     """
     pairs = flax_axes.check_rules(rules)
-    mesh = jax_sharding.around() if mesh is None else mesh
+    asked = _rules(asked)
+    mesh = _mesh(mesh, asked, leaves)
     alone = SingleDeviceSharding(default_device()) if mesh is None and asked is None else None
 
     def own(number: int) -> Any:
@@ -57,13 +60,26 @@ def shardings(
     return jax_sharding.resolve(
         [(leaf.name, leaf.shape) for leaf in leaves],
         mesh,
-        _rules(asked),
+        asked,
         unmatched,
         infos=leaves,
+        aliases=[leaf.names for leaf in leaves],
         own=own,
         notes=notes,
+        known=known,
         others=stored,
     )
+
+
+def _mesh(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> Any:
+    """The user's mesh, else that of `jax.set_mesh` where some leaf has no devices of its own."""
+    if mesh is None and leaves and all(_has_devices(leaf) for leaf in leaves if leaf.held):
+        return None
+    return jax_sharding.mesh_of(mesh, asked)
+
+
+def _has_devices(leaf: Leaf) -> bool:
+    return isinstance(leaf.sharding, Sharding) and not jax_boxes.is_abstract(leaf.sharding)
 
 
 def default_device() -> Any:
@@ -80,18 +96,15 @@ def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> tuple[int
         asked: As for `shardings`.
         leaves: The target's; None for a target that makes no sense, which can't tell.
     """
-    mesh = jax_sharding.around() if mesh is None else mesh
-    own = [
-        leaf.sharding
-        for leaf in leaves or ()
-        if isinstance(leaf.sharding, Sharding) and not jax_boxes.is_abstract(leaf.sharding)
-    ]
-    if mesh is None and asked is None and not own:
-        return () if leaves is None else (jax.process_index(),)
+    silent = asked is None
     try:
         asked = _rules(asked)
     except errors.MfloadError:
         asked = None
+    mesh = _mesh(mesh, asked, leaves)
+    own = [leaf.sharding for leaf in leaves or () if _has_devices(leaf)]
+    if mesh is None and silent and not own:
+        return () if leaves is None else (jax.process_index(),)
     if callable(asked) and mesh is None:
         return jax_sharding.processes(None, asked)
     found = [*jax_sharding.given(asked), *own]

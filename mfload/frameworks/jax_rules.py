@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -25,6 +25,8 @@ def resolve(
     infos: Sequence[Any] | None = None,
     own: Callable[[int], Any] | None = None,
     notes: list[str] | None = None,
+    aliases: Sequence[Sequence[str]] | None = None,
+    known: Iterable[str] = (),
     others: Sequence[str] = (),
 ) -> list[Any]:
     """One sharding a tensor, each checked against its shape.
@@ -41,6 +43,8 @@ def resolve(
         own: What a tensor gets, by its number, where no rule matches it; None for what
             `unmatched` says. Not asked where a rule matches.
         notes: Takes what a user should hear of that is no error.
+        aliases: For each tensor all names that rules may call it by; None for its name alone.
+        known: Names that rules may be for besides, of tensors that are not asked for.
         others: Names that rules may have been written for by mistake.
 
     Returns:
@@ -58,7 +62,8 @@ def resolve(
     missed: list[str] = []
     misfits: list[errors.ShardingError] = []
     for n, (name, shape) in enumerate(rows):
-        spec = rules.spec(name, shape if infos is None else infos[n])
+        info = shape if infos is None else infos[n]
+        spec = rules.first([name] if aliases is None else aliases[n], info)
         try:
             if own is not None and (shardings is None or spec is _NOTHING):
                 said = own(n)
@@ -77,7 +82,7 @@ def resolve(
         raise _together(misfits)
     if notes is not None:
         notes += rules.unused()
-    if rows and rules.idle:
+    if rows and rules.idle and rules.first(known, None) is _NOTHING:
         telling.warn(_idle(rules, [name for name, _ in rows], len(missed), others))
     return made
 
@@ -127,6 +132,11 @@ class _Rules:
         """What was asked for a tensor, `_NOTHING` where nothing was."""
         return self._find(name, info)
 
+    def first(self, names: Iterable[str], info: Any) -> Any:
+        """What was asked for the first of several names that anything was asked for."""
+        found = (self.spec(name, info) for name in names)
+        return next((spec for spec in found if spec is not _NOTHING), _NOTHING)
+
     def _take(self, tree: dict[str, Any], name: str) -> Any:
         self._used.add(name)
         return tree.get(name, _NOTHING)
@@ -160,7 +170,7 @@ def _idle(rules: _Rules, names: Sequence[str], missed: int, others: Sequence[str
     if missed:
         some = "all" if missed == len(names) else f"{missed}"
         text += f": {some} of them are replicated"
-    if any(rules.spec(name, None) is not _NOTHING for name in others):
+    if rules.first(others, None) is not _NOTHING:
         return f"{text}; rules go by names of the target, such as {names[0]!r}, not by stored ones"
     return f"{text}; names are such as {names[0]!r}"
 

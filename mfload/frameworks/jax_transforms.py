@@ -7,7 +7,6 @@ what twelve layers on eight devices have in common is compiled once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mfload import errors
-from mfload.frameworks.jax_adapter import x64
+from mfload.frameworks.jax_adapter import undisturbed
 
 Evaluate = Callable[[Any, Sequence[Any], Any], Any]
 """What a program does with arrays: (program, arrays, `jax.numpy`) → array."""
@@ -55,16 +54,16 @@ class Transforms:
             For each device an array in memory of XLA's own, perhaps not there before `wait`.
         """
         call = _compiled(self._evaluate, program, devices, _ranks(rows))
-        return _apart(_call(call, devices, _together(devices, rows)), devices)
+        return _apart(_call(call, _together(devices, rows)), devices)
 
     def empty(self, devices: Devices, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         """An array of zeros on each device, to be filled by `put`."""
         if 0 in shape:  # XLA takes such for replicas.
-            with x64():
+            with undisturbed():
                 nothing = np.zeros(shape, dtype)
                 return [jax.device_put(nothing, device) for device in devices]
         call = _zeros(devices, shape, np.dtype(dtype))
-        return _apart(_call(call, devices, []), devices)
+        return _apart(_call(call, []), devices)
 
     def put(
         self,
@@ -90,7 +89,7 @@ class Transforms:
         call = _compiled_put(self._evaluate, program, devices, _ranks(rows), wholes[0].ndim)
         whole = _together(devices, [(each,) for each in wholes])
         at = np.asarray(start, np.int32)
-        return _apart(_call(call, devices, [*whole, at, *_together(devices, rows)]), devices)
+        return _apart(_call(call, [*whole, at, *_together(devices, rows)]), devices)
 
 
 def fits(devices: Devices, rows: Sequence[Arrays], low: int, high: int) -> list[Any]:
@@ -106,7 +105,7 @@ def fits(devices: Devices, rows: Sequence[Arrays], low: int, high: int) -> list[
         For each device an array of one bool.
     """
     call = _compiled_fits(devices, _ranks(rows), low, high)
-    return _apart(_call(call, devices, _together(devices, rows)), devices)
+    return _apart(_call(call, _together(devices, rows)), devices)
 
 
 def wait(arrays: Sequence[Any]) -> None:
@@ -138,7 +137,7 @@ def move(array: Any, sharding: Any) -> Any:
     kind = sharding.memory_kind
     if kind is None or array.sharding.memory_kind == kind:
         return array
-    with x64():
+    with undisturbed():
         there = SingleDeviceSharding(array.device, memory_kind=kind)
         return jax.block_until_ready(jax.device_put(array, there))
 
@@ -147,17 +146,9 @@ def _ranks(rows: Sequence[Arrays]) -> tuple[int, ...]:
     return tuple(array.ndim for array in rows[0])
 
 
-def _call(call: Callable[..., Any], devices: Devices, arrays: Sequence[Any]) -> Any:
-    with x64(), _context(devices):
+def _call(call: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    with undisturbed():
         return call(*arrays)
-
-
-def _context(devices: Devices) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of these devices for a while, where the user has set one of their own."""
-    enter = getattr(jax, "set_mesh", None)
-    if enter is None or len(devices) == 1:
-        return contextlib.nullcontext()
-    return enter(_mesh(devices))
 
 
 def _together(devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
@@ -166,7 +157,7 @@ def _together(devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
         return list(rows[0])
     mesh = _mesh(devices)
     made: list[Any] = []
-    with x64():
+    with undisturbed():
         for parts in zip(*rows, strict=True):
             shape, sharding = _spread(mesh, parts[0].shape, parts[0].sharding.memory_kind)
             made.append(jax.make_array_from_single_device_arrays(shape, sharding, list(parts)))

@@ -215,7 +215,8 @@ def _goals(
     placing = frameworks.module("jax", "placing")
     chosen = [(n, leaves[n], recipe) for n, recipe in filled.recipes.items()]
     stored = [info.name for _, _, recipe in chosen for info in recipe.tensors]
-    found = placing.shardings([leaf for _, leaf, _ in chosen], *where, notes, stored)
+    known = [name for leaf in leaves for name in leaf.names]
+    found = placing.shardings([leaf for _, leaf, _ in chosen], *where, notes, known, stored)
     return [
         Goal(n, recipe.aim.name, recipe, sharding)
         for (n, _, recipe), sharding in zip(chosen, found, strict=True)

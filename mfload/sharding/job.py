@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class Job:
         self.ranks: tuple[int, ...] = ranks or (self.rank,)
         notes: list[str] = []
         self._wanted = chosen.needs
-        self._shardings = resolve(chosen.needs, request, notes)
+        self._shardings = resolve(chosen.needs, request, notes, chosen.index.tensors)
         self.notes = tuple(notes)
         # Whole rows are read over rather than skipped, where a few are not wanted.
         self._settings = replace(chosen.settings, merge_gap=planning.MESH_GAP)
@@ -147,13 +147,16 @@ class Job:
         return made
 
 
-def resolve(needs: Sequence[Need], request: Request, notes: list[str]) -> list[Any]:
+def resolve(
+    needs: Sequence[Need], request: Request, notes: list[str], known: Iterable[str]
+) -> list[Any]:
     """A sharding for each need, that fits the tensor and the array it becomes.
 
     Args:
         needs: The whole of each tensor.
         request: What was asked for.
         notes: Takes what a user should hear of that is no error.
+        known: All names of the checkpoint, which rules may be for.
 
     Raises:
         UsageError: These are no shardings, or a mesh is missing.
@@ -164,7 +167,9 @@ def resolve(needs: Sequence[Need], request: Request, notes: list[str]) -> list[A
     rows = [(need.info.name, need.info.shape) for need in needs]
     infos = [need.info for need in needs]
     mesh, shardings, unmatched, _ = request
-    made = jax_sharding.resolve(rows, mesh, shardings, unmatched, infos=infos, notes=notes)
+    made = jax_sharding.resolve(
+        rows, mesh, shardings, unmatched, infos=infos, notes=notes, known=known
+    )
     for need, sharding in zip(needs, made, strict=True):
         if need.dtype.elements > 1:
             shape, _ = jax_mesh.arrives(need.dtype, need.info.shape)

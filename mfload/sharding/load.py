@@ -226,7 +226,7 @@ def abstract(chosen: Chosen, request: Request | None) -> dict[str, Any]:
     preparing.check(chosen.needs, chosen.index)
     shardings: Sequence[Any] = [None] * len(chosen.needs)
     if request is not None:
-        shardings = jobs.resolve(chosen.needs, _here(request), [])
+        shardings = jobs.resolve(chosen.needs, _here(request), [], chosen.index.tensors)
     rows = [(need.info.name, need.dtype, need.info.shape) for need in chosen.needs]
     return frameworks.module("jax", "mesh").abstract(rows, shardings)
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import samples
 import shards
+from flax import nnx
 from hypothesis import given, settings, strategies as st
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import mfload
 from mfload import errors
@@ -205,3 +206,44 @@ def test_every_float_is_rounded_once(
         target = {"w": jax.ShapeDtypeStruct(result.shape, dtypes[1], sharding=sharding)}
     made = mfload.load_into(target, path, mapping={"w": rule}, landing="framework")
     shards.assert_sharded(made["w"], result, sharding)
+
+
+def test_any_name_of_a_shared_variable_is_one_for_rules(tmp_path: Path) -> None:
+    class Tied(nnx.Module):
+        def __init__(self) -> None:
+            self.embed = nnx.Embed(8, 4, rngs=nnx.Rngs(0))
+            self.out = self.embed
+
+    whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+    path = samples.save(tmp_path / "m.safetensors", {"embed.embedding": whole})
+    mesh = shards.mesh((8,))
+    made = mfload.load_into(
+        nnx.eval_shape(Tied), path, mesh=mesh, shardings=[(r"out\.embedding", P("x"))]
+    )
+    array = made.embed.embedding.get_value()
+    shards.assert_sharded(array, whole, NamedSharding(mesh, P("x")))
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="jax.set_mesh came with JAX 0.7")
+@pytest.mark.parametrize("landing", ["auto", "framework"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y"), P(None, ("x", "y"))])
+def test_nothing_of_the_mesh_that_is_set_gets_in_the_way(
+    tmp_path: Path, spec: Any, landing: Any
+) -> None:
+    """Parts that one device makes alone, and arrays on one device or another mesh."""
+    parts = {name: samples.numbers((16, 24), np.float32, n) for n, name in enumerate("qkv")}
+    path = samples.save(tmp_path / "m.safetensors", parts)
+    rule = mfload.rule("w", concat=(1, 1, ("q", "k", "v")))
+    whole = np.concatenate(list(parts.values()), 1)
+    with jax.set_mesh(shards.mesh((2, 4))):
+        for home in (
+            NamedSharding(shards.mesh((2, 4)), spec),
+            SingleDeviceSharding(jax.devices()[3]),
+        ):
+            target = {"w": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=home)}
+            made = mfload.load_into(target, path, mapping={"([qkv])": rule}, landing=landing)
+            shards.assert_sharded(made["w"], whole, home)
+            loaded = mfload.load(path, framework="jax", shardings=home, landing=landing)
+            shards.assert_sharded(loaded["q"], parts["q"], home)
+        alone = mfload.load(path, framework="jax", landing=landing)["k"]
+        assert samples.same(np.asarray(alone), parts["k"])

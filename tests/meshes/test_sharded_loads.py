@@ -321,3 +321,14 @@ def test_the_mesh_that_is_set_counts_where_shardings_name_no_devices(tmp_path: P
         assert mfload.plan(path, shardings=P("x")).read_bytes == whole.nbytes
         # Without shardings nothing was asked for.
         assert len(mfload.load(path, framework="jax")["w"].devices()) == 1
+
+
+def test_rules_for_tensors_that_were_not_asked_for_are_fine(tmp_path: Path) -> None:
+    """No warning, which would be an error here."""
+    arrays = {"a.kernel": np.zeros((8, 8), np.float32), "a.bias": np.zeros(8, np.float32)}
+    path = samples.save(tmp_path / "m.safetensors", arrays)
+    options: Any = {"mesh": shards.mesh((8,)), "shardings": [("kernel", P("x"))]}
+    loaded = mfload.load(path, framework="jax", names="bias", **options)
+    assert loaded["a.bias"].is_fully_replicated
+    with pytest.warns(UserWarning, match="no rule of shardings="):
+        mfload.load(path, framework="jax", **options | {"shardings": [("q_proj", P("x"))]})
