@@ -1,20 +1,18 @@
-"""JAX in several processes: where they meet, and how bytes get from one to another.
+"""JAX in several processes: how bytes get from one to another.
 
-Texts pass through the store of `jax.distributed`, bytes through one collective of JAX's own: an
-all-to-all of uint8 over one device a process, of one size, compiled once. Collectives reject some
-dtypes on some platforms; all of them take uint8.
+They pass through one collective of JAX's own: an all-to-all of uint8 over one device a process, of
+one size, compiled once. Collectives reject some dtypes on some platforms; all of them take uint8.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
-from mfload.frameworks import jax_adapter, seams
+from mfload.frameworks import jax_adapter
 from mfload.io import buffers
 from mfload.io.deadline import Deadline
 
@@ -30,67 +28,6 @@ from mfload.io.deadline import Deadline
 _TICK = 0.1
 # Seconds to wait for JAX to let go of what was sent.
 _PATIENCE = 0.2
-
-
-class JaxBoard:
-    """See `sharding.board.Board`.
-
-    Args:
-        store: Of `jax.distributed`.
-    """
-
-    def __init__(self, store: seams.JaxStore) -> None:
-        self.store = store
-        self.place: Any = None
-        self.kept: dict[str, int] = {}
-
-    def post(self, key: str, text: str) -> None:
-        """Puts a text there."""
-        with _reaching():
-            self.store.put(key, text)
-
-    def look(self, prefix: str) -> dict[str, str]:
-        """All texts under a prefix."""
-        with _reaching():
-            return self.store.under(prefix)
-
-    def decide(self, key: str, text: str) -> str:
-        """Puts a text where there is none; the one that was first."""
-        with _reaching():
-            return text if self.store.first(key, text) else self.store.get(key)
-
-    def forget(self, prefix: str) -> None:
-        """Takes away all texts under a prefix."""
-        with _reaching():
-            self.store.drop(prefix)
-
-
-_boards: list[JaxBoard] = []
-
-
-def board() -> JaxBoard | None:
-    """The board of this process; None where processes are not joined.
-
-    Raises:
-        FrameworkVersionError: This version of JAX has no store for it.
-    """
-    store = seams.jax_store()
-    if store is None:
-        return None
-    if not _boards or _boards[0].store.client is not store.client:
-        _boards[:] = [JaxBoard(store)]
-    return _boards[0]
-
-
-@contextlib.contextmanager
-def _reaching() -> Generator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise errors.ProcessError(
-            "the store of jax.distributed can't be reached: process 0 keeps it",
-            found=str(error).splitlines()[0][:300],
-        ) from error
 
 
 class Standing(NamedTuple):

@@ -10,8 +10,8 @@ from mfload.io.blocks import Costs
 from mfload.placement import Need
 from mfload.report import human
 from mfload.settings import OVERHEAD
-from mfload.sharding import cutting, exchange
-from mfload.sharding.exchange import Schedule
+from mfload.sharding import cutting, exchange, schedule as schedules
+from mfload.sharding.schedule import Schedule
 
 # What a byte from another process costs, in bytes read. For the CPU it was measured with two
 # processes, gloo over loopback and files in the page cache: 17 to 23 (docs/design/decisions.md).
@@ -79,7 +79,7 @@ def expected(
     if any(cutting.box_of(need) is None for each in needs.values() for need in each):
         return _never(needs, rank, costs, "each process reads its own: a part has steps")
     try:
-        width = exchange.width(len(needs), OVERHEAD if overhead is None else overhead, readers)
+        width = schedules.width(len(needs), OVERHEAD if overhead is None else overhead, readers)
     except errors.MemoryLimitError as error:
         if wished == "once":
             raise

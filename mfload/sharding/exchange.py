@@ -1,4 +1,4 @@
-"""Exchange: who reads what, and what travels when. Pure.
+"""Exchange: a schedule from the needs of all processes. Pure.
 
 Every byte that anybody wants is read by one process, as a rule by one that wants it. From the needs
 of all processes each makes the same schedule, so nobody has to be told.
@@ -6,149 +6,19 @@ of all processes each makes the same schedule, so nobody has to be told.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
-from mfload import errors, placement
-from mfload.dtypes import DType
+from mfload import errors
 from mfload.index import Box, TensorInfo
 from mfload.placement import Need
 from mfload.sharding import cutting
+from mfload.sharding.packing import ALIGNMENT, Packer, Readers
+from mfload.sharding.schedule import HEADER, Goal, Parcel, Schedule
 
-HEADER = 64
-"""Bytes before the parcels of a row that travels (see `rounds`)."""
-
-_ALIGNMENT = 64
-# Large enough that a round's fixed costs don't count, small enough for the processor's cache.
-_WIDEST, _ROUND = 2 << 20, 4 << 20
-_NARROWEST = 4096
-# Rows to send (this round's and the next), their copies in the framework, and those that came.
-_HELD = 6
 # Tensors are cut where the parts of processes end, unless the pieces are smaller than this.
 _APART = 16 << 10
 # A process may be ahead of its share by that part of it, or by two pages.
 _EVEN, _LEAST = 32, 8192
-
-
-class Goal(NamedTuple):
-    """A part of a tensor that a process needs, for one or more of its needs.
-
-    Attributes:
-        info: The tensor.
-        dtype: The dtype it is delivered in.
-        checked: Whether values are checked on conversion.
-        box: The part.
-        needs: Numbers of the process's needs.
-    """
-
-    info: TensorInfo
-    dtype: DType
-    checked: bool
-    box: Box
-    needs: tuple[int, ...]
-
-
-class Parcel(NamedTuple):
-    """A part of a goal that one process reads, for itself or another.
-
-    Attributes:
-        reader: The process that reads it.
-        taker: The process that wants it.
-        goal: What for: a number in the taker's goals.
-        box: The part of the tensor.
-        at: First byte of it in the result.
-        nbytes: Bytes as delivered.
-        wire: First byte in the row that travels, -1 where it stays with its reader.
-    """
-
-    reader: int
-    taker: int
-    goal: int
-    box: Box
-    at: int
-    nbytes: int
-    wire: int = -1
-
-
-class Schedule(NamedTuple):
-    """The course of an exchange.
-
-    Attributes:
-        ranks: The processes that take part.
-        width: Bytes from each process to each in a round, the header counted in.
-        goals: What each process wants.
-        local: Parcels that stay with their readers, read before the first round.
-        rounds: Parcels of each round.
-    """
-
-    ranks: tuple[int, ...]
-    width: int
-    goals: Mapping[int, tuple[Goal, ...]]
-    local: tuple[Parcel, ...]
-    rounds: tuple[tuple[Parcel, ...], ...]
-
-    @property
-    def overhead(self) -> int:
-        """Bytes that a process holds for the rows of two rounds."""
-        return _HELD * len(self.ranks) * self.width if self.rounds else 0
-
-    def parcels(self) -> Iterable[Parcel]:
-        """All of them."""
-        yield from self.local
-        for parcels in self.rounds:
-            yield from parcels
-
-    def came(self, rank: int) -> int:
-        """Bytes that a process gets from others."""
-        return sum(p.nbytes for p in self.parcels() if p.taker == rank and p.reader != rank)
-
-    def went(self, rank: int) -> int:
-        """Bytes that a process sends to others."""
-        return sum(p.nbytes for p in self.parcels() if p.reader == rank and p.taker != rank)
-
-    def needs(self, parcels: Sequence[Parcel], rank: int) -> list[Need]:
-        """What a process reads of some parcels: a need for each that is its own to read."""
-        made: list[Need] = []
-        for parcel in parcels:
-            if parcel.reader == rank:
-                goal = self.goals[parcel.taker][parcel.goal]
-                selection = placement.boxed(goal.info, parcel.box)
-                made.append(Need(goal.info, goal.dtype, selection, goal.checked))
-        return made
-
-    def digest(self) -> str:
-        """The same where schedules are the same."""
-        names = {
-            rank: [(g.info.name, g.dtype.name, g.checked, g.box, g.needs) for g in goals]
-            for rank, goals in self.goals.items()
-        }
-        said = (self.ranks, self.width, sorted(names.items()), self.local, self.rounds)
-        digest = hashlib.sha256(repr(said).encode()).hexdigest()[:32]
-        return f"{len(self.rounds)} rounds of {self.width} bytes, {digest}"
-
-
-def width(count: int, overhead: int, least: int = 0) -> int:
-    """Bytes from each process to each in a round.
-
-    Args:
-        count: Processes.
-        overhead: Bytes beside the result that may be held; half of them are for the readers.
-        least: What the readers need in any case, for the error's figure.
-
-    Raises:
-        MemoryLimitError: They do for no round at all.
-    """
-    most = min(_WIDEST, _ROUND // count, overhead // 2 // (_HELD * count))
-    made = max(_NARROWEST, 1 << max(0, most.bit_length() - 1))
-    if made > max(most, overhead // 2 // (_HELD * count)):
-        raise errors.MemoryLimitError(
-            "max_host_overhead is too small for an exchange",
-            expected=f"{max(least, 2 * _HELD * count * _NARROWEST)} bytes or more, or "
-            "exchange='never'",
-            found=overhead,
-        )
-    return made
 
 
 def goals(needs: Mapping[int, Sequence[Need]]) -> dict[int, tuple[Goal, ...]]:
@@ -194,13 +64,13 @@ def make(needs: Mapping[int, Sequence[Need]], width: int) -> Schedule:
     wanted = goals(needs)
     total = stored_bytes(wanted)
     grain = max(_LEAST, total // (_EVEN * len(wanted)))
-    packer = _Packer(tuple(wanted), width)
-    shares = _Shares(tuple(wanted), grain)
+    packer = Packer(tuple(wanted), width)
+    shares = Readers(tuple(wanted), grain)
     for each in _by_tensor(wanted):
         info = each[0][2].info
         shares.due += _size(info, _hull(each))
         grown = max(-(-goal.dtype.nbytes // info.dtype.nbytes) for _, _, goal in each)
-        limit = min(grain, (width - HEADER - _ALIGNMENT) // grown)
+        limit = min(grain, (width - HEADER - ALIGNMENT) // grown)
         for slab in _slabs(each, limit):
             parts = [
                 (taker, number, goal, box)
@@ -280,119 +150,3 @@ def _size(info: TensorInfo, box: Box) -> int:
 def _parcel(reader: int, taker: int, number: int, goal: Goal, box: Box) -> Parcel:
     at = cutting.offset_in(goal.box, box) // goal.dtype.elements * goal.dtype.nbytes
     return Parcel(reader, taker, number, box, at, goal.dtype.size_of(cutting.shape_of(box)) or 0)
-
-
-class _Shares:
-    """Gives each slab a reader: one that wants it, while all read about as much.
-
-    Args:
-        ranks: The processes.
-        grain: Bytes that one may be ahead of its share.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], grain: int) -> None:
-        self.due = 0  # Bytes of all tensors so far, this one counted in.
-        self._read = dict.fromkeys(ranks, 0)
-        self._grain = grain
-        self._last = ranks[0]
-
-    def reader(self, nbytes: int, taking: Mapping[int, int]) -> int:
-        """The reader of the next slab.
-
-        Args:
-            nbytes: Its size.
-            taking: Bytes that each process wants of it.
-        """
-        most = self.due / len(self._read) + self._grain - nbytes
-        # Who wants most of it; then who read what lies before; then who has read least.
-        chosen = max(
-            (rank for rank, read in self._read.items() if read <= most),
-            key=lambda r: (taking.get(r, 0), r == self._last, -self._read[r], -r),
-            default=min(self._read, key=lambda r: (self._read[r], r)),
-        )
-        self._read[chosen] += nbytes
-        self._last = chosen
-        return chosen
-
-
-class _Packer:
-    """Packs parcels into rounds, each reader's in the order in which it reads them."""
-
-    def __init__(self, ranks: tuple[int, ...], width: int) -> None:
-        self._width = width
-        self._local: list[Parcel] = []
-        self._rounds: list[list[Parcel]] = []
-        self._round = dict.fromkeys(ranks, 0)
-        self._full: dict[tuple[int, int], int] = {}
-        self._latest: dict[tuple[int, int, int], tuple[list[Parcel], int]] = {}
-
-    def add(self, parcels: list[Parcel]) -> None:
-        """Takes the parcels of a slab, which have one reader."""
-        reader = parcels[0].reader
-        if all(parcel.taker == reader for parcel in parcels):
-            for parcel in parcels:
-                self._append(self._local, parcel)
-            return
-        sent: dict[int, int] = {}
-        for parcel in parcels:
-            if parcel.taker != reader:
-                sent[parcel.taker] = sent.get(parcel.taker, 0) + _padded(parcel.nbytes)
-        full = any(self._fill(reader, to) + nbytes > self._width for to, nbytes in sent.items())
-        if full and any(self._fill(reader, to) > HEADER for to in self._round):
-            self._round[reader] += 1
-            for to in self._round:
-                self._full.pop((reader, to), None)
-        if any(HEADER + nbytes > self._width for nbytes in sent.values()):
-            self._one_by_one(parcels)
-        else:
-            self._pack(parcels)
-
-    def _one_by_one(self, parcels: list[Parcel]) -> None:
-        """Parcels that one row does not hold together: boxes of one process that overlap."""
-        for parcel in parcels:
-            reader, to = parcel.reader, parcel.taker
-            if to != reader and self._fill(reader, to) + _padded(parcel.nbytes) > self._width:
-                self._round[reader] += 1
-                for other in self._round:
-                    self._full.pop((reader, other), None)
-            self._pack([parcel])
-
-    def _pack(self, parcels: list[Parcel]) -> None:
-        for parcel in parcels:
-            reader, to = parcel.reader, parcel.taker
-            while len(self._rounds) <= self._round[reader]:
-                self._rounds.append([])
-            here = self._rounds[self._round[reader]]
-            if to == reader:
-                self._append(here, parcel)
-                continue
-            wire = self._fill(reader, to)
-            used = self._append(here, parcel._replace(wire=wire))
-            self._full[reader, to] = wire + used
-
-    def _fill(self, reader: int, to: int) -> int:
-        return self._full.get((reader, to), HEADER)
-
-    def _append(self, where: list[Parcel], parcel: Parcel) -> int:
-        """Adds a parcel, as a part of the one before where it goes on there; bytes of the row."""
-        key = parcel.reader, parcel.taker, parcel.goal
-        before, place = self._latest.get(key, (None, 0))
-        if before is where:
-            old = where[place]
-            box = cutting.joined(old.box, parcel.box)
-            end = old.at + old.nbytes == parcel.at
-            row = parcel.wire < 0 or old.wire + old.nbytes == parcel.wire
-            if box is not None and end and row:
-                where[place] = old._replace(box=box, nbytes=old.nbytes + parcel.nbytes)
-                return _padded(parcel.nbytes)
-        self._latest[key] = where, len(where)
-        where.append(parcel)
-        return _padded(parcel.nbytes)
-
-    def end(self) -> tuple[tuple[Parcel, ...], tuple[tuple[Parcel, ...], ...]]:
-        """What stays where it is read, and the rounds."""
-        return tuple(self._local), tuple(map(tuple, self._rounds))
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

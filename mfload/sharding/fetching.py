@@ -17,9 +17,9 @@ from mfload.report import Report
 from mfload.settings import OVERHEAD
 from mfload.sharding import choosing, exchange as exchanging
 from mfload.sharding.agreement import fingerprint
-from mfload.sharding.exchange import Schedule
 from mfload.sharding.party import Party
 from mfload.sharding.rounds import Exchange, Link, Reading
+from mfload.sharding.schedule import Schedule
 
 _PAGE = buffers.PAGE
 _SUMMED = (

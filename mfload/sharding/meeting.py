@@ -44,7 +44,7 @@ def meeting(
         wrong: What was found wrong before it was known with whom to load; it is raised here.
     """
     rank: int = frameworks.module("jax", "sharding").rank()
-    board = frameworks.module("jax", "processes").board()
+    board = frameworks.module("jax", "board").board()
     if board is not None and board.place is None:
         # The others can see from now on whether this process runs; also while it waits at its end
         # for them, as JAX has it. (What is registered last is called first.)

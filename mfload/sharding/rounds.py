@@ -18,8 +18,8 @@ from mfload.io.route import Leg
 from mfload.io.source import LocalFile
 from mfload.placement import Need
 from mfload.planning import Place, Plan
-from mfload.sharding.exchange import HEADER, Parcel, Schedule
 from mfload.sharding.party import Party
+from mfload.sharding.schedule import HEADER, Parcel, Schedule
 
 _WHAT = "exchange"
 # Load, round, and whether the sender failed.

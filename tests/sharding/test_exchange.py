@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 from mfload import dtypes, errors, placement
 from mfload.index import Box, Piece, TensorInfo
 from mfload.placement import Need
-from mfload.sharding import choosing, cutting, exchange
+from mfload.sharding import choosing, cutting, exchange, schedule as schedules
 
 KINDS = ("U8", "BF16", "F32", "F64", "F4", "F6_E2M3")
 
@@ -120,7 +120,7 @@ def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
     _check_rows(schedule)
 
 
-def _check_rows(schedule: exchange.Schedule) -> None:
+def _check_rows(schedule: schedules.Schedule) -> None:
     for parcels in schedule.rounds:
         rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for parcel in parcels:
@@ -171,7 +171,7 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
     if grid == (1, 1):
         needs = {rank: [Need(info, info.dtype)] for rank in range(processes)}
     assume(rows % grid[0] == 0 and columns % grid[1] == 0)
-    schedule = exchange.make(needs, exchange.width(processes, 256 << 20))
+    schedule = exchange.make(needs, schedules.width(processes, 256 << 20))
     for rank in range(processes):
         found = choosing.expected(needs, rank, "once")
         ahead = max(8192, info.nbytes / 32 / processes)
@@ -187,9 +187,9 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
 def test_rows_keep_within_the_overhead(count: int, overhead: int) -> None:
     if overhead < 2 * 6 * count * 4096:
         with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
-            exchange.width(count, overhead)
+            schedules.width(count, overhead)
         return
-    made = exchange.width(count, overhead)
+    made = schedules.width(count, overhead)
     assert made >= 4096
     assert 6 * count * made <= overhead // 2
 
