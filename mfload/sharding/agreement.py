@@ -20,7 +20,6 @@ from mfload import errors
 from mfload.io.deadline import Deadline
 from mfload.sharding import verdicts
 from mfload.sharding.board import Board, move, telling
-from mfload.sharding.liveness import Place
 from mfload.sharding.party import Party
 
 _READABLE = 16 << 10
@@ -35,8 +34,11 @@ def together(
     Every process of the group enters once a load, in the same order. Leaving waits for the others.
     Groups may differ from load to load, and a process may be in a load with some while others
     wait for it. Those who wait are told of an error where it can't come right: where a process
-    failed, ended, or failed a load without a group after it was last seen; and where processes
-    wait for each other in a circle.
+    failed, or ended; where it failed a load without a group, which is told to one group; and
+    where processes wait for each other in a circle.
+
+    Several threads may enter; in each process in the same order, which counts even for those that
+    fail at once. What takes turns between them is up to `Party.begin`.
 
     Args:
         processes: Numbers of those that take part; none where nothing tells. An error is then one
@@ -65,13 +67,13 @@ def together(
         party.settle()
     except BaseException as error:
         party.fail(error)
-        party.leave_early()
         if not processes and board is not None:
-            place = board.place or Place()
             text = verdicts.of_text(error)
             with telling():
-                move(board, rank, place._replace(lost=place.lost + 1, error=text, group=""))
+                move(board, rank, lambda place: place.losing(text))
         raise
+    finally:
+        party.end()
 
 
 def fingerprint(lines: Sequence[str]) -> str:

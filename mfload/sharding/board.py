@@ -1,12 +1,15 @@
-"""The board: a place where the processes of a program leave each other short texts."""
+"""The board: where the processes of a program leave each other short texts, and take turns."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
+from mfload.io.deadline import Deadline
 from mfload.sharding import liveness
 from mfload.sharding.liveness import Place
 
@@ -14,6 +17,12 @@ log = logging.getLogger("mfload")
 
 PLACES = "mfload/at/"
 """Where each process says where it is."""
+_LOST = "mfload/lost/"
+# Seconds after which a thread that waits for another looks whether Ctrl-C was pressed.
+_TICK = 1.0
+
+moved = threading.Condition()
+"""Held while the place of this process changes, and told of it: its threads share one place."""
 
 
 class Board(Protocol):
@@ -44,11 +53,58 @@ class Board(Protocol):
         ...
 
 
-def move(board: Board, rank: int, place: Place) -> None:
-    """Says where this process is from now on."""
-    place = place if place.who else place._replace(who=liveness.identity())
-    board.place = place
-    board.post(f"{PLACES}{rank}", place.text())
+def move(board: Board, rank: int, change: Callable[[Place], Place] = lambda place: place) -> Place:
+    """Says where this process is from now on.
+
+    Args:
+        board: Where.
+        rank: This process.
+        change: Makes the new place from the one before.
+    """
+    with moved:
+        place = stay(board, change)
+        board.post(f"{PLACES}{rank}", place.text())
+        return place
+
+
+def stay(board: Board, change: Callable[[Place], Place]) -> Place:
+    """Changes the place of this process, and leaves it to the next move to say so."""
+    with moved:
+        place = change(board.place or Place(who=liveness.identity()))
+        board.place = place
+        moved.notify_all()
+        return place
+
+
+def lost(rank: int, number: int) -> str:
+    """Where it is written for which group a lost load counts."""
+    return f"{_LOST}{rank}/{number}"
+
+
+def settle(board: Board, rank: int, place: Place, group: str, turn: int | None = None) -> Place:
+    """Counts the loads that a process lost as turns of a group.
+
+    Nothing tells for which group one was meant. It counts for the first in which somebody waits
+    in vain for that process, and is told; until then for all, as all processes may have lost it.
+
+    Args:
+        board: Where it is written.
+        rank: The process.
+        place: Where it is.
+        group: The group that asks.
+        turn: The turn for which somebody waits; None where that process itself is about to ask.
+    """
+    left = range(place.seen.get(group, 0), place.lost)
+    told = board.look(f"{_LOST}{rank}/") if turn is None and left else {}
+    for number in left:
+        if turn is None:
+            owner = told.get(lost(rank, number), group)
+        elif place.turn(group) < turn:
+            owner = board.decide(lost(rank, number), group)
+        else:
+            break
+        place = place.charged(group, int(owner == group))
+    return place
 
 
 @contextlib.contextmanager
@@ -58,3 +114,75 @@ def telling() -> Generator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - see above
         log.warning("the other processes could not be told of an error here: %s", error)
+
+
+class Turn:
+    """The turn of one load, from when a thread asks for it.
+
+    It is numbered at once, so that a load that fails while it waits for another thread fails under
+    its own number, and the others need not wait for it.
+
+    Args:
+        board: Where the processes meet.
+        rank: This one.
+        ranks: Those that take part, in order.
+    """
+
+    def __init__(self, board: Board, rank: int, ranks: Sequence[int]) -> None:
+        self._board = board
+        self._rank = rank
+        name = ",".join(map(str, ranks))
+        if len(name) > 40:
+            name = hashlib.sha256(name.encode()).hexdigest()[:32]
+        self.group = f"mfload/{name}/"
+
+        def asked(place: Place) -> Place:
+            return settle(board, rank, place, self.group).asked(self.group, tuple(ranks))
+
+        self.load = stay(board, asked).loads[-1]
+        self.number = self.load.number
+        self._texts = f"mfload/text/{name}/"
+        self.texts = f"{self._texts}{self.number}/"
+        try:
+            move(board, rank)
+        except BaseException:
+            self.end({}, failed=True)
+            raise
+
+    def begin(self, deadline: Deadline) -> None:
+        """Waits for the loads that other threads of this process asked for before.
+
+        Raises:
+            LoadTimeoutError: The deadline passed first.
+        """
+        if self._first():
+            return
+        with moved:
+            while not self._first():
+                if deadline.left() <= 0:
+                    raise deadline.error("waiting for a load of another thread")
+                moved.wait(min(_TICK, max(0.0, deadline.left())))
+        move(self._board, self._rank)
+
+    def _first(self) -> bool:
+        place = self._board.place
+        return place is not None and place.loads[:1] == (self.load,)
+
+    def end(self, over: Mapping[str, int], *, failed: bool) -> None:
+        """Lets the next thread begin.
+
+        Args:
+            over: Turns of groups that are settled, too.
+            failed: Whether the others may wait for this process in that load.
+        """
+        stay(self._board, lambda place: place.left(self.load, over))
+        if failed:
+            with telling():
+                move(self._board, self._rank)
+
+    def forget_earlier(self) -> None:
+        """Takes away what was posted in earlier turns: all are here, so nobody looks at it."""
+        for old in range(self._board.kept.get(self.group, 1), self.number):
+            self._board.forget(f"{self.group}{old}/")
+            self._board.forget(f"{self._texts}{old}/")
+        self._board.kept[self.group] = self.number

@@ -13,27 +13,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 
+class Load(NamedTuple):
+    """A load with others.
+
+    Attributes:
+        group: With whom.
+        number: Which of their loads it is, from 1: its turn.
+        ranks: The processes of the group.
+    """
+
+    group: str
+    number: int
+    ranks: tuple[int, ...]
+
+
 class Place(NamedTuple):
     """Where a process is, in its own words.
 
     Attributes:
         who: Its `identity`.
-        turns: The loads that it has begun with each group.
-        lost: Loads that failed before it was known with whom: each counts as a turn of all groups.
-        error: Of the last of those.
-        group: With whom it loads, or did last; empty where that load failed.
-        number: Which turn of that group it is.
-        ranks: The processes of the group.
+        turns: The last turn of each group that it asked for, or lost.
+        lost: Loads that failed before it was known with whom.
+        seen: How many of those each group has accounted for; they are in `turns` if they count.
+        error: Of the last that was lost.
+        loads: Those of its threads, in the order in which they asked: the first is under way, and
+            the rest wait for it. The last may have ended well since.
         ended: Whether it is about to end.
     """
 
     who: str = ""
     turns: Mapping[str, int] = {}
     lost: int = 0
+    seen: Mapping[str, int] = {}
     error: str = ""
-    group: str = ""
-    number: int = 0
-    ranks: tuple[int, ...] = ()
+    loads: tuple[Load, ...] = ()
     ended: bool = False
 
     def text(self) -> str:
@@ -41,36 +54,40 @@ class Place(NamedTuple):
         return json.dumps(self)
 
     def turn(self, group: str) -> int:
-        """The last turn of a group that it took, or lost."""
-        return self.turns.get(group, 0) + self.lost
+        """The last turn of a group that it asked for, or is known to have lost."""
+        return self.turns.get(group, 0)
 
-    def entered(self, group: str, ranks: tuple[int, ...]) -> Place:
-        """The place after it began a load with a group."""
-        turns = {**self.turns, group: self.turns.get(group, 0) + 1}
-        number = turns[group] + self.lost
-        return self._replace(turns=turns, group=group, number=number, ranks=ranks)
+    def asked(self, group: str, ranks: tuple[int, ...]) -> Place:
+        """The place after a thread asked for a load with a group: it is the last."""
+        number = self.turn(group) + 1
+        loads = (*self.loads, Load(group, number, ranks))
+        return self._replace(turns={**self.turns, group: number}, loads=loads)
 
-    def met(self, group: str, lost: int) -> Place:
-        """The place after it met a group: who lost less than this one has heard of the rest here.
+    def left(self, load: Load, turns: Mapping[str, int]) -> Place:
+        """The place after a load ended, and turns were settled that it need not take any more."""
+        made = {group: max(self.turn(group), number) for group, number in turns.items()}
+        loads = tuple(each for each in self.loads if each != load)
+        return self._replace(turns={**self.turns, **made}, loads=loads)
 
-        Args:
-            group: Whom.
-            lost: The fewest loads that one of them has lost.
-        """
-        turns = {**self.turns, group: self.turns.get(group, 0) + self.lost - lost}
-        return self._replace(turns=turns, lost=lost)
+    def losing(self, error: str) -> Place:
+        """The place after a load failed before it was known with whom."""
+        return self._replace(lost=self.lost + 1, error=error)
 
-    def reached(self, turns: Mapping[str, int]) -> Place:
-        """The place after turns were settled that it need not take any more."""
-        least = {group: number - self.lost for group, number in turns.items()}
-        made = {group: max(self.turns.get(group, 0), number) for group, number in least.items()}
-        return self._replace(turns={**self.turns, **made})
+    def charged(self, group: str, count: int) -> Place:
+        """The place after a group has accounted for one more lost load: as so many turns."""
+        turns = {**self.turns, group: self.turn(group) + count}
+        return self._replace(turns=turns, seen={**self.seen, group: self.seen.get(group, 0) + 1})
+
+    def begun(self, load: Load) -> bool:
+        """Whether it has begun a load of others, or has no more to do with it."""
+        return self.turn(load.group) >= load.number and load not in self.loads[1:]
 
 
 def read(text: str) -> Place:
     """A place from its text."""
     place = Place(*json.loads(text))
-    return place._replace(ranks=tuple(place.ranks))
+    loads = tuple(Load(group, number, tuple(ranks)) for group, number, ranks in place.loads)
+    return place._replace(loads=loads)
 
 
 def circle(places: Mapping[int, Place], start: int) -> tuple[int, ...]:
@@ -87,9 +104,8 @@ def circle(places: Mapping[int, Place], start: int) -> tuple[int, ...]:
     ways: list[tuple[int, ...]] = [(start,)]
     seen: set[int] = set()
     for way in ways:
-        place = places.get(way[-1], Place())
-        for rank in place.ranks if place.group else ():
-            if rank == way[-1] or places.get(rank, Place()).turn(place.group) >= place.number:
+        for load, rank in _awaited(places.get(way[-1], Place())):
+            if rank == way[-1] or places.get(rank, Place()).begun(load):
                 continue
             if rank == start:
                 return way
@@ -97,6 +113,10 @@ def circle(places: Mapping[int, Place], start: int) -> tuple[int, ...]:
                 seen.add(rank)
                 ways.append((*way, rank))
     return ()
+
+
+def _awaited(place: Place) -> list[tuple[Load, int]]:
+    return [(load, rank) for load in place.loads[:1] for rank in load.ranks]
 
 
 def identity() -> str:

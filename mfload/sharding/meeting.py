@@ -6,9 +6,8 @@ import atexit
 import hashlib
 import os
 import threading
-from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from mfload import errors, frameworks
@@ -17,16 +16,12 @@ from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
 from mfload.sharding.agreement import together
 from mfload.sharding.board import move
-from mfload.sharding.liveness import Place
 from mfload.sharding.party import Party
 
 # Pages of each file that processes compare, and of all files together; two of each at least.
 _SAMPLED, _IN_ALL = 16, 512
 _PAGE = 4096  # The same on every host.
-# Threads of this process that load with other processes, in the order in which they asked.
-_queue: deque[int] = deque()
-_gate = threading.Condition()
-_TICK = 1.0  # Seconds after which a thread that waits looks whether Ctrl-C was pressed.
+_thread = threading.local()
 
 
 @contextmanager
@@ -36,7 +31,8 @@ def meeting(
     """The party of a load: an error inside reaches all who take part.
 
     Loads of several threads take turns, in the order in which they came; it has to be the same in
-    all processes, since nothing else says which loads belong together.
+    all processes, since nothing else says which loads belong together. One that fails before its
+    turn tells so at once, and leaves the others alone.
 
     Args:
         ranks: The processes that take part; none where nothing tells.
@@ -48,48 +44,37 @@ def meeting(
     if board is not None and board.place is None:
         # The others can see from now on whether this process runs; also while it waits at its end
         # for them, as JAX has it. (What is registered last is called first.)
-        move(board, rank, Place())
+        move(board, rank)
         atexit.register(_end, board, rank)
-    stop: BaseException | None = wrong
-    with ExitStack() as turn:
-        if wrong is None and board is not None and len(ranks) > 1:
-            try:
-                turn.enter_context(_turn(deadline))
-            except BaseException as error:  # noqa: BLE001 - raised where the others hear of it
-                stop = error
-        with together(ranks, rank, board, deadline) as party:
-            if stop is not None:
-                raise stop
+    with together(ranks, rank, board, deadline) as party:
+        if wrong is not None:
+            raise wrong
+        if board is None or len(ranks) < 2:
+            yield party
+            return
+        with _alone():
+            party.begin()
             yield party
 
 
 def _end(board: Any, rank: int) -> None:
     with suppress(Exception):
-        move(board, rank, board.place._replace(ended=True))
+        move(board, rank, lambda place: place._replace(ended=True))
 
 
 @contextmanager
-def _turn(deadline: Deadline) -> Generator[None]:
-    """Waits for the loads that other threads began before, and holds up those that come later."""
-    me = threading.get_ident()
-    with _gate:
-        if me in _queue:
-            raise errors.UsageError(
-                "a load with other processes can't be part of another",
-                expected="one after the other",
-            )
-        _queue.append(me)
+def _alone() -> Generator[None]:
+    """Refuses a load inside of another: it would wait for its own thread."""
+    if getattr(_thread, "loads", False):
+        raise errors.UsageError(
+            "a load with other processes can't be part of another",
+            expected="one after the other",
+        )
+    _thread.loads = True
     try:
-        with _gate:
-            while _queue[0] != me:
-                if deadline.left() <= 0:
-                    raise deadline.error("waiting for a load of another thread")
-                _gate.wait(min(_TICK, max(0.0, deadline.left())))
         yield
     finally:
-        with _gate:
-            _queue.remove(me)
-            _gate.notify_all()
+        _thread.loads = False
 
 
 def seen(index: Index, sources: Sequence[LocalFile], deadline: Deadline) -> list[str]:

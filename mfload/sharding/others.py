@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from mfload.sharding import liveness, verdicts
-from mfload.sharding.board import PLACES, Board
-from mfload.sharding.liveness import Place
+from mfload.sharding.board import PLACES, Board, lost, settle
+from mfload.sharding.liveness import Load, Place
 from mfload.sharding.verdicts import Verdict
 
 # Seconds between looks at where the others are.
@@ -20,15 +20,13 @@ class Others:
     Args:
         board: Where they say where they are.
         rank: The process that waits.
-        group: For whom, and
-        number: for which of their loads.
+        load: For which load.
     """
 
-    def __init__(self, board: Board, rank: int, group: str, number: int) -> None:
+    def __init__(self, board: Board, rank: int, load: Load) -> None:
         self._board = board
         self._rank = rank
-        self._group = group
-        self._number = number
+        self._load = load
         self._places: Mapping[int, Place] = {}
         self._judged = self._places
         self._asked = -_ROUND
@@ -51,11 +49,18 @@ class Others:
                 yield rank, Verdict("dead", rank)
 
     def astray(self, ranks: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
-        """Those that have not begun this load, and never will: they lost it."""
+        """Those that never asked for this load, and never will: they lost it."""
+        group, number, _ = self._load
         for rank in ranks:
             place = self._places.get(rank, Place())
-            here = (place.group, place.number) == (self._group, self._number)
-            if not here and place.turn(self._group) >= self._number:
+            if self._load in place.loads:
+                continue
+            # Nothing is written down before it is needed: all may have lost the same load.
+            if settle(self._board, rank, place, group).turn(group) < number:
+                continue
+            if settle(self._board, rank, place, group, number).turn(group) >= number:
+                if place.lost:
+                    self._board.decide(lost(rank, place.lost - 1), group)
                 yield rank, Verdict("failed", rank, place.error)
 
     def circle(self) -> Verdict | None:
@@ -67,8 +72,9 @@ class Others:
         before, self._circle = self._circle, found
         if not found or found != before:
             return None
-        loads = {place.group: place.number for place in found.values()}
-        verdict = verdicts.apart({rank: place.ranks for rank, place in found.items()}, loads)
+        now = {rank: place.loads[0] for rank, place in found.items()}
+        loads = {load.group: load.number for load in now.values()}
+        verdict = verdicts.apart({rank: load.ranks for rank, load in now.items()}, loads)
         for group, number in loads.items():
             self._board.decide(f"{group}{number}/verdict/0", verdict.text())
         return verdict
@@ -77,8 +83,10 @@ class Others:
         """Processes, and with whom those of them load that load with others."""
         lines: list[str] = []
         for rank in ranks:
-            place = self._places.get(rank, Place())
-            others = ", ".join(map(str, place.ranks[:16]))
-            elsewhere = place.group and place.group != self._group
-            lines.append(f"{rank} (last seen in a load of {others})" if elsewhere else f"{rank}")
+            line = f"{rank}"
+            for load in self._places.get(rank, Place()).loads[:1]:
+                if load.group != self._load.group:
+                    others = ", ".join(map(str, load.ranks[:16]))
+                    line += f" (last seen in a load of {others})"
+            lines.append(line)
         return ", ".join(lines)

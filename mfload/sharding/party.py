@@ -7,13 +7,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mfload import errors
 from mfload.io.deadline import Deadline
 from mfload.sharding import verdicts
-from mfload.sharding.board import Board, move, telling
-from mfload.sharding.liveness import Place
+from mfload.sharding.board import Board, Turn, telling
 from mfload.sharding.others import Others
 from mfload.sharding.verdicts import Verdict
 
@@ -46,18 +45,27 @@ class Party:
         self._deadline = deadline
         self._step = 0
         self._stopped = False
+        self._over: Mapping[str, int] = {}
         if self._board is None:
             return
-        group = ",".join(map(str, self.ranks))
-        if len(group) > 40:
-            group = hashlib.sha256(group.encode()).hexdigest()[:32]
-        self._root = f"mfload/{group}/"
-        place = (self._board.place or Place()).entered(self._root, self.ranks)
-        move(self._board, rank, place)
-        self.number = place.number
-        self._here = f"{self._root}{self.number}/"
-        self._texts = f"mfload/text/{group}/"
-        self._others = Others(self._board, rank, self._root, self.number)
+        self._turn = Turn(self._board, rank, self.ranks)
+        self.number = self._turn.number
+        self._here = f"{self._turn.group}{self.number}/"
+        self._others = Others(self._board, rank, self._turn.load)
+
+    def begin(self) -> None:
+        """Waits for the loads that other threads of this process asked for before.
+
+        Raises:
+            LoadTimeoutError: The deadline passed first.
+        """
+        if self._board is not None:
+            self._turn.begin(self._deadline)
+
+    def end(self) -> None:
+        """Lets other threads begin."""
+        if self._board is not None:
+            self._turn.end(self._over, failed=self._stopped)
 
     def agree(self, what: str, fingerprint: str, aside: str = "") -> dict[int, str]:
         """Waits until all processes have come to this step.
@@ -80,34 +88,24 @@ class Party:
         verdict = self._wait(self._board, what)
         if verdict.kind != "go":
             self._stopped = True
-            if self._board.place is not None:
-                self._board.place = self._board.place.reached(verdict.turns)
+            self._over = verdict.turns
             if verdict.kind == "late" and verdict.rank == self.rank:
                 raise self._deadline.error(verdict.found)
             raise verdict.error(what)
-        lost = 0 if self._board.place is None or self._step else self._board.place.lost
-        said = self._look(self._board) if aside or lost else {}
-        posts = {rank: json.loads(said[self._key(rank)]) for rank in self.ranks} if said else {}
-        if self._board.place is not None and lost:
-            least = min(post[3] for post in posts.values())
-            move(self._board, self.rank, self._board.place.met(self._root, least))
+        said = self._look(self._board) if aside else {}
+        told = {rank: json.loads(said[self._key(rank)])[2] for rank in self.ranks if said}
         if not self._step and self.rank == self.ranks[0]:
-            # All are here, so nobody looks at earlier loads any more.
-            for old in range(self._board.kept.get(self._root, 1), self.number):
-                self._board.forget(f"{self._root}{old}/")
-                self._board.forget(f"{self._texts}{old}/")
-            self._board.kept[self._root] = self.number
+            self._turn.forget_earlier()
         self._step += 1
-        return {rank: post[2] for rank, post in posts.items()}
+        return told
 
     def _post(self, board: Board, what: str, fingerprint: str, aside: str) -> None:
         if len(fingerprint) > _SHORT:
             digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
             # Once for all processes to which it is the same, to be read where it is not.
-            board.decide(f"{self._texts}{self.number}/{digest}", fingerprint)
+            board.decide(f"{self._turn.texts}{digest}", fingerprint)
             fingerprint = digest
-        lost = board.place.lost if board.place is not None else 0
-        board.post(self._key(self.rank), json.dumps([what, fingerprint, aside, lost]))
+        board.post(self._key(self.rank), json.dumps([what, fingerprint, aside]))
 
     def settle(self) -> None:
         """The last step: all processes have what they came for."""
@@ -122,13 +120,6 @@ class Party:
         with telling():
             self._board.post(f"{self._here}error/{self.rank}", text)
             self._board.decide(f"{self._here}verdict/{self._step}", text)
-
-    def leave_early(self) -> None:
-        """Says that this process is in this load no more, though others may not have begun it."""
-        board = self._board
-        if board is not None and board.place is not None:
-            with telling():
-                move(board, self.rank, board.place._replace(group=""))
 
     def watch(self, what: str) -> None:
         """Looks whether another process failed or is gone.
@@ -210,7 +201,7 @@ class Party:
         board = self._board
         if board is None or len(fingerprint) > _SHORT:
             return fingerprint
-        folder = f"{self._texts}{self.number}/"
+        folder = self._turn.texts
         return board.look(folder).get(f"{folder}{fingerprint}", fingerprint)
 
     def _key(self, rank: int) -> str:
@@ -218,7 +209,7 @@ class Party:
 
     @staticmethod
     def _posted(text: str) -> tuple[str, str]:
-        what, fingerprint, *_ = json.loads(text)
+        what, fingerprint, _ = json.loads(text)
         return what, fingerprint
 
     def _missing(self, texts: dict[str, str]) -> list[int]:

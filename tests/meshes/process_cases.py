@@ -30,6 +30,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import mfload
 from mfload import errors
+from mfload.formats import checkpoint
 from mfload.frameworks import jax_processes
 from mfload.io import buffers
 from mfload.sharding import choosing, rounds
@@ -463,6 +464,38 @@ def threads(world: World, order: str) -> dict[str, Any]:
     for thread in started:
         thread.join()
     return {"ended": ended}
+
+
+def hasty(world: World, how: str) -> dict[str, Any]:
+    """A thread of process 1 fails while another loads, slowly on process 0."""
+    ended: dict[str, str] = {}
+    true, options = checkpoint.read, {"exchange": "onc"} if how == "wrong" else {"timeout": 0.5}
+
+    def read(path: Any) -> Any:
+        checkpoint.read = true  # The first thread alone is slow.
+        time.sleep(0 if world.rank else 2)
+        return true(path)
+
+    def load(**given: Any) -> None:
+        name = threading.current_thread().name
+        try:
+            world.check(world.load(SPECS["rows"], **{"timeout": 20, **given}))
+            ended[name] = "well"
+        except errors.MfloadError as error:
+            ended[name] = f"{type(error).__name__}: {error}"
+
+    first = threading.Thread(target=load, name="first")
+    second = threading.Thread(target=load, name="second", kwargs=options if world.rank else {})
+    checkpoint.read = read
+    try:
+        for thread in (first, second):
+            thread.start()
+            time.sleep(0.2)
+        for thread in (first, second):
+            thread.join()
+    finally:
+        checkpoint.read = true
+    return ended
 
 
 def obeyed(world: World, exchange: str) -> dict[str, Any]:

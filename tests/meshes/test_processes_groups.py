@@ -69,3 +69,21 @@ def test_what_an_exchange_leaves_behind(tmp_path: Path) -> None:
         assert "out of step" in each.said["broken"]["said"]
         assert each.said["broken"]["exchanged"] == 0
         assert any("out of step" in note for note in each.said["broken"]["notes"])
+
+
+def test_a_thread_that_fails_before_its_turn_leaves_the_others(tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    names = ["hasty:wrong", "together:0", "hasty:late", "together:1"]
+    ended = launching.launch(tmp_path, names, count=2, devices=2, seconds=60)
+    for each in ended:
+        assert each.code == 0, each.log
+        for name in names:
+            assert each.said[name]["error"] is None, (name, each.said[name])
+        assert [each.said[name]["first"] for name in names[::2]] == ["well", "well"]
+    (told, late), (own, gave_up) = [[e.said[n]["second"] for n in names[::2]] for e in ended]
+    assert own.startswith("UsageError: unknown exchange")
+    assert "process 1 failed" in told
+    assert "UsageError: unknown exchange" in told
+    assert "LoadTimeoutError" in gave_up
+    assert "process 1 failed" in late
+    assert "a load of another thread" in late

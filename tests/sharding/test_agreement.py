@@ -322,14 +322,20 @@ def test_fingerprints_of_many_lines_differ() -> None:
 
 
 def test_circles_of_processes_that_wait_for_each_other() -> None:
-    all_, two = liveness.Place().entered("all", (0, 1, 2)), liveness.Place().entered("two", (0, 1))
+    all_, two = liveness.Place().asked("all", (0, 1, 2)), liveness.Place().asked("two", (0, 1))
     free = liveness.Place()
     # Process 1 will begin the load of all once it has ended its own, or process 0 has begun that.
     assert liveness.circle({0: all_, 1: two, 2: all_}, 0) == (0, 1)
     assert liveness.circle({0: all_, 1: two, 2: all_}, 2) == ()
-    assert liveness.circle({0: all_.entered("two", (0, 1)), 1: two, 2: all_}, 0) == ()
+    assert liveness.circle({0: _then_two(all_), 1: two, 2: all_}, 0) == ()
+    # A load that another thread has asked for is not begun before its turn.
+    assert liveness.circle({0: all_.asked("two", (0, 1)), 1: two, 2: all_}, 0) == (0, 1)
     assert liveness.circle({0: all_, 1: free, 2: all_}, 0) == ()
     assert liveness.read(all_.text()) == all_
+
+
+def _then_two(place: liveness.Place) -> liveness.Place:
+    return place.left(place.loads[0], {}).asked("two", (0, 1))
 
 
 def test_long_fingerprints_are_posted_once() -> None:
@@ -346,7 +352,7 @@ def test_long_fingerprints_are_posted_once() -> None:
     assert list(memory.texts.values()).count(text) == 1
 
 
-def test_a_load_without_a_group_fails_the_next_of_those_it_may_have_been_for() -> None:
+def test_a_load_without_a_group_fails_one_that_waits_for_that_process() -> None:
     memory = boards.Memory()
     made = [boards.MemoryBoard(memory), boards.MemoryBoard(memory)]
 
@@ -360,4 +366,3 @@ def test_a_load_without_a_group_fails_the_next_of_those_it_may_have_been_for() -
     assert "process 1 failed" in str(waits)
     acts = [lambda rank=rank: enter(rank, made[rank], 2) for rank in (0, 1)]
     assert boards.all_at_once(acts) == ["well", "well"]
-    assert made[1].place.lost == 0
