@@ -22,13 +22,13 @@ class Answer(NamedTuple):
     trouble: str = ""
 
 
-def ask(module: str, *arguments: str, timeout: float) -> Answer:
+def ask(module: str, *arguments: str, timeout: float | None) -> Answer:
     """Runs a module and reads the JSON that it prints.
 
     Args:
         module: Its name, such as "mfload.checkup.probe_cuda".
         arguments: What it is given.
-        timeout: Seconds; then it is killed with all that it has started.
+        timeout: Seconds; then it is killed with all that it has started. None for ever.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from mfload import errors
 from mfload.checkup import cufile, disk, gpus, host, versions
 from mfload.checkup.asking import Answer, ask
 from mfload.checkup.diagnosis import Diagnosis
@@ -19,7 +18,7 @@ from mfload.io.route import Leg
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def doctor(path: Path | None = None, *, timeout: float = 10.0) -> Diagnosis:
+def doctor(path: Path | None = None, *, timeout: float | None = 10.0) -> Diagnosis:
     """Says what this machine can do for a load, and what stands in the way.
 
     Reads no weights, and calls no driver in this process: NVIDIA's is asked in one of its own,
@@ -28,7 +27,7 @@ def doctor(path: Path | None = None, *, timeout: float = 10.0) -> Diagnosis:
     Args:
         path: A checkpoint, as for `mfload.load`; its file system and its files are looked at, and
             the route that a load would take. None for the machine alone.
-        timeout: Seconds for each question that could hang: the driver, the files.
+        timeout: Seconds for each question that could hang: the driver, the files. None for ever.
 
     Returns:
         What was found. It prints well, and has `as_dict()`, `well` and `findings`.
@@ -37,16 +36,13 @@ def doctor(path: Path | None = None, *, timeout: float = 10.0) -> Diagnosis:
         MfloadError: The checkpoint can't be read, as for `mfload.load`.
         LoadTimeoutError: The files do not answer in time.
     """
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-        raise errors.UsageError("timeout", expected="seconds, more than 0", found=repr(timeout))
+    deadline = Deadline(timeout)
     system = System()
     legs: tuple[Leg, ...] = ()
     on_disk: list[Finding] = []
     where: disk.Mount | None = None
     if path is not None:
-        legs, on_disk, where = Deadline(timeout).bound(
-            lambda: _files(system, path), "looking at the files"
-        )
+        legs, on_disk, where = deadline.bound(lambda: _files(system, path), "looking at the files")
     findings = _machine(system, lambda: ask("mfload.checkup.probe_cuda", timeout=timeout), where)
     return Diagnosis((*findings, *on_disk), legs)
 

@@ -122,9 +122,8 @@ def files(paths: list[str]) -> Iterator[Finding]:
         advice = "cold reads go through the page cache, which costs a copy"
         yield Finding("disk", "O_DIRECT", "not taken", "note", advice)
     else:
-        texts = sorted(
-            f"memory {memory}, offsets {offset}" for memory, offset in filter(None, alignments)
-        )
+        pairs = sorted(pair for pair in alignments if pair is not None)
+        texts = [f"memory {memory}, offsets {offset}" for memory, offset in pairs]
         yield Finding("disk", "O_DIRECT", "; ".join(texts) + " bytes")
     share = f"{cached / total:.0%}" if known and total else "unknown share"
     yield Finding("disk", "in the page cache", f"{share} of {human(total)} in {len(paths)} files")

@@ -112,12 +112,6 @@ def _surroundings(system: System) -> Iterator[Finding]:
     ]
     if inside:
         udev = system.exists("run/udev")
-        yield Finding(
-            "host",
-            "inside",
-            f"a container ({inside[0]})",
-            "ok" if udev else "note",
-            ""
-            if udev
-            else "cuFile looks disks up in /run/udev: run with -v /run/udev:/run/udev:ro",
-        )
+        advice = "" if udev else "cuFile looks disks up in /run/udev: add -v /run/udev:/run/udev:ro"
+        level = "ok" if udev else "note"
+        yield Finding("host", "inside", f"a container ({inside[0]})", level, advice)

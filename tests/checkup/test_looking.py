@@ -171,7 +171,7 @@ def test_cufile_is_not_asked_about_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_symptoms_of_cufile(tmp_path: Path) -> None:
-    text = '{\n  // a comment, "quoted"\n  "properties": {"allow_compat_mode": true, "x": "//y"} /* */\n}'
+    text = '{\n  // with "quotes"\n  "properties": {"allow_compat_mode": true, "x": "//y"} /* */\n}'
     findings = list(cufile.look(machine(tmp_path, {"etc/cufile.json": text}), 1, "overlay"))
     assert "5008" in named(findings, "nvidia-fs").advice
     assert "5027" in named(findings, "file system").advice
