@@ -48,7 +48,7 @@ class Diagnosis:
             if each.advice:
                 rows.append(("", "", f"→ {each.advice}"))
         for n, leg in enumerate(self.route):
-            rows.append(("" if n else "route", leg.file, f"{leg.engine} ({leg.why})"))
+            rows.append(("" if n else "route", leg.engine, f"{leg.file} ({leg.why})"))
         return rows
 
     def __str__(self) -> str:

@@ -126,4 +126,5 @@ def files(paths: list[str]) -> Iterator[Finding]:
         texts = [f"memory {memory}, offsets {offset}" for memory, offset in pairs]
         yield Finding("disk", "O_DIRECT", "; ".join(texts) + " bytes")
     share = f"{cached / total:.0%}" if known and total else "unknown share"
-    yield Finding("disk", "in the page cache", f"{share} of {human(total)} in {len(paths)} files")
+    where = f"{len(paths)} file{'s' * (len(paths) != 1)}"
+    yield Finding("disk", "in the page cache", f"{share} of {human(total)} in {where}")
