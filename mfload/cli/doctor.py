@@ -27,7 +27,7 @@ def command(
     ] = 10.0,
     as_json: options.Json = False,
 ) -> None:
-    """Say what this machine can do for a load, and what stands in the way.
+    """Say what this machine can do, and what is in the way.
 
     Looks at the host, GPUs and their driver, cuFile, the frameworks, and the disk of a checkpoint.
     Ends with 1 where something makes loads fail or crawl.
