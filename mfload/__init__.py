@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mfload.checks.manifest import Manifest
     from mfload.checks.verification import Verification
     from mfload.checks.verifying import verify
+    from mfload.checkup.diagnose import doctor
+    from mfload.checkup.diagnosis import Diagnosis
     from mfload.errors import MfloadError
     from mfload.into.load_into import load_into
     from mfload.io.buffers import live_bytes
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Aligned": "mfload.aligning.align",
+    "Diagnosis": "mfload.checkup.diagnosis",
     "Difference": "mfload.checks.difference",
     "Manifest": "mfload.checks.manifest",
     "MfloadError": "mfload.errors",
@@ -38,6 +41,7 @@ _WHERE = {
     "abstract": "mfload.api",
     "align": "mfload.aligning.align",
     "diff": "mfload.checks.comparing",
+    "doctor": "mfload.checkup.diagnose",
     "errors": "mfload.errors",
     "live_bytes": "mfload.io.buffers",
     "load": "mfload.api",
@@ -52,6 +56,7 @@ _WHERE = {
 
 __all__ = [
     "Aligned",
+    "Diagnosis",
     "Difference",
     "Manifest",
     "MfloadError",
@@ -61,6 +66,7 @@ __all__ = [
     "abstract",
     "align",
     "diff",
+    "doctor",
     "errors",
     "live_bytes",
     "load",

@@ -19,7 +19,7 @@ import mfload
 from mfload import spelling
 from mfload.cli import exits, failures, streams
 
-COMMANDS = ("ls", "plan", "load", "verify", "diff", "align", "bench")
+COMMANDS = ("ls", "plan", "load", "verify", "diff", "align", "bench", "doctor")
 """Each is the function `command` of the module mfload.cli.<name>."""
 
 # Click's errors lie elsewhere in each generation of typer; all derive from this.

@@ -1,7 +1,7 @@
 """Exit codes: what a script can tell from them.
 
 0    fine
-1    a comparison or a verification found a difference
+1    a comparison or a verification found a difference, or the doctor trouble
 2    wrong usage, a tensor that is not there among it
 3    the source or the target can't be had: missing, no permission, I/O error, exists already
 4    a malformed file or checkpoint

@@ -44,7 +44,7 @@ def test_help_of_every_command(run: Run, name: str) -> None:
     assert "\x1b" not in ran.out
 
 
-@pytest.mark.parametrize("name", app.COMMANDS)
+@pytest.mark.parametrize("name", [name for name in app.COMMANDS if name != "doctor"])
 def test_without_arguments_it_is_said_what_is_missing(run: Run, name: str) -> None:
     ran = run(name)
     assert (ran.code, ran.out) == (2, "")

@@ -1,0 +1,78 @@
+"""Asking: a probe that might hang or crash runs in a process of its own, for a bounded time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+
+class Answer(NamedTuple):
+    """What a probe said.
+
+    Attributes:
+        data: What it printed, None where it did not come to that.
+        trouble: Why not: "timeout", "crash" and the like with what is known of it; else empty.
+    """
+
+    data: Any
+    trouble: str = ""
+
+
+def ask(module: str, *arguments: str, timeout: float | None) -> Answer:
+    """Runs a module and reads the JSON that it prints.
+
+    Args:
+        module: Its name, such as "mfload.checkup.probe_cuda".
+        arguments: What it is given.
+        timeout: Seconds; then it is killed with all that it has started. None for ever.
+    """
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(None, f"can't be started: {error.strerror or error}")
+    try:
+        printed, said = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill(child)
+        return Answer(None, f"no answer within {timeout:g} s")
+    except BaseException:
+        _kill(child)
+        raise
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        return Answer(None, f"crashed with {name}{_last(said)}")
+    try:
+        return Answer(json.loads(printed))
+    except ValueError:
+        return Answer(None, f"ended with {child.returncode}{_last(said)}")
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kills a process and its group. One that hangs in the kernel is left to it."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except (OSError, PermissionError):
+        child.kill()
+    for stream in (child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()
+    try:
+        child.wait(1)
+    except subprocess.TimeoutExpired:
+        child.returncode = -signal.SIGKILL  # Nobody waits for it any more, Python neither.
+
+
+def _last(said: bytes) -> str:
+    lines = said.decode(errors="replace").strip().splitlines()
+    return f": {lines[-1][:200]}" if lines else ""

@@ -1,0 +1,93 @@
+"""GPUs: driver, devices, and how each hangs on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mfload.checkup.asking import Answer
+from mfload.checkup.findings import Finding
+from mfload.checkup.system import System
+from mfload.report import human
+
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # PCI class of what drives displays, 3-D controllers among them.
+
+
+def look(system: System, answer: Answer) -> Iterator[Finding]:
+    """Findings about GPUs.
+
+    Args:
+        system: The machine.
+        answer: What `probe_cuda` said.
+    """
+    cards = list(_cards(system))
+    if answer.trouble:
+        yield Finding(
+            "gpu", "driver", answer.trouble, "trouble",
+            "the driver does not answer as it should; see dmesg for lines of NVRM and Xid, then "
+            "reload the driver or restart the machine",
+        )  # fmt: skip
+        return
+    error = answer.data.get("error")
+    if error:
+        yield _without_driver(system, cards, error, missing=bool(answer.data.get("missing")))
+        return
+    devices: Sequence[dict[str, Any]] = answer.data["devices"]
+    yield Finding("gpu", "driver", f"CUDA {answer.data['driver']}", data=answer.data["driver"])
+    if not devices:
+        yield Finding(
+            "gpu", "devices", "none", "note",
+            "the driver is there and shows no device: see CUDA_VISIBLE_DEVICES, or --gpus of the "
+            "container",
+        )  # fmt: skip
+    for device in devices:
+        yield _device(system, device)
+
+
+def _cards(system: System) -> Iterator[str]:
+    """PCI addresses of NVIDIA's cards, seen without their driver."""
+    base = "sys/bus/pci/devices"
+    for address in system.names(base):
+        kind = system.text(f"{base}/{address}/class") or ""
+        if system.text(f"{base}/{address}/vendor") == _NVIDIA and kind.startswith(_DISPLAY):
+            yield address
+
+
+def _without_driver(system: System, cards: Sequence[str], error: str, *, missing: bool) -> Finding:
+    if not cards:
+        return Finding("gpu", "devices", "none: no card of NVIDIA's on the PCI bus")
+    where = ", ".join(cards)
+    if missing and system.exists(".dockerenv"):
+        advice = "the container has no driver library: run it with --gpus all"
+    elif missing:
+        advice = "install NVIDIA's driver: its libcuda.so.1 is not found"
+    else:
+        advice = "the kernel module and the library may be of different versions: see nvidia-smi"
+    return Finding("gpu", "driver", f"{error}; cards at {where}", "trouble", advice)
+
+
+def _device(system: System, device: dict[str, Any]) -> Finding:
+    base = f"sys/bus/pci/devices/{_address(device['pci'])}"
+    parts = [human(device["memory"])]
+    speed, width = system.text(f"{base}/max_link_speed"), system.text(f"{base}/max_link_width")
+    data = dict(device)
+    advice = ""
+    if speed and width:
+        parts.append(f"PCIe x{width} at {speed.removesuffix(' PCIe')}")
+        data |= {"link_width": width, "link_speed": speed}
+        now = system.text(f"{base}/current_link_width")
+        if now and now != width:
+            advice = f"the link runs on {now} of {width} lanes: see the slot and its neighbours"
+    node = system.number(f"{base}/numa_node")
+    if node is not None and node >= 0:
+        parts.append(f"on NUMA node {node}")
+        data["numa_node"] = node
+    found = f"{device['name']}, {', '.join(parts)}"
+    return Finding("gpu", device["pci"], found, "note" if advice else "ok", advice, data)
+
+
+def _address(pci: str) -> str:
+    """A bus id as sysfs spells it: CUDA writes the domain with four digits, or with eight."""
+    domain, _, rest = pci.partition(":")
+    return f"{domain[-4:]}:{rest}"

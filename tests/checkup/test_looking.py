@@ -1,0 +1,226 @@
+"""Made-up machines: what each look makes of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mfload.checkup import cufile, disk, gpus, host, probe_cuda, versions
+from mfload.checkup.asking import Answer
+from mfload.checkup.findings import Finding
+from mfload.checkup.system import System
+
+
+def machine(root: Path, files: dict[str, str]) -> System:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return System(root)
+
+
+def named(findings: Any, what: str) -> Finding:
+    return next(each for each in findings if each.what == what)
+
+
+CARD = {
+    "sys/bus/pci/devices/0000:1b:00.0/vendor": "0x10de\n",
+    "sys/bus/pci/devices/0000:1b:00.0/class": "0x030200\n",
+    "sys/bus/pci/devices/0000:1b:00.0/max_link_speed": "32.0 GT/s PCIe\n",
+    "sys/bus/pci/devices/0000:1b:00.0/max_link_width": "16\n",
+    "sys/bus/pci/devices/0000:1b:00.0/current_link_width": "16\n",
+    "sys/bus/pci/devices/0000:1b:00.0/numa_node": "1\n",
+    # Neither a network card of NVIDIA's nor another's display is one.
+    "sys/bus/pci/devices/0000:1c:00.0/vendor": "0x10de\n",
+    "sys/bus/pci/devices/0000:1c:00.0/class": "0x020700\n",
+    "sys/bus/pci/devices/0000:1d:00.0/vendor": "0x1002\n",
+    "sys/bus/pci/devices/0000:1d:00.0/class": "0x030000\n",
+}
+ONE = {"driver": "13.0", "devices": [{"name": "G", "memory": 80 << 30, "pci": "0000:1b:00.0"}]}
+
+
+def test_a_bare_tree_is_no_trouble(tmp_path: Path) -> None:
+    findings = [*host.look(System(tmp_path)), *gpus.look(System(tmp_path), Answer({"error": "no"}))]
+    assert all(each.level != "trouble" for each in findings)
+    assert named(findings, "NUMA nodes").found == "1"
+    assert "no card" in named(findings, "devices").found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "level"), [("always [madvise] never", "ok"), ("always madvise [never]", "note")]
+)
+def test_huge_pages(tmp_path: Path, chosen: str, level: str) -> None:
+    system = machine(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": chosen})
+    found = named(host.look(system), "huge pages")
+    assert found.level == level
+    assert bool(found.advice) == (level == "note")
+
+
+def test_nodes_and_their_cores(tmp_path: Path) -> None:
+    base = "sys/devices/system/node"
+    files = {f"{base}/node{n}/cpulist": f"{8 * n}-{8 * n + 7}\n" for n in range(2)}
+    found = named(host.look(machine(tmp_path, files | {f"{base}/online": "0-1"})), "NUMA nodes")
+    assert found.data == {"node0": "0-7", "node1": "8-15"}
+
+
+@pytest.mark.parametrize("udev", [False, True])
+def test_containers_need_udev_for_cufile(tmp_path: Path, udev: bool) -> None:
+    files = {".dockerenv": ""} | ({"run/udev/data/x": ""} if udev else {})
+    found = named(host.look(machine(tmp_path, files)), "inside")
+    assert ("/run/udev" in found.advice) is not udev
+
+
+def test_wsl_is_told(tmp_path: Path) -> None:
+    system = machine(tmp_path, {"proc/version": "Linux version 6.6.87.2-Microsoft-standard-WSL2"})
+    assert "hangs" in named(host.look(system), "inside").advice
+
+
+@pytest.mark.parametrize(
+    ("answer", "files", "level", "says"),
+    [
+        (Answer(None, "no answer within 10 s"), {}, "trouble", "dmesg"),
+        (Answer(None, "crashed with SIGSEGV"), {}, "trouble", "dmesg"),
+        (Answer({"error": "libcuda.so.1: no", "missing": True}), {}, "ok", ""),
+        (Answer({"error": "libcuda.so.1: no", "missing": True}), CARD, "trouble", "install"),
+        (Answer({"error": "libcuda.so.1: no", "missing": True}), CARD | {".dockerenv": ""},
+         "trouble", "--gpus all"),
+        (Answer({"error": "cuInit: CUDA_ERROR_X (803)"}), CARD, "trouble", "nvidia-smi"),
+        (Answer({"driver": "13.0", "devices": []}), CARD, "note", "CUDA_VISIBLE_DEVICES"),
+    ],
+)  # fmt: skip
+def test_drivers(
+    tmp_path: Path, answer: Answer, files: dict[str, str], level: str, says: str
+) -> None:
+    last = list(gpus.look(machine(tmp_path, files), answer))[-1]
+    assert last.level == level
+    assert says in last.advice
+    if files and level == "trouble":
+        assert "0000:1b:00.0" in last.found
+        assert "0000:1c:00.0" not in last.found
+
+
+@pytest.mark.parametrize("pci", ["0000:1b:00.0", "00000000:1b:00.0"])
+def test_a_device_and_its_link(tmp_path: Path, pci: str) -> None:
+    one = {"driver": "13.0", "devices": [ONE["devices"][0] | {"pci": pci}]}  # type: ignore[index]
+    found = named(gpus.look(machine(tmp_path, CARD), Answer(one)), pci)
+    assert found.found == "G, 80 GiB, PCIe x16 at 32.0 GT/s, on NUMA node 1"
+    assert found.level == "ok"
+    half = CARD | {"sys/bus/pci/devices/0000:1b:00.0/current_link_width": "8\n"}
+    found = named(gpus.look(machine(tmp_path, half), Answer(one)), pci)
+    assert (found.level, "8 of 16" in found.advice) == ("note", True)
+
+
+MOUNTS = """\
+22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/root rw,discard
+40 22 259:1 / /data rw - ext4 /dev/nvme0n1p1 rw,data=writeback
+41 22 0:50 / /net rw - nfs4 host:/x rw
+42 22 0:60 / /net/deep\\040one rw - lustre mds:/y rw
+43 22 0:70 / /over rw - overlay overlay rw
+44 40 0:80 / /data rw - xfs /dev/sdz rw
+not a line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/x", "ext4"), ("/net/a", "nfs4"), ("/network", "ext4"), ("/net/deep one/a", "lustre"),
+        ("/over/a", "overlay"), ("/data", "xfs"),
+    ],
+)  # fmt: skip
+def test_the_mount_of_a_path(tmp_path: Path, path: str, kind: str) -> None:
+    found = disk.mount(machine(tmp_path, {"proc/self/mountinfo": MOUNTS}), path)
+    assert found is not None
+    assert found.kind == kind
+
+
+def test_disks(tmp_path: Path) -> None:
+    here = os.path.realpath(tmp_path)
+    base = "sys/dev/block/259:0"
+    files = {
+        "proc/self/mountinfo": f"1 1 259:0 / {here} rw - ext4 /dev/x rw,data=journal\n",
+        f"{base}/device/model": "FAST DISK   \n",
+        f"{base}/queue/rotational": "0\n",
+        f"{base}/queue/read_ahead_kb": "128\n",
+    }
+    findings = list(disk.look(machine(tmp_path, files), here))
+    assert "data=ordered" in named(findings, "file system").advice
+    assert named(findings, "device").found.startswith("FAST DISK, flash")
+    assert named(findings, "read-ahead").data == 128
+    assert [each.found for each in disk.look(System(tmp_path / "none"), here)] == ["unknown"]
+    files["proc/self/mountinfo"] = f"1 1 0:9 / {here} rw - nfs4 h:/ rw\n"
+    (found,) = disk.look(machine(tmp_path, files), here)
+    assert "mmap" in found.advice
+
+
+def test_files_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(1 << 16))
+    (tmp_path / "b").write_bytes(b"")
+    findings = list(disk.files([str(tmp_path / "a"), str(tmp_path / "b")]))
+    assert "64 KiB in 2 files" in named(findings, "in the page cache").found
+    assert named(findings, "O_DIRECT").topic == "disk"
+
+
+def test_cufile_is_not_asked_about_without_a_gpu(tmp_path: Path) -> None:
+    (found,) = cufile.look(machine(tmp_path, {"etc/cufile.json": "{"}), 0, "overlay")
+    assert "no GPU" in found.found
+
+
+def test_symptoms_of_cufile(tmp_path: Path) -> None:
+    text = '{\n  // with "quotes"\n  "properties": {"allow_compat_mode": true, "x": "//y"} /* */\n}'
+    findings = list(cufile.look(machine(tmp_path, {"etc/cufile.json": text}), 1, "overlay"))
+    assert "5008" in named(findings, "nvidia-fs").advice
+    assert "5027" in named(findings, "file system").advice
+    assert named(findings, "/etc/cufile.json").data["properties"]["x"] == "//y"
+    (tmp_path / "etc/cufile.json").write_text("{")
+    broken = named(cufile.look(System(tmp_path), 1, "ext4"), "/etc/cufile.json")
+    assert broken.level == "trouble"
+    loaded = machine(tmp_path, {"proc/driver/nvidia-fs/version": "version: 2.26\n"})
+    assert named(cufile.look(loaded, 1, "ext4"), "nvidia-fs").found == "version: 2.26"
+
+
+@pytest.mark.parametrize(
+    ("installed", "level"),
+    [("0.4.9", "trouble"), ("0.5.3", "ok"), ("0.10.9", "ok"), ("0.11.0", "note"),
+     ("1.0.0.dev3+cpu", "note")],
+)  # fmt: skip
+def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, level: str) -> None:
+    monkeypatch.setattr(versions, "version", lambda _package: installed)
+    assert named(versions.look(), "jax").level == level
+
+
+class Stub:
+    """A driver library that answers; `codes` says with which errors."""
+
+    def __init__(self, count: int, codes: dict[str, int]) -> None:
+        self._count, self._codes = count, codes
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> int:
+            if name == "cuGetErrorName":
+                given[1]._obj.value = b"CUDA_ERROR_STUB"
+            elif name == "cuDriverGetVersion":
+                given[0]._obj.value = 13020
+            elif name == "cuDeviceGetCount":
+                given[0]._obj.value = self._count
+            elif name == "cuDeviceTotalMem_v2":
+                given[0]._obj.value = 80 << 30
+            elif name in ("cuDeviceGetName", "cuDeviceGetPCIBusId"):
+                ctypes.memmove(given[0], b"0000:1B:00.0", 13)
+            return self._codes.get(name, 0)
+
+        return call
+
+
+def test_what_a_driver_says() -> None:
+    found = probe_cuda.look(Stub(2, {}))
+    assert found["driver"] == "13.2"
+    assert [each["pci"] for each in found["devices"]] == ["0000:1b:00.0"] * 2
+    assert found["devices"][0]["memory"] == 80 << 30
+    assert probe_cuda.look(Stub(0, {}))["devices"] == []
+    for call in ("cuInit", "cuDeviceGetCount"):
+        assert probe_cuda.look(Stub(1, {call: 999})) == {"error": f"{call}: CUDA_ERROR_STUB (999)"}
