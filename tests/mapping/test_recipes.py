@@ -247,7 +247,8 @@ def _lines(draw: st.DrawFn, shape: tuple[int, ...], number: int) -> Line:
             scale=scale,
         )
     else:
-        # An empty order of dims is none in that form.
+        # What is empty in that form, dims in order or a shape, is none.
+        reshape = reshape or None
         value = names[0] if form == "name" else (names[0], (transpose, reshape))
     return Line(value, targets, stacked, transpose, reshape, scale)
 
