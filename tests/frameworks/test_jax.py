@@ -220,14 +220,14 @@ class TestJaxGives(GivingConformance):
     }
 
     def made(self, array: np.ndarray) -> Any:
-        with jax_adapter.x64():
+        with jax_adapter.undisturbed():
             return jax.block_until_ready(jnp.array(array))
 
     def address(self, array: Any) -> int:
         return array.unsafe_buffer_pointer()
 
     def turn(self, array: Any, axes: tuple[int, ...]) -> Any:
-        with jax_adapter.x64():
+        with jax_adapter.undisturbed():
             return jax.block_until_ready(array.transpose(axes))
 
     def reference_save(self, arrays: dict[str, Any]) -> bytes:
@@ -293,7 +293,7 @@ class TestJaxGives(GivingConformance):
         device = jax.devices("cuda")[0]
         for dtype in self.gives:
             row, array = self.numbers(dtype, (5, 4))
-            with jax_adapter.x64():
+            with jax_adapter.undisturbed():
                 given = give(jax.device_put(array, device))
             assert (read(given), given.span) == (row, None)
 
@@ -333,7 +333,7 @@ class TestJaxGivesShards:
     def test_every_dtype(self, dtype: str) -> None:
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
         row, array = TestJaxGives().numbers(dtype, (16, 8))
-        with jax_adapter.x64():
+        with jax_adapter.undisturbed():
             sharded = jax.device_put(array, jax.sharding.NamedSharding(mesh, self.P("x")))
         assert read(give(sharded)) == row
 
