@@ -75,6 +75,7 @@ def look(place: Place) -> Found:
             # Whatever lies in other directories, or is no such file, is not ours to touch.
             own = _leads_to(place, place.index, replaced=True)
             placed = frozenset(filter(_is_plain, own)) & names
+            placed |= _twins(place.directory, placed, named - placed)
         except errors.SourceError as error:
             doubt, broken = place.index, _unread(place, error)
         except errors.FormatError:
@@ -116,6 +117,20 @@ def _complete(stem: str, shards: frozenset[str]) -> bool:
     total = f"{len(shards):0{width}}"
     made = frozenset(f"{stem}-{n + 1:0{width}}-of-{total}{SUFFIX}" for n in range(len(shards)))
     return bool(shards) and made == shards
+
+
+def _twins(directory: str, placed: frozenset[str], named: frozenset[str]) -> frozenset[str]:
+    """Second names of files to which the index leads: a writer died before it led to these."""
+    files = {_identity(directory, name) for name in placed} - {None} if named else set()
+    return frozenset(name for name in named if _identity(directory, name) in files)
+
+
+def _identity(directory: str, name: str) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(os.path.join(directory, name))
+    except OSError:
+        return None  # Gone meanwhile: somebody heeds no lock.
+    return status.st_dev, status.st_ino
 
 
 def _is_plain(name: str) -> bool:
