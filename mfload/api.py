@@ -23,7 +23,7 @@ from mfload.pause import collector_paused
 from mfload.placement import Need
 from mfload.preview import Preview
 from mfload.progress import Progress, shown
-from mfload.report import Report
+from mfload.report import Report, cleared
 from mfload.saving import save as saving
 from mfload.saving.save import Saved
 from mfload.settings import Exchange, Landing, Settings, Unmatched
@@ -109,7 +109,7 @@ def load(
     start = time.perf_counter()
     deadline, wrong = Deadline(None), None
     try:
-        _clear(report)
+        cleared(report)
         deadline = Deadline(timeout)
         _check(framework, device, mesh, shardings, unmatched, exchange)
     except Exception as error:
@@ -318,14 +318,6 @@ def save(
         overwrite=overwrite,
         progress=progress,
     )
-
-
-def _clear(report: object) -> None:
-    if report is None:
-        return
-    if not isinstance(report, Report):
-        raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
-    report.clear()
 
 
 def _check(

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from mfload import errors
+
 
 def human(nbytes: float) -> str:
     """Bytes for people, in binary units: 1.5 MiB."""
@@ -134,3 +136,16 @@ class Report:
 
     def _repr_html_(self) -> str:
         return html_table(self.rows()) if self.stages else "an empty report"
+
+
+def cleared(report: object) -> None:
+    """Empties the report that a user gave, if they gave one.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if report is None:
+        return
+    if not isinstance(report, Report):
+        raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
+    report.clear()

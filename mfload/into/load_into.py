@@ -21,7 +21,7 @@ from mfload.loading import Loader, let_go
 from mfload.pause import collector_paused
 from mfload.placement import Need
 from mfload.progress import Progress, shown
-from mfload.report import Report
+from mfload.report import Report, cleared
 from mfload.settings import Exchange, Landing, Settings, Unmatched
 from mfload.sharding import fetching, load as sharded
 from mfload.sharding.agreement import fingerprint
@@ -116,7 +116,7 @@ def load_into(
         wrong = error
     try:
         taking_part = placing.processes(mesh, shardings, tree.leaves if tree else None)
-        _clear(report)
+        cleared(report)
         deadline = Deadline(timeout)
     except Exception as error:  # noqa: BLE001 - as above
         wrong = wrong or error
@@ -185,14 +185,6 @@ def _fill(
         values[goal.number] = array
     report.notes = tuple(dict.fromkeys((*notes, *report.notes)))
     return values
-
-
-def _clear(report: object) -> None:
-    if report is None:
-        return
-    if not isinstance(report, Report):
-        raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
-    report.clear()
 
 
 def _check_choices(strict: object, unmatched: object, exchange: object) -> None:
