@@ -47,6 +47,7 @@ def load(
     engine: EngineName = "auto",
     landing: Landing = "auto",
     max_host_overhead: int | None = None,
+    max_device_overhead: int | None = None,
     threads: int | None = None,
     timeout: float | None = None,
     progress: Progress = False,
@@ -91,6 +92,8 @@ def load(
             donate), or "auto", which is mfload's on the host.
         max_host_overhead: Bytes of host memory beside the result; 256 MiB where None, or one
             tensor where a framework must copy a larger one.
+        max_device_overhead: Bytes of a device's memory beside the result: for slots where bytes
+            come past the host, and for elements that are converted there; 256 MiB where None.
         threads: Readers at once; chosen where None.
         timeout: Seconds after which the load gives up; never where None.
         progress: True for a bar, or a function of (bytes done, bytes in all).
@@ -120,7 +123,9 @@ def load(
     if mesh is not None or shardings is not None:
 
         def choose() -> Chosen:
-            settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+            settings = Settings(
+                engine, landing, max_host_overhead, max_device_overhead, threads, deadline
+            )
             return _choose(path, names, dtype, settings)
 
         return sharded.load(
@@ -132,7 +137,7 @@ def load(
             check=None if verify is None else lambda index, infos: Check(verify, index, infos),
             wrong=wrong,
         )
-    settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+    settings = Settings(engine, landing, max_host_overhead, max_device_overhead, threads, deadline)
     with collector_paused():
         index, sources = _read_index(path, deadline)
         needs = _needs(index, names, dtype)
@@ -202,6 +207,7 @@ def plan(
     engine: EngineName = "auto",
     landing: Landing = "auto",
     max_host_overhead: int | None = None,
+    max_device_overhead: int | None = None,
     threads: int | None = None,
     timeout: float | None = None,
 ) -> Preview:
@@ -217,7 +223,7 @@ def plan(
         MfloadError: As `load` does.
     """
     deadline = Deadline(timeout)
-    settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+    settings = Settings(engine, landing, max_host_overhead, max_device_overhead, threads, deadline)
     # What nobody says is "numpy" too.
     whose = framework if framework != "numpy" or (mesh is None and shardings is None) else "jax"
     _check(whose, device, mesh, shardings, unmatched, exchange)

@@ -10,8 +10,10 @@ one read fills them all. Small tensors only get their alignment: padding would o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+from mfload.devices.device import ALIGNMENT
 from mfload.placement import Need
 
 BUFFER = 64 << 20
@@ -28,10 +30,12 @@ class BufferSpec(NamedTuple):
     Attributes:
         nbytes: Length in bytes.
         source: The source to map, None for memory.
+        device: Number of the device whose memory it is, None for the host's.
     """
 
     nbytes: int
     source: int | None = None
+    device: int | None = None
 
 
 class Arrangement:
@@ -47,15 +51,24 @@ class Arrangement:
         self._alignment = alignment
         self._mapped = mapped
         self._maps: dict[int, int] = {}
-        self._open = -1  # The buffer that still takes tensors.
-        self._cursor = 0
+        # The buffer of each memory that still takes tensors, and how much of it is taken.
+        self._open: dict[int | None, tuple[int, int]] = {}
 
     def place(
-        self, need: Need, nbytes: int, contiguous: int | None, *, alone: bool
+        self,
+        need: Need,
+        nbytes: int,
+        contiguous: int | None,
+        *,
+        alone: bool,
+        device: int | None = None,
     ) -> tuple[int, int]:
         """Buffer and first byte."""
         if alone:
-            return self._new(nbytes), 0
+            return self._new(nbytes, device=device), 0
+        if device is not None:
+            # No kernel copies here, and a device's kernels want whole transactions.
+            return self._take(device, nbytes, lambda cursor: -(-cursor // ALIGNMENT) * ALIGNMENT)
         piece = need.info.pieces[0]
         offset = piece.offset if contiguous is None else contiguous
         align = self._alignment or max(1, need.dtype.nbytes // need.dtype.elements)
@@ -63,23 +76,22 @@ class Arrangement:
             mapped = self._map(piece.source)
             if mapped is not None:
                 return mapped, offset
-        at = self._next(nbytes, offset, align)
-        if self._open < 0 or at + nbytes > BUFFER + _PAGE:
-            self._close()
-            self._open, self._cursor = self._new(0), 0
-            at = self._next(nbytes, offset, align)
-        self._cursor = at + nbytes
-        return self._open, at
+        return self._take(None, nbytes, lambda cursor: _next(cursor, nbytes, offset, align))
 
-    def _next(self, nbytes: int, offset: int, align: int) -> int:
-        if nbytes < _SMALL and self._cursor:
-            # Follow the file where it leads to an aligned place; it mostly does.
-            return -(-self._cursor // align) * align
-        wanted = (offset // align * align) % _PAGE
-        return self._cursor + (wanted - self._cursor) % _PAGE
+    def _take(
+        self, device: int | None, nbytes: int, follow: Callable[[int], int]
+    ) -> tuple[int, int]:
+        """Room in the open buffer of a memory, or in a new one; `follow` gives the first byte."""
+        number, cursor = self._open.get(device, (-1, 0))
+        at = follow(cursor)
+        if number < 0 or at + nbytes > BUFFER + _PAGE:
+            self._close(device)
+            number, at = self._new(0, device=device), follow(0)
+        self._open[device] = number, at + nbytes
+        return number, at
 
-    def _new(self, nbytes: int, source: int | None = None) -> int:
-        self._specs.append(BufferSpec(nbytes, source))
+    def _new(self, nbytes: int, source: int | None = None, device: int | None = None) -> int:
+        self._specs.append(BufferSpec(nbytes, source, device))
         return len(self._specs) - 1
 
     def _map(self, source: int) -> int | None:
@@ -91,11 +103,22 @@ class Arrangement:
         """Whether a buffer is a map of a file, which needs no reading."""
         return self._specs[buffer].source is not None
 
-    def _close(self) -> None:
-        if self._open >= 0:
-            self._specs[self._open] = BufferSpec(self._cursor)
+    def _close(self, device: int | None) -> None:
+        if device in self._open:
+            number, cursor = self._open.pop(device)
+            self._specs[number] = BufferSpec(cursor, None, device)
 
     def end(self) -> tuple[BufferSpec, ...]:
         """The buffers."""
-        self._close()
+        for device in list(self._open):
+            self._close(device)
         return tuple(self._specs)
+
+
+def _next(cursor: int, nbytes: int, offset: int, align: int) -> int:
+    """The next place for a tensor that lies at an offset of the file, in host memory."""
+    if nbytes < _SMALL and cursor:
+        # Follow the file where it leads to an aligned place; it mostly does.
+        return -(-cursor // align) * align
+    wanted = (offset // align * align) % _PAGE
+    return cursor + (wanted - cursor) % _PAGE

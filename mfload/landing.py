@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from mfload import errors
 from mfload.arrangement import BufferSpec
+from mfload.devices.device import Device
 from mfload.frameworks.adapter import Adapter, Lent
 from mfload.io import buffers
 from mfload.io.mapped import map_file
@@ -28,8 +30,9 @@ class SlotProvider(Protocol):
             spec: Its size, and the source it maps if it does.
 
         Returns:
-            A uint8 array of at least `spec.nbytes` bytes that keeps its owner alive; None
-            where another provider is to be asked.
+            A uint8 array of at least `spec.nbytes` bytes that keeps its owner alive, or a
+            `DeviceBuffer` where the spec names a device; None where another provider is to be
+            asked.
         """
         ...
 
@@ -39,11 +42,29 @@ class SlotProvider(Protocol):
 
 
 class OwnMemory:
-    """mfload's own buffers: takes every buffer that maps no file."""
+    """mfload's own buffers: takes every buffer that maps no file.
+
+    Args:
+        plan: The plan.
+        devices: The devices that its buffers name by number.
+    """
+
+    def __init__(self, plan: Plan, devices: Sequence[Device]) -> None:
+        self._plan = plan
+        self._devices = devices
 
     def memory(self, number: int, spec: BufferSpec) -> Any | None:
         """A fresh buffer (see `SlotProvider`)."""
-        return None if spec.source is not None else buffers.allocate(spec.nbytes)
+        if spec.source is not None:
+            return None
+        if spec.device is None:
+            return buffers.allocate(spec.nbytes)
+        try:
+            return self._devices[spec.device].allocate(spec.nbytes)
+        except errors.MfloadError as error:
+            inside = (place.need.info.name for place in self._plan.places if place.buffer == number)
+            error.tensor = error.tensor or next(inside, None)
+            raise
 
     def array(self, number: int) -> Any | None:
         """Views are made of these."""

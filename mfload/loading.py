@@ -6,10 +6,12 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
-from mfload import errors, landing, preparing, transfer, waves
+from mfload import errors, landing, preparing, rooms, spreading, transfer, waves
+from mfload.devices import memory
 from mfload.dlpack import View
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
@@ -68,15 +70,20 @@ class Loader:
 
     def copies(self, need: Need) -> bool:
         """Whether the framework copies this one out of mfload's memory."""
-        return bool(waves.copied([need], self._adapter))
+        return bool(waves.copied([need], self._adapter, self._settings))
 
     def preview(self, needs: Sequence[Need]) -> Preview:
         """Plans without reading data."""
-        return self._prepare(needs).preview()
+        units, _ = spreading.spread(needs, self._adapter, self._settings)
+        return self._prepare(units, self._settings).preview()
 
-    def _prepare(self, needs: Sequence[Need]) -> Preparation:
+    def _prepare(
+        self, needs: Sequence[Need], settings: Settings, *, witnessed: bool = False
+    ) -> Preparation:
         preparing.check(needs, self._index)
-        return Preparation(needs, self._index, self._sources, self._adapter, self._settings)
+        return Preparation(
+            needs, self._index, self._sources, self._adapter, settings, witnessed=witnessed
+        )
 
     def load(
         self,
@@ -101,24 +108,29 @@ class Loader:
         """
         clock = _Clock()
         buffers.peak_bytes(reset=True)
+        memory.peak_bytes(reset=True)
         arrays: dict[int, Any] = {}
         plans: list[Plan] = []
         exchanged = 0
+        # Who fills buffers in our place fills host memory.
+        settings = self._settings if fill is None else replace(self._settings, by_host=True)
         try:
             with clock.stage("plan"), collector_paused():
-                way = self._prepare(needs)
-            if len(way.waves) > 1 and self._adapter.on_host:
+                units, owners = spreading.spread(needs, self._adapter, settings)
+                way = self._prepare(units, settings, witnessed=witness is not None)
+            if len(way.waves) > 1:
                 # Each wave is checked when its turn comes: what can't end must not begin.
-                transfer.check_room(sum(need.nbytes for need in needs))
+                rooms.check(units, self._adapter, settings)
             notes = list(way.notes)
-            for wave in way.waves if fill is None else [range(len(needs))]:
-                wanted = [needs[n] for n in wave]
+            for wave in way.waves if fill is None else [range(len(units))]:
+                wanted = [units[n] for n in wave]
                 made, filled = self._wave(wanted, way, clock, advance, witness, fill)
                 plans += filled.plans
                 notes += filled.notes
                 exchanged += filled.exchanged
                 arrays.update(zip(wave, made, strict=True))
                 del made
+            joined = spreading.join(needs, units, owners, arrays)
         except BaseException as error:
             arrays.clear()
             let_go(error)
@@ -128,10 +140,10 @@ class Loader:
                 ) from error
             raise
         if report is not None:
-            self._fill(report, needs, way, plans, clock)
+            self._fill(report, units, way, plans, clock)
             report.exchanged_bytes = exchanged
             report.notes = tuple(dict.fromkeys(notes))
-        return [arrays[n] for n in range(len(needs))]
+        return joined
 
     def _wave(
         self,
@@ -146,45 +158,46 @@ class Loader:
         with clock.stage("plan"), collector_paused():
             made = way.plan(needs)
         with clock.stage("allocate"):
-            transfer.check_room(made.buffer_bytes + way.overhead(made))
-            providers = self._providers(made)
-            memory = self._allocate(made, providers)
+            rooms.check_plan(made, way)
+            providers = self._providers(made, way)
+            held = self._allocate(made, providers)
         with clock.stage("transfer"):
             if fill is not None:
-                filled = fill(made, memory, way, self._sources)
+                filled = fill(made, held, way, self._sources)
             else:
-                said = self._transfer(made, memory, way, advance, witness)
+                said = self._transfer(made, held, way, advance, witness)
                 filled = Filled([made], said, 0)
         with clock.stage("arrays"), collector_paused():
-            arrays = self._arrays(made, memory, providers)
+            arrays = self._arrays(made, held, providers)
         return arrays, filled
 
     def _transfer(
         self,
         made: Plan,
-        memory: list[Any],
+        held: list[Any],
         way: Preparation,
         advance: Callable[[int], None] | None,
         witness: Witness | None,
     ) -> tuple[str, ...]:
         return transfer.run(
             made,
-            memory,
+            held,
             self._sources,
             [way.route.get(number) for number in range(len(self._sources))],
             threads=way.threads,
             deadline=self._settings.deadline,
             advance=advance,
             witness=witness,
+            ways=way.overheads.ways(made),
+            staging=way.overheads.staging(made),
         )
 
-    def _providers(self, made: Plan) -> tuple[landing.SlotProvider, ...]:
-        needs = [place.need for place in made.places]
-        alone = waves.lendable(needs, self._adapter, self._settings)
+    def _providers(self, made: Plan, way: Preparation) -> tuple[landing.SlotProvider, ...]:
+        alone = way.lendable([place.need for place in made.places])
         return (
             landing.FrameworkMemory(made, self._adapter, alone),
             landing.FileMaps(made, self._sources, readonly=self._adapter.readonly_maps),
-            landing.OwnMemory(),
+            landing.OwnMemory(made, self._adapter.devices),
         )
 
     def _allocate(self, made: Plan, providers: Sequence[landing.SlotProvider]) -> list[Any]:
@@ -196,11 +209,11 @@ class Loader:
         )
 
     def _arrays(
-        self, made: Plan, memory: list[Any], providers: Sequence[landing.SlotProvider]
+        self, made: Plan, held: list[Any], providers: Sequence[landing.SlotProvider]
     ) -> list[Any]:
         adapter = self._adapter
         complete: dict[int, Any] = {}
-        for number in range(len(memory)):
+        for number in range(len(held)):
             for provider in providers:
                 array = provider.array(number)
                 if array is not None:
@@ -210,7 +223,7 @@ class Loader:
         for need, buffer, at in made.places:
             if buffer in complete:
                 continue
-            name, where = need.info.name, memory[buffer]
+            name, where = need.info.name, held[buffer]
             view = View(name, need.dtype, need.shape, where, at, need.devices)
             views.append(view.as_bytes() if need.dtype.name in as_bytes else view)
         arrays = adapter.wrap(views)
@@ -231,7 +244,7 @@ class Loader:
         clock: _Clock,
     ) -> None:
         result = sum(need.nbytes for need in needs)
-        copied = waves.copied(needs, self._adapter)
+        copied = waves.copied(needs, self._adapter, self._settings)
         report.framework = self._adapter.name
         report.tensors = len(needs)
         report.result_bytes = result
@@ -240,6 +253,7 @@ class Loader:
         report.mapped_bytes = sum(plan.mapped_bytes for plan in plans)
         report.aliased_bytes = result - sum(need.nbytes for need in copied)
         report.peak_bytes = buffers.peak_bytes()
+        report.device_peak_bytes = memory.peak_bytes()
         report.threads = way.threads
         report.route = tuple((leg.file, leg.engine, leg.why) for leg in way.route.values())
         report.stages = {**report.stages, **clock.stages}

@@ -73,8 +73,18 @@ class Plan(NamedTuple):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory held for the result, padding counted in."""
-        return sum(spec.nbytes for spec in self.buffers if spec.source is None)
+        """Bytes of host memory held for the result, padding counted in."""
+        memory = (spec for spec in self.buffers if spec.source is None and spec.device is None)
+        return sum(spec.nbytes for spec in memory)
+
+    @property
+    def device_bytes(self) -> dict[int, int]:
+        """Bytes of memory held for the result by the number of the device, padding counted in."""
+        held: dict[int, int] = {}
+        for spec in self.buffers:
+            if spec.device is not None:
+                held[spec.device] = held.get(spec.device, 0) + spec.nbytes
+        return held
 
     def tensors_of(self, block: Block) -> list[str]:
         """Names of the tensors that a block holds bytes of."""
@@ -97,6 +107,7 @@ def make(
     costs: Costs | None = None,
     separate: frozenset[int] = frozenset(),
     mapped: dict[int, int] | None = None,
+    devices: Sequence[int | None] | None = None,
     given: Sequence[tuple[int, int]] | None = None,
     specs: Sequence[BufferSpec] = (),
 ) -> Plan:
@@ -112,6 +123,8 @@ def make(
             memory that is not ours.
         mapped: Sources that may be mapped instead of read, with their sizes in bytes. Only
             what is contiguous, unconverted and aligned in the file is; the rest is read.
+        devices: Number of the device in whose memory each need lands, None for the host's; None
+            where all land there.
         given: Buffer and first byte for each need, for callers who know where all goes; then
             `alignment`, `separate` and `mapped` say nothing.
         specs: The buffers that `given` names.
@@ -130,7 +143,13 @@ def make(
         need, contiguous = needs[number], offsets[number]
         nbytes = need.nbytes
         if given is None:
-            buffer, at = layout.place(need, nbytes, contiguous, alone=number in separate)
+            buffer, at = layout.place(
+                need,
+                nbytes,
+                contiguous,
+                alone=number in separate,
+                device=None if devices is None else devices[number],
+            )
             read = nbytes and not layout.is_map(buffer)
         else:
             buffer, at = given[number]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mfload import errors, planning, waves
+from mfload import errors, overheads, planning, waves
+from mfload.devices.past import PastHost
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
-from mfload.io import buffers, probes, route as routing
-from mfload.io.blocks import Costs
+from mfload.io import probes, route as routing
 from mfload.io.source import LocalFile
+from mfload.overheads import Overheads
 from mfload.placement import Need
 from mfload.planning import Plan
 from mfload.preview import Preview
@@ -19,13 +20,9 @@ from mfload.settings import Settings
 _PLAIN = (None, "C", "raw")  # A piece's box, order and encoding.
 _MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
-_LEAST_BLOCK = 64 << 10
 _MOST_THREADS = 8
-# Reads past the page cache wait for the disk, not for a core: as many as keep it busy, in
-# blocks whose slots stay in the processor's cache until they are copied out.
+# Reads past the page cache wait for the disk, not for a core: as many as keep it busy.
 _DIRECT_THREADS = 4
-_DIRECT_BLOCK = 4 << 20
-_PAGE = buffers.PAGE
 
 
 class Preparation:
@@ -39,11 +36,14 @@ class Preparation:
         sources: Its files.
         adapter: The framework.
         settings: How.
+        witnessed: Whether somebody on the host sees all bytes.
 
     Attributes:
+        adapter: The framework.
         route: The leg of each source that is used, by its number.
         threads: Readers at once.
         waves: Positions of the needs that are loaded together, wave by wave.
+        overheads: What it holds beside the result.
         notes: What was decided without being asked for.
 
     Raises:
@@ -58,10 +58,12 @@ class Preparation:
         sources: Sequence[LocalFile],
         adapter: Adapter,
         settings: Settings,
+        *,
+        witnessed: bool = False,
     ) -> None:
         self._needs = needs
         self._sources = sources
-        self._adapter = adapter
+        self.adapter = adapter
         self._settings = settings
         self.waves = waves.groups(needs, adapter, settings)
         wanted: dict[int, int] = {}
@@ -70,19 +72,27 @@ class Preparation:
             stored = need.info.nbytes if need.selection is None else need.nbytes
             wanted[source] = wanted.get(source, 0) + stored
         used = sorted(wanted)
+        self._devices = overheads.devices(needs, adapter, settings)
         legs = settings.deadline.bound(
-            lambda: routing.choose([(sources[n], wanted[n]) for n in used], settings.engine),
+            lambda: self._legs([(sources[n], wanted[n]) for n in used], witnessed),
             "opening the files",
         )
         self.route = dict(zip(used, legs, strict=True))
         self.threads = settings.threads or _threads(legs)
-        self._direct = any(leg.engine == "direct" for leg in legs)
-        block = _DIRECT_BLOCK if self._direct else Costs().block
-        self._costs = _costs(settings, self.threads, block)
-        self.notes = (*index.notes, *self._decided())
+        self.overheads = Overheads(needs, adapter, settings, legs, self.threads)
+        self.notes = (*index.notes, *adapter.notes, *self._decided())
+
+    def _legs(
+        self, wanted: Sequence[tuple[LocalFile, int]], witnessed: bool
+    ) -> Sequence[routing.Leg]:
+        settings = self._settings
+        if not self._devices:
+            return routing.choose(wanted, settings.engine)
+        past = PastHost(self._devices, settings.deadline, witnessed=witnessed)
+        return routing.choose_onto_device(wanted, settings.engine, past)
 
     def _decided(self) -> Iterator[str]:
-        adapter = self._adapter
+        adapter = self.adapter
         if len(self.waves) > 1:
             yield (
                 f"loaded in {len(self.waves)} waves, since {adapter.name} copies tensors; the "
@@ -93,52 +103,35 @@ class Preparation:
                 f"{parted} tensors are read once a wave, since their parts together exceed the "
                 "overhead; a larger max_host_overhead= reads them once"
             )
-        lent = waves.lendable(self._needs, adapter, self._settings)
+        settings, devices = self._settings, self._devices
+        lent = waves.lendable(self._needs, adapter, settings)
         rest = (need.info.name for n, need in enumerate(self._needs) if n not in lent)
         missing = len(set(rest))
-        if self._settings.landing == "framework" and adapter.on_host and missing:
+        if settings.landing == "framework" and (adapter.on_host or devices) and missing:
             yield (
                 f"{missing} tensors land in mfload's memory: "
                 f"{adapter.name} can't lend any for their dtypes"
             )
-
-    @property
-    def costs(self) -> Costs:
-        """What a read may be."""
-        return self._costs
+        if devices and settings.landing not in ("auto", waves.whose(adapter, settings)):
+            yield f"tensors land in memory of {adapter.name}, which takes none of mfload's there"
 
     def plan(self, needs: Sequence[Need]) -> Plan:
         """The plan of a wave, or of all."""
         route = self.route
+        adapter, settings = self.adapter, self._settings
+        devices = [waves.lands(need, adapter, settings) for need in needs]
         return planning.make(
             needs,
-            alignment=self._adapter.alignment,
-            costs=self._costs,
-            separate=waves.lendable(needs, self._adapter, self._settings),
+            alignment=adapter.alignment,
+            costs=self.overheads.costs,
+            separate=self.lendable(needs),
             mapped={n: self._sources[n].size for n in route if route[n].engine == "mmap"},
+            devices=devices if self._devices else None,
         )
 
-    def overhead(self, made: Plan) -> int:
-        """The most bytes that a plan made here holds beside the result."""
-        slots = min(self._slot(made) * self.threads, made.read_bytes + 2 * _PAGE * self.threads)
-        waiting = waves.copied([place.need for place in made.places], self._adapter)
-        limit = waves.waiting_limit(waiting, self._adapter, self._settings)
-        # Slots are gone before the framework copies, so the two don't add up.
-        return max(slots, min(sum(need.nbytes for need in waiting), limit))
-
-    def _slot(self, made: Plan) -> int:
-        """The most bytes that a reader's slot holds."""
-        costs = self._costs
-        if not self._direct:
-            return max(made.staged + 2 * _PAGE if made.staged else 0, costs.merge_gap)
-        return max(costs.block, made.staged) + 2 * _PAGE
-
-    def _copied(self, made: Plan) -> int:
-        """Bytes of a plan that are copied in memory once they were read, at most."""
-        direct = {number for number, leg in self.route.items() if leg.engine == "direct"}
-        placed = sum(b.wanted for b in made.blocks if b.staged or b.source in direct)
-        waiting = waves.copied([place.need for place in made.places], self._adapter)
-        return placed + sum(need.nbytes for need in waiting)
+    def lendable(self, needs: Sequence[Need]) -> frozenset[int]:
+        """Positions of the needs that land in the framework's own memory."""
+        return waves.lendable(needs, self.adapter, self._settings)
 
     def preview(self) -> Preview:
         """All of it, for people."""
@@ -148,24 +141,26 @@ class Preparation:
         if len(self.waves) > 1:
             plans = tuple(self.plan([self._needs[n] for n in wave]) for wave in self.waves)
             notes += ("this plan shows its waves as one",)
-        overhead = max(self.overhead(each) for each in plans)
+        overhead = max(map(self.overheads.host, plans))
         return Preview(
             made,
             tuple(self.route.values()),
-            self._adapter.name,
+            self.adapter.name,
             overhead,
             self.threads,
             notes,
             read_bytes=sum(each.read_bytes for each in plans),
             wanted_bytes=sum(each.wanted_bytes for each in plans),
-            copied_bytes=sum(self._copied(each) for each in plans),
+            copied_bytes=sum(map(self.overheads.copied, plans)),
             peak_bytes=overhead + sum(_padding(each) for each in plans),
+            device_overhead_bytes=max(sum(self.overheads.device(each).values()) for each in plans),
         )
 
 
 def _padding(made: Plan) -> int:
     """Bytes of a plan's buffers that belong to no result."""
-    return made.buffer_bytes - (made.result_bytes - made.mapped_bytes)
+    held = made.buffer_bytes + sum(made.device_bytes.values())
+    return held - (made.result_bytes - made.mapped_bytes)
 
 
 def check(needs: Sequence[Need], index: Index) -> None:
@@ -216,7 +211,7 @@ def _span(need: Need) -> int:
 
 def _threads(legs: Sequence[routing.Leg]) -> int:
     wanted = min(probes.cores(), _MOST_THREADS)
-    if any(leg.engine == "direct" for leg in legs):
+    if any(leg.direct for leg in legs):
         return max(wanted, _DIRECT_THREADS)
     return wanted
 
@@ -224,23 +219,3 @@ def _threads(legs: Sequence[routing.Leg]) -> int:
 def threads_at_most(settings: Settings) -> int:
     """Readers at once, at most, whatever files there are."""
     return settings.threads or max(min(probes.cores(), _MOST_THREADS), _DIRECT_THREADS)
-
-
-def least(threads: int) -> int:
-    """The least overhead that leaves each of some readers a slot."""
-    return threads * (_LEAST_BLOCK + 3 * _PAGE)
-
-
-def _costs(settings: Settings, threads: int, block: int) -> Costs:
-    limit = settings.max_host_overhead
-    gap = Costs().merge_gap if settings.merge_gap is None else settings.merge_gap
-    if limit is None:
-        return Costs(block=block, merge_gap=gap)
-    block = min(block, limit // threads // _PAGE * _PAGE - 2 * _PAGE)
-    if block < _LEAST_BLOCK:
-        raise errors.UsageError(
-            "max_host_overhead is too small for a slot a reader",
-            expected=f"{least(threads)} bytes or more, or fewer threads",
-            found=limit,
-        )
-    return Costs(block=block, merge_gap=gap)

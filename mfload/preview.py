@@ -28,6 +28,8 @@ class Preview:
             that pass through a slot, and those of tensors that the framework copies.
         peak_bytes: The most that would be held beside the result: the overhead, and what lies
             between the tensors in the buffers.
+        device_overhead_bytes: The most that would be held in device memory beside the result: slots
+            of a way past the host, and elements that wait to be converted.
         exchanged_bytes: Bytes that would come from other processes.
         processes: How many would load together.
     """
@@ -42,6 +44,7 @@ class Preview:
     wanted_bytes: int = 0
     copied_bytes: int = 0
     peak_bytes: int = 0
+    device_overhead_bytes: int = 0
     exchanged_bytes: int = 0
     processes: int = 1
 
@@ -57,6 +60,7 @@ class Preview:
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
+        made = self.plan.device_bytes
         return {
             "framework": self.framework,
             "tensors": self.tensors,
@@ -72,6 +76,8 @@ class Preview:
             "blocks": len(self.plan.blocks),
             "overhead_bytes": self.overhead_bytes,
             "peak_bytes": self.peak_bytes,
+            "device_bytes": sum(made.values()),
+            "device_overhead_bytes": self.device_overhead_bytes,
             "processes": self.processes,
             "threads": self.threads,
             "route": [leg._asdict() for leg in self.route],
@@ -94,12 +100,21 @@ class Preview:
             ("buffers", f"{len(made.buffers)}, {human(made.buffer_bytes)} of memory"),
             ("overhead", f"at most {human(self.overhead_bytes)} beyond the buffers"),
             ("peak", f"at most {human(self.peak_bytes)} beside the result"),
+            *self._devices(),
             ("threads", str(self.threads)),
         ]
         rows += [("route", f"{leg.file}: {leg.engine} ({leg.why})") for leg in self.route[:16]]
         if len(self.route) > 16:
             rows.append(("route", f"… and {len(self.route) - 16} more files"))
         return rows + [("note", note) for note in self.notes]
+
+    def _devices(self) -> list[tuple[str, str]]:
+        held = self.plan.device_bytes
+        if not held:
+            return []
+        beside = human(self.device_overhead_bytes)
+        where = f"{human(sum(held.values()))} on {len(held)}, at most {beside} beside the result"
+        return [("devices", where)]
 
     def _exchange(self) -> list[tuple[str, str]]:
         if self.processes == 1:

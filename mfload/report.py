@@ -55,6 +55,8 @@ class Report:
         peak_bytes: The most that mfload's buffers held at once during the load, other loads
             of the process counted in. What Python, its threads and the framework itself take
             comes on top: some 5 to 17 MiB of resident memory here, however large the load.
+        device_peak_bytes: The most that mfload's buffers held at once in device memory; what lies
+            in the framework's own is not counted.
         stages: Seconds a stage: headers, import (of the framework, where it was not yet), plan,
             allocate, transfer, arrays.
         route: (file, engine, why) for each file.
@@ -72,6 +74,7 @@ class Report:
     mapped_bytes: int = 0
     aliased_bytes: int = 0
     peak_bytes: int = 0
+    device_peak_bytes: int = 0
     threads: int = 0
     stages: dict[str, float] = field(default_factory=dict[str, float])
     route: tuple[tuple[str, str, str], ...] = ()
@@ -119,12 +122,18 @@ class Report:
             ("mapped", human(self.mapped_bytes)),
             ("aliased", f"{self.aliased_share:.1%}"),
             ("peak", f"{human(self.peak_bytes)} in mfload's buffers"),
+            *self._devices(),
             ("threads", str(self.threads)),
         ]
         rows += [("route", f"{file}: {engine} ({why})") for file, engine, why in self.route[:8]]
         if len(self.route) > 8:
             rows.append(("route", f"… and {len(self.route) - 8} more files"))
         return rows + [("note", note) for note in self.notes]
+
+    def _devices(self) -> list[tuple[str, str]]:
+        if not self.device_peak_bytes:
+            return []
+        return [("on devices", f"{human(self.device_peak_bytes)} in mfload's buffers at most")]
 
     def _exchange(self) -> list[tuple[str, str]]:
         if self.processes == 1:

@@ -28,10 +28,12 @@ class Settings:
         engine: As for `mfload.load`, and so are those that follow.
         landing: See there.
         max_host_overhead: See there.
+        max_device_overhead: See there.
         threads: See there.
         deadline: What `timeout=` became.
         merge_gap: Unwanted bytes that are rather read over than skipped; None for what the
             sources say.
+        by_host: Whether arrays come by way of host memory, wherever they are to be.
 
     Raises:
         UsageError: One makes no sense.
@@ -40,9 +42,11 @@ class Settings:
     engine: str = "auto"
     landing: str = "auto"
     max_host_overhead: int | None = None
+    max_device_overhead: int | None = None
     threads: int | None = None
     deadline: Deadline = field(default_factory=lambda: Deadline(None))
     merge_gap: int | None = None
+    by_host: bool = False
 
     def __post_init__(self) -> None:
         if self.landing not in LANDINGS:
@@ -53,6 +57,7 @@ class Settings:
             )
         _check_count("threads", self.threads, 1)
         _check_count("max_host_overhead", self.max_host_overhead, 0)
+        _check_count("max_device_overhead", self.max_device_overhead, 0)
         if self.engine not in ENGINES:
             expected = " | ".join(ENGINES)
             meant = spelling.meant(self.engine, ENGINES)

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from mfload import errors
-from mfload.io import advise, buffers, probes
-from mfload.io.blocks import Block, Reader, Segment, Slot, Witness
+from mfload.devices import past, staged
+from mfload.devices.staged import Staging
+from mfload.devices.ways import Ways
+from mfload.io import advise, buffers
+from mfload.io.blocks import Block, Segment, Slot, Witness
 from mfload.io.deadline import Deadline
 from mfload.io.direct import DirectReader
-from mfload.io.engine import Engine, ThreadEngine
+from mfload.io.engine import Engine, on_host
 from mfload.io.pread import PreadReader
 from mfload.io.route import Leg
 from mfload.io.source import LocalFile
@@ -32,26 +35,6 @@ _INLINE = 1 << 20
 _MAPPED_BLOCK = 8 << 20
 
 
-def check_room(needed: int) -> None:
-    """Refuses a load that would have the kernel kill the process.
-
-    Args:
-        needed: Bytes of memory that it will hold. Below 64 MiB nobody is asked.
-
-    Raises:
-        MemoryLimitError: It does not fit in what the machine or a control group leaves.
-    """
-    if needed < 64 << 20:
-        return
-    room = probes.memory_room()
-    if room is not None and needed > room[0]:
-        raise errors.MemoryLimitError(
-            f"the load does not fit in the {room[1]}",
-            expected=f"{needed} bytes",
-            found=f"{room[0]} bytes free",
-        )
-
-
 def run(
     plan: Plan,
     memory: list[Any],
@@ -62,18 +45,22 @@ def run(
     deadline: Deadline,
     advance: Advance | None = None,
     witness: Witness | None = None,
+    ways: Ways | None = None,
+    staging: Staging | None = None,
 ) -> tuple[str, ...]:
     """Fills the buffers.
 
     Args:
         plan: The plan.
-        memory: A uint8 array for each of its buffers.
+        memory: A uint8 array for each of its buffers, a `DeviceBuffer` for those on devices.
         sources: The files, by number.
         route: The leg of each, None for those the plan does not read.
         threads: Readers at once.
         deadline: When to give up.
         advance: Told of progress.
         witness: Sees every wanted byte as the files hold it, those of maps too.
+        ways: How segments get to their places on devices.
+        staging: The slots by way of which they do; None where all lands on the host.
 
     Returns:
         What was decided on the way, such as a fall-back.
@@ -89,20 +76,29 @@ def run(
             notes.append(text)
             log.warning(text)
 
-    def open_reader(number: int) -> Reader:
+    def open_reader(number: int) -> PreadReader:
         source = sources[number]
         leg = route[number]
-        if leg is not None and leg.engine == "direct":
-            return DirectReader(source, note)
-        return PreadReader(source)
+        return DirectReader(source, note) if leg is not None and leg.direct else PreadReader(source)
 
-    direct = any(leg is not None and leg.engine == "direct" for leg in route)
-    own = [array for array in memory if direct and buffers.is_own(array)]
-    work = _Work(plan, memory, sources, threads, deadline, advance, witness)
+    def engine(blocks: Sequence[Block], count: int) -> Engine:
+        if staging is None or ways is None:
+            return on_host(open_reader, memory, count, witness)
+        numbers = frozenset(n for n, leg in enumerate(route) if leg and leg.engine == "gds")
+        direct = past.direct(sources, numbers, note) if numbers else None
+        return staged.engine(
+            blocks, memory, ways, staging, open_reader,
+            threads=count, direct=direct, witness=witness,
+        )  # fmt: skip
+
+    straight = any(leg is not None and leg.direct for leg in route)
+    own = [array for array in memory if straight and buffers.is_own(array)]
+    work = _Work(plan, sources, threads, deadline, advance)
     with advise.not_forked(own):
-        work.run(plan.blocks, open_reader)
+        work.run(plan.blocks, engine)
     if witness is not None:
-        work.run(_mapped_blocks(plan), lambda _: _AlreadyThere())
+        mapped = _mapped_blocks(plan)
+        work.run(mapped, lambda _, n: on_host(lambda _: _AlreadyThere(), memory, n, witness))
     deadline.bound(lambda: _check(plan, sources), "looking at the files again")
     return tuple(notes)
 
@@ -111,22 +107,21 @@ class _Work(NamedTuple):
     """What each round of blocks of one load shares."""
 
     plan: Plan
-    memory: list[Any]
     sources: Sequence[LocalFile]
     threads: int
     deadline: Deadline
     advance: Advance | None
-    witness: Witness | None
 
-    def run(self, todo: Sequence[Block], open_reader: Callable[[int], Reader]) -> None:
+    def run(
+        self, todo: Sequence[Block], make_engine: Callable[[Sequence[Block], int], Engine]
+    ) -> None:
         """Has an engine fill blocks, and waits for it."""
         if not todo:
             return
         nbytes = sum(block.nbytes for block in todo)
         small = nbytes <= _INLINE or (self.threads == 1 and self.advance is None)
         inline = small and self.deadline.seconds is None
-        count = 0 if inline else self.threads
-        engine: Engine = ThreadEngine(open_reader, self.memory, count, self.witness)
+        engine = make_engine(todo, 0 if inline else self.threads)
         try:
             engine.submit(todo)
             _wait(self.plan, todo, engine, self.sources, self.deadline, self.advance)

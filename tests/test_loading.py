@@ -287,7 +287,7 @@ def test_a_load_in_waves_that_does_not_fit_never_begins(
 
     asked: list[int] = []
     monkeypatch.setattr(frameworks, "get", lambda *_: Half())
-    monkeypatch.setattr("mfload.transfer.check_room", asked.append)
+    monkeypatch.setattr("mfload.rooms.check_host", asked.append)
     copied = [a.nbytes for a in MODEL.values() if a.dtype != np.float32]
     mfload.load(path, framework="numpy", max_host_overhead=max(copied))
     assert asked[0] == sum(array.nbytes for array in MODEL.values())

@@ -17,9 +17,9 @@ import pytest
 import samples
 
 import mfload
-from mfload import arrangement, errors, landing, planning, transfer
+from mfload import arrangement, errors, landing, planning, rooms
 from mfload.io import blocks, buffers, probes
-from mfload.io.engine import ThreadEngine
+from mfload.io.engine import on_host
 
 MODEL = samples.model()
 
@@ -61,7 +61,7 @@ def test_one_failure_stops_the_other_workers() -> None:
         made.append(_Reader(fail_at=3, seconds=0.005))
         return made[-1]
 
-    engine = ThreadEngine(open_reader, [], 4)
+    engine = on_host(open_reader, [], 4)
     engine.submit(_blocks(500))
     while (done := engine.complete(10)) is not None and done.error is None:
         pass
@@ -85,7 +85,7 @@ def test_every_block_is_filled_once_and_reported_once() -> None:
         made.append(_Reader())
         return made[-1]
 
-    engine = ThreadEngine(open_reader, [], 3)
+    engine = on_host(open_reader, [], 3)
     engine.submit(_blocks(1000))
     left = 1000
     while left:
@@ -102,7 +102,7 @@ def test_a_reader_that_will_not_open_is_an_error() -> None:
     def refuse(number: int) -> Any:
         raise PermissionError(number)
 
-    engine = ThreadEngine(refuse, [], 2)
+    engine = on_host(refuse, [], 2)
     engine.submit(_blocks(10))
     done = engine.complete(10)
     assert done is not None
@@ -133,7 +133,7 @@ def test_time_runs_out_though_bytes_keep_coming(
 ) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros(24 << 20, np.uint8)})
     small = blocks.Costs(block=1 << 20)
-    monkeypatch.setattr("mfload.preparing.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.overheads.Costs", lambda **_: small)
     seen: list[int] = []
 
     def slow(done: int, _: int) -> None:
@@ -167,16 +167,16 @@ def _plan(nbytes: int) -> planning.Plan:
 
 def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "memory_room", lambda: (100 << 20, "test machine"))
-    transfer.check_room(100 << 20)
+    rooms.check_host(100 << 20)
     with pytest.raises(errors.MemoryLimitError, match="test machine") as info:
-        transfer.check_room((100 << 20) + 1)
+        rooms.check_host((100 << 20) + 1)
     assert info.value.found == f"{100 << 20} bytes free"
     # Little loads are not worth the question, and maps take no memory.
     monkeypatch.setattr(probes, "memory_room", lambda: (0, "test machine"))
-    transfer.check_room((64 << 20) - 1)
+    rooms.check_host((64 << 20) - 1)
     assert planning.Plan((), (arrangement.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
     monkeypatch.setattr(probes, "memory_room", lambda: None)
-    transfer.check_room(1 << 40)
+    rooms.check_host(1 << 40)
 
 
 def test_lent_memory_is_used_as_it_is() -> None:
@@ -199,10 +199,10 @@ INTERRUPTED = """
     import gc, os, signal, sys, threading, time
     import mfload
     from mfload.io import blocks
-    import mfload.preparing
+    import mfload.overheads
 
     path, threads, timeout, progress = sys.argv[1], *map(int, sys.argv[2:])
-    mfload.preparing.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    mfload.overheads.Costs = lambda **_: blocks.Costs(block=64 << 10)
     real = os.preadv
     reads = 0
 

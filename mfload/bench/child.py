@@ -98,12 +98,12 @@ def measure(job: Job, wait: Callable[[], None]) -> Result:
     loaded, cpu_loaded = time.perf_counter(), time.process_time()
     found = task.find(made)
     touching, cpu_touching = time.perf_counter(), time.process_time()
-    total = touch(found.spans)
+    touched = touch(found.spans)
     touch(found.copies)
     end, cpu_end = time.perf_counter(), time.process_time()
     used = resource.getrusage(resource.RUSAGE_SELF)
     peak = memory.status("VmHWM")
-    _check(found, total, job)
+    _check(found, touched if found.total is None else found.total, job)
     result = Result(
         load_s=loaded - start,
         touch_s=end - touching,

@@ -57,6 +57,7 @@ class Found(NamedTuple):
         tensors: How many there are; None for bytes without tensors.
         report: How mfload loaded it.
         copies: Where parts of it lie once more: touched too, and left out of the sum.
+        total: The sum of its pages, where the task took it: memory that the host can't touch.
     """
 
     result: object
@@ -64,6 +65,7 @@ class Found(NamedTuple):
     tensors: int | None = None
     report: Report | None = None
     copies: Sequence[Span] = ()
+    total: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from mfload import dtypes, errors
+from mfload.devices.device import Device
+from mfload.devices.memory import DeviceBuffer
 from mfload.dlpack import View
 from mfload.placement import Need
 
@@ -27,6 +29,7 @@ class Form(NamedTuple):
 
 
 Forms = Mapping[str, Form]
+Whose = Literal["mfload", "framework"]
 
 
 class Lent(NamedTuple):
@@ -34,11 +37,24 @@ class Lent(NamedTuple):
 
     Attributes:
         array: The array.
-        memory: Its bytes, a writable uint8 array that keeps the array alive.
+        memory: Its bytes: a writable uint8 array, or a `DeviceBuffer` for a need that lands on
+            a device. It keeps the array alive.
     """
 
     array: Any
     memory: Any
+
+
+class Pool(NamedTuple):
+    """What a framework's allocator has of a device.
+
+    Attributes:
+        free: Bytes that it can still give; None where it does not say.
+        advice: What to do where a load does not fit, as the end of a sentence.
+    """
+
+    free: int | None
+    advice: str
 
 
 class Adapter(Protocol):
@@ -51,7 +67,11 @@ class Adapter(Protocol):
         alignment: Bytes on which a tensor must lie to be taken without a copy; None where
             the size of its element will do.
         readonly_maps: Whether arrays over maps of files are to refuse writing.
-        on_host: Whether the arrays stay in host memory; elsewhere each is copied once.
+        on_host: Whether the arrays stay in host memory; elsewhere each is copied once, unless
+            it lands there.
+        devices: Those whose memory arrays land in at once, by their numbers.
+        landings: Whose memory arrays can lie in there.
+        notes: What a user should hear, such as why nothing lands on the device.
     """
 
     name: str
@@ -60,14 +80,61 @@ class Adapter(Protocol):
     alignment: int | None
     readonly_maps: bool
     on_host: bool
+    devices: Sequence[Device]
+    landings: frozenset[Whose]
+    notes: tuple[str, ...]
+
+    @property
+    def landing(self) -> Whose:
+        """Whose memory is the better one on such a device."""
+        ...
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        """An array for each view, in order."""
+        """An array for each view, in order; `View.memory` may be a `DeviceBuffer`."""
         ...
 
     def lend(self, needs: Sequence[Need]) -> list[Lent]:
-        """Uninitialised arrays of the framework's own allocator, one for each need."""
+        """Uninitialised arrays of the framework's own allocator, one for each need.
+
+        What the framework still runs in memory on a device is over before this returns.
+        """
         ...
+
+    def lands(self, need: Need) -> int | None:
+        """The number of the device that a need lands on, None where it lands on the host."""
+        ...
+
+    def pool(self, number: int) -> Pool | None:
+        """What the framework's allocator has of a device, None where there is nothing to say."""
+        ...
+
+
+class Landing:
+    """What every adapter has of landing on devices; by itself, of landing on the host alone.
+
+    Args:
+        land: The one device whose memory arrays land in, None for none.
+        notes: See `Adapter`.
+    """
+
+    landings: frozenset[Whose] = frozenset(("mfload", "framework"))
+
+    def __init__(self, land: Device | None = None, notes: tuple[str, ...] = ()) -> None:
+        self.devices: Sequence[Device] = () if land is None else (land,)
+        self.notes = notes
+
+    @property
+    def landing(self) -> Whose:
+        """Whose memory is the better one on such a device (see `Adapter`)."""
+        return "mfload"
+
+    def lands(self, need: Need) -> int | None:
+        """The number of the device that a need lands on (see `Adapter`)."""
+        return 0 if self.devices else None
+
+    def pool(self, number: int) -> Pool | None:
+        """What the framework's allocator has of a device (see `Adapter`)."""
+        return None
 
 
 @runtime_checkable
@@ -133,11 +200,42 @@ def lent_as(form: Form, need: Need) -> tuple[str, tuple[int, ...]]:
     return form.type, need.shape
 
 
-def memory_at(owner: Any, address: int, nbytes: int) -> Any:
-    """A writable uint8 array over foreign memory, which keeps its owner alive."""
+def memory_at(owner: Any, address: int, nbytes: int, device: Device | None = None) -> Any:
+    """The bytes of an array to be lent, which keep it alive (see `Lent.memory`).
+
+    Args:
+        owner: The array.
+        address: Its first byte; no matter what where there is none.
+        nbytes: Bytes.
+        device: Where they lie, None for the host.
+    """
+    if device is not None:
+        return DeviceBuffer(device, address, nbytes, owner, own=False)
     if nbytes == 0:
         return np.empty(0, np.uint8)
     return np.asarray(_Owner(owner, address, nbytes))
+
+
+def on_device(memory: Any) -> bool:
+    """Whether a view's memory is that of a device."""
+    return isinstance(memory, DeviceBuffer)
+
+
+def device_to_land_on(number: int) -> tuple[Device | None, tuple[str, ...]]:
+    """What `Landing` is to be told of a CUDA device that a framework knows.
+
+    Args:
+        number: Which, as CUDA counts.
+
+    Returns:
+        The device and no notes; none, and a note that says why, where it is not to be had.
+    """
+    from mfload.devices import finding
+
+    try:
+        return finding.find(number), ()
+    except (errors.FrameworkMissingError, errors.DeviceError) as error:
+        return None, (f"tensors are copied from the host, one after the other: {error}",)
 
 
 def check_version(name: str, found: str, oldest: str) -> None:

@@ -1,4 +1,7 @@
-"""CuPy: arrays on a CUDA device, each copied once from the host."""
+"""CuPy: arrays over mfload's buffers on a CUDA device, at any alignment.
+
+Not through DLPack, where CuPy lacks bfloat16 in places and names the 8-bit floats wrongly.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
-
 from mfload import errors
+from mfload.devices.device import Device
 from mfload.dlpack import View
 from mfload.frameworks import adapter, giving
 from mfload.placement import Need
@@ -17,12 +19,13 @@ from mfload.placement import Need
 OLDEST = "14.0"  # The first that knows bfloat16.
 
 
-class CupyAdapter:
+class CupyAdapter(adapter.Landing):
     """See `adapter.Adapter`.
 
     Args:
         cupy: The module.
         number: The CUDA device.
+        land: The same device, to land on.
     """
 
     name = "cupy"
@@ -30,24 +33,50 @@ class CupyAdapter:
     readonly_maps = False
     on_host = False
     # CuPy takes bfloat16 through ml_dtypes and exports wrong codes for the 8-bit floats.
-    forms = adapter.forms({}, adapter.COMMON | {"BF16": "bfloat16"})
-    lendable: frozenset[str] = frozenset()
+    forms = adapter.forms(adapter.COMMON | {"BF16": "bfloat16"})
+    lendable = adapter.lendable(forms)
 
-    def __init__(self, cupy: Any, number: int) -> None:
+    def __init__(self, cupy: Any, number: int, land: Device) -> None:
+        super().__init__(land)
         self._cupy = cupy
         self._number = number
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `cupy.ndarray` for each view, in order."""
-        with self._cupy.cuda.Device(self._number):
-            return [
-                self._cupy.asarray(np.ndarray(v.shape, v.dtype.numpy, v.memory, v.at))
-                for v in views
-            ]
+        cuda = self._cupy.cuda
+        made: list[Any] = []
+        for view in views:
+            memory = view.memory
+            # Whoever gives the device's number is not asked for a driver.
+            held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self._number)
+            start = cuda.MemoryPointer(held, view.at)
+            made.append(self._cupy.ndarray(view.shape, view.dtype.numpy, start))
+        return made
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
-        """Not to be had: host engines can't write device memory."""
-        raise errors.UsageError("landing='framework' needs host memory", found="cupy")
+        """Arrays of CuPy's own pool, one for each need."""
+        lent: list[adapter.Lent] = []
+        with self._cupy.cuda.Device(self._number):
+            for need in needs:
+                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+                as_bytes = self.forms[need.dtype.name].how == "bytes"
+                array = self._cupy.empty(shape, name if as_bytes else need.dtype.numpy)
+                memory = adapter.memory_at(array, array.data.ptr, need.nbytes, self.devices[0])
+                lent.append(adapter.Lent(array, memory))
+            # CuPy gives memory that was let go of to whoever asks next on the same stream, where
+            # kernels that were started before may still use it.
+            self._cupy.cuda.get_current_stream().synchronize()
+        return lent
+
+    def pool(self, number: int) -> adapter.Pool | None:
+        """What CuPy's pool has of the device (see `adapter.Adapter`)."""
+        with self._cupy.cuda.Device(self._number):
+            kept = self._cupy.get_default_memory_pool().free_bytes()
+        return adapter.Pool(
+            self.devices[number].room().free + kept,
+            "cupy.get_default_memory_pool().free_all_blocks() gives back the "
+            f"{kept} bytes that CuPy keeps for itself, and landing='framework' uses them",
+        )
 
 
 def make(device: object) -> CupyAdapter:
@@ -63,6 +92,8 @@ def make(device: object) -> CupyAdapter:
         raise errors.DeviceError(
             "no CUDA driver on this machine", expected="libcuda.so.1", found=str(error)
         ) from error
+    from mfload.devices import finding
+
     cupy: Any = importlib.import_module("cupy")
     adapter.check_version("cupy", cupy.__version__, OLDEST)
     if isinstance(device, cupy.cuda.Device):
@@ -74,7 +105,7 @@ def make(device: object) -> CupyAdapter:
         raise adapter.no_device("CuPy", device, error) from error
     if kind not in ("cuda", "gpu") or (number or 0) >= count:
         raise adapter.no_device("CuPy", device, f"{count} CUDA devices")
-    return CupyAdapter(cupy, number or 0)
+    return CupyAdapter(cupy, number or 0, finding.find(number or 0))
 
 
 def give(name: str, array: Any) -> giving.Outgoing:

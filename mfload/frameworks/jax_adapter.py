@@ -1,17 +1,18 @@
-"""JAX: arrays over mfload's buffers on CPU devices, one copy to any other.
+"""JAX: arrays over mfload's buffers on CPU devices and NVIDIA GPUs, one copy to any other.
 
 XLA on the CPU takes memory on 64-byte boundaries only. 64-bit types keep their width also where
 `jax_enable_x64` is off: the values are exact, and JAX itself warns when a computation narrows
 them.
+
+XLA sets most of a GPU's memory aside for itself when it starts, and leaves little for buffers of
+others. So there tensors land in memory of its own, where that is found to work.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,21 +20,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from mfload import dtypes, errors
+from mfload.devices.device import Device
 from mfload.dlpack import View, capsule
-from mfload.frameworks import adapter, giving, seams
+from mfload.frameworks import adapter, giving, jax_lending, seams
+from mfload.frameworks.adapter import Whose
+from mfload.frameworks.jax_context import undisturbed
+from mfload.frameworks.jax_devices import better, land_on, pool_of
 from mfload.placement import Need
 
 OLDEST = "0.5.3"
 _ALIGNMENT = 64
-_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 _LET_GO = 0.002  # Seconds in which other threads come to their turn.
 
 
-class JaxAdapter:
+class JaxAdapter(adapter.Landing):
     """See `adapter.Adapter`.
 
     Args:
         device: The `jax.Device` the arrays go to.
+        land: The same device, to land on it; None to copy arrays there from the host.
+        notes: See `adapter.Adapter`.
     """
 
     name = "jax"
@@ -51,57 +57,91 @@ class JaxAdapter:
     )
     lendable = adapter.lendable(forms)
 
-    def __init__(self, device: Any) -> None:
+    def __init__(
+        self, device: Any, land: Device | None = None, notes: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(land, notes)
         self._device = device
         self.on_host = device.platform == "cpu"
-        self._take: Callable[[View], Any] = self._take_public
+        # The way of views in host memory.
+        self._take: Callable[[View], Any] = self._send
         if self.on_host:
             self._take = seams.jax_capsule_importer(device) or self._take_public
+
+    @property
+    def landing(self) -> Whose:
+        """Whose memory is the better one on the device (see `adapter.Adapter`)."""
+        return better([(self._device, land) for land in self.devices])
+
+    def pool(self, number: int) -> adapter.Pool | None:
+        """What XLA's allocator has of the device (see `adapter.Adapter`)."""
+        return pool_of(self._device, self.devices[number])
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `jax.Array` for each view, in order."""
         made = [self.array(view) for view in views]
-        if not self.on_host or any(view.dtype.elements > 1 for view in views):
+        if self.copied(views):
             let_go()
         return made
 
+    def copied(self, views: Sequence[View]) -> bool:
+        """Whether JAX made copies of any."""
+        return any(
+            view.dtype.elements > 1 or not (self.on_host or adapter.on_device(view.memory))
+            for view in views
+        )
+
     def array(self, view: View) -> Any:
         """The `jax.Array` of one view; JAX may hold on to what it was copied from (`let_go`)."""
-        if not self.on_host:
-            with undisturbed():
-                return self._send(view)
-        return self._unpack(view) if view.dtype.elements > 1 else self._take(view)
+        take = self._take_public if adapter.on_device(view.memory) else self._take
+        if view.dtype.elements > 1:
+            return self._unpack(view, take)
+        return take(view)
 
     def _take_public(self, view: View) -> Any:
         with undisturbed():
-            # JAX looks for the number among this process's devices; `id` counts those of all.
-            return jax.dlpack.from_dlpack(_OnDevice(view, self._device.local_hardware_id))
+            return jax.dlpack.from_dlpack(_OnDevice(view, self._device))
 
     def _send(self, view: View) -> Any:
-        if view.dtype.elements > 1:
-            return self._unpack(view)
         host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
-        return jax.block_until_ready(jax.device_put(host, self._device))
+        with undisturbed():
+            return jax.block_until_ready(jax.device_put(host, self._device))
 
-    def _unpack(self, view: View) -> Any:
+    def _unpack(self, view: View, take: Callable[[View], Any]) -> Any:
         """F4 takes a byte an element in JAX on the CPU: the one type that must be copied."""
-        flat = view.as_bytes()._replace(shape=(view.storage().size,))
-        here, storage = self.on_host, flat.storage()
-        given = self._take(flat) if here else jax.device_put(storage, self._device)
+        given = take(view.as_bytes()._replace(shape=(view.dtype.size_of(view.shape) or 0,)))
         with undisturbed():
             unpacked = given.view(jnp.float4_e2m1fn).reshape(view.shape)
             return jax.block_until_ready(unpacked)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Arrays in XLA's own memory, which a jitted function can take over (donation)."""
-        lent: list[adapter.Lent] = []
-        with undisturbed():
-            for need in needs:
-                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-                array = jax.block_until_ready(_maker(self._device, shape, name)())
-                address = array.unsafe_buffer_pointer() if need.nbytes else 0
-                lent.append(adapter.Lent(array, adapter.memory_at(array, address, need.nbytes)))
-        return lent
+        land = self.devices[0] if self.devices else None
+        return lend(needs, [(self._device, None, land)] * len(needs))
+
+
+def lend(
+    needs: Sequence[Need], spots: Sequence[tuple[Any, str | None, Device | None]]
+) -> list[adapter.Lent]:
+    """Arrays in XLA's own memory.
+
+    Args:
+        needs: What they are to hold.
+        spots: For each the `jax.Device`, which of its memories (None for the default), and the
+            device to land on; None for the host.
+
+    Raises:
+        MemoryLimitError: A device has no room for them.
+    """
+    wanted: list[jax_lending.Wanted] = []
+    for need, (device, memory, _) in zip(needs, spots, strict=True):
+        name, shape = adapter.lent_as(JaxAdapter.forms[need.dtype.name], need)
+        wanted.append(jax_lending.Wanted(device, memory, name, shape))
+    lent: list[adapter.Lent] = []
+    for array, need, spot in zip(jax_lending.zeros(wanted), needs, spots, strict=True):
+        address = array.unsafe_buffer_pointer() if need.nbytes else 0
+        lent.append(adapter.Lent(array, adapter.memory_at(array, address, need.nbytes, spot[2])))
+    return lent
 
 
 def let_go() -> None:
@@ -114,50 +154,21 @@ def let_go() -> None:
     gc.collect(0)
 
 
-@functools.lru_cache(maxsize=1024)
-def _maker(device: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-    """A compiled function that gives new zeros with each call.
-
-    jit's output is memory that XLA allocated; that of device_put on a NumPy array may not be.
-    """
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-
-
 class _OnDevice:
     """A view as JAX's public import wants it: an object that names its device."""
 
-    def __init__(self, view: View, device_id: int) -> None:
-        self._view, self._id = view, device_id
+    def __init__(self, view: View, device: Any) -> None:
+        self._view = view
+        # JAX looks for the number among this process's devices; `id` counts those of all.
+        host = not adapter.on_device(view.memory)
+        self._place = (1, device.local_hardware_id) if host else view.memory.device.place
 
     def __dlpack__(self, **_: object) -> Any:
-        return capsule(self._view, device_id=self._id)
+        # Whatever stream is named: all that was written is there when a view is made.
+        return capsule(self._view, device_id=self._place[1])
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, self._id
-
-
-@contextlib.contextmanager
-def undisturbed() -> Generator[None]:
-    """A context in which nothing counts that users set for code of their own.
-
-    64-bit types keep their width, and the mesh of `jax.set_mesh`, which refuses jitted functions
-    on any other devices, is none.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_x64())
-        if hasattr(jax, "set_mesh"):
-            stack.enter_context(jax.set_mesh(_NO_MESH))
-        yield
-
-
-def _x64() -> contextlib.AbstractContextManager[Any]:
-    # A context manager of jax since 0.8, of jax.experimental before.
-    with contextlib.suppress(AttributeError):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64  # pyright: ignore
-
-    return enable_x64(True)
+        return self._place
 
 
 def make(device: object) -> JaxAdapter:
@@ -168,12 +179,12 @@ def make(device: object) -> JaxAdapter:
     """
     adapter.check_version("jax", jax.__version__, OLDEST)
     if isinstance(device, jax.Device):
-        return JaxAdapter(device)
+        return _at(device)
     if device is None:
         default = jax.config.jax_default_device  # pyright: ignore
         if isinstance(default, jax.Device):
-            return JaxAdapter(default)
-        return JaxAdapter(jax.local_devices(backend=default)[0])
+            return _at(default)
+        return _at(jax.local_devices(backend=default)[0])
     if not isinstance(device, str):
         raise errors.DeviceError(
             "not a device", expected="a jax.Device or its name", found=repr(device)
@@ -185,7 +196,11 @@ def make(device: object) -> JaxAdapter:
         raise adapter.no_device("JAX", device, str(error).splitlines()[0]) from error
     if (number or 0) >= len(there):
         raise adapter.no_device("JAX", device, there)
-    return JaxAdapter(there[number or 0])
+    return _at(there[number or 0])
+
+
+def _at(device: Any) -> JaxAdapter:
+    return JaxAdapter(device, *land_on(device))
 
 
 def give(name: str, array: Any) -> giving.Outgoing:

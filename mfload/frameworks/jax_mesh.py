@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
+from mfload.devices.device import Device
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import adapter
-from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, let_go, undisturbed
+from mfload.frameworks.adapter import Whose
+from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, lend, let_go
+from mfload.frameworks.jax_context import undisturbed
+from mfload.frameworks.jax_devices import better, land_on, pool_of
 from mfload.frameworks.jax_sharding import Spot
 from mfload.placement import Need
 
@@ -25,6 +28,7 @@ class JaxMeshAdapter:
     Args:
         spots: Devices of this process with the memory that arrays lie in; needs and views refer
             to them by number.
+        land: Where arrays of a `jax.Device` land, with notes (see `jax_devices.land_on`).
     """
 
     name = JaxAdapter.name
@@ -32,18 +36,54 @@ class JaxMeshAdapter:
     readonly_maps = JaxAdapter.readonly_maps
     forms = JaxAdapter.forms
     lendable = JaxAdapter.lendable
+    landings = JaxAdapter.landings
 
-    def __init__(self, spots: Sequence[Spot]) -> None:
+    def __init__(
+        self,
+        spots: Sequence[Spot],
+        land: Callable[[Any], tuple[Device | None, tuple[str, ...]]] = land_on,
+    ) -> None:
         adapter.check_version("jax", jax.__version__, OLDEST)
         self._spots = spots
         self.on_host = all(spot.device.platform == "cpu" for spot in spots)
-        self._single = {spot.device: JaxAdapter(spot.device) for spot in spots}
+        self._single = {
+            device: JaxAdapter(device, *land(device))
+            for device in dict.fromkeys(spot.device for spot in spots)
+        }
+        found = {device: own.devices[0] for device, own in self._single.items() if own.devices}
+        self._pairs = tuple(found.items())
+        self._numbers = {device: number for number, device in enumerate(found)}
+        self.devices: Sequence[Device] = tuple(found.values())
+        self.notes = tuple(
+            dict.fromkeys(note for own in self._single.values() for note in own.notes)
+        )
+
+    @property
+    def landing(self) -> Whose:
+        """Whose memory is the better one on all of the devices (see `adapter.Adapter`)."""
+        return better(self._pairs)
+
+    def pool(self, number: int) -> adapter.Pool | None:
+        """What XLA's allocator has of a device (see `adapter.Adapter`)."""
+        return pool_of(*self._pairs[number])
+
+    def lands(self, need: Need) -> int | None:
+        """The number of the device that a need lands on (see `adapter.Adapter`).
+
+        Needs of several devices are taken apart before they land.
+        """
+        spot = self._spots[need.devices[0]] if need.devices else None
+        return None if spot is None or spot.kind else self._numbers.get(spot.device)
 
     def copies(self, need: Need) -> bool:
-        """Whether a need is copied out of mfload's memory (see `adapter.Placing`)."""
+        """Whether a need is copied out of the memory it landed in (see `adapter.Placing`)."""
         if self.forms[need.dtype.name].how == "copy":
             return True
-        return any(self._spots[n].device.platform != "cpu" for n in need.devices)
+        spots = [self._spots[n] for n in need.devices]
+        return any(
+            spot.device.platform != "cpu" and (spot.kind or spot.device not in self._numbers)
+            for spot in spots
+        )
 
     def lends(self, need: Need) -> bool:
         """Whether a need must land in memory that JAX lends (see `adapter.Placing`)."""
@@ -54,7 +94,9 @@ class JaxMeshAdapter:
         """A tuple of `jax.Array`s for each view, in order: one for each of its devices."""
         spots = self._spots
         made = [tuple(self._array(view, spots[n]) for n in view.devices) for view in views]
-        if not self.on_host or any(view.dtype.elements > 1 for view in views):
+        if any(
+            self._single[spots[n].device].copied([view]) for view in views for n in view.devices
+        ):
             let_go()
         return made
 
@@ -68,50 +110,11 @@ class JaxMeshAdapter:
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Arrays in XLA's own memory, one need for one device (see `JaxAdapter.lend`)."""
-        waiting: dict[tuple[Any, ...], dict[Any, list[int]]] = {}
-        for n, need in enumerate(needs):
-            spot = self._spots[need.devices[0]]
-            name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-            same = waiting.setdefault((spot.kind, name, shape), {})
-            same.setdefault(spot.device, []).append(n)
-        lent: dict[int, adapter.Lent] = {}
-        for (kind, name, shape), queues in waiting.items():
-            for turn in range(max(map(len, queues.values()))):
-                numbers = {d: queue[turn] for d, queue in queues.items() if turn < len(queue)}
-                for device, array in zeros(tuple(numbers), kind, name, shape).items():
-                    n = numbers[device]
-                    nbytes = needs[n].nbytes
-                    address = array.unsafe_buffer_pointer() if nbytes else 0
-                    memory = adapter.memory_at(array, address, nbytes)
-                    lent[n] = adapter.Lent((array,), memory)
-        return [lent[n] for n in range(len(needs))]
-
-
-def zeros(
-    devices: tuple[Any, ...], kind: str | None, dtype: str, shape: tuple[int, ...]
-) -> dict[Any, Any]:
-    """New arrays in XLA's own memory, one on each device; compiled once for all of them.
-
-    Args:
-        devices: Devices of this process, of one platform.
-        kind: Which of their memories, None for the default.
-        dtype: JAX's name of it.
-        shape: That of each array.
-    """
-    with undisturbed():
-        made = jax.block_until_ready(_maker(devices, kind, dtype, shape)())
-    return {shard.device: shard.data for shard in made.addressable_shards}
-
-
-@functools.lru_cache(maxsize=1024)
-def _maker(
-    devices: tuple[Any, ...], kind: str | None, dtype: str, shape: tuple[int, ...]
-) -> Callable[[], Any]:
-    # A mesh for this alone, of which nothing is seen outside: replicas have memory of their own,
-    # and one program makes them all.
-    mesh = Mesh(np.array(devices, object), ("device",))
-    there = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=there)
+        spots = [self._spots[need.devices[0]] for need in needs]
+        numbers = [self.lands(need) for need in needs]
+        lands = [None if n is None else self.devices[n] for n in numbers]
+        rows = [(spot.device, spot.kind, land) for spot, land in zip(spots, lands, strict=True)]
+        return [adapter.Lent((array,), memory) for array, memory in lend(needs, rows)]
 
 
 def assemble(

@@ -15,7 +15,7 @@ from mfload.placement import Need
 OLDEST = "2.0"
 
 
-class NumpyAdapter:
+class NumpyAdapter(adapter.Landing):
     """See `adapter.Adapter`."""
 
     name = "numpy"

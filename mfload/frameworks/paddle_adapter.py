@@ -7,19 +7,25 @@ dropped tensors at once waited for ever, one for the table, one for the interpre
 
 Paddle calls bfloat16 "uint16" in places and takes a U16 capsule, or a NumPy uint16 array, for
 bfloat16 without a word. So U16 arrives as the bytes it is.
+
+On a GPU there is no such way through NumPy. So there tensors land in memory that Paddle lends, and
+in no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import paddle
 
-from mfload import dtypes
+from mfload import dtypes, errors
+from mfload.devices.device import Device
 from mfload.dlpack import View
 from mfload.frameworks import adapter, giving, seams
+from mfload.frameworks.adapter import Whose
 from mfload.placement import Need
 
 OLDEST = "3.0"
@@ -42,11 +48,13 @@ _RENAMED = {
 }
 
 
-class PaddleAdapter:
+class PaddleAdapter(adapter.Landing):
     """See `adapter.Adapter`.
 
     Args:
         place: Where the tensors go.
+        land: The device that they land on, None to copy them there from the host.
+        notes: See `adapter.Adapter`.
     """
 
     name = "paddle"
@@ -58,17 +66,36 @@ class PaddleAdapter:
     )
     lendable = adapter.lendable(forms)
 
-    def __init__(self, place: Any) -> None:
+    def __init__(self, place: Any, land: Device | None = None, notes: tuple[str, ...] = ()) -> None:
+        super().__init__(land, notes)
         self._place = place
+        if land is not None:
+            self.landings = frozenset(("framework",))
         self.on_host = place.is_cpu_place() if hasattr(place, "is_cpu_place") else True
         self._take: Callable[[Any], Any] = seams.paddle_constructor(paddle) or self._copy
 
+    @property
+    def landing(self) -> Whose:
+        """Whose memory is the better one on the device (see `adapter.Adapter`)."""
+        return "framework"
+
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        """A `paddle.Tensor` for each view, in order."""
+        """A `paddle.Tensor` for each view, in order.
+
+        Raises:
+            UsageError: One lies on a device: Paddle takes no memory of others there.
+        """
         tensors = [self._one(view) for view in views]
         return tensors if self.on_host else [x.to(self._place) for x in tensors]
 
     def _one(self, view: View) -> Any:
+        if adapter.on_device(view.memory):
+            raise errors.UsageError(
+                "Paddle can't take memory of others on a device without losing track of it",
+                tensor=view.name,
+                expected="landing='framework'",
+                found="landing='mfload'",
+            )
         taken, kind = _RENAMED.get(view.dtype.name) or (_TAKEN[view.dtype.name], None)
         array = np.ndarray(view.shape, taken, view.memory, view.at)
         tensor = self._take(array)
@@ -80,18 +107,53 @@ class PaddleAdapter:
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of Paddle's own allocator, one for each need."""
+        land = self.devices[0] if self.devices else None
+        place = paddle.CPUPlace() if land is None else self._place
         lent: list[adapter.Lent] = []
-        for need in needs:
-            name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-            made, kind = _RENAMED.get(need.dtype.name) or (name, None)
-            tensor = paddle.empty(list(shape), dtype=made)
-            if not tensor.place.is_cpu_place():
-                tensor = tensor.cpu()
-            if kind is not None:
-                tensor = tensor.view(getattr(paddle, kind))
-            address = tensor.data_ptr() if need.nbytes else 0
-            lent.append(adapter.Lent(tensor, adapter.memory_at(tensor, address, need.nbytes)))
+        with _making_at(place):
+            for need in needs:
+                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+                made, kind = _RENAMED.get(need.dtype.name) or (name, None)
+                tensor = paddle.empty(list(shape), dtype=made)
+                if kind is not None:
+                    tensor = tensor.view(getattr(paddle, kind))
+                address = tensor.data_ptr() if need.nbytes else 0
+                memory = adapter.memory_at(tensor, address, need.nbytes, land)
+                lent.append(adapter.Lent(tensor, memory))
+        if not place.is_cpu_place():
+            # Kernels that were started before may still use memory that Paddle gave away again.
+            paddle.device.synchronize(place)
         return lent
+
+    def pool(self, number: int) -> adapter.Pool | None:
+        """What Paddle's allocator has of the device (see `adapter.Adapter`)."""
+        if self.on_host:
+            return None
+        place = self._place
+        reserved = paddle.device.cuda.memory_reserved(place)
+        kept = reserved - paddle.device.cuda.memory_allocated(place)
+        return adapter.Pool(
+            self.devices[number].room().free + kept,
+            "let go of tensors that are no longer needed, and end other processes on the device",
+        )
+
+
+@contextmanager
+def _making_at(place: Any) -> Generator[None]:
+    """A context in which new tensors lie at a place.
+
+    Only the latest versions of Paddle can be told so call by call.
+    """
+    before = paddle.get_device()
+    paddle.set_device(_name(place))
+    try:
+        yield
+    finally:
+        paddle.set_device(before)
+
+
+def _name(place: Any) -> str:
+    return "cpu" if place.is_cpu_place() else f"gpu:{place.get_device_id()}"
 
 
 def make(device: object) -> PaddleAdapter:
@@ -113,7 +175,11 @@ def _at(name: str) -> PaddleAdapter:
     if kind in ("gpu", "cuda"):
         count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
         if (number or 0) < count:
-            return PaddleAdapter(paddle.CUDAPlace(number or 0))
+            place = paddle.CUDAPlace(number or 0)
+            # ROCm calls its devices so too.
+            rocm = paddle.is_compiled_with_rocm()
+            found = (None, ()) if rocm else adapter.device_to_land_on(number or 0)
+            return PaddleAdapter(place, *found)
     raise adapter.no_device("Paddle", name, paddle.device.get_available_device())
 
 

@@ -5,6 +5,9 @@ expected, the public way is taken, slower and with the same result.
 
 - `jax_capsule_importer`: `jaxlib._jax.dlpack_managed_tensor_to_buffer`, tested with jaxlib
   0.10.2 (0.5.3 has no such module); the public way is `jax.dlpack.from_dlpack`.
+- `jax_lends_on`: `jax.Array.unsafe_buffer_pointer` of an array on a GPU, and writing there past
+  XLA. Never tried on a GPU when this was written; where a try at run time shows otherwise,
+  tensors land in mfload's memory.
 - `paddle_constructor`: the positional arguments of `paddle.Tensor(...)`, tested with Paddle
   3.0.0 and 3.3.1; the public way is `paddle.to_tensor`, which copies.
 - `jax_store`: `jax._src.distributed.global_state.client`, tested with jax 0.5.3 and 0.10.2; there
@@ -13,14 +16,18 @@ expected, the public way is taken, slower and with the same result.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload import dtypes, errors
+from mfload.devices.device import Device, Rows
+from mfload.devices.memory import DeviceBuffer
 from mfload.dlpack import View, capsule
 from mfload.io import buffers
 
@@ -61,6 +68,68 @@ def _behaves(importer: Callable[[View], Any], device: Any) -> bool:
     except Exception as error:  # noqa: BLE001 - whatever a private call does, there is another way.
         log.info("jaxlib's private DLPack import is of no use here: %s", error)
         return False
+
+
+@functools.lru_cache(maxsize=64)
+def jax_lends_on(device: Any, land: Device) -> bool:
+    """Whether XLA's arrays on a device can be filled in place, past XLA.
+
+    Tried once: arrays of a compiled program are written to from a stream of our own; programs must
+    find in them what was written, also one that takes over their memory (donation), and in the
+    array beside them nothing new.
+
+    Args:
+        device: The `jax.Device`.
+        land: The same device, which writes.
+    """
+    try:
+        said = _trial(device, land)
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong, there is another way.
+        said = str(error) or type(error).__name__
+    if said:
+        log.info("%s: tensors land in mfload's memory, since in XLA's own %s", device, said)
+    return not said
+
+
+_TRIAL = 4096  # int32 elements: some pages.
+
+
+def _trial(device: Any, land: Device) -> str:
+    """What spoke against it, in words; nothing where all went well."""
+    import jax
+
+    from mfload.frameworks.jax_context import undisturbed
+    from mfload.frameworks.jax_lending import Wanted, zeros
+
+    written, beside = zeros([Wanted(device, None, "int32", (_TRIAL,))] * 2)
+    address = written.unsafe_buffer_pointer()
+    if abs(address - beside.unsafe_buffer_pointer()) < 4 * _TRIAL:
+        return "two arrays share memory"
+    numbers = buffers.allocate(4 * _TRIAL)
+    numbers.view(np.int32)[:] = np.arange(_TRIAL, dtype=np.int32) * -977 + 5
+    wanted = numbers.view(np.int32)
+    _write(land, DeviceBuffer(land, address, 4 * _TRIAL, written, own=False), numbers)
+    with undisturbed(), warnings.catch_warnings():
+        # Of a donation that was of no use.
+        warnings.simplefilter("ignore")
+        seen = np.asarray(jax.jit(lambda x: x + 1)(written))
+        taken = np.asarray(jax.jit(lambda x: x * 3, donate_argnums=0)(written))
+    if not (np.array_equal(seen, wanted + 1) and np.array_equal(taken, wanted * 3)):
+        return "programs do not see what was written"
+    return "" if not np.asarray(beside).any() else "another array was written to"
+
+
+def _write(land: Device, target: DeviceBuffer, source: Any) -> None:
+    stream = land.stream()
+    try:
+        land.pin(source)
+        try:
+            stream.copy_in(target, 0, source, Rows(1, source.size, source.size))
+            stream.synchronize()
+        finally:
+            land.unpin(source)
+    finally:
+        stream.close()
 
 
 def paddle_constructor(paddle: Any) -> Callable[[Any], Any] | None:

@@ -1,6 +1,9 @@
 """TensorFlow: aliased through DLPack, the 8-bit floats through one copy.
 
 Eigen's kernels want tensors on 64-byte boundaries, whatever the import accepts.
+
+TensorFlow sets nearly all of a GPU's memory aside for itself when it starts, and leaves next to
+nothing for buffers of others. So there tensors land in memory of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from mfload import errors
+from mfload.devices.device import Device
 from mfload.dlpack import View, capsule, data_address
 from mfload.frameworks import adapter, giving
+from mfload.frameworks.adapter import Whose
 from mfload.placement import Need
 
 OLDEST = "2.19"
@@ -28,12 +33,14 @@ _COPIED = {
 }
 
 
-class TensorflowAdapter:
+class TensorflowAdapter(adapter.Landing):
     """See `adapter.Adapter`.
 
     Args:
         device: TensorFlow's whole name of the device the tensors go to.
         local: The part of such a name that says which process, for this one.
+        land: The device that they land on, None to copy them there from the host.
+        notes: See `adapter.Adapter`.
     """
 
     name = "tensorflow"
@@ -45,12 +52,37 @@ class TensorflowAdapter:
     )
     lendable = adapter.lendable(forms)
 
-    def __init__(self, device: str, local: str) -> None:
+    def __init__(
+        self,
+        device: str,
+        local: str,
+        land: Device | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(land, notes)
         self._device = device
         # What is imported appears on the first of TensorFlow's logical CPUs. Its whole name,
         # because "CPU:0" inside the scope of another process's device is that process's.
         self._host = f"{local}/device:CPU:0"
         self.on_host = device == self._host
+
+    @property
+    def landing(self) -> Whose:
+        """Whose memory is the better one on the device (see `adapter.Adapter`)."""
+        return "framework"
+
+    def lands(self, need: Need) -> int | None:
+        """The number of the device that a need lands on (see `adapter.Adapter`)."""
+        # The 8-bit floats are imported from NumPy arrays alone.
+        return None if self.forms[need.dtype.name].how == "copy" else super().lands(need)
+
+    def pool(self, number: int) -> adapter.Pool | None:
+        """What TensorFlow's allocator has of the device: it does not say (see `Adapter`)."""
+        return adapter.Pool(
+            None,
+            "landing='framework' lands in what TensorFlow has set aside for itself; before it "
+            "starts, tf.config.experimental.set_memory_growth has it set aside what it needs alone",
+        )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `tf.Tensor` for each view, in order."""
@@ -61,19 +93,28 @@ class TensorflowAdapter:
         if view.dtype.name in _COPIED:
             host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
             return tf.convert_to_tensor(host)
+        if adapter.on_device(view.memory):
+            # Counted among the devices that TensorFlow sees, not among all.
+            number = int(self._device.rpartition(":")[2])
+            return tf.experimental.dlpack.from_dlpack(capsule(view, device_id=number))
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
         return tensor if self.on_host else tf.identity(tensor)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of TensorFlow's own allocator, one for each need."""
+        land = self.devices[0] if self.devices else None
         lent: list[adapter.Lent] = []
-        with tf.device(self._host):
+        with tf.device(self._host if land is None else self._device):
             for need in needs:
                 name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
                 tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(name), init=False)
                 # Not tensor.numpy(), which is a copy.
                 address = data_address(tf.experimental.dlpack.to_dlpack(tensor))
-                lent.append(adapter.Lent(tensor, adapter.memory_at(tensor, address, need.nbytes)))
+                memory = adapter.memory_at(tensor, address, need.nbytes, land)
+                lent.append(adapter.Lent(tensor, memory))
+        if not self.on_host:
+            # Kernels that were started before may still use memory that was given away again.
+            tf.test.experimental.sync_devices()
         return lent
 
 
@@ -88,12 +129,28 @@ def make(device: object) -> TensorflowAdapter:
     if device is None:
         # The name of a tensor's device is the one way to learn the default, which is not
         # the first GPU inside a `tf.device` scope.
-        return TensorflowAdapter(str(tf.constant(0.0).device), local)
+        return _at(str(tf.constant(0.0).device), local)
     wanted = _whole(str(getattr(device, "name", device)), local)
     there = [_whole(each.name, local) for each in tf.config.list_logical_devices()]
     if wanted not in there:
         raise adapter.no_device("TensorFlow", device, there)
-    return TensorflowAdapter(wanted, local)
+    return _at(wanted, local)
+
+
+def _at(device: str, local: str) -> TensorflowAdapter:
+    if not device.startswith(f"{local}/device:GPU:") or not tf.test.is_built_with_cuda():
+        return TensorflowAdapter(device, local)
+    number = _ordinals()[int(device.rpartition(":")[2])]
+    return TensorflowAdapter(device, local, *adapter.device_to_land_on(number))
+
+
+def _ordinals() -> list[int]:
+    """Which CUDA device each logical GPU is: several may share one, and some be left out."""
+    found: list[int] = []
+    for physical in tf.config.get_visible_devices("GPU"):
+        parts = tf.config.get_logical_device_configuration(physical) or [None]
+        found += [int(physical.name.rpartition(":")[2])] * len(parts)
+    return found
 
 
 def _local() -> str:

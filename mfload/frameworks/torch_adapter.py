@@ -1,4 +1,4 @@
-"""PyTorch: every dtype but F6 is aliased through DLPack; any alignment will do.
+"""PyTorch: every dtype but F6 is aliased through DLPack, on a GPU too; any alignment will do.
 
 Versions that have an 8-bit type and don't import it get bytes and are told what they are.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils import dlpack
 
+from mfload.devices.device import Device
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
 from mfload.frameworks import adapter, giving
@@ -46,11 +47,13 @@ _VIEWED = {
 }
 
 
-class TorchAdapter:
+class TorchAdapter(adapter.Landing):
     """See `adapter.Adapter`.
 
     Args:
         device: Where the tensors go.
+        land: The device that they land on, None to copy them there from the host.
+        notes: See `adapter.Adapter`.
     """
 
     name = "torch"
@@ -62,7 +65,10 @@ class TorchAdapter:
     )
     lendable = adapter.lendable(forms)
 
-    def __init__(self, device: Any) -> None:
+    def __init__(
+        self, device: Any, land: Device | None = None, notes: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(land, notes)
         self._device = device
         self.on_host = device.type == "cpu"
 
@@ -73,6 +79,7 @@ class TorchAdapter:
             tensors = [self._one(view) for view in views]
         else:
             tensors = [take(capsule(view)) for view in views]
+        # What landed on the device is there, and stays as it is.
         return tensors if self.on_host else [tensor.to(self._device) for tensor in tensors]
 
     def _one(self, view: View) -> Any:
@@ -83,12 +90,30 @@ class TorchAdapter:
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of torch's own allocator, one for each need."""
+        land = self.devices[0] if self.devices else None
         lent: list[adapter.Lent] = []
         for need in needs:
             name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-            tensor = torch.empty(shape, dtype=getattr(torch, name), device="cpu")
-            lent.append(adapter.Lent(tensor, tensor.reshape(-1).view(torch.uint8).numpy()))
+            where = "cpu" if land is None else self._device
+            tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
+            memory = adapter.memory_at(tensor, tensor.data_ptr(), need.nbytes, land)
+            lent.append(adapter.Lent(tensor, memory))
+        if self._device.type == "cuda":
+            # Torch gives memory that was let go of to whoever asks next on the same stream,
+            # where kernels that were started before may still use it.
+            torch.cuda.current_stream(self._device).synchronize()
         return lent
+
+    def pool(self, number: int) -> adapter.Pool | None:
+        """What torch's caching allocator has of the device (see `adapter.Adapter`)."""
+        if self._device.type != "cuda":
+            return None
+        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return adapter.Pool(
+            self.devices[number].room().free + kept,
+            f"torch.cuda.empty_cache() gives back the {kept} bytes that torch keeps for itself, "
+            "and landing='framework' uses them",
+        )
 
 
 def make(device: object) -> TorchAdapter:
@@ -100,13 +125,19 @@ def make(device: object) -> TorchAdapter:
     adapter.check_version("torch", torch.__version__, OLDEST)
     if device is None:
         # Not torch.get_default_device(), which older versions get wrong inside `with device:`.
-        return TorchAdapter(torch.empty(0).device)
+        return _at(torch.empty(0).device)
     try:
-        wanted = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        torch.empty(0, device=wanted)
+        # That of a tensor has a number, where "cuda" says none.
+        wanted = torch.empty(0, device=device).device  # pyright: ignore
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
         raise adapter.no_device("torch", device, str(error).splitlines()[0]) from error
-    return TorchAdapter(wanted)
+    return _at(wanted)
+
+
+def _at(device: Any) -> TorchAdapter:
+    if device.type != "cuda" or torch.version.cuda is None:  # ROCm calls its devices so too.
+        return TorchAdapter(device)
+    return TorchAdapter(device, *adapter.device_to_land_on(device.index))
 
 
 _ROWS = {

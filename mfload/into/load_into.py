@@ -46,6 +46,7 @@ def load_into(
     exchange: Exchange = "auto",
     engine: EngineName = "auto",
     max_host_overhead: int | None = None,
+    max_device_overhead: int | None = None,
     threads: int | None = None,
     timeout: float | None = None,
     progress: Progress = False,
@@ -87,6 +88,7 @@ def load_into(
         exchange: As for `mfload.load`.
         engine: As for `mfload.load`.
         max_host_overhead: Bytes of host memory beside the result; 256 MiB where None.
+        max_device_overhead: As for `mfload.load`.
         threads: As for `mfload.load`.
         timeout: As for `mfload.load`.
         progress: As for `mfload.load`.
@@ -124,7 +126,9 @@ def load_into(
     try:
         with meeting(taking_part, deadline, wrong) as party:
             _check_choices(strict, unmatched, exchange)
-            settings = Settings(engine, landing, max_host_overhead, threads, deadline)
+            settings = Settings(
+                engine, landing, max_host_overhead, max_device_overhead, threads, deadline
+            )
             asked = _Asked(mapping, strict, dtype, exchange, where)
             values = _fill(tree.leaves, path, asked, settings, party, progress, done)
     except BaseException as error:

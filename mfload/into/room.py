@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from mfload import errors, preparing
+from mfload import errors, overheads, preparing
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
 from mfload.into import slabs
@@ -40,7 +40,7 @@ def readers(
         return 0
     free = replace(settings, landing="mfload", max_host_overhead=None)
     threads = preparing.Preparation(needs, index, sources, adapter, free).threads
-    return preparing.least(threads) * (SLOTS if adapter.on_host else 1)
+    return overheads.least(threads) * (SLOTS if adapter.on_host else 1)
 
 
 def check(

@@ -133,6 +133,22 @@ class Reader(Protocol):
         ...
 
 
+class Lander(Protocol):
+    """Lands blocks of one open source in slots; used by one thread at a time."""
+
+    def land(self, block: Block, slot: Slot) -> Any:
+        """Reads the block.
+
+        Returns:
+            Its bytes as stored: a uint8 array over a part of the slot.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back what the reader holds open."""
+        ...
+
+
 class Slot(Protocol):
     """Reused memory of one worker, made when first asked for."""
 

@@ -49,32 +49,43 @@ class DirectReader(PreadReader):
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_RANDOM)
         except OSError as error:
-            if error.errno not in _REFUSED:
+            try:
+                self._fall_back(error)
+            except OSError:
                 self.close()
                 raise
-            self._fall_back(error)
 
     def fill(self, block: Block, memory: list[Any], slot: Slot) -> Any | None:
         """Reads a block into its destinations (see `blocks.Reader`)."""
+        segments = block.segments
+        if self._direct is not None and len(segments) == 1 and self._suits(segments[0], memory):
+            try:
+                self._in_place(segments[0], memory, self._direct.fd)
+            except OSError as error:
+                self._fall_back(error)
+            else:
+                return None
+        if self._direct is None:
+            return super().fill(block, memory, slot)
+        landed = self.land(block, slot)
+        place(landed, block.offset, block, memory)
+        return landed
+
+    def land(self, block: Block, slot: Slot) -> Any:
+        """Reads a block into a slot (see `blocks.Lander`)."""
         if self._direct is not None:
             try:
-                return self._fill(block, memory, slot, self._direct.fd)
+                return self._land(block, slot, self._direct.fd)
             except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
                 self._fall_back(error)
-        return super().fill(block, memory, slot)
+        return super().land(block, slot)
 
-    def _fill(self, block: Block, memory: list[Any], slot: Slot, fd: int) -> Any | None:
-        if len(block.segments) == 1 and self._suits(block.segments[0], memory):
-            self._in_place(block.segments[0], memory, fd)
-            return None
+    def _land(self, block: Block, slot: Slot, fd: int) -> Any:
         start = block.offset // self._file_unit * self._file_unit
         end = block.offset + block.nbytes
         length = -(-(end - start) // self._file_unit) * self._file_unit
         landed = slot.bytes(length)[:length]
         read_into(self._source.path, fd, [landed], start, least=end - start)
-        place(landed, start, block, memory)
         return landed[block.offset - start : end - start]
 
     def _suits(self, segment: Segment, memory: list[Any]) -> bool:
@@ -99,6 +110,9 @@ class DirectReader(PreadReader):
                 read_into(path, file, [target[start:stop]], offset)
 
     def _fall_back(self, error: OSError) -> None:
+        """Goes on through the page cache; raises what is no refusal of O_DIRECT."""
+        if error.errno not in _REFUSED:
+            raise error
         self._note(f"{self._source.path}: fell back from direct to pread: {error.strerror}")
         if self._direct is not None:
             self._direct.close()

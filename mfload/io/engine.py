@@ -1,7 +1,7 @@
 """Engines move blocks: submit a batch, take completions, close.
 
-The host engines are threads that fill one block after another; every blocking call in them
-gives up the interpreter lock, and blocks are large, so Python threads are enough. A reader
+Engines are threads, each with a worker that fills one block after another; every blocking call
+in them gives up the interpreter lock, and blocks are large, so Python threads are enough. A
 thread that hangs in the kernel keeps its own reference to the buffers it writes to, so nothing
 it may still write to is ever freed.
 """
@@ -13,10 +13,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from mfload.io.blocks import Block, Reader, Witness, stored
 from mfload.io.buffers import WorkerSlot
+
+# Small blocks are reported together: a queue costs more than a small read.
+_WORTH_A_WORD = 1 << 20
 
 
 class Done(NamedTuple):
@@ -59,50 +63,93 @@ class Engine(Protocol):
         ...
 
 
+class Worker(Protocol):
+    """What one thread of an engine does; made and used in that thread."""
+
+    @property
+    def block(self) -> Block | None:
+        """The block that it is concerned with, for the error that names it."""
+        ...
+
+    def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
+        """Reads a block, and at least begins to put it in its places.
+
+        Args:
+            block: The block.
+            stopped: Whether the work was given up meanwhile.
+        """
+        ...
+
+    def finished(self) -> tuple[int, int]:
+        """Blocks that came to be in place since the last question, and their bytes."""
+        ...
+
+    def drain(self) -> None:
+        """Returns when all that was begun is in place."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds, once nothing writes to the buffers; never raises."""
+        ...
+
+
+class Crew(NamedTuple):
+    """Threads that share blocks.
+
+    Attributes:
+        make: Makes the worker of a thread.
+        threads: How many.
+        bound: A context for each thread, such as the processor cores it is to run on.
+    """
+
+    make: Callable[[], Worker]
+    threads: int
+    bound: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
 class ThreadEngine:
-    """The host engine.
+    """Fills blocks in threads.
 
     Args:
-        open_reader: Opens the reader of a source by its number.
-        memory: The destination buffers.
-        threads: Workers; 0 fills the blocks where they are submitted, for loads that are too
-            small to share out.
-        witness: Sees what came, in the worker that read it. Blocks are taken in the order of
-            their submission, so a witness may wait for the ones before.
+        crews: Who shares the work. Without threads, blocks are filled where they are submitted,
+            for loads that are too small to share out.
+        crew_of: Which crew fills a block. Each crew begins its blocks in the order of their
+            submission.
     """
 
     def __init__(
-        self,
-        open_reader: Callable[[int], Reader],
-        memory: list[Any],
-        threads: int,
-        witness: Witness | None = None,
+        self, crews: Sequence[Crew], crew_of: Callable[[Block], int] = lambda _: 0
     ) -> None:
-        self._open = open_reader
-        self._witness = witness
-        self._memory = memory
-        self._waiting: collections.deque[Block] = collections.deque()
+        self._crews = crews
+        self._crew_of = crew_of
+        self._waiting = [collections.deque[Block]() for _ in crews]
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._count = threads
         self._threads: list[threading.Thread] = []
 
     def submit(self, blocks: Sequence[Block]) -> None:
-        """Takes blocks to be filled, and starts workers for them (see `Engine`)."""
-        self._waiting.extend(blocks)
-        if self._count == 0:
-            self._work()
-        while len(self._threads) < min(self._count, len(blocks)):
-            # Daemons: a worker that hangs in the kernel must not hold up the exit.
-            worker = threading.Thread(target=self._work, name="mfload-reader", daemon=True)
-            self._threads.append(worker)
+        """Takes blocks to be filled, and starts threads for them (see `Engine`)."""
+        for block in blocks:
+            self._waiting[self._crew_of(block)].append(block)
+        for crew, waiting in zip(self._crews, self._waiting, strict=True):
+            self._start(crew, waiting)
+
+    def _start(self, crew: Crew, waiting: collections.deque[Block]) -> None:
+        if not crew.threads:
+            self._work(crew, waiting)
+        for number in range(min(crew.threads, len(waiting))):
+            # Daemons: a thread that hangs in the kernel must not hold up the exit.
+            thread = threading.Thread(
+                target=self._work, args=(crew, waiting), name="mfload-reader", daemon=True
+            )
+            self._threads.append(thread)
             try:
-                worker.start()
+                thread.start()
             except RuntimeError:
                 # No more threads to be had: those there are, or this one, do the work.
                 self._threads.pop()
-                if not self._threads:
-                    self._work()
+                if not number:
+                    self._work(crew, waiting)
                 return
 
     def complete(self, timeout: float) -> Done | None:
@@ -113,55 +160,137 @@ class ThreadEngine:
             return None
 
     def close(self, grace: float) -> bool:
-        """Stops the workers (see `Engine`)."""
+        """Stops the threads (see `Engine`)."""
         self._stop.set()
         end = time.monotonic() + grace
-        for worker in self._threads:
+        for thread in self._threads:
             # Ctrl-C may have come before the start.
-            if worker.ident is not None:
-                worker.join(max(0.0, end - time.monotonic()))
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
         while self.complete(0) is not None:
             pass
-        return not any(worker.is_alive() for worker in self._threads)
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self) -> None:
-        slot = WorkerSlot()
-        reader: Reader | None = None
-        source = -1
-        block: Block | None = None
-        # Small blocks are reported together: a queue costs more than a small read.
-        blocks = nbytes = 0
+    def _work(self, crew: Crew, waiting: collections.deque[Block]) -> None:
+        worker: Worker | None = None
         try:
-            while not self._stop.is_set():
-                try:
-                    block = self._waiting.popleft()
-                except IndexError:
-                    break
-                if reader is None or block.source != source:
-                    if reader is not None:
-                        reader.close()
-                        reader = None
-                    reader, source = self._open(block.source), block.source
-                self._fill(reader, block, slot)
-                blocks, nbytes = blocks + 1, nbytes + block.nbytes
-                if nbytes >= 1 << 20:
-                    self._done.put(Done(blocks, nbytes))
-                    blocks = nbytes = 0
-            if blocks:
-                self._done.put(Done(blocks, nbytes))
+            with crew.bound():
+                worker = crew.make()
+                self._fill(worker, waiting)
         except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
             # Nobody waits for what fails after the first, and an error that nobody takes
             # would keep itself alive by way of this frame, and the buffers with it.
             if not self._stop.is_set():
                 self._stop.set()
-                self._done.put(Done(0, 0, block, error))
+                self._done.put(Done(0, 0, None if worker is None else worker.block, error))
         finally:
-            if reader is not None:
-                reader.close()
+            if worker is not None:
+                worker.close()
 
-    def _fill(self, reader: Reader, block: Block, slot: WorkerSlot) -> None:
-        landed = reader.fill(block, self._memory, slot)
-        if self._witness is None:
-            return
-        for offset, data in stored(block, self._memory, landed):
-            self._witness.saw(block.source, offset, data, self._stop.is_set)
+    def _fill(self, worker: Worker, waiting: collections.deque[Block]) -> None:
+        blocks = nbytes = 0
+        while not self._stop.is_set():
+            try:
+                block = waiting.popleft()
+            except IndexError:
+                worker.drain()
+                block = None
+            else:
+                worker.fill(block, self._stop.is_set)
+            more = worker.finished()
+            blocks, nbytes = blocks + more[0], nbytes + more[1]
+            if blocks and (block is None or nbytes >= _WORTH_A_WORD):
+                self._done.put(Done(blocks, nbytes))
+                blocks = nbytes = 0
+            if block is None:
+                return
+
+
+class HostWorker:
+    """Fills blocks of host memory (see `Worker`).
+
+    Args:
+        open_reader: Opens the reader of a source by its number.
+        memory: The destination buffers.
+        witness: Sees what came. Blocks are taken in the order of their submission, so a witness
+            may wait for the ones before.
+    """
+
+    def __init__(
+        self,
+        open_reader: Callable[[int], Reader],
+        memory: list[Any],
+        witness: Witness | None = None,
+    ) -> None:
+        self.block: Block | None = None
+        self._readers = Opened(open_reader)
+        self._memory = memory
+        self._witness = witness
+        self._slot = WorkerSlot()
+        self._blocks = self._nbytes = 0
+
+    def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
+        """Reads a block into its places (see `Worker`)."""
+        self.block = block
+        landed = self._readers.of(block.source).fill(block, self._memory, self._slot)
+        if self._witness is not None:
+            for offset, data in stored(block, self._memory, landed):
+                self._witness.saw(block.source, offset, data, stopped)
+        self._blocks += 1
+        self._nbytes += block.nbytes
+
+    def finished(self) -> tuple[int, int]:
+        """What is in place since the last question (see `Worker`)."""
+        done = self._blocks, self._nbytes
+        self._blocks = self._nbytes = 0
+        return done
+
+    def drain(self) -> None:
+        """Nothing is ever under way (see `Worker`)."""
+
+    def close(self) -> None:
+        """Closes the file (see `Worker`)."""
+        self._readers.close()
+
+
+def on_host(
+    open_reader: Callable[[int], Reader],
+    memory: list[Any],
+    threads: int,
+    witness: Witness | None = None,
+) -> ThreadEngine:
+    """The engine of buffers in host memory (see `HostWorker`)."""
+    return ThreadEngine([Crew(lambda: HostWorker(open_reader, memory, witness), threads)])
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Closes = TypeVar("Closes", bound=_Closable)
+
+
+class Opened(Generic[Closes]):
+    """The reader of the source that a worker is at; blocks of one source mostly follow each other.
+
+    Args:
+        open_reader: Opens one by the source's number.
+    """
+
+    def __init__(self, open_reader: Callable[[int], Closes]) -> None:
+        self._open = open_reader
+        self._reader: Closes | None = None
+        self._source = -1
+
+    def of(self, source: int) -> Closes:
+        """The reader of a source."""
+        if self._reader is None or source != self._source:
+            self.close()
+            self._reader, self._source = self._open(source), source
+        return self._reader
+
+    def close(self) -> None:
+        """Closes the one that is open."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.io.blocks import Block, Copy, Segment, Slot
+from mfload.io.blocks import Block, Segment, Slot
 from mfload.io.buffers import PAGE
 from mfload.io.source import LocalFile, OpenFile, shrunk
 
@@ -42,13 +42,18 @@ class PreadReader:
             target = memory[segment.buffer][segment.at : segment.at + segment.nbytes]
             read_into(self._source.path, self._file.fd, [target], block.offset)
         elif block.staged:
-            landed = slot.bytes(block.nbytes)[: block.nbytes]
-            read_into(self._source.path, self._file.fd, [landed], block.offset)
+            landed = self.land(block, slot)
             place(landed, block.offset, block, memory)
             return landed
         else:
             self._scatter(block, memory, slot)
         return None
+
+    def land(self, block: Block, slot: Slot) -> Any:
+        """Reads a block into a slot (see `blocks.Lander`)."""
+        landed = slot.bytes(block.nbytes)[: block.nbytes]
+        read_into(self._source.path, self._file.fd, [landed], block.offset)
+        return landed
 
     def _scatter(self, block: Block, memory: list[Any], slot: Slot) -> None:
         """One vectored read for segments with gaps in the file, in memory, or both."""
@@ -131,17 +136,27 @@ def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
         LossyCastError: A value does not fit the dtype it was to become.
     """
     for segment in block.segments:
-        start = segment.offset - origin
-        if segment.copy is None:
-            target = memory[segment.buffer][segment.at : segment.at + segment.nbytes]
-            target[:] = landed[start : start + segment.nbytes]
-        else:
-            _convert(landed, start, segment, segment.copy, memory)
+        put(landed[segment.offset - origin :], segment, memory[segment.buffer], segment.at)
 
 
-def _convert(landed: Any, start: int, segment: Segment, copy: Copy, memory: list[Any]) -> None:
-    source = np.ndarray(copy.shape, copy.source, landed, start + copy.start, copy.strides)
-    target = np.ndarray(copy.shape, copy.target, memory[segment.buffer], segment.at)
+def put(landed: Any, segment: Segment, memory: Any, at: int) -> None:
+    """Puts one segment somewhere in host memory.
+
+    Args:
+        landed: uint8 array that begins with the segment's bytes.
+        segment: The segment.
+        memory: uint8 array.
+        at: First byte in it.
+
+    Raises:
+        LossyCastError: A value does not fit the dtype it was to become.
+    """
+    copy = segment.copy
+    if copy is None:
+        memory[at : at + segment.nbytes] = landed[: segment.nbytes]
+        return
+    source = np.ndarray(copy.shape, copy.source, landed, copy.start, copy.strides)
+    target = np.ndarray(copy.shape, copy.target, memory, at)
     if copy.source == copy.target:
         np.copyto(target, source)
         return

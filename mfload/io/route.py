@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from mfload import errors, spelling
 from mfload.io import probes
 from mfload.io.source import LocalFile, OpenFile
 
-EngineName = Literal["auto", "mmap", "pread", "direct"]
-ENGINES = ("auto", "mmap", "pread", "direct")
+EngineName = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
+ENGINES = ("auto", "mmap", "pread", "direct", "pinned", "gds")
 
 log = logging.getLogger("mfload")
 
+_ON_DEVICES = ("pinned", "gds")
 _WARM = 0.5
 _SMALL = 8 << 20
 
@@ -27,15 +28,34 @@ class Leg(NamedTuple):
 
     Attributes:
         file: Its path.
-        engine: "pread", "direct" or "mmap".
+        engine: "pread", "direct" or "mmap"; "pinned" or "gds" for what lands on a device.
         why: The reason, for people.
         cached: Share of its pages in the page cache, None where the kernel does not say.
+        direct: Whether it is read with O_DIRECT, where it is read into host memory.
     """
 
     file: str
     engine: str
     why: str
     cached: float | None
+    direct: bool = False
+
+
+class PastHost(Protocol):
+    """Whether the bytes of a file can go to a device past host memory."""
+
+    def __call__(self, path: str, cold: int | None) -> tuple[bool, str]:
+        """Asks.
+
+        Args:
+            path: The file.
+            cold: Bytes that the load reads from disk, to see whether it is worth a long look;
+                None where the user asked for it.
+
+        Returns:
+            The answer and its reason, for people.
+        """
+        ...
 
 
 def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, ...]:
@@ -72,19 +92,51 @@ def _leg(source: LocalFile, nbytes: int, engine: str) -> Leg:
         return Leg(source.path, "pread", "small read", None)
     if engine in ("pread", "mmap"):
         return Leg(source.path, engine, "asked for", None)
+    asked, engine = engine, "auto" if engine in _ON_DEVICES else engine
+    prefix = "" if asked == engine else f"{asked} asked for, and nothing lands on a device; "
     with OpenFile(source) as opened:
         takes = probes.direct_alignment(opened.fd) is not None
         if engine == "direct":
             if takes:
-                return Leg(source.path, engine, "asked for", None)
+                return Leg(source.path, engine, "asked for", None, direct=True)
             why = "direct asked for; the file takes no O_DIRECT"
             return Leg(source.path, "pread", why, None)
         cached = probes.cached_share(opened.fd, source.size)
     if cached is None:
-        return Leg(source.path, "pread", "the kernel does not say what it caches", cached)
-    share = f"{cached:.0%} in the page cache"
+        why = f"{prefix}the kernel does not say what it caches"
+        return Leg(source.path, "pread", why, cached)
+    share = f"{prefix}{cached:.0%} in the page cache"
     if cached >= _WARM:
         return Leg(source.path, "pread", share, cached)
     if not takes:
         return Leg(source.path, "pread", f"{share}, but the file takes no O_DIRECT", cached)
-    return Leg(source.path, "direct", share, cached)
+    return Leg(source.path, "direct", share, cached, direct=True)
+
+
+def choose_onto_device(
+    wanted: Sequence[tuple[LocalFile, int]], engine: str, past: PastHost
+) -> tuple[Leg, ...]:
+    """Chooses an engine for each file of which something lands on a device.
+
+    Args:
+        wanted: The files, with the bytes that are to be read of each.
+        engine: As for `choose`; "pread" and "direct" say how the pinned stage reads.
+        past: Says whether bytes can go past host memory.
+
+    Returns:
+        A leg for each file, "pinned" or "gds".
+    """
+    inner = "auto" if engine in _ON_DEVICES else engine
+    legs = [_leg(source, nbytes, inner) for source, nbytes in wanted]
+    cold = sum(n for leg, (_, n) in zip(legs, wanted, strict=True) if leg.direct)
+    return tuple(_logged(_onto_device(leg, engine, cold, past), engine) for leg in legs)
+
+
+def _onto_device(leg: Leg, engine: str, cold: int, past: PastHost) -> Leg:
+    why = f"{'O_DIRECT' if leg.direct else 'buffered'}: {leg.why}"
+    if engine == "gds" or (engine == "auto" and leg.direct):
+        real, said = past(leg.file, None if engine == "gds" else cold)
+        if real:
+            return leg._replace(engine="gds", why=f"{leg.why}; {said}")
+        why = f"{why}; {'gds asked for, but ' if engine == 'gds' else 'no gds: '}{said}"
+    return leg._replace(engine="pinned", why=why)

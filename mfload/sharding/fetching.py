@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
-from mfload import errors, preparing
+from mfload import errors, overheads, preparing
 from mfload.io import buffers
 from mfload.io.source import LocalFile
 from mfload.loading import Fill, Filled, Loader
@@ -100,7 +100,7 @@ def fetch(
         platform=links.platform,
         overhead=settings.max_host_overhead,
         merge_gap=settings.merge_gap,
-        readers=preparing.least(preparing.threads_at_most(settings)),
+        readers=overheads.least(preparing.threads_at_most(settings)),
     )
     note, arrays = found.note, None
     if found.schedule is not None:
@@ -187,8 +187,8 @@ def _reading(
     overhead = loader.settings.max_host_overhead or OVERHEAD
     # Half of it is for what travels.
     slot = overhead // 2 // way.threads // _PAGE * _PAGE - 2 * _PAGE
-    block = max(_PAGE, min(way.costs.block, slot))
-    costs = way.costs._replace(block=block, merge_gap=choosing.MERGE_GAP)
+    block = max(_PAGE, min(way.overheads.costs.block, slot))
+    costs = way.overheads.costs._replace(block=block, merge_gap=choosing.MERGE_GAP)
     legs = [way.route.get(number) for number in range(len(sources))]
     return Reading(sources, legs, way.threads, costs, loader.settings.deadline, advance)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mfload import errors, frameworks, planning, preparing, spelling
+from mfload import errors, frameworks, overheads, planning, preparing, spelling
 from mfload.index import Index, TensorInfo
 from mfload.io.blocks import Witness
 from mfload.io.deadline import Deadline
@@ -183,7 +183,7 @@ def preview(chosen: Chosen, request: Request) -> Preview:
         platform=job.platform,
         overhead=settings.max_host_overhead,
         merge_gap=settings.merge_gap,
-        readers=preparing.least(preparing.threads_at_most(settings)),
+        readers=overheads.least(preparing.threads_at_most(settings)),
     )
     notes = (*here.notes, found.note) if found.note else here.notes
     if found.exchange == "never":

@@ -47,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small = blocks.Costs(block=BLOCK)
-    monkeypatch.setattr("mfload.preparing.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.overheads.Costs", lambda **_: small)
     monkeypatch.setattr("mfload.transfer._MAPPED_BLOCK", BLOCK)
 
 
@@ -261,11 +261,11 @@ def test_nobody_waits_for_a_reader_that_hangs_or_fails(
 
 INTERRUPTED = """
     import os, sys, threading, time
-    import mfload, mfload.preparing
+    import mfload, mfload.overheads
     from mfload.io import blocks
 
     path = sys.argv[1]
-    mfload.preparing.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    mfload.overheads.Costs = lambda **_: blocks.Costs(block=64 << 10)
     real, lock, reads = os.preadv, threading.Lock(), 0
 
     def slow(*args):

@@ -20,7 +20,7 @@ from mfload.checks import checksums
 from mfload.checks.checksums import Witness
 from mfload.index import Piece, TensorInfo
 from mfload.io.blocks import Block, Segment, stored
-from mfload.io.engine import ThreadEngine
+from mfload.io.engine import on_host
 
 
 def _row(name: str, start: int, nbytes: int, source: int = 0) -> TensorInfo:
@@ -67,7 +67,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
 
         def close(self) -> None: ...
 
-    engine = ThreadEngine(lambda _: Reader(), [], threads, witness)
+    engine = on_host(lambda _: Reader(), [], threads, witness)
     engine.submit(blocks)
     left = len(blocks)
     while left:
@@ -144,7 +144,7 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
 
         def close(self) -> None: ...
 
-    engine = ThreadEngine(lambda _: Reader(), [], 4, witness)
+    engine = on_host(lambda _: Reader(), [], 4, witness)
     engine.submit([Block(0, at, 10, ()) for at in range(0, 100, 10)])
     done = engine.complete(10)
     assert done is not None

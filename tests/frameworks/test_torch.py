@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from conformance import material
 from conformance.giving import GivingConformance, give, read
+from conformance.landing import Ground, LandingConformance, lent, wrapped
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
 from hypothesis import given, strategies as st
@@ -18,6 +19,9 @@ from hypothesis.extra import numpy as arrays
 
 import mfload
 from mfload import errors
+from mfload.devices.device import Device
+from mfload.frameworks import torch_adapter
+from mfload.frameworks.adapter import Adapter
 
 
 class TestTorch(WritableConformance):
@@ -70,6 +74,29 @@ class TestTorch(WritableConformance):
         assert nowhere.is_meta
         with torch.device("meta"):
             assert mfload.load(path, framework="torch", names=["F32"])["F32"].is_meta
+
+
+class TestTorchLanding(LandingConformance):
+    look = TestTorch()
+
+    def adapter(self, land: Device) -> Adapter:
+        return torch_adapter.TorchAdapter(torch.device("cpu"), land)
+
+    def test_8_bit_types_that_are_not_imported(
+        self, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As in the versions that have them and take them as bytes alone.
+        kinds = {key: getattr(torch, name) for key, name in FLOATS8.items()}
+        monkeypatch.setattr(torch_adapter, "_VIEWED", kinds)
+        rows = material.aligned(FLOATS8)
+        self.check(rows, wrapped(ground, rows))
+
+    def test_writing_in_place(self, ground: Ground) -> None:
+        row = material.stored("w", "F32", (64, 3))
+        for way in (wrapped, lent):
+            (array,) = way(ground, [row])
+            array.fill_(2).add_(array[0].clone())
+            assert array.unique().tolist() == [4.0]
 
 
 class TestTorchGives(GivingConformance):

@@ -84,7 +84,7 @@ class EngineSuite:
     def many_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks small enough that a small file has many, whatever the threads do."""
         small = blocks.Costs(block=64 << 10)
-        monkeypatch.setattr("mfload.preparing.Costs", lambda **_: small)
+        monkeypatch.setattr("mfload.overheads.Costs", lambda **_: small)
 
     def load(self, path: Any, **options: Any) -> dict[str, Any]:
         return mfload.load(path, framework="numpy", engine=self.engine, **options)

@@ -86,16 +86,16 @@ def test_large_segments_land_in_place(
 def test_memory_that_does_not_suit_goes_through_a_slot(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed: list[int] = []
-    real = direct.place
+    read: list[int] = []
+    real = direct.read_into
 
-    def place(landed: Any, *args: Any) -> None:
-        placed.append(landed.ctypes.data % 4096)
-        real(landed, *args)
+    def read_into(path: str, fd: int, vector: list[Any], *args: Any, **more: Any) -> int:
+        read.append(vector[0].ctypes.data % 4096)
+        return real(path, fd, vector, *args, **more)
 
-    monkeypatch.setattr(direct, "place", place)
+    monkeypatch.setattr(direct, "read_into", read_into)
     assert samples.same(_load(path, names=["odd"])["odd"], MODEL["odd"])
-    assert placed == [0]
+    assert read == [0]
 
 
 def _refuse_reads(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

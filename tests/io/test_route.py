@@ -144,5 +144,5 @@ def test_choices_are_logged_and_orders_are_not(
 def test_no_such_engine(small: Path) -> None:
     with pytest.raises(errors.UsageError, match="unknown engine") as info:
         _leg(small, "uring")
-    assert info.value.expected == "auto | mmap | pread | direct"
+    assert info.value.expected == "auto | mmap | pread | direct | pinned | gds"
     assert info.value.found == "uring"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -22,13 +23,19 @@ class Answer(NamedTuple):
     trouble: str = ""
 
 
-def ask(module: str, *arguments: str, timeout: float | None) -> Answer:
-    """Runs a module and reads the JSON that it prints.
+def ask(
+    module: str,
+    *arguments: str,
+    timeout: float | None,
+    environment: Mapping[str, str] | None = None,
+) -> Answer:
+    """Runs a module and reads the JSON that it prints last.
 
     Args:
         module: Its name, such as "mfload.checkup.probe_cuda".
         arguments: What it is given.
         timeout: Seconds; then it is killed with all that it has started. None for ever.
+        environment: Variables that differ from those of this process.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:
@@ -38,6 +45,7 @@ def ask(module: str, *arguments: str, timeout: float | None) -> Answer:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
     except OSError as error:
         return Answer(None, f"can't be started: {error.strerror or error}")
@@ -50,10 +58,10 @@ def ask(module: str, *arguments: str, timeout: float | None) -> Answer:
         _kill(child)
         raise
     if child.returncode < 0:
-        name = signal.Signals(-child.returncode).name
-        return Answer(None, f"crashed with {name}{_last(said)}")
+        return Answer(None, f"crashed with {_signal(-child.returncode)}{_last(said)}")
     try:
-        return Answer(json.loads(printed))
+        # Libraries may print before it.
+        return Answer(json.loads(printed.strip().rpartition(b"\n")[2]))
     except ValueError:
         return Answer(None, f"ended with {child.returncode}{_last(said)}")
 
@@ -71,6 +79,13 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         child.wait(1)
     except subprocess.TimeoutExpired:
         child.returncode = -signal.SIGKILL  # Nobody waits for it any more, Python neither.
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # Real-time signals have no names.
+        return f"signal {number}"
 
 
 def _last(said: bytes) -> str:

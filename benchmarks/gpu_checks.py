@@ -1,0 +1,187 @@
+"""Whether it is right: values, places and dtypes of what is loaded; each a trial in its own process."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks import gpu_memory
+from benchmarks.gpu_given import Given, Row, SkipError, doubled, fetched, floats, write, wrong
+from mfload import dtypes, errors
+
+_PADS = (0, 1, 7, 8, 24, 31, 32, 40, 63, 100, 255)
+"""Spaces behind the header."""
+_PAIRS = (
+    ("F32", "bfloat16"), ("F32", "float16"), ("BF16", "float32"), ("F16", "float32"),
+    ("F64", "float32"), ("F8_E4M3", "bfloat16"), ("F8_E5M2", "float16"), ("F32", "float8_e4m3fn"),
+)  # fmt: skip
+
+
+def _rows(dtype: str) -> list[Row]:
+    """Tensors of a dtype: tiny, odd, empty, and longer than a slot of any size but the largest."""
+    whole = dtypes.TABLE[dtype].elements
+    shapes: list[tuple[int, ...]] = [(8,), (24, 40), (0, 8), (3, 1000, 1016)]
+    shapes += [(), (3, 5), (4093,)] if whole == 1 else []
+    return [Row(f"{dtype}.{i}", dtype, shape) for i, shape in enumerate(shapes)]
+
+
+def all_dtypes(given: Given, framework: str, engine: str, landing: str) -> str:
+    """Every dtype, bit for bit: at the address, and as the framework fetches it."""
+    given.try_engine(framework, engine)
+    equal: list[str] = []
+    refused: list[str] = []
+    for number, dtype in enumerate(dtypes.TABLE):
+        path = given.folder / f"{dtype}.safetensors"
+        stored = write(path, _rows(dtype), number, number)
+        load = partial(given.load, path, framework)
+        try:
+            arrays = load(engine=engine, landing=landing)
+        except errors.UnsupportedDtypeError:
+            refused.append(dtype)
+            continue
+        for name, data in stored.items():
+            at, got = given.raw(framework, arrays[name]), fetched(framework, arrays[name])
+            if len(at) != len(data):  # The framework stores it otherwise than the file does.
+                data = _on_host(path, framework, name)
+            if at != data or (got is not None and got != data):
+                raise AssertionError(f"{name} {arrays[name].shape}: other bits than the file's")
+        equal.append(dtype)
+    if not equal:
+        raise AssertionError("every dtype was refused")
+    return f"equal: {', '.join(equal)}" + (f"; refused: {', '.join(refused)}" if refused else "")
+
+
+def _on_host(path: Any, framework: str, name: str) -> bytes:
+    import mfload
+
+    host = Given(gpu_memory.HOST, path.parent)
+    array = mfload.load(path, framework=framework, device="cpu", names=[name])[name]
+    return host.raw(framework, array)
+
+
+def alignment(given: Given, framework: str, landing: str) -> str:
+    """Addresses of arrays from files whose data starts anywhere, and computing with them."""
+    least = 1 << 20
+    for pad in _PADS:
+        path = given.folder / f"{pad}.safetensors"
+        rows = [Row("odd", "U8", (13,)), Row("half", "F16", (7,)), Row("w", "F32", (1001,))]
+        write(path, rows, pad, pad)
+        arrays = given.load(path, framework, landing=landing)
+        for address, nbytes in gpu_memory.spans(framework, arrays):
+            if nbytes:
+                least = min(least, address & -address)
+        small = given.folder / f"{pad}.floats.safetensors"
+        values = floats(small, 3, 1 + pad, pad)
+        found = doubled(framework, given.load(small, framework, landing=landing))
+        bad = wrong(found, {name: value + value for name, value in values.items()})
+        if bad:
+            raise AssertionError(f"header + {pad}: wrong sums of {', '.join(bad)}")
+    if given.gpu and landing == "mfload" and least < 256:
+        raise AssertionError(f"an array lies on a boundary of {least} bytes, not 256")
+    return f"every array on a boundary of {least} bytes or more"
+
+
+def conversion(given: Given, framework: str) -> str:
+    """`dtype=` against NumPy's `astype`, to the bit."""
+    equal: list[str] = []
+    refused: list[str] = []
+    rng = np.random.default_rng(7)
+    for number, (dtype, target) in enumerate(_PAIRS):
+        source, wanted = dtypes.TABLE[dtype].numpy, dtypes.resolve(target).numpy
+        assert source is not None
+        assert wanted is not None
+        path = given.folder / f"{number}.safetensors"
+        write(path, [Row("w", dtype, (1001,))], number, number)
+        values = rng.standard_normal(1001).astype(source)
+        with path.open("r+b") as file:
+            file.seek(-values.nbytes, 2)
+            file.write(values.tobytes())
+        try:
+            array = given.load(path, framework, dtype=target)["w"]
+        except errors.UnsupportedDtypeError:
+            refused.append(f"{dtype} to {target}")
+            continue
+        if given.raw(framework, array) != values.astype(wanted).tobytes():
+            raise AssertionError(f"{dtype} to {target}: not what NumPy makes of it")
+        equal.append(f"{dtype} to {target}")
+    said = f"equal: {', '.join(equal)}"
+    return said + (f"; refused: {', '.join(refused)}" if refused else "")
+
+
+def donation(given: Given, landing: str) -> str:
+    """Arrays given to a jitted function that may write into them."""
+    import jax
+
+    path = given.folder / "donated.safetensors"
+    values = floats(path, 3, 100_003, 1)
+    arrays = given.load(path, "jax", landing=landing)
+    places = dict(zip(arrays, gpu_memory.spans("jax", arrays), strict=True))
+    step: Any = jax.jit(lambda array: array * 3, donate_argnums=0)
+    kept: list[bool] = []
+    for name, value in values.items():
+        out = step(arrays[name])
+        if np.asarray(out).tobytes() != (value * np.float32(3)).tobytes():
+            raise AssertionError(f"{name}: wrong after donation")
+        kept.append(out.unsafe_buffer_pointer() == places[name][0])
+    if landing == "framework" and not all(kept):
+        raise AssertionError("XLA did not take the memory over")
+    return "memory taken over" if all(kept) else "values right, memory not taken over"
+
+
+def mesh(given: Given) -> str:
+    """Rows, columns and replicas over all devices there are."""
+    import jax
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    devices = jax.devices("cuda" if given.gpu else "cpu")
+    over = Mesh(np.array(devices), ("d",))
+    side = 16 * len(devices)
+    path = given.folder / "mesh.safetensors"
+    rows = [Row(name, "F32", (side, 3 * side)) for name in ("rows", "columns", "all")]
+    stored = write(path, rows, 3, 5)
+    import mfload
+
+    shardings = [("rows", P("d", None)), ("columns", P(None, "d"))]
+    arrays = mfload.load(path, framework="jax", mesh=over, shardings=shardings)
+    for name, data in stored.items():
+        if np.asarray(arrays[name]).tobytes() != data:
+            raise AssertionError(f"{name}: other bits than the file's")
+    return f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
+
+
+def several(given: Given, framework: str) -> str:
+    """Tensors spread over several devices by a mapping."""
+    given.need_gpu()
+    count = gpu_memory.cupy().cuda.runtime.getDeviceCount()
+    if count < 2:
+        raise SkipError("one device")
+    import mfload
+
+    path = given.folder / "several.safetensors"
+    values = floats(path, 2 * count, 10_007, 4)
+    where = {rf"^w\.{i}$": f"cuda:{i % count}" for i in range(2 * count)}
+    found = doubled(framework, mfload.load(path, framework=framework, device=where))
+    bad = wrong(found, {name: value + value for name, value in values.items()})
+    if bad:
+        raise AssertionError(f"wrong sums of {', '.join(bad)}")
+    return f"{count} devices"
+
+
+def names(frameworks: list[str], engines: tuple[str, ...], *, gpu: bool) -> list[str]:
+    """The trials of this module, by name."""
+    found: list[str] = []
+    for framework, engine in product(frameworks, engines):
+        landings = ("mfload",) if framework in ("cupy", "numpy") else ("mfload", "framework")
+        found += [f"dtypes/{framework}/{engine}/{landing}" for landing in landings]
+        if engine == engines[0]:
+            found += [f"alignment/{framework}/{landing}" for landing in landings]
+            found.append(f"conversion/{framework}")
+    if "jax" in frameworks:
+        found += ["donation/framework", "donation/mfload", "mesh"]
+    if "torch" in frameworks and gpu:
+        found.append("several/torch")
+    return found

@@ -1,0 +1,104 @@
+"""Memory of the device that is measured, by address: whichever framework's arrays lie there.
+
+`cpu` stands for host memory, so that the same tasks run where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from mfload.bench import memory, touch
+from mfload.bench.touch import PAGE, SPAN, Span
+
+HOST = "cpu"
+MIB = 1 << 20
+
+
+def cupy() -> Any:
+    """CuPy, through which all of CUDA is reached here."""
+    return import_module("cupy")
+
+
+def _cupy_span(array: Any) -> Span:
+    return array.data.ptr, array.nbytes
+
+
+def spans(framework: str, arrays: Mapping[str, Any]) -> list[Span]:
+    """Where arrays lie."""
+    span = _cupy_span if framework == "cupy" else SPAN[framework]
+    return [span(array) for array in arrays.values()]
+
+
+class _Strided:
+    """Every 4096th byte of a span on a device."""
+
+    def __init__(self, span: Span) -> None:
+        address, nbytes = span
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": (-(-nbytes // PAGE),),
+            "strides": (PAGE,),
+            "typestr": "|u1",
+        }
+
+
+def page_sum(places: Iterable[Span], device: str) -> int:
+    """The sum of bytes 0, 4096, 8192, … of every span."""
+    if device == HOST:
+        return touch.touch(places)
+    cp = cupy()
+    sums = [cp.asarray(_Strided(span)).sum(dtype=cp.uint64) for span in places if span[1]]
+    return sum(int(each) for each in sums)
+
+
+def synchronize(framework: str, arrays: Mapping[str, Any], device: str) -> None:
+    """Returns when arrays can be used: the framework's work and the device's are done."""
+    if framework == "jax":
+        sys.modules["jax"].block_until_ready(list(arrays.values()))
+    elif device == HOST:
+        return
+    elif framework == "torch":
+        sys.modules["torch"].cuda.synchronize()
+    else:
+        cupy().cuda.Device(0).synchronize()
+
+
+def read(address: int, nbytes: int, device: str) -> bytes:
+    """The bytes at an address, as they are now."""
+    if device == HOST:
+        return ctypes.string_at(address, nbytes)
+    into = np.empty(nbytes, np.uint8)
+    # On the null stream, which waits for no other one that says so: what is not there yet is seen.
+    cupy().cuda.runtime.memcpy(into.ctypes.data, address, nbytes, 2)
+    return into.tobytes()
+
+
+def write(address: int, data: np.ndarray, device: str) -> None:
+    """Writes an array's bytes to an address."""
+    if device == HOST:
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+    else:
+        cupy().cuda.runtime.memcpy(address, data.ctypes.data, data.nbytes, 1)
+        cupy().cuda.Device(0).synchronize()
+
+
+def free(device: str) -> int:
+    """Bytes that the device can still give; on the host a figure that never moves."""
+    return 0 if device == HOST else int(cupy().cuda.runtime.memGetInfo()[0])
+
+
+def host_array(nbytes: int, device: str) -> np.ndarray:
+    """Host memory on 2 MiB pages, touched, and page-locked where there is a device."""
+    held, first = memory.fresh_pages(nbytes)
+    array = np.frombuffer(held, np.uint8)[first : first + nbytes]
+    array[::PAGE] = 1
+    if device != HOST:
+        cupy().cuda.runtime.hostRegister(array.ctypes.data, nbytes, 0)
+    return array

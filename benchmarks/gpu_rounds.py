@@ -1,0 +1,169 @@
+"""Rounds of samples, a fresh process each, as many as the time allows.
+
+Getting ready (imports, CUDA's context, a first tiny load) takes longer than most loads. So the
+processes of a batch get ready side by side, and are then measured one after the other, while the
+others wait.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from benchmarks import gpu_tasks
+from benchmarks.gpu_budget import Budget
+from mfload.bench import machine, runner
+from mfload.bench.pagecache import UnfitError
+from mfload.bench.process import Child, ChildError
+from mfload.bench.results import Results
+from mfload.bench.runner import Bed, Case, Sample
+from mfload.bench.subject import Subject
+
+_LONGEST = 90.0
+"""Seconds that a process may take to get ready, and to be measured."""
+_GUESS = 12.0
+"""Seconds that a sample is taken to need before one was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something to measure next.
+
+    Attributes:
+        case: Under which conditions.
+        names: What takes turns.
+        rounds: How many rounds each name is to have had afterwards, earlier steps counted.
+    """
+
+    case: Case
+    names: Sequence[str]
+    rounds: int
+
+
+@dataclass
+class Rounds:
+    """Measures steps.
+
+    Args:
+        results: Where samples go.
+        device: What is loaded onto.
+        subject: What is loaded.
+        bed: What all samples share.
+        env: What all processes are run with.
+        budget: The time there is.
+        rng: What the orders follow from.
+        ahead: How many processes get ready side by side.
+        written: Called after each round.
+    """
+
+    results: Results
+    device: str
+    subject: Subject
+    bed: Bed
+    env: Mapping[str, str]
+    budget: Budget
+    rng: random.Random
+    ahead: int
+    written: Callable[[], None]
+    _failed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+
+    def take(self, step: Step) -> None:
+        """Measures a step, or what the time allows of it."""
+        case = step.case.name
+        if case not in self.results.run["busy_share"]:
+            self.results.run["busy_share"][case] = round(machine.busy_share(0.5), 3)
+        done = {name: len(self.results.values(case, name, "seconds")) for name in step.names}
+        for number in range(step.rounds):
+            names = [
+                name for name in step.names
+                if done[name] <= number and (case, name) not in self._failed
+            ]  # fmt: skip
+            self.rng.shuffle(names)
+            what = f"{case}, round {number + 1}: {', '.join(map(gpu_tasks.label, names))}"
+            if names and not self.budget.allows(self._cost(case, names), what):
+                return
+            for batch in batches(names, self.ahead):
+                self._batch(step.case, batch, number)
+            if names:
+                self.written()
+
+    def _cost(self, case: str, names: Sequence[str]) -> float:
+        guess = _GUESS / self.ahead
+        return sum(self.budget.cost(f"{case}/{name}", guess) for name in names)
+
+    def _batch(self, case: Case, names: Sequence[str], number: int) -> None:
+        begun = time.monotonic()
+        for name, taken in self._taken(case, names):
+            if isinstance(taken, str):
+                self._failed.add((case.name, name))
+                self.results.skipped.append((case.name, gpu_tasks.label(name), taken))
+                print(f"  {case.name} FAILED {gpu_tasks.label(name)}: {taken}", flush=True)
+                continue
+            self.results.samples.append({"round": number, **taken})
+            seconds = taken["seconds"]
+            speed = self.subject.nbytes / 1e9 / seconds
+            label = gpu_tasks.label(name)
+            print(f"  {case.name} {number + 1} {label:60} {seconds:8.4f} s {speed:6.2f} GB/s",
+                  flush=True)  # fmt: skip
+        share = (time.monotonic() - begun) / len(names)
+        for name in names:
+            self.budget.note(f"{case.name}/{name}", share)
+
+    def _taken(self, case: Case, names: Sequence[str]) -> Iterator[tuple[str, Sample | str]]:
+        """Each name with its sample, or the reason why there is none."""
+        with ExitStack() as logs, ThreadPoolExecutor(len(names)) as pool:
+            left = {name: self._start(logs, name) for name in names}
+            try:
+                ready = {
+                    name: pool.submit(child.get_ready, self._job(name))
+                    for name, child in left.items()
+                }
+                wait(ready.values())  # So that nobody imports while another is measured.
+                for name in names:
+                    yield name, self._measured(case, name, left[name], ready[name])
+                    left.pop(name).end()
+            finally:
+                for child in left.values():
+                    child.end()
+
+    def _measured(self, case: Case, name: str, child: Child, ready: Future[None]) -> Sample | str:
+        try:
+            ready.result()
+            cached = runner.prepare(case, self.subject)
+            result = child.run()
+        except (ChildError, UnfitError) as error:
+            return str(error)
+        return {"case": case.name, "name": name, "cached": cached, **result}
+
+    def _start(self, logs: ExitStack, name: str) -> Child:
+        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  `logs` closes it.
+        logs.enter_context(log)
+        timeout = min(_LONGEST, max(20.0, self.budget.left))
+        return Child(log, self.env, self.bed.roots, timeout)
+
+    def _job(self, name: str) -> runner.Job:
+        return self.bed.job(f"{self.device}/{name}", self.subject)
+
+
+def batches(names: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Names in batches; JAX at most once in each, since it takes most of a GPU's memory at start.
+
+    Args:
+        names: What is to be measured.
+        size: How many a batch at most.
+    """
+    batch: list[str] = []
+    for name in names:
+        heavy = gpu_tasks.framework(name) == "jax"
+        taken = any(gpu_tasks.framework(each) == "jax" for each in batch)
+        if len(batch) == size or (heavy and taken):
+            yield batch
+            batch = []
+        batch.append(name)
+    if batch:
+        yield batch

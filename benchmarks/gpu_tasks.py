@@ -1,0 +1,159 @@
+"""What a measuring process loads, and onto which device.
+
+A task is called `device/way`: `cuda:0/peak`, `cuda:0/safetensors.torch`, and
+`cuda:0/mfload:torch:pinned:framework:slot=4,depth=2` for mfload with a framework, an engine, a
+landing, and what is varied. Afterwards, off the clock, the sum over the pages of what lies on the
+device must be the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from benchmarks import gpu_ceilings, gpu_memory
+from benchmarks.gpu_memory import HOST, MIB
+from benchmarks.gpu_peers import PEERS
+from mfload.bench.tasks import Found, Job, Task
+from mfload.bench.touch import Span
+from mfload.report import Report
+
+
+class Way(NamedTuple):
+    """A way for mfload to load.
+
+    Attributes:
+        framework: Of the arrays.
+        engine: What is asked for.
+        landing: What is asked for.
+        slot: MiB of a slot of the ring, the default where None.
+        depth: Slots a reader, likewise.
+        threads: Readers, likewise.
+    """
+
+    framework: str
+    engine: str = "auto"
+    landing: str = "auto"
+    slot: int | None = None
+    depth: int | None = None
+    threads: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in the results."""
+        varied = {"slot": self.slot, "depth": self.depth, "threads": self.threads}
+        given = ",".join(f"{key}={value}" for key, value in varied.items() if value is not None)
+        parts = ["mfload", self.framework, self.engine, self.landing]
+        return ":".join([*parts, given] if given else parts)
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables and plots."""
+        parts = [f"mfload → {self.framework}"]
+        parts += [] if self.engine == "auto" else [f"engine {self.engine}"]
+        parts += [] if self.landing == "auto" else [f"landing {self.landing}"]
+        parts += [] if self.slot is None else [f"slots of {self.slot} MiB"]
+        parts += [] if self.depth is None else [f"{self.depth} slots a reader"]
+        parts += [] if self.threads is None else [f"{self.threads} readers"]
+        return ", ".join(parts)
+
+
+def way(name: str) -> Way:
+    """The way of a name."""
+    _, framework, engine, landing, *rest = name.split(":")
+    varied = dict(pair.split("=") for part in rest for pair in part.split(","))
+    return Way(framework, engine, landing, **{key: int(value) for key, value in varied.items()})
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name is that of a way of mfload's."""
+    return name.startswith("mfload:")
+
+
+def label(name: str) -> str:
+    """What a name is called."""
+    if gpu_ceilings.is_ceiling(name):
+        return gpu_ceilings.label(name)
+    return way(name).label if is_ours(name) else PEERS[name].label
+
+
+def framework(name: str) -> str:
+    """The framework that a name's process imports, "" for none."""
+    if gpu_ceilings.is_ceiling(name):
+        return ""
+    return way(name).framework if is_ours(name) else PEERS[name].framework
+
+
+def why_not(name: str, device: str) -> str | None:
+    """Why a name can't be measured on a device, None where it can."""
+    if gpu_ceilings.is_ceiling(name):
+        return None
+    if not is_ours(name):
+        return PEERS[name].why_not(device)
+    wanted = way(name).framework
+    if find_spec(wanted) is None:
+        return f"not installed: {wanted}"
+    return "needs a GPU" if device == HOST and wanted == "cupy" else None
+
+
+def _vary(ours: Way) -> None:
+    """Sets what the ring is made of, for this process."""
+    given = {"SLOT": ours.slot and ours.slot * MIB, "DEPTH": ours.depth}
+    for name, value in given.items():
+        if value is not None:
+            slots = import_module("mfload.devices.slots")
+            if not hasattr(slots, name):
+                raise RuntimeError(f"mfload.devices.slots has no {name}")
+            setattr(slots, name, value)
+
+
+class _Loading:
+    """Loads by one way, and checks what lies on the device."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self._name, self._device = name, device
+        self._ours = way(name) if is_ours(name) else None
+        self._framework = framework(name)
+        if self._ours is not None:
+            _vary(self._ours)
+
+    def run(self, job: Job) -> tuple[dict[str, Any], object, Report | None]:
+        """Load, until the arrays can be used."""
+        if self._ours is None:
+            arrays, keep = PEERS[self._name].load(job["files"], self._device)
+            report = None
+        else:
+            report = Report()
+            arrays, keep = self._mfload(self._ours, job, report), None
+        gpu_memory.synchronize(self._framework, arrays, self._device)
+        return arrays, keep, report
+
+    def _mfload(self, ours: Way, job: Job, report: Report) -> dict[str, Any]:
+        import mfload
+
+        given: dict[str, Any] = {"engine": ours.engine, "landing": ours.landing}
+        if ours.framework != "numpy":
+            given["device"] = self._device
+        return mfload.load(
+            job["path"], framework=ours.framework, threads=ours.threads, report=report, **given
+        )
+
+    def find(self, made: tuple[dict[str, Any], object, Report | None]) -> Found:
+        """What was loaded."""
+        arrays, _, report = made
+        spans = gpu_memory.spans(self._framework, arrays)
+        if self._device == HOST:  # Pages that are mapped only are not loaded yet.
+            return Found(made, spans, len(arrays), report)
+        total = gpu_memory.page_sum(spans, self._device)
+        none: list[Span] = []
+        return Found(made, none, len(arrays), report, total=total)
+
+
+def find(name: str) -> Task:
+    """The task of a name."""
+    device, _, rest = name.partition("/")
+    if gpu_ceilings.is_ceiling(rest):
+        return gpu_ceilings.find(rest, device)
+    made = _Loading(rest, device)
+    return Task(made.run, made.find)

@@ -1,0 +1,206 @@
+"""Whether cuFile really goes from a file's disk to a device, past host memory.
+
+cuFile copies through host memory wherever it has no direct way, and says nothing of it; so does
+kvikio. So nothing is taken for real that was not seen: first come facts that cost nothing and
+rule it out, then a read in a process of its own in which neither may fall back, with a look at
+the counters of cuFile and of nvidia-fs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from mfload.devices import cufile, cufile_errors, cufile_json
+from mfload.devices.asking import Answer, ask
+from mfload.devices.context import CUDA
+from mfload.devices.mounts import Mount, mount
+from mfload.devices.system import System
+
+TIMEOUT = 20.0
+"""Seconds that the probe may take: it starts CUDA and imports CuPy and kvikio."""
+
+_WORTH = 4 << 30
+_ON = ("on", "true", "yes", "1")
+_KINDS = ("ext4", "xfs", "nfs", "nfs4", "lustre", "wekafs", "beegfs", "gpfs", "scatefs", "panfs",
+          "virtiofs")  # fmt: skip
+_WHY_NOT = {
+    "overlay": "overlayfs can't be registered with cuFile (5027, 5030): mount a volume",
+    "tmpfs": "tmpfs is memory, no storage",
+    "ramfs": "ramfs is memory, no storage",
+}
+
+
+class Place(Protocol):
+    """What is asked of a device: nothing that would wake its driver (see `device.Device`)."""
+
+    @property
+    def name(self) -> str:
+        """As people type it."""
+        ...
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """DLPack's (device type, number)."""
+        ...
+
+
+class Verdict(NamedTuple):
+    """Whether reads go past host memory.
+
+    Attributes:
+        real: They do, and it was seen.
+        why: The reason, for people.
+    """
+
+    real: bool
+    why: str
+
+
+_known: dict[tuple[Any, ...], Verdict] = {}
+_asking = threading.Lock()
+
+
+def verdict(
+    path: str | os.PathLike[str],
+    device: Place,
+    *,
+    timeout: float | None = TIMEOUT,
+    cold: int | None = None,
+    root: Path = Path("/"),
+) -> Verdict:
+    """Says whether cuFile goes from a file's disk to a device past host memory.
+
+    A no for a plain reason costs microseconds. Else it reads a few MiB of the file in a process
+    of its own, which costs seconds, once a process for each device and file system.
+
+    Args:
+        path: The file.
+        device: The device.
+        timeout: Seconds for the probe; then it is killed, and the answer is no. None for ever.
+        cold: Bytes that are to be read; where they are too few to pay for the probe, the answer
+            is no. None where that does not matter.
+        root: Where `proc`, `sys`, `etc` and `run` are; tests lay made-up trees.
+    """
+    system = System(root)
+    real = os.path.realpath(path)
+    no = next(_against(system, real, device), None)
+    if no is not None:
+        return Verdict(False, no)
+    try:
+        key = (device.place, os.stat(real).st_dev, root)
+    except OSError as error:
+        return Verdict(False, f"the file can't be looked at: {error.strerror}")
+    with _asking:
+        if key not in _known:
+            if cold is not None and cold < _WORTH:
+                return Verdict(False, "too few bytes to pay for a look whether cuFile is real here")
+            _known[key] = _probe(system, real, device, timeout)
+        return _known[key]
+
+
+def forget() -> None:
+    """Drops what earlier probes found, as after a driver was loaded."""
+    with _asking:
+        _known.clear()
+
+
+def _against(system: System, path: str, device: Place) -> Iterator[str]:
+    """Reasons why it can't be, the plainest first."""
+    if device.place[0] != CUDA:
+        yield f"{device.name} is no CUDA device"
+    if not cufile.installed():
+        yield "kvikio is not installed"
+    yield from without(system)
+    where = mount(system, path)
+    if where is not None:
+        yield from _file_system(where)
+
+
+def without(system: System) -> Iterator[str]:
+    """Reasons why no file of this machine can go past host memory.
+
+    Args:
+        system: The machine.
+    """
+    if "microsoft" in (system.text("proc/version") or platform.release()).lower():
+        yield "WSL has no cuFile"
+    if not system.exists("run/udev"):
+        yield "cuFile looks disks up in /run/udev, which is not there"
+    if os.environ.get("KVIKIO_COMPAT_MODE", "").lower() in _ON:
+        yield "KVIKIO_COMPAT_MODE is on"
+    configuration = cufile_json.read(system)
+    if configuration.trouble:
+        yield f"{configuration.path} is malformed: {configuration.trouble}"
+    if configuration.forced:
+        yield "cuFile is told to copy through host memory (force_compat_mode)"
+    if not (system.exists("proc/driver/nvidia-fs/version") or configuration.p2pdma):
+        yield "neither nvidia-fs is loaded nor use_pci_p2pdma set in cufile.json"
+
+
+def _file_system(where: Mount) -> Iterator[str]:
+    kind = where.kind
+    if kind not in _KINDS:
+        yield _WHY_NOT.get(kind, f"cuFile has no direct way into {kind}")
+    if kind == "ext4" and where.options & {"data=journal", "data=writeback"}:
+        yield "cuFile reads ext4 with data=ordered alone"
+    if kind.startswith("nfs") and "proto=rdma" not in where.options:
+        yield "cuFile needs NFS over RDMA"
+
+
+def _probe(system: System, path: str, device: Place, timeout: float | None) -> Verdict:
+    table = cufile_json.read(system).table
+    table = {**table, "properties": {**table.get("properties", {}), "allow_compat_mode": False}}
+    with tempfile.TemporaryDirectory(prefix="mfload-") as folder:
+        settings = Path(folder, "cufile.json")
+        settings.write_text(json.dumps(table))
+        # Neither library may fall back, and cuFile keeps its log out of the user's folder.
+        environment = {
+            "KVIKIO_COMPAT_MODE": "OFF",
+            "CUFILE_ENV_PATH_JSON": str(settings),
+            "CUFILE_LOGFILE_PATH": str(Path(folder, "cufile.log")),
+        }
+        answer = ask(
+            "mfload.devices.probe_cufile", path, str(device.place[1]), str(system.root),
+            timeout=timeout, environment=environment,
+        )  # fmt: skip
+    return judge(answer)
+
+
+def judge(answer: Answer) -> Verdict:
+    """What a probe's answer means.
+
+    Args:
+        answer: What `probe_cufile` said.
+    """
+    if answer.trouble:
+        return Verdict(False, f"a probe of cuFile: {answer.trouble}")
+    found: dict[str, Any] = answer.data
+    if "error" in found:
+        return Verdict(False, f"a probe of cuFile failed: {found['error']}")
+    if not found["same"]:
+        return Verdict(False, "a probe of cuFile brought other bytes than the file has")
+    direct, posix, driver = found["direct"], found["posix"], found["nvidia_fs"]
+    if posix:
+        return Verdict(False, "cuFile's counters show reads through host memory")
+    if direct:
+        return Verdict(True, f"cuFile's counters show {direct} direct reads")
+    if direct is None and driver:
+        return Verdict(True, "nvidia-fs counted the reads of a probe")
+    return Verdict(False, "not verified: no counter shows whether cuFile went past host memory")
+
+
+def meaning(text: str) -> str:
+    """What to do about an error of cuFile that a verdict speaks of; empty where unknown.
+
+    Args:
+        text: The verdict's reason.
+    """
+    number = cufile_errors.code(text)
+    return "" if number is None else cufile_errors.MEANINGS[number].advice

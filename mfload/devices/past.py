@@ -1,0 +1,59 @@
+"""The way past host memory, as the route asks for it and as the engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mfload.devices import gds
+from mfload.devices.cufile import CufileReader, CufileSlot
+from mfload.devices.device import Device
+from mfload.devices.staged import Direct
+from mfload.io.deadline import Deadline
+from mfload.io.source import LocalFile
+
+
+class PastHost:
+    """Says whether the bytes of a file can go to devices past host memory (see `io.route`).
+
+    Args:
+        devices: Where they go.
+        deadline: When to give up.
+        witnessed: Whether somebody on the host sees all bytes.
+    """
+
+    def __init__(self, devices: Sequence[Device], deadline: Deadline, *, witnessed: bool) -> None:
+        self._devices = devices
+        self._deadline = deadline
+        self._witnessed = witnessed
+
+    def __call__(self, path: str, cold: int | None) -> tuple[bool, str]:
+        """Asks (see `io.route.PastHost`)."""
+        if self._witnessed:
+            return False, "verify= sees the bytes on the host"
+        why = ""
+        for device in self._devices:
+            left = min(gds.TIMEOUT, max(0.0, self._deadline.left()))
+            real, why = gds.verdict(path, device, timeout=left, cold=cold)
+            if not real:
+                return False, why
+        return True, why
+
+
+def direct(
+    sources: Sequence[LocalFile], numbers: frozenset[int], note: Callable[[str], None]
+) -> Direct:
+    """The way of some sources through cuFile.
+
+    Args:
+        sources: The files, by number.
+        numbers: Those that take it.
+        note: Told of a fall-back.
+    """
+    return Direct(
+        numbers,
+        lambda number, device: CufileReader(sources[number], device),
+        CufileSlot,
+        lambda number, error: note(
+            f"{sources[number].path}: fell back from gds to pinned: {error}"
+        ),
+    )

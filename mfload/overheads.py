@@ -1,0 +1,181 @@
+"""Overheads: what a load holds beside its result, and how large its reads may be for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mfload import errors, waves
+from mfload.devices import slots
+from mfload.devices.device import Device
+from mfload.devices.staged import Staging
+from mfload.devices.ways import Ways
+from mfload.frameworks.adapter import Adapter
+from mfload.io import buffers
+from mfload.io.blocks import Costs
+from mfload.io.route import Leg
+from mfload.placement import Need
+from mfload.planning import Plan
+from mfload.settings import Settings
+
+_PAGE = buffers.PAGE
+_LEAST_BLOCK = 64 << 10
+_ROUNDED = 2 * _PAGE
+"""What direct reads round their ends to, and where a block begins in a page."""
+# Direct reads come in blocks whose slots stay in the processor's cache until they are copied out.
+_DIRECT_BLOCK = 4 << 20
+
+
+class Overheads:
+    """What the plans of a load hold beside their results.
+
+    Args:
+        needs: What is loaded.
+        adapter: The framework.
+        settings: What the user allows.
+        legs: The route.
+        threads: Readers at once.
+
+    Attributes:
+        devices: Those that something lands on.
+        costs: What a read may be, so that all slots together stay within what is allowed.
+
+    Raises:
+        UsageError: Too little is allowed for a slot a reader.
+    """
+
+    def __init__(
+        self,
+        needs: Sequence[Need],
+        adapter: Adapter,
+        settings: Settings,
+        legs: Sequence[Leg],
+        threads: int,
+    ) -> None:
+        self._adapter = adapter
+        self._settings = settings
+        self._threads = threads
+        self._direct = any(leg.direct for leg in legs)
+        self._past_host = any(leg.engine == "gds" for leg in legs)
+        self.devices = devices(needs, adapter, settings)
+        if not self.devices:
+            block = _DIRECT_BLOCK if self._direct else Costs().block
+            self.costs = self._host_costs(threads, block, 1)
+            return
+        landing = (n for n in needs if waves.lands(n, adapter, settings) is not None)
+        growth = max(map(_growth, landing), default=0)
+        self.costs = self._host_costs(threads * slots.DEPTH, slots.SLOT, 1 + growth)
+        self._keep_to_devices(converts=growth > 0)
+
+    def _host_costs(self, count: int, block: int, parts: int) -> Costs:
+        """Reads for so many slots at once, each of which holds so many times what it reads."""
+        settings = self._settings
+        gap = Costs().merge_gap if settings.merge_gap is None else settings.merge_gap
+        limit = settings.max_host_overhead
+        if limit is None:
+            return Costs(block=block, merge_gap=gap)
+        block = min(block, limit // count // parts // _PAGE * _PAGE - _ROUNDED)
+        if block < _LEAST_BLOCK:
+            raise errors.UsageError(
+                "max_host_overhead is too small for a slot a reader",
+                expected=f"{least(count) * parts} bytes or more, or fewer threads",
+                found=limit,
+            )
+        return Costs(block=block, merge_gap=gap)
+
+    def _keep_to_devices(self, *, converts: bool) -> None:
+        """Makes reads small enough for what is allowed on devices."""
+        limit = self._settings.max_device_overhead
+        count = self._threads * (slots.DEPTH * self._past_host + converts)
+        if limit is None or not count:
+            return
+        block = limit // count // _PAGE * _PAGE - _ROUNDED
+        if block < _LEAST_BLOCK:
+            raise errors.UsageError(
+                "max_device_overhead is too small for a slot a reader",
+                expected=f"{least(count)} bytes or more, or fewer threads",
+                found=limit,
+            )
+        staged = min(self.costs.staged, block)
+        block = min(self.costs.block, block) if self._past_host else self.costs.block
+        self.costs = self.costs._replace(block=block, staged=staged)
+
+    def ways(self, made: Plan) -> Ways:
+        """How segments of a plan get to their places on devices."""
+        there = self._adapter.devices
+        return Ways([None if s.device is None else there[s.device] for s in made.buffers])
+
+    def staging(self, made: Plan) -> Staging | None:
+        """The slots of a plan, None where nothing of it lands on a device."""
+        if all(spec.device is None for spec in made.buffers):
+            return None
+        ways = self.ways(made)
+        longest = max((block.nbytes for block in made.blocks), default=0)
+        spare = max(map(ways.spare, made.blocks), default=0)
+        scratch = max(map(ways.scratch, made.blocks), default=0)
+        return Staging(_pages(longest) + _ROUNDED, _pages(spare), scratch, slots.DEPTH)
+
+    def host(self, made: Plan) -> int:
+        """The most bytes of host memory that a plan holds beside the result."""
+        staging = self.staging(made)
+        if staging is not None:
+            held = self._threads * staging.pinned
+        else:
+            few = made.read_bytes + _ROUNDED * self._threads
+            held = min(self._slot(made) * self._threads, few)
+        # Slots are gone before the framework copies, so the two don't add up.
+        return max(held, self._waiting(made).get(None, 0))
+
+    def device(self, made: Plan) -> dict[int, int]:
+        """The most bytes that a plan holds beside the result on each device, by number."""
+        staging = self.staging(made)
+        if staging is None:
+            return {}
+        waiting = self._waiting(made)
+        past = staging.depth * staging.slot if self._past_host else 0
+        held = self._threads * (staging.scratch + past)
+        return {number: max(held, waiting.get(number, 0)) for number in made.device_bytes}
+
+    def _waiting(self, made: Plan) -> dict[int | None, int]:
+        needs = [place.need for place in made.places]
+        return waves.waiting_bytes(needs, self._adapter, self._settings)
+
+    def _slot(self, made: Plan) -> int:
+        """The most bytes that a reader's slot holds where all lands on the host."""
+        if not self._direct:
+            return max(made.staged + _ROUNDED if made.staged else 0, self.costs.merge_gap)
+        return max(self.costs.block, made.staged) + _ROUNDED
+
+    def copied(self, made: Plan) -> int:
+        """Bytes of a plan that are copied in memory once they were read, at most.
+
+        Args:
+            made: The plan.
+        """
+        needs = [place.need for place in made.places]
+        waiting = sum(need.nbytes for need in waves.copied(needs, self._adapter, self._settings))
+        if self.devices:
+            return waiting + made.wanted_bytes
+        # Of a block that is read past the page cache, any may have to go through a slot.
+        return waiting + sum(b.wanted for b in made.blocks if b.staged or self._direct)
+
+
+def devices(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[Device]:
+    """The devices that something lands on."""
+    found = {waves.lands(need, adapter, settings) for need in needs} if adapter.devices else ()
+    return [adapter.devices[n] for n in sorted(n for n in found if n is not None)]
+
+
+def least(count: int) -> int:
+    """The least overhead that leaves room for some slots."""
+    return count * (_LEAST_BLOCK + 3 * _PAGE)
+
+
+def _growth(need: Need) -> int:
+    """How many times the bytes that are read it takes to put a need in order."""
+    if need.dtype is not need.info.dtype:
+        return max(1, -(-need.dtype.nbytes // need.info.dtype.nbytes))
+    return 0 if need.selection is None else 1
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

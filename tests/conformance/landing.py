@@ -1,0 +1,271 @@
+"""What every adapter must make of tensors that land on a device. Each framework's test subclasses.
+
+The framework on the CPU lands on a fake device in host memory; where there is a GPU, the same
+tests run on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+from conformance import material
+from conformance.material import BITS, Stored
+from conformance.suite import Conformance, no_gpu
+from devices.fake import FakeDevice
+
+from mfload import dtypes, errors, frameworks
+from mfload.devices import finding, memory
+from mfload.devices.device import ALIGNMENT, Device, Rows
+from mfload.dlpack import View
+from mfload.frameworks.adapter import Adapter
+from mfload.index import Piece, TensorInfo
+from mfload.io import buffers
+from mfload.placement import Need
+
+
+class Ground(NamedTuple):
+    """Where arrays land.
+
+    Attributes:
+        adapter: What makes them.
+        device: Its device.
+    """
+
+    adapter: Adapter
+    device: Device
+
+
+def need(row: Stored, devices: tuple[int, ...] = ()) -> Need:
+    """What asks for the whole of a tensor as it is stored."""
+    dtype = dtypes.TABLE[row.dtype]
+    info = TensorInfo(row.name, dtype, row.shape, (Piece(0, 0, len(row.raw)),))
+    return Need(info, dtype, devices=devices)
+
+
+def write(device: Device, parts: Sequence[tuple[Any, int, bytes]]) -> None:
+    """Writes bytes to device buffers, each with the first byte there, and waits."""
+    slot = buffers.allocate(max([1, *(len(raw) for *_, raw in parts)]))
+    device.pin(slot)
+    stream = device.stream()
+    for target, at, raw in parts:
+        if raw:
+            slot[: len(raw)] = np.frombuffer(raw, np.uint8)
+            stream.copy_in(target, at, slot, Rows(1, len(raw), len(raw)))
+            stream.synchronize()
+    stream.close()
+    device.unpin(slot)
+
+
+def wrapped(ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = ()) -> list[Any]:
+    """Arrays over one buffer of ours, each on a boundary of 256 bytes."""
+    ends = np.cumsum([-(-len(row.raw) // ALIGNMENT) * ALIGNMENT for row in rows])
+    starts = [0, *(int(end) for end in ends)]
+    buffer = ground.device.allocate(starts.pop())
+    write(ground.device, [(buffer, at, row.raw) for at, row in zip(starts, rows, strict=True)])
+    views: list[View] = []
+    for at, row in zip(starts, rows, strict=True):
+        view = View(row.name, dtypes.TABLE[row.dtype], row.shape, buffer, at, devices)
+        as_bytes = ground.adapter.forms[row.dtype].how == "bytes"
+        views.append(view.as_bytes() if as_bytes else view)
+    return ground.adapter.wrap(views)
+
+
+def lent(ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = ()) -> list[Any]:
+    """Arrays in memory of the framework's."""
+    given = ground.adapter.lend([need(row, devices) for row in rows])
+    assert [each.memory.nbytes for each in given] == [len(row.raw) for row in rows]
+    assert {each.memory.device for each in given} <= {ground.device}
+    write(
+        ground.device,
+        [(each.memory, 0, row.raw) for each, row in zip(given, rows, strict=True)],
+    )
+    return [each.array for each in given]
+
+
+def left() -> int:
+    """Bytes of device memory of ours that something still refers to, in the end."""
+    gc.collect()
+    # XLA lets go of what it computed with in threads of its own, some milliseconds later.
+    end = time.monotonic() + 5
+    while memory.live_bytes() and time.monotonic() < end:
+        time.sleep(0.001)
+        gc.collect()
+    return memory.live_bytes()
+
+
+class LandingConformance:
+    """The suite.
+
+    Attributes:
+        look: What looks into arrays of the framework.
+        stays: Dtypes that land on the host all the same.
+        landings: Whose memory arrays can lie in.
+        landing: Whose is the better one.
+    """
+
+    look: ClassVar[Conformance]
+    stays: ClassVar[frozenset[str]] = frozenset()
+    landings: ClassVar[tuple[str, ...]] = ("mfload", "framework")
+    landing: ClassVar[str] = "mfload"
+
+    def adapter(self, land: Device) -> Adapter:
+        """An adapter for the CPU that lands on a device."""
+        raise NotImplementedError
+
+    # Helpers.
+
+    @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+    def ground(self, request: pytest.FixtureRequest) -> Iterator[Ground]:
+        if request.param == "gpu":
+            if reason := no_gpu():
+                pytest.skip(reason)
+            adapter = frameworks.get(self.look.framework, "cuda:0")
+            if not adapter.devices:
+                pytest.skip(f"{adapter.name} does not land on this GPU: {adapter.notes}")
+            yield Ground(adapter, adapter.devices[0])
+            return
+        device = FakeDevice()
+        yield Ground(self.adapter(device), device)
+        device.assert_clean()
+
+    def rows(self, ground: Ground, rows: Sequence[Stored]) -> list[Stored]:
+        return [row for row in rows if ground.adapter.lands(need(row)) is not None]
+
+    def check(self, rows: Sequence[Stored], arrays: Sequence[Any]) -> None:
+        loaded = {row.name: array for row, array in zip(rows, arrays, strict=True)}
+        self.look.assert_loaded(loaded, list(rows))
+
+    # What lands.
+
+    def test_what_lands(self, ground: Ground) -> None:
+        adapter = ground.adapter
+        assert list(adapter.devices) == [ground.device]
+        landing = {row.name for row in self.rows(ground, material.aligned())}
+        assert landing == BITS.keys() - self.stays
+        assert adapter.landings == frozenset(self.landings)
+        assert adapter.landing == self.landing
+        assert adapter.notes == ()
+
+    def test_the_pool(self, ground: Ground) -> None:
+        pool = ground.adapter.pool(0)
+        if pool is not None:
+            assert pool.advice
+            assert pool.free is None or pool.free >= 0
+
+    def test_the_host_alone(self) -> None:
+        adapter = frameworks.get(self.look.framework, "cpu")
+        assert list(adapter.devices) == []
+        assert {adapter.lands(need(row)) for row in material.aligned()} == {None}
+
+    # Memory of ours.
+
+    def test_every_dtype_in_memory_of_ours(self, ground: Ground) -> None:
+        if "mfload" not in self.landings:
+            pytest.skip("lands in the framework's memory alone")
+        rows = self.rows(ground, material.zoo())
+        arrays = wrapped(ground, rows)
+        self.check(rows, arrays)
+        assert memory.live_bytes() > 0
+        while arrays:
+            arrays.pop()
+        assert left() == 0
+
+    def test_nothing_is_copied(self, ground: Ground) -> None:
+        if "mfload" not in self.landings:
+            pytest.skip("lands in the framework's memory alone")
+        for row in self.rows(ground, material.aligned()):
+            (array,) = wrapped(ground, [row])
+            if self.look.aliased(row.dtype):
+                assert memory.live_bytes() >= len(row.raw)
+                assert self.look.address(array) % ALIGNMENT == 0
+            else:
+                assert left() == 0
+            self.check([row], [array])
+            del array
+            assert left() == 0
+
+    def test_the_last_array_keeps_the_memory(self, ground: Ground) -> None:
+        if "mfload" not in self.landings:
+            pytest.skip("lands in the framework's memory alone")
+        rows = [material.stored(f"w{n}", "F32", (3, 50), n) for n in range(4)]
+        arrays = wrapped(ground, rows)
+        held = memory.live_bytes()
+        while len(arrays) > 1:
+            arrays.pop()
+            gc.collect()
+            assert memory.live_bytes() == held
+        part = self.look.part(arrays.pop())
+        gc.collect()
+        if self.look.parts_alias:
+            assert memory.live_bytes() == held
+        assert self.look.raw(part) == rows[0].array()[1:].tobytes()
+        del part
+        assert left() == 0
+
+    def test_memory_of_ours_is_refused_where_it_can_not_be_had(self, ground: Ground) -> None:
+        if "mfload" in self.landings:
+            pytest.skip("it can be had")
+        with pytest.raises(errors.UsageError, match="landing='framework'") as caught:
+            wrapped(ground, [material.stored("w", "F32", (3,))])
+        assert caught.value.tensor == "w"
+
+    # The framework's memory.
+
+    def test_every_dtype_in_memory_of_the_framework(self, ground: Ground) -> None:
+        rows = self.rows(ground, material.zoo())
+        rows = [row for row in rows if row.dtype in ground.adapter.lendable]
+        arrays = lent(ground, rows)
+        self.check(rows, arrays)
+        assert memory.live_bytes() == 0  # Of ours.
+        ranges = sorted(
+            (self.look.address(array), len(row.raw))
+            for row, array in zip(rows, arrays, strict=True)
+            if row.raw
+        )
+        for (start, nbytes), (following, _) in itertools.pairwise(ranges):
+            assert start + nbytes <= following
+
+    def test_all_that_lands_without_a_copy_can_be_lent(self, ground: Ground) -> None:
+        landing = {row.dtype for row in self.rows(ground, material.aligned())}
+        assert landing <= ground.adapter.lendable | self.look.copied.keys()
+
+    def test_lent_bytes_keep_the_array(self, ground: Ground) -> None:
+        row = material.stored("w", "F32", (1 << 10, 64))
+        (given,) = ground.adapter.lend([need(row)])
+        held = given.memory
+        del given
+        gc.collect()
+        churn = ground.adapter.lend([need(row)] * 4)
+        write(ground.device, [(held, 0, row.raw)])
+        back = np.empty(held.nbytes, np.uint8)
+        stream = ground.device.stream()
+        stream.copy_out(back, held, 0)
+        stream.synchronize()
+        stream.close()
+        assert back.tobytes() == row.raw
+        del churn
+
+    # Why nothing lands.
+
+    def test_without_what_lands(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mfload.frameworks import adapter
+
+        for error in (
+            errors.FrameworkMissingError("no CuPy", expected="pip install 'mfload[cuda13]'"),
+            errors.DeviceError("the driver is too old"),
+        ):
+
+            def find(number: int, error: Exception = error) -> Device:
+                raise error
+
+            monkeypatch.setattr(finding, "find", find)
+            device, notes = adapter.device_to_land_on(0)
+            assert device is None
+            assert len(notes) == 1
+            assert str(error) in notes[0]

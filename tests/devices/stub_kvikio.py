@@ -1,0 +1,132 @@
+"""kvikio on host memory, for a fake device: it reads with `preadv`, and sees misuse.
+
+It is as strict as cuFile may be: reads on whole units alone, into memory that was registered as
+it was allocated, with a context current in the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import types
+from typing import Any
+
+UNIT = 4096
+
+
+class Driver:
+    """CUDA's driver library: contexts."""
+
+    def __init__(self) -> None:
+        self.current = threading.local()
+        self.retained = 0
+        self.fails: dict[str, int] = {}
+
+    def depth(self) -> int:
+        return getattr(self.current, "depth", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> int:
+            if name in self.fails:
+                return self.fails[name]
+            if name == "cuDevicePrimaryCtxRetain":
+                self.retained += 1
+            elif name == "cuDevicePrimaryCtxRelease_v2":
+                self.retained -= 1
+            elif name == "cuCtxPushCurrent_v2":
+                self.current.depth = self.depth() + 1
+            elif name == "cuCtxPopCurrent_v2":
+                self.current.depth = self.depth() - 1
+            else:
+                assert name == "cuDeviceGet", name
+            return 0
+
+        return call
+
+
+class Kvikio(types.ModuleType):
+    """The module.
+
+    Attributes:
+        short: Bytes that a read brings, at most.
+        fails: What a verb raises: "open", "read", "register", "deregister", "close".
+        stalls: Reads that bring nothing, from this number on.
+        compat: Whether kvikio would read by itself.
+        before_read: Called first by each read.
+        handles: Files that are open.
+        registered: Bytes by address.
+        reads: (size, file offset, device offset) of each.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__("kvikio")
+        self.driver = driver
+        self.short: int | None = None
+        self.stalls: int | None = None
+        self.fails: dict[str, Exception] = {}
+        self.compat = False
+        self.before_read: Any = None
+        self.handles = 0
+        self.registered: dict[int, int] = {}
+        self.reads: list[tuple[int, int, int]] = []
+        self.defaults = types.ModuleType("kvikio.defaults")
+        self.defaults.is_compat_mode_preferred = lambda: self.compat  # type: ignore[attr-defined]
+        module = self
+
+        class CuFile(_CuFile):
+            def __init__(self, file: str, flags: str = "r") -> None:
+                super().__init__(module, file, flags)
+
+        self.CuFile = CuFile
+
+    def install(self) -> None:
+        sys.modules["kvikio"] = self
+        sys.modules["kvikio.defaults"] = self.defaults
+
+    def check(self, verb: str) -> None:
+        assert self.driver.depth() == 1, f"{verb} without a context"
+        if verb in self.fails:
+            raise type(self.fails[verb])(*self.fails[verb].args)  # A traceback of its own.
+
+    def memory_register(self, buf: Any) -> None:
+        self.check("register")
+        face = buf.__cuda_array_interface__
+        assert face["data"][0] not in self.registered
+        self.registered[face["data"][0]] = face["shape"][0]
+
+    def memory_deregister(self, buf: Any) -> None:
+        self.check("deregister")
+        del self.registered[buf.__cuda_array_interface__["data"][0]]
+
+
+class _CuFile:
+    def __init__(self, module: Kvikio, file: str, flags: str) -> None:
+        assert flags == "r"
+        self._module = module
+        module.check("open")
+        self._fd = os.open(file, os.O_RDONLY)
+        module.handles += 1
+
+    def raw_read(self, buf: Any, size: int, file_offset: int, dev_offset: int) -> int:
+        module = self._module
+        if module.before_read is not None:
+            module.before_read()
+        module.check("read")
+        face = buf.__cuda_array_interface__
+        base, nbytes = face["data"][0], face["shape"][0]
+        module.reads.append((size, file_offset, dev_offset))
+        assert module.registered.get(base) == nbytes, "not the buffer that was registered"
+        assert dev_offset + size <= nbytes
+        assert size % UNIT == file_offset % UNIT == (base + dev_offset) % UNIT == 0
+        if module.stalls is not None and len(module.reads) > module.stalls:
+            return 0
+        size = size if module.short is None else min(size, module.short)
+        memory: Any = (ctypes.c_uint8 * size).from_address(base + dev_offset)
+        return os.preadv(self._fd, [memory], file_offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._module.handles -= 1
+        self._module.check("close")
