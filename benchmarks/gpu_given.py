@@ -1,9 +1,8 @@
-"""What a trial is given: a device, small files that it knows every byte of, and ways to read back."""
+"""What a trial is given: a device, files that it knows every byte of, and ways to read back."""
 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from benchmarks import gpu_memory
 from benchmarks.gpu_memory import HOST
 from mfload import dtypes
 
-ENGINES = {False: ("auto",), True: ("pinned", "gds")}
-"""What is asked for, by whether there is a GPU."""
-LANDINGS = ("mfload", "framework")
+
+def landings(framework: str) -> tuple[str, ...]:
+    """What may be asked for as `landing=`; CuPy's memory is mfload's own."""
+    return ("mfload",) if framework in ("cupy", "numpy") else ("mfload", "framework")
 
 
 class SkipError(Exception):
@@ -133,8 +133,7 @@ def fetched(framework: str, array: Any) -> bytes | None:
 
         return array.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     if framework == "jax":
-        packed = array.dtype.itemsize * math.prod(array.shape) != array.nbytes
-        return None if packed else np.asarray(array).tobytes()
+        return np.asarray(array).tobytes()
     if framework == "cupy":
         return array.get().tobytes()
     return array.tobytes() if framework == "numpy" else None

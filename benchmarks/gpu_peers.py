@@ -37,6 +37,10 @@ class Peer(NamedTuple):
             return f"not installed: {', '.join(missing)}"
         if device == HOST and not self.host:
             return "needs a GPU"
+        if self.load is _prefetch and not hasattr(
+            import_module("safetensors").safe_open, "prefetch"
+        ):
+            return "this version of safetensors has no prefetch"
         return None
 
 
@@ -50,8 +54,6 @@ def _plain(files: Sequence[str], device: str) -> tuple[Arrays, object]:
 
 def _prefetch(files: Sequence[str], device: str) -> tuple[Arrays, object]:
     safe_open: Any = import_module("safetensors").safe_open
-    if not hasattr(safe_open, "prefetch"):
-        raise RuntimeError("this version of safetensors has no prefetch")
     arrays: Arrays = {}
     for path in files:
         with safe_open(path, framework="pt", device=device) as opened:

@@ -135,8 +135,8 @@ def gds(given: Given) -> str:
 
 
 def names(frameworks: list[str], *, gpu: bool) -> list[str]:
-    """The trials of this module, by name."""
+    """The trials of this module that may run side by side, by name."""
     jax = "jax" in frameworks
     found = [f"jax-alignment/{offset}" for offset in OFFSETS] if jax else []
     found += ["xla-owned/off", *(["xla-owned/on"] if gpu else [])] if jax else []
-    return [*found, *(["pinned-cost", "gds"] if gpu else [])]
+    return [*found, *(["gds"] if gpu else [])]

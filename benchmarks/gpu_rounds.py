@@ -84,7 +84,7 @@ class Rounds:
                 if done[name] <= number and (case, name) not in self._failed
             ]  # fmt: skip
             self.rng.shuffle(names)
-            what = f"{case}, round {number + 1}: {', '.join(map(gpu_tasks.label, names))}"
+            what = f"{case}: rounds {number + 1} to {step.rounds} of {_listed(names)}"
             if names and not self.budget.allows(self._cost(case, names), what):
                 return
             for batch in batches(names, self.ahead):
@@ -148,6 +148,12 @@ class Rounds:
 
     def _job(self, name: str) -> runner.Job:
         return self.bed.job(f"{self.device}/{name}", self.subject)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [gpu_tasks.label(name) for name in sorted(names)]
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return "; ".join(shown[:4]) + more
 
 
 def batches(names: Iterable[str], size: int) -> Iterator[list[str]]:

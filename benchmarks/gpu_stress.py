@@ -1,22 +1,17 @@
-"""Whether it holds under load: memory given back, streams that are busy, files that end early."""
+"""Whether it holds under load: memory is given back, failures are told."""
 
 from __future__ import annotations
 
+import errno
 import gc
-from collections.abc import Callable
+import os
 from typing import Any
 
-import numpy as np
-
 from benchmarks import gpu_facts, gpu_memory
-from benchmarks.gpu_given import Given, Row, doubled, floats, write, wrong
+from benchmarks.gpu_given import Given, Row, landings, write
 from benchmarks.gpu_memory import MIB
 from mfload import errors
 
-_ELEMENTS = 1_000_003
-"""Floats of a tensor: no multiple of anything, and several to a slot."""
-_BUSY = 600_000_000
-"""Cycles that a stream is kept busy: a third of a second or so."""
 _SLACK = 16 * MIB
 
 
@@ -114,6 +109,45 @@ def truncated(given: Given, framework: str, engine: str) -> str:
     return said
 
 
+def failing(given: Given, framework: str) -> str:
+    """A disk that fails in the middle of a load: a typed error, and all memory back."""
+    import mfload
+
+    path = given.folder / "failing.safetensors"
+    write(path, [Row(f"w.{i}", "F32", (4 * MIB,)) for i in range(4)], 1)
+    preadv = os.preadv
+    calls = 0
+    last = 1 << 30
+
+    def reading(*given: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > last:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*given)
+
+    os.preadv = reading
+    given.load(path, framework).clear()
+    gc.collect()
+    before = gpu_memory.free(given.device)
+    try:
+        last, calls = calls - 2, 0
+        given.load(path, framework)
+    except errors.MfloadError as error:
+        said = f"{type(error).__name__} after {last} reads: {error}"
+    else:
+        raise AssertionError("no error")
+    finally:
+        os.preadv = preadv
+    gc.collect()
+    if mfload.live_bytes():
+        raise AssertionError(f"mfload still holds {mfload.live_bytes()} bytes after {said}")
+    lost = before - gpu_memory.free(given.device)
+    if lost > _SLACK:
+        raise AssertionError(f"the device lacks {lost} bytes after {said}")
+    return said
+
+
 def overhead(given: Given, framework: str, engine: str) -> str:
     """`max_device_overhead=` is held: what mfload has on the device beside the arrays."""
     import mfload
@@ -137,116 +171,23 @@ def overhead(given: Given, framework: str, engine: str) -> str:
     return f"{beside / MIB:.1f} MiB beside the arrays, {limit / MIB:.0f} allowed"
 
 
-def streams(given: Given, framework: str, landing: str) -> str:
-    """Loads while the consumer's stream is busy; uses, frees and loads again at once."""
-    busy = {"torch": _torch, "jax": _jax, "cupy": _cupy}[framework]
-    first, second = given.folder / "1.safetensors", given.folder / "2.safetensors"
-    values = [floats(path, 5, _ELEMENTS, seed) for seed, path in enumerate((first, second))]
-    paths = (first, second)
-    rounds = 4 if given.gpu else 2
-
-    def load(number: int) -> dict[str, Any]:
-        return given.load(paths[number], framework, landing=landing)
-
-    for turn in range(rounds):
-        for number, found in busy(given, load):
-            twice = {name: value + value for name, value in values[number].items()}
-            bad = wrong(found, twice)
-            if bad:
-                raise AssertionError(f"round {turn + 1}, load {number + 1}: wrong {', '.join(bad)}")
-    return f"{rounds} rounds"
+def names(frameworks: list[str], engines: tuple[str, ...]) -> list[str]:
+    """The trials of this module that may run side by side, by name; all need a GPU."""
+    return [
+        f"{what}/{frameworks[0]}/{engine}" for engine in engines for what in ("pins", "overhead")
+    ]
 
 
-Found = list[tuple[int, dict[str, np.ndarray]]]
-
-
-def _torch(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
-    import torch
-
-    if not given.gpu:
-        return [(number, doubled("torch", load(number))) for number in (0, 1)]
-    side: Any = torch.cuda.Stream()
-    # Memory that torch's allocator takes back while a kernel is still going to write there: a
-    # load that lands in it must wait.
-    stale = [torch.empty(_ELEMENTS, device=given.device) for _ in range(5)]
-    torch.cuda._sleep(_BUSY)
-    stale = [each.fill_(float("nan")) for each in stale]
-    del stale
-    arrays = load(0)
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(_BUSY)
-        first = {name: array + array for name, array in arrays.items()}
-    # The arrays go while the stream has yet to read them, and their memory may be used again.
-    while arrays:
-        arrays.popitem()[1].record_stream(side)
-    with torch.cuda.stream(side):
-        arrays = load(1)
-        second = {name: array + array for name, array in arrays.items()}
-    torch.cuda.synchronize()
-    return [(n, {name: a.cpu().numpy() for name, a in found.items()})
-            for n, found in enumerate((first, second))]  # fmt: skip
-
-
-def _jax(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
-    import jax
-    import jax.numpy as jnp
-
-    side = 6000 if given.gpu else 60
-    slow: Any = jax.jit(lambda m: jax.lax.fori_loop(0, 8, lambda _, x: jnp.tanh(x @ m), m))
-    twice: Any = jax.jit(lambda array: array + array)
-    device = jax.devices("cuda" if given.gpu else "cpu")[0]
-    found: Found = []
-    matrix = jax.device_put(np.full((side, side), 1e-3, np.float32), device)
-    for number in (0, 1):
-        stale = [jnp.full(_ELEMENTS, jnp.nan) for _ in range(5)]
-        running = slow(matrix)
-        late = [each + running[0, 0] for each in stale]
-        del stale
-        arrays = load(number)  # The device is still at work on the matrix.
-        outs = {name: twice(array) for name, array in arrays.items()}
-        arrays.clear()
-        again = load(1 - number)
-        found.append((number, {name: np.asarray(out) for name, out in outs.items()}))
-        outs = {name: twice(array) for name, array in again.items()}
-        found.append((1 - number, {name: np.asarray(out) for name, out in outs.items()}))
-        jax.block_until_ready(late)
-    return found
-
-
-def _cupy(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
-    given.need_gpu()
-    cp = gpu_memory.cupy()
-    stream = cp.cuda.Stream(non_blocking=True)
-    source = "extern \"C\" __global__ void spin(long long n) { long long t = clock64(); "
-    spin = cp.RawKernel(source + "while (clock64() - t < n) {} }", "spin")
-    found: Found = []
-    for number in (0, 1):
-        with stream:
-            spin((1,), (1,), (_BUSY,))
-            arrays = load(number)
-            outs = {name: array + array for name, array in arrays.items()}
-            spin((1,), (1,), (_BUSY,))
-            more = {name: array + array for name, array in arrays.items()}
-            arrays.clear()
-            again = load(1 - number)
-            last = {name: array + array for name, array in again.items()}
-        stream.synchronize()
-        found += [(n, {name: a.get() for name, a in which.items()})
-                  for n, which in ((number, outs), (number, more), (1 - number, last))]  # fmt: skip
-    return found
-
-
-def names(frameworks: list[str], engines: tuple[str, ...], *, gpu: bool) -> list[str]:
-    """The trials of this module, by name; they look at the device's memory, so one at a time."""
-    found: list[str] = []
-    for framework in frameworks:
-        landings = ("mfload",) if framework in ("cupy", "numpy") else ("mfload", "framework")
-        if framework != "numpy":
-            found += [f"streams/{framework}/{landing}" for landing in landings]
-        for engine in engines:
-            found += [f"lifetime/{framework}/{engine}/{landing}" for landing in landings]
-    for engine in engines:
-        found.append(f"truncated/{frameworks[0]}/{engine}")
-        if gpu:
-            found += [f"pins/{frameworks[0]}/{engine}", f"overhead/{frameworks[0]}/{engine}"]
-    return found
+def alone(frameworks: list[str], engines: tuple[str, ...]) -> list[str]:
+    """Those that look at the device's memory, so that nobody else may use it meanwhile."""
+    found = [
+        f"lifetime/{framework}/{engine}/{landing}"
+        for framework in frameworks
+        for engine in engines
+        for landing in landings(framework)
+    ]
+    return [
+        *found,
+        *(f"truncated/{frameworks[0]}/{engine}" for engine in engines),
+        f"failing/{frameworks[0]}",
+    ]

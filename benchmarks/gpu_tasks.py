@@ -55,7 +55,8 @@ class Way(NamedTuple):
         parts += [] if self.landing == "auto" else [f"landing {self.landing}"]
         parts += [] if self.slot is None else [f"slots of {self.slot} MiB"]
         parts += [] if self.depth is None else [f"{self.depth} slots a reader"]
-        parts += [] if self.threads is None else [f"{self.threads} readers"]
+        many = "reader" if self.threads == 1 else "readers"
+        parts += [] if self.threads is None else [f"{self.threads} {many}"]
         return ", ".join(parts)
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import gpu_checks, gpu_questions, gpu_stress
+from benchmarks import gpu_checks, gpu_questions, gpu_streams, gpu_stress
 from benchmarks.gpu_given import Given, SkipError
 
 TRIALS: dict[str, Callable[..., str]] = {
@@ -27,8 +27,9 @@ TRIALS: dict[str, Callable[..., str]] = {
     "lifetime": gpu_stress.lifetime,
     "pins": gpu_stress.pins,
     "truncated": gpu_stress.truncated,
+    "failing": gpu_stress.failing,
     "overhead": gpu_stress.overhead,
-    "streams": gpu_stress.streams,
+    "streams": gpu_streams.streams,
     "jax-alignment": gpu_questions.alignment,
     "xla-owned": gpu_questions.xla_owned,
     "pinned-cost": gpu_questions.pinned_cost,

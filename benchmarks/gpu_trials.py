@@ -9,15 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, TypedDict
 
-from benchmarks import gpu_checks, gpu_questions, gpu_stress
+from benchmarks import gpu_checks, gpu_questions, gpu_streams, gpu_stress
 from benchmarks.gpu_budget import Budget
-from benchmarks.gpu_given import ENGINES
 from benchmarks.gpu_memory import HOST
 
 CHECK, QUESTION = "check", "question"
@@ -49,26 +49,47 @@ class Group(TypedDict):
     abreast: int
 
 
-def groups(device: str, cores: int) -> list[Group]:
-    """All trials for a device, in the order of their weight.
+def questions(device: str, cores: int) -> Group:
+    """What is asked first: what else is tried depends on whether cuFile is real."""
+    names = gpu_questions.names(_installed(device), gpu=device != HOST)
+    return {"kind": QUESTION, "names": names, "abreast": _abreast(cores)}
+
+
+def costs(device: str) -> Group:
+    """Questions whose answer is a speed, so that nobody else may be at work."""
+    return {"kind": QUESTION, "names": ["pinned-cost"] if device != HOST else [], "abreast": 1}
+
+
+def checks(device: str, cores: int, *, gds: bool) -> list[Group]:
+    """The checks for a device, in the order of their weight.
 
     Args:
         device: What is tried.
         cores: How many there are.
+        gds: Whether cuFile is real here.
     """
     gpu = device != HOST
-    wanted = ("torch", "jax", "cupy", "tensorflow", "paddle") if gpu else ("torch", "jax", "numpy")
-    frameworks = [name for name in wanted if find_spec(name)]
-    well = [name for name in frameworks if name not in ("tensorflow", "paddle")]
-    rest = [name for name in frameworks if name not in well]
-    side = max(1, min(6, cores // 2))
-    others = [f"dtypes/{name}/{ENGINES[gpu][0]}/mfload" for name in rest]
+    found = _installed(device)
+    well = [name for name in found if name not in ("tensorflow", "paddle")]
+    rest = [name for name in found if name not in well]
+    engines = ("pinned", *(("gds",) if gds else ())) if gpu else ("auto",)
+    side = gpu_checks.names(well, engines, gpu=gpu) + gpu_streams.names(well)
+    side += gpu_stress.names(well, engines) if gpu else []
+    side += [f"dtypes/{name}/{engines[0]}/mfload" for name in rest]
     return [
-        {"kind": CHECK, "names": gpu_checks.names(well, ENGINES[gpu], gpu=gpu), "abreast": side},
-        {"kind": QUESTION, "names": gpu_questions.names(well, gpu=gpu), "abreast": side},
-        {"kind": CHECK, "names": gpu_stress.names(well, ENGINES[gpu], gpu=gpu), "abreast": 1},
-        {"kind": CHECK, "names": others, "abreast": 1},
+        {"kind": CHECK, "names": side, "abreast": _abreast(cores)},
+        {"kind": CHECK, "names": gpu_stress.alone(well, engines), "abreast": 1},
     ]
+
+
+def _installed(device: str) -> list[str]:
+    on_gpu = ("torch", "jax", "cupy", "tensorflow", "paddle")
+    wanted = ("torch", "jax", "numpy") if device == HOST else on_gpu
+    return [name for name in wanted if find_spec(name)]
+
+
+def _abreast(cores: int) -> int:
+    return max(1, min(6, cores // 2))
 
 
 def run(
@@ -76,6 +97,7 @@ def run(
     device: str,
     env: Mapping[str, str],
     budget: Budget,
+    root: Path,
     noted: Callable[[Outcome], None],
 ) -> None:
     """Runs a group, as far as the time goes.
@@ -85,11 +107,14 @@ def run(
         device: What is tried.
         env: The environment of each process.
         budget: The time there is.
+        root: Where their files go: the disk that is measured.
         noted: Called with each outcome.
     """
     with ThreadPoolExecutor(group["abreast"]) as pool:
         running = [
-            pool.submit(_one, group["kind"], name, device, {**env, **_ENV, **_own(name)}, budget)
+            pool.submit(
+                _one, group["kind"], name, device, {**env, **_ENV, **_own(name)}, budget, root
+            )
             for name in group["names"]
         ]
         for each in running:
@@ -103,18 +128,24 @@ def _own(name: str) -> dict[str, str]:
 
 
 def _one(
-    kind: str, name: str, device: str, env: Mapping[str, str], budget: Budget
+    kind: str, name: str, device: str, env: Mapping[str, str], budget: Budget, root: Path
 ) -> Outcome | None:
     key = name.partition("/")[0]
     if not budget.allows(budget.cost(key, _GUESS), f"trial {name}"):
         return None
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mfload-trial-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trial-", dir=root) as folder:
         command = [sys.executable, "-P", "-m", "benchmarks.gpu_trial", name, device, folder]
         status, said = ask(command, env, min(_LONGEST, max(10.0, budget.left)))
     seconds = time.monotonic() - begun
     budget.note(key, seconds)
     return {"kind": kind, "name": name, "status": status, "said": said, "seconds": seconds}
+
+
+def failed(outcomes: Iterable[Outcome]) -> list[str]:
+    """The names of the checks that did not pass; a question has no wrong answer."""
+    bad = ("fail", "crash", "timeout")
+    return [each["name"] for each in outcomes if each["kind"] == CHECK and each["status"] in bad]
 
 
 def ask(command: Sequence[str], env: Mapping[str, str], timeout: float) -> tuple[str, str]:
@@ -154,4 +185,3 @@ def _last_words(code: int, log: IO[str]) -> str:
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     return f"{how}; last it said: {lines[-1][:300]}" if lines else how
-

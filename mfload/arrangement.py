@@ -38,6 +38,13 @@ class BufferSpec(NamedTuple):
     device: int | None = None
 
 
+class _Kind(NamedTuple):
+    """What tensors of one buffer have in common."""
+
+    device: int | None
+    passing: bool
+
+
 class Arrangement:
     """Gives each need its buffer and position, in file order.
 
@@ -51,8 +58,8 @@ class Arrangement:
         self._alignment = alignment
         self._mapped = mapped
         self._maps: dict[int, int] = {}
-        # The buffer of each memory that still takes tensors, and how much of it is taken.
-        self._open: dict[int | None, tuple[int, int]] = {}
+        # The buffers that still take tensors, and how much of each is taken.
+        self._open: dict[_Kind, tuple[int, int]] = {}
 
     def place(
         self,
@@ -62,13 +69,15 @@ class Arrangement:
         *,
         alone: bool,
         device: int | None = None,
+        passing: bool = False,
     ) -> tuple[int, int]:
-        """Buffer and first byte."""
+        """Buffer and first byte; what is only passing through shares none with what stays."""
+        kind = _Kind(device, passing)
         if alone:
             return self._new(nbytes, device=device), 0
         if device is not None:
             # No kernel copies here, and a device's kernels want whole transactions.
-            return self._take(device, nbytes, lambda cursor: -(-cursor // ALIGNMENT) * ALIGNMENT)
+            return self._take(kind, nbytes, lambda cursor: -(-cursor // ALIGNMENT) * ALIGNMENT)
         piece = need.info.pieces[0]
         offset = piece.offset if contiguous is None else contiguous
         align = self._alignment or max(1, need.dtype.nbytes // need.dtype.elements)
@@ -76,18 +85,18 @@ class Arrangement:
             mapped = self._map(piece.source)
             if mapped is not None:
                 return mapped, offset
-        return self._take(None, nbytes, lambda cursor: _next(cursor, nbytes, offset, align))
+        return self._take(kind, nbytes, lambda cursor: _next(cursor, nbytes, offset, align))
 
     def _take(
-        self, device: int | None, nbytes: int, follow: Callable[[int], int]
+        self, kind: _Kind, nbytes: int, follow: Callable[[int], int]
     ) -> tuple[int, int]:
-        """Room in the open buffer of a memory, or in a new one; `follow` gives the first byte."""
-        number, cursor = self._open.get(device, (-1, 0))
+        """Room in the open buffer of a kind, or in a new one; `follow` gives the first byte."""
+        number, cursor = self._open.get(kind, (-1, 0))
         at = follow(cursor)
         if number < 0 or at + nbytes > BUFFER + _PAGE:
-            self._close(device)
-            number, at = self._new(0, device=device), follow(0)
-        self._open[device] = number, at + nbytes
+            self._close(kind)
+            number, at = self._new(0, device=kind.device), follow(0)
+        self._open[kind] = number, at + nbytes
         return number, at
 
     def _new(self, nbytes: int, source: int | None = None, device: int | None = None) -> int:
@@ -103,15 +112,15 @@ class Arrangement:
         """Whether a buffer is a map of a file, which needs no reading."""
         return self._specs[buffer].source is not None
 
-    def _close(self, device: int | None) -> None:
-        if device in self._open:
-            number, cursor = self._open.pop(device)
-            self._specs[number] = BufferSpec(cursor, None, device)
+    def _close(self, kind: _Kind) -> None:
+        if kind in self._open:
+            number, cursor = self._open.pop(kind)
+            self._specs[number] = BufferSpec(cursor, None, kind.device)
 
     def end(self) -> tuple[BufferSpec, ...]:
         """The buffers."""
-        for device in list(self._open):
-            self._close(device)
+        for kind in list(self._open):
+            self._close(kind)
         return tuple(self._specs)
 
 

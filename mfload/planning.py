@@ -108,6 +108,7 @@ def make(
     separate: frozenset[int] = frozenset(),
     mapped: dict[int, int] | None = None,
     devices: Sequence[int | None] | None = None,
+    passing: frozenset[int] = frozenset(),
     given: Sequence[tuple[int, int]] | None = None,
     specs: Sequence[BufferSpec] = (),
 ) -> Plan:
@@ -125,6 +126,8 @@ def make(
             what is contiguous, unconverted and aligned in the file is; the rest is read.
         devices: Number of the device in whose memory each need lands, None for the host's; None
             where all land there.
+        passing: Positions of the needs that are copied out of their buffers, which go before those
+            of the others.
         given: Buffer and first byte for each need, for callers who know where all goes; then
             `alignment`, `separate` and `mapped` say nothing.
         specs: The buffers that `given` names.
@@ -149,6 +152,7 @@ def make(
                 contiguous,
                 alone=number in separate,
                 device=None if devices is None else devices[number],
+                passing=number in passing,
             )
             read = nbytes and not layout.is_map(buffer)
         else:

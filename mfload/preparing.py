@@ -127,6 +127,7 @@ class Preparation:
             separate=self.lendable(needs),
             mapped={n: self._sources[n].size for n in route if route[n].engine == "mmap"},
             devices=devices if self._devices else None,
+            passing=waves.passing(needs, adapter, settings),
         )
 
     def lendable(self, needs: Sequence[Need]) -> frozenset[int]:

@@ -91,7 +91,8 @@ def run(
             threads=count, direct=direct, witness=witness,
         )  # fmt: skip
 
-    straight = any(leg is not None and leg.direct for leg in route)
+    # Onto devices, a disk writes to slots alone.
+    straight = staging is None and any(leg is not None and leg.direct for leg in route)
     own = [array for array in memory if straight and buffers.is_own(array)]
     work = _Work(plan, sources, threads, deadline, advance)
     with advise.not_forked(own):

@@ -51,14 +51,15 @@ def _lends(need: Need, adapter: Adapter, settings: Settings) -> bool:
 
 def copied(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[Need]:
     """The needs that the framework copies out of mfload's memory."""
-    return [needs[n] for n in _copied(needs, adapter, settings)]
+    return [needs[n] for n in sorted(passing(needs, adapter, settings))]
 
 
-def _copied(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[int]:
+def passing(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> frozenset[int]:
+    """Their positions."""
     plain = adapter.on_host and all(form.how != "copy" for form in adapter.forms.values())
     if plain and not isinstance(adapter, Placing):
-        return []
-    return [n for n, need in enumerate(needs) if _copies(need, adapter, settings)]
+        return frozenset()
+    return frozenset(n for n, need in enumerate(needs) if _copies(need, adapter, settings))
 
 
 def _copies(need: Need, adapter: Adapter, settings: Settings) -> bool:
@@ -78,7 +79,7 @@ def groups(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[
     Raises:
         MemoryLimitError: One tensor exceeds it alone.
     """
-    waiting = {n: needs[n] for n in _copied(needs, adapter, settings)}
+    waiting = {n: needs[n] for n in sorted(passing(needs, adapter, settings))}
     places = {n: lands(need, adapter, settings) for n, need in waiting.items()}
     limits = waiting_limits(list(waiting.values()), adapter, settings)
     if all(held <= limits[place] for place, held in _sums(waiting, places, waiting).items()):

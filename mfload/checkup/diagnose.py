@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from mfload.checkup import cufile, disk, gpus, host, versions
-from mfload.checkup.asking import Answer, ask
+from mfload.checkup import cufile, disk, gpus, host, packages, versions
 from mfload.checkup.diagnosis import Diagnosis
 from mfload.checkup.findings import Finding
-from mfload.checkup.system import System
+from mfload.devices import gds
+from mfload.devices.asking import Answer, ask
+from mfload.devices.context import CUDA
+from mfload.devices.mounts import Mount, mount
+from mfload.devices.system import System
 from mfload.formats import checkpoint
 from mfload.io import route
 from mfload.io.deadline import Deadline
 from mfload.io.route import Leg
+from mfload.io.source import LocalFile
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def doctor(path: Path | None = None, *, timeout: float | None = 10.0) -> Diagnosis:
+class _Files(NamedTuple):
+    """What a path leads to: its files, the route of a load, and what holds them."""
+
+    sources: tuple[LocalFile, ...] = ()
+    legs: tuple[Leg, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    where: Mount | None = None
+
+
+class _First(NamedTuple):
+    """The first CUDA device, for questions that do not wake its driver."""
+
+    name: str = "cuda:0"
+    place: tuple[int, int] = (CUDA, 0)
+
+
+def doctor(path: Path | None = None, *, timeout: float | None = 20.0) -> Diagnosis:
     """Says what this machine can do for a load, and what stands in the way.
 
-    Reads no weights, and calls no driver in this process: NVIDIA's is asked in one of its own,
-    which is killed if it does not answer.
+    Calls no driver in this process: NVIDIA's libraries are asked in processes of their own, which
+    are killed if they do not answer. Of the weights it reads nothing, or, where there is a GPU
+    that cuFile might reach, a few MiB to see whether it does.
 
     Args:
         path: A checkpoint, as for `mfload.load`; its file system and its files are looked at, and
             the route that a load would take. None for the machine alone.
-        timeout: Seconds for each question that could hang: the driver, the files. None for ever.
+        timeout: Seconds for each question that could hang: the driver, CuPy, cuFile, the files.
+            None for ever.
 
     Returns:
         What was found. It prints well, and has `as_dict()`, `well` and `findings`.
@@ -38,30 +62,72 @@ def doctor(path: Path | None = None, *, timeout: float | None = 10.0) -> Diagnos
     """
     deadline = Deadline(timeout)
     system = System()
-    legs: tuple[Leg, ...] = ()
-    on_disk: list[Finding] = []
-    where: disk.Mount | None = None
+    files = _Files()
     if path is not None:
-        legs, on_disk, where = deadline.bound(lambda: _files(system, path), "looking at the files")
-    findings = _machine(system, lambda: ask("mfload.checkup.probe_cuda", timeout=timeout), where)
-    return Diagnosis((*findings, *on_disk), legs)
+        files = deadline.bound(lambda: _look_at(system, path), "looking at the files")
+    found = [*_whole("host", host.look(system))]
+    driver = ask("mfload.checkup.probe_cuda", timeout=timeout)
+    found += _whole("gpu", gpus.look(system, driver))
+    count = _count(driver)
+    if count:
+        found += _whole("gpu", _packages(timeout))
+    found += _whole("cufile", cufile.look(system, count, files.where))
+    onto: tuple[Leg, ...] = ()
+    if count and files.sources:
+        past, onto = _onto(files, timeout)
+        found += past
+    found += _whole("frameworks", versions.look())
+    return Diagnosis((*found, *files.findings), files.legs, onto)
 
 
-def _files(system: System, path: Path) -> tuple[tuple[Leg, ...], list[Finding], disk.Mount | None]:
+def _look_at(system: System, path: Path) -> _Files:
     _, sources = checkpoint.read(path)
     paths = [source.path for source in sources]
     legs = route.choose([(source, source.size) for source in sources], "auto")
-    found = [*disk.look(system, paths[0]), *disk.files(paths)] if paths else []
-    where = disk.mount(system, os.path.realpath(paths[0])) if paths else None
-    return legs, found, where
+    if not paths:
+        return _Files()
+    found = [*_whole("disk", disk.look(system, paths[0])), *_whole("disk", disk.files(paths))]
+    return _Files(tuple(sources), legs, tuple(found), mount(system, os.path.realpath(paths[0])))
 
 
-def _machine(
-    system: System, driver: Callable[[], Answer], where: disk.Mount | None
-) -> Iterator[Finding]:
-    yield from host.look(system)
-    answer = driver()
-    yield from gpus.look(system, answer)
-    count = len((answer.data or {}).get("devices", ()))
-    yield from cufile.look(system, count, None if where is None else where.kind)
-    yield from versions.look()
+def _whole(topic: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """All findings of a look; one that fails is a finding too, since a doctor must not crash."""
+    try:
+        yield from findings
+    except Exception as error:  # noqa: BLE001
+        what = f"could not be looked at: {type(error).__name__}: {error}"
+        yield Finding(topic, "the rest", what, "note", "please report this")
+
+
+def _count(driver: Answer) -> int:
+    try:
+        return len(driver.data["devices"])
+    except (KeyError, TypeError):
+        return 0
+
+
+def _packages(timeout: float | None) -> Iterator[Finding]:
+    installed = importlib.util.find_spec("cupy") is not None
+    yield packages.cupy(ask("mfload.checkup.probe_cupy", timeout=timeout) if installed else None)
+    yield from packages.xla(os.environ)
+
+
+def _onto(files: _Files, timeout: float | None) -> tuple[list[Finding], tuple[Leg, ...]]:
+    """Whether cuFile is real for the first device, and the route onto it."""
+    first = _First()
+
+    def judge(path: str) -> gds.Verdict:
+        return gds.verdict(path, first, timeout=timeout)
+
+    # Each asks in a process of its own; what is asked here is known afterwards.
+    verdicts = {source.path: judge(source.path) for source in files.sources}
+    found = [cufile.verdict(verdicts[files.sources[0].path], first.name), *cufile.warm(files.legs)]
+    wanted = [(source, source.size) for source in files.sources]
+
+    def past(path: str, cold: int | None) -> tuple[bool, str]:
+        return verdicts[path]
+
+    def choose() -> tuple[Leg, ...]:
+        return route.choose_onto_device(wanted, "auto", past)
+
+    return found, Deadline(timeout).bound(choose, "looking at the files")

@@ -18,11 +18,14 @@ class Diagnosis:
 
     Attributes:
         findings: In the order of topics.
-        route: Engine and reason for each file of the path that was given.
+        route: Engine and reason for each file of the path that was given, for a load into host
+            memory.
+        onto_device: The same for a load onto the first GPU; empty where there is none.
     """
 
     findings: tuple[Finding, ...]
     route: tuple[Leg, ...] = ()
+    onto_device: tuple[Leg, ...] = ()
 
     @property
     def well(self) -> bool:
@@ -35,6 +38,7 @@ class Diagnosis:
             "well": self.well,
             "findings": [each.as_dict() for each in self.findings],
             "route": [leg._asdict() for leg in self.route],
+            "onto_device": [leg._asdict() for leg in self.onto_device],
         }
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -47,8 +51,9 @@ class Diagnosis:
             rows.append((topic, each.what, _MARKS[each.level] + each.found))
             if each.advice:
                 rows.append(("", "", f"→ {each.advice}"))
-        for n, leg in enumerate(self.route):
-            rows.append(("" if n else "route", leg.engine, f"{leg.file} ({leg.why})"))
+        for topic, legs in (("route", self.route), ("to cuda:0", self.onto_device)):
+            for n, leg in enumerate(legs):
+                rows.append(("" if n else topic, leg.engine, f"{leg.file} ({leg.why})"))
         return rows
 
     def __str__(self) -> str:

@@ -4,51 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from mfload.checkup.findings import Finding
-from mfload.checkup.system import System
+from mfload.devices.mounts import Mount, mount
+from mfload.devices.system import System
 from mfload.io import probes
 from mfload.report import human
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p", "virtiofs")
 _SMALL_AHEAD = 128
-
-
-class Mount(NamedTuple):
-    """The mount that holds a path.
-
-    Attributes:
-        kind: Type of the file system.
-        options: Its options.
-        device: "major:minor".
-    """
-
-    kind: str
-    options: frozenset[str]
-    device: str
-
-
-def mount(system: System, path: str) -> Mount | None:
-    """The mount that holds a path.
-
-    Args:
-        system: The machine.
-        path: Absolute, links resolved.
-    """
-    best: tuple[int, Mount] | None = None
-    for line in (system.text("proc/self/mountinfo") or "").splitlines():
-        left, _, right = line.partition(" - ")
-        head, tail = left.split(" "), right.split(" ")
-        if len(head) < 6 or len(tail) < 3:
-            continue
-        point = head[4].encode().decode("unicode_escape")
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        # `>=`: of two mounts on one point the later lies on top.
-        if inside and (best is None or len(point) >= best[0]):
-            options = frozenset((*head[5].split(","), *tail[2].split(",")))
-            best = (len(point), Mount(tail[0], options, head[2]))
-    return None if best is None else best[1]
 
 
 def look(system: System, path: str) -> Iterator[Finding]:

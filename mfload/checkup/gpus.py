@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mfload.checkup.asking import Answer
 from mfload.checkup.findings import Finding
-from mfload.checkup.system import System
+from mfload.devices.asking import Answer
+from mfload.devices.system import System
 from mfload.report import human
 
 _NVIDIA = "0x10de"
@@ -43,6 +43,8 @@ def look(system: System, answer: Answer) -> Iterator[Finding]:
         )  # fmt: skip
     for device in devices:
         yield _device(system, device)
+    if len(devices) > 1:
+        yield _between(answer.data.get("pairs", ()))
 
 
 def _cards(system: System) -> Iterator[str]:
@@ -72,19 +74,54 @@ def _device(system: System, device: dict[str, Any]) -> Finding:
     parts = [human(device["memory"])]
     speed, width = system.text(f"{base}/max_link_speed"), system.text(f"{base}/max_link_width")
     data = dict(device)
-    advice = ""
+    advice: list[str] = []
     if speed and width:
         parts.append(f"PCIe x{width} at {speed.removesuffix(' PCIe')}")
         data |= {"link_width": width, "link_speed": speed}
         now = system.text(f"{base}/current_link_width")
         if now and now != width:
-            advice = f"the link runs on {now} of {width} lanes: see the slot and its neighbours"
+            advice.append(
+                f"the link runs on {now} of {width} lanes: see the slot, and its neighbours"
+            )
+    window = _bar1(system, base)
+    if window is not None:
+        data["bar1"] = window
+        parts.append(f"BAR1 {human(window)}")
+        if window < device["memory"]:
+            advice.append(
+                "BAR1 shows other devices a part of the memory, which the registrations of all "
+                "processes share (cuFile's 5016, 5036): turn on Resizable BAR in the firmware"
+            )
     node = system.number(f"{base}/numa_node")
     if node is not None and node >= 0:
         parts.append(f"on NUMA node {node}")
         data["numa_node"] = node
     found = f"{device['name']}, {', '.join(parts)}"
-    return Finding("gpu", device["pci"], found, "note" if advice else "ok", advice, data)
+    level = "note" if advice else "ok"
+    return Finding("gpu", device["pci"], found, level, "; ".join(advice), data)
+
+
+def _bar1(system: System, base: str) -> int | None:
+    """Bytes of a card's memory that other devices on the bus can reach."""
+    # A line a region: first address, last address, flags. The second is NVIDIA's BAR1.
+    lines = (system.text(f"{base}/resource") or "").splitlines()
+    try:
+        first, last, _ = (int(word, 16) for word in lines[1].split())
+    except (IndexError, ValueError):
+        return None
+    return last - first + 1 if last > first else None
+
+
+def _between(pairs: Sequence[Sequence[Any]]) -> Finding:
+    """How devices reach each other, each way counted."""
+    direct = sum(bool(access) for _, _, access, _ in pairs)
+    atomic = sum(bool(access and atomics) for _, _, access, atomics in pairs)
+    found = f"{direct} of {len(pairs)} ways are direct, {atomic} with atomics, as over NVLink"
+    advice = ""
+    if direct < len(pairs):
+        advice = "copies the other ways go through host memory; see nvidia-smi topo -p2p r"
+    level = "note" if advice else "ok"
+    return Finding("gpu", "between devices", found, level, advice, [list(pair) for pair in pairs])
 
 
 def _address(pci: str) -> str:

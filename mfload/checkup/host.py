@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from mfload.checkup.findings import Finding
-from mfload.checkup.system import System
+from mfload.devices.system import System
 from mfload.io import probes
 from mfload.report import human
 

@@ -24,7 +24,7 @@ def command(
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="For each question that could hang.")
-    ] = 10.0,
+    ] = 20.0,
     as_json: options.Json = False,
 ) -> None:
     """Say what this machine can do, and what is in the way.

@@ -60,9 +60,8 @@ class CufileReader:
             self._file = OpenFile(source)
             with self._context:
                 # By descriptor: the path may lead to another file by now.
-                self._handle = _call(
-                    kvikio.CuFile, f"/proc/self/fd/{self._file.fd}", "r", file=source.path, to="open"
-                )
+                opened = f"/proc/self/fd/{self._file.fd}"
+                self._handle = _call(kvikio.CuFile, opened, "r", file=source.path, to="open")
         except BaseException:
             self.close()
             raise
@@ -125,7 +124,8 @@ class CufileReader:
                 with self._context:
                     handle.close()
         except Exception as error:  # noqa: BLE001 - what was read is right, what failed is told
-            log.warning("%s could not be taken back from cuFile: %s", self._source.path, error)
+            # As text: whoever keeps the record would keep the error, and the memory with it.
+            log.warning("%s could not be taken back from cuFile: %s", self._source.path, str(error))
         finally:
             if self._file is not None:
                 self._file.close()
@@ -171,7 +171,7 @@ def register(device: Device, buffer: DeviceBuffer) -> None:
     Raises:
         DeviceError: Refused; the limit that processes on one GPU share may be reached.
     """
-    _registration(device, buffer, "memory_register")
+    _registration(device, buffer, "register")
 
 
 def deregister(device: Device, buffer: DeviceBuffer) -> None:
@@ -182,9 +182,9 @@ def deregister(device: Device, buffer: DeviceBuffer) -> None:
         buffer: What was registered.
     """
     try:
-        _registration(device, buffer, "memory_deregister")
+        _registration(device, buffer, "deregister")
     except Exception as error:  # noqa: BLE001 - the load is over, and its result is right
-        log.warning("%s is still registered with cuFile: %s", buffer, error)
+        log.warning("%s is still registered with cuFile: %s", str(buffer), str(error))
 
 
 def _registration(device: Device, buffer: DeviceBuffer, verb: str) -> None:
@@ -192,7 +192,8 @@ def _registration(device: Device, buffer: DeviceBuffer, verb: str) -> None:
     try:
         kvikio = _kvikio()
         with context:
-            _call(getattr(kvikio, verb), _Array(buffer), file=None, to=verb.replace("_", " "))
+            function = getattr(kvikio, f"memory_{verb}")
+            _call(function, _Array(buffer), file=None, to=f"{verb} memory")
     finally:
         context.release()
 
@@ -226,7 +227,7 @@ def _kvikio() -> Any:
         defaults = importlib.import_module("kvikio.defaults")
     except Exception as error:
         raise errors.FrameworkMissingError(
-            f"kvikio can't be imported: {error}; pip install kvikio-cu13, or kvikio-cu12 for CUDA 12"
+            f"kvikio can't be imported: {error}; pip install kvikio-cu13 (or -cu12 for CUDA 12)"
         ) from error
     if defaults.is_compat_mode_preferred():
         raise errors.DeviceError(

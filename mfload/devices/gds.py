@@ -78,7 +78,8 @@ def verdict(
     """Says whether cuFile goes from a file's disk to a device past host memory.
 
     A no for a plain reason costs microseconds. Else it reads a few MiB of the file in a process
-    of its own, which costs seconds, once a process for each device and file system.
+    of its own, which costs seconds; the answer is kept for the device and the file system as
+    long as this process lives.
 
     Args:
         path: The file.
@@ -101,7 +102,10 @@ def verdict(
         if key not in _known:
             if cold is not None and cold < _WORTH:
                 return Verdict(False, "too few bytes to pay for a look whether cuFile is real here")
-            _known[key] = _probe(system, real, device, timeout)
+            answer = _probe(system, real, device, timeout)
+            if answer.data is None and timeout is not None and timeout < TIMEOUT:
+                return judge(answer)  # With more time it may have answered.
+            _known[key] = judge(answer)
         return _known[key]
 
 
@@ -120,7 +124,7 @@ def _against(system: System, path: str, device: Place) -> Iterator[str]:
     yield from without(system)
     where = mount(system, path)
     if where is not None:
-        yield from _file_system(where)
+        yield from file_system(where)
 
 
 def without(system: System) -> Iterator[str]:
@@ -144,7 +148,12 @@ def without(system: System) -> Iterator[str]:
         yield "neither nvidia-fs is loaded nor use_pci_p2pdma set in cufile.json"
 
 
-def _file_system(where: Mount) -> Iterator[str]:
+def file_system(where: Mount) -> Iterator[str]:
+    """Reasons why no file of a mount can go past host memory.
+
+    Args:
+        where: The mount.
+    """
     kind = where.kind
     if kind not in _KINDS:
         yield _WHY_NOT.get(kind, f"cuFile has no direct way into {kind}")
@@ -154,7 +163,7 @@ def _file_system(where: Mount) -> Iterator[str]:
         yield "cuFile needs NFS over RDMA"
 
 
-def _probe(system: System, path: str, device: Place, timeout: float | None) -> Verdict:
+def _probe(system: System, path: str, device: Place, timeout: float | None) -> Answer:
     table = cufile_json.read(system).table
     table = {**table, "properties": {**table.get("properties", {}), "allow_compat_mode": False}}
     with tempfile.TemporaryDirectory(prefix="mfload-") as folder:
@@ -166,11 +175,10 @@ def _probe(system: System, path: str, device: Place, timeout: float | None) -> V
             "CUFILE_ENV_PATH_JSON": str(settings),
             "CUFILE_LOGFILE_PATH": str(Path(folder, "cufile.log")),
         }
-        answer = ask(
+        return ask(
             "mfload.devices.probe_cufile", path, str(device.place[1]), str(system.root),
             timeout=timeout, environment=environment,
         )  # fmt: skip
-    return judge(answer)
 
 
 def judge(answer: Answer) -> Verdict:

@@ -233,8 +233,9 @@ class StagedWorker:
     def close(self) -> None:
         """Waits for what is under way and gives everything back (see `Worker`)."""
         self._placer.close()
-        for path in self._paths:
-            path.close()
+        while self._paths:
+            # Taken out, since a path knows its worker: a circle would keep the buffers.
+            self._paths.pop().close()
 
 
 def engine(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from mfload import errors, spelling
+from mfload.frameworks import several
 from mfload.frameworks.adapter import Adapter
 
 _ALIASES = {
@@ -50,19 +52,36 @@ def resolve(name: str) -> str:
 
 
 def get(name: str, device: object = None) -> Adapter:
-    """The adapter of a framework for a device.
+    """The adapter of a framework for a device, or for several.
 
     Args:
         name: The framework's name or an alias.
-        device: A string, the framework's own device, or None for its default.
+        device: A string, the framework's own device, or None for its default; a list of such, for
+            each tensor on all of them; or {regex: device}, for each on the one for its name.
 
     Raises:
-        UsageError: There is no such framework.
+        UsageError: There is no such framework, or a regex is malformed.
         FrameworkMissingError: It is not installed, or not whole.
         FrameworkVersionError: It is installed in a version mfload can't work with.
-        DeviceError: There is no such device.
+        DeviceError: There is no such device, or none is named.
     """
-    return module(resolve(name)).make(device)
+    make: Callable[[object], Adapter] = module(resolve(name)).make
+    if isinstance(device, Mapping):
+        # One for each device, however many rules name it.
+        apart = {repr(each): each for each in device.values()}
+        numbers = {text: n for n, text in enumerate(apart)}
+        named = [numbers[repr(each)] for each in device.values()]
+        rules = list(zip(several.rules_of(device), named, strict=True))
+        return several.SeveralAdapter(_each(make, list(apart.values())), rules)
+    if isinstance(device, list | tuple):
+        return several.SeveralAdapter(_each(make, device))
+    return make(device)
+
+
+def _each(make: Callable[[object], Adapter], devices: Sequence[object]) -> list[Adapter]:
+    if not devices:
+        raise errors.DeviceError("no device", expected="at least one", found=repr(devices))
+    return [make(device) for device in devices]
 
 
 def module(name: str, part: str = "adapter") -> ModuleType:

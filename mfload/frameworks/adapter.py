@@ -89,6 +89,14 @@ class Adapter(Protocol):
         """Whose memory is the better one on such a device."""
         ...
 
+    def spread(self, needs: Sequence[Need]) -> Sequence[Need]:
+        """What is to be loaded where such tensors are wanted: each of them on every device."""
+        ...
+
+    def values(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """What a user gets for each tensor, of the arrays for what `spread` gave, in order."""
+        ...
+
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """An array for each view, in order; `View.memory` may be a `DeviceBuffer`."""
         ...
@@ -127,6 +135,14 @@ class Landing:
     def landing(self) -> Whose:
         """Whose memory is the better one on such a device (see `Adapter`)."""
         return "mfload"
+
+    def spread(self, needs: Sequence[Need]) -> Sequence[Need]:
+        """What is to be loaded where such tensors are wanted (see `Adapter`)."""
+        return needs
+
+    def values(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """What a user gets for each tensor (see `Adapter`)."""
+        return arrays
 
     def lands(self, need: Need) -> int | None:
         """The number of the device that a need lands on (see `Adapter`)."""

@@ -22,7 +22,7 @@ from mfload.frameworks.jax_sharding import Spot
 from mfload.placement import Need
 
 
-class JaxMeshAdapter:
+class JaxMeshAdapter(adapter.Landing):
     """See `adapter.Adapter`: an array is a tuple here, one for each device of a need.
 
     Args:
@@ -36,7 +36,6 @@ class JaxMeshAdapter:
     readonly_maps = JaxAdapter.readonly_maps
     forms = JaxAdapter.forms
     lendable = JaxAdapter.lendable
-    landings = JaxAdapter.landings
 
     def __init__(
         self,
@@ -53,6 +52,7 @@ class JaxMeshAdapter:
         found = {device: own.devices[0] for device, own in self._single.items() if own.devices}
         self._pairs = tuple(found.items())
         self._numbers = {device: number for number, device in enumerate(found)}
+        super().__init__()
         self.devices: Sequence[Device] = tuple(found.values())
         self.notes = tuple(
             dict.fromkeys(note for own in self._single.values() for note in own.notes)

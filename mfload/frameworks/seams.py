@@ -120,16 +120,16 @@ def _trial(device: Any, land: Device) -> str:
 
 
 def _write(land: Device, target: DeviceBuffer, source: Any) -> None:
-    stream = land.stream()
+    land.pin(source)
     try:
-        land.pin(source)
+        stream = land.stream()
         try:
             stream.copy_in(target, 0, source, Rows(1, source.size, source.size))
             stream.synchronize()
         finally:
-            land.unpin(source)
+            stream.close()  # Whatever happened, nothing reads the source any more.
     finally:
-        stream.close()
+        land.unpin(source)
 
 
 def paddle_constructor(paddle: Any) -> Callable[[Any], Any] | None:

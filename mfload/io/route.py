@@ -81,7 +81,9 @@ def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, .
 
 def _logged(leg: Leg, asked: str) -> Leg:
     if leg.engine != asked:
-        level = logging.INFO if asked == "auto" else logging.WARNING
+        # A pinned stage that reads as asked is no fall-back.
+        meant = asked == "auto" or (leg.engine == "pinned" and asked != "gds")
+        level = logging.INFO if meant else logging.WARNING
         log.log(level, "%s: %s (%s)", leg.file, leg.engine, leg.why)
     return leg
 

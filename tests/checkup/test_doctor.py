@@ -16,7 +16,7 @@ import samples
 
 import mfload
 from mfload import errors
-from mfload.checkup.asking import ask
+from mfload.devices.asking import ask
 
 
 def _probe(folder: Path, code: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mfload.checkup import cufile, disk, gpus, host, probe_cuda, versions
-from mfload.checkup.asking import Answer
 from mfload.checkup.findings import Finding
-from mfload.checkup.system import System
+from mfload.devices.asking import Answer
+from mfload.devices.system import System
 
 
 def machine(root: Path, files: dict[str, str]) -> System:

@@ -90,7 +90,9 @@ def landed(device: FakeDevice, path: Path, *blocks: Block, nbytes: int = NBYTES)
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
-    start=st.integers(0, NBYTES), stop=st.integers(0, NBYTES), short=st.sampled_from([None, 4096, 5000])
+    start=st.integers(0, NBYTES),
+    stop=st.integers(0, NBYTES),
+    short=st.sampled_from([None, 4096, 5000]),
 )
 def test_any_part_of_a_file(
     kvikio: Kvikio, device: FakeDevice, file: Path, start: int, stop: int, short: int | None
@@ -220,10 +222,10 @@ def test_system_errors_keep_their_number() -> None:
     assert failed.errno == errno.EACCES
 
 
-def test_memory_that_can_not_be_registered(
-    kvikio: Kvikio, device: FakeDevice, file: Path
-) -> None:
-    kvikio.fails["register"] = RuntimeError("cuFile error at: x:1: access beyond maximum pinned size")
+def test_memory_that_can_not_be_registered(kvikio: Kvikio, device: FakeDevice, file: Path) -> None:
+    kvikio.fails["register"] = RuntimeError(
+        "cuFile error at: x:1: access beyond maximum pinned size"
+    )
     with pytest.raises(errors.DeviceError, match="processes on one GPU"):
         cufile.CufileSlot(device, 4096)
     assert kvikio.reads == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import sys
@@ -10,21 +11,82 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance.giving import kind, read
+from conformance.landing import Ground, LandingConformance
 from conformance.material import COMMON, stored
-from conformance.suite import assert_documented, no_gpu
+from conformance.suite import Conformance, assert_documented, no_gpu
+from devices.fake import FakeDevice
 
 import mfload
-from mfload import errors
+from mfload import errors, frameworks
+from mfload.devices.device import Device
 from mfload.frameworks import cupy_adapter
+from mfload.frameworks.adapter import Adapter
 from mfload.frameworks.outgoing import outgoing
+
+
+class Look(Conformance):
+    """What looks into CuPy's arrays; the tests of the host are not for them."""
+
+    framework = "cupy"
+    own = COMMON
+
+    def type_name(self, array: Any) -> str:
+        assert isinstance(array, importlib.import_module("cupy").ndarray)
+        return array.dtype.name
+
+    def raw(self, array: Any) -> bytes:
+        if not array.nbytes:
+            return b""
+        if no_gpu() is None:
+            return array.get().tobytes()
+        # An array on the fake device, which lies in host memory.
+        assert array.flags.c_contiguous
+        return ctypes.string_at(array.data.ptr, array.nbytes)
+
+    def address(self, array: Any) -> int:
+        return array.data.ptr
+
+
+class TestLanding(LandingConformance):
+    look = Look()
+
+    @pytest.fixture(autouse=True)
+    def cupy(self) -> Any:
+        return pytest.importorskip("cupy")
+
+    def adapter(self, land: Device) -> Adapter:
+        return cupy_adapter.CupyAdapter(importlib.import_module("cupy"), 0, land)
+
+    def test_the_host_alone(self) -> None:
+        if not no_gpu():
+            with pytest.raises(errors.DeviceError):
+                frameworks.get("cupy", "cpu")
+
+    # A pool and a stream of CuPy's are not to be had without a driver.
+
+    def on_a_gpu(self, ground: Ground) -> None:
+        if isinstance(ground.device, FakeDevice):
+            pytest.skip("CuPy has no memory of its own without a GPU")
+
+    def test_the_pool(self, ground: Ground) -> None:
+        self.on_a_gpu(ground)
+        super().test_the_pool(ground)
+
+    def test_every_dtype_in_memory_of_the_framework(self, ground: Ground) -> None:
+        self.on_a_gpu(ground)
+        super().test_every_dtype_in_memory_of_the_framework(ground)
+
+    def test_lent_bytes_keep_the_array(self, ground: Ground) -> None:
+        self.on_a_gpu(ground)
+        super().test_lent_bytes_keep_the_array(ground)
 
 
 class TestOnTheHost:
     def test_forms_are_as_stated(self) -> None:
         forms = cupy_adapter.CupyAdapter.forms
-        assert {name: form.type for name, form in forms.items() if form.how == "copy"} == COMMON
+        assert {name: form.type for name, form in forms.items() if form.how == "alias"} == COMMON
         assert {form.type for form in forms.values() if form.how == "bytes"} == {"uint8"}
-        assert not any(form.how == "alias" for form in forms.values())
+        assert not any(form.how == "copy" for form in forms.values())
 
     def test_the_documented_table(self) -> None:
         assert_documented("cupy")

@@ -10,18 +10,24 @@ import numpy as np
 import pytest
 from conformance import material
 from conformance.giving import GivingConformance, give, read
+from conformance.landing import Ground, LandingConformance, lent
 from conformance.material import BITS, COMMON, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 import mfload
+from mfload import errors
+from mfload.devices.device import Device
+from mfload.frameworks.adapter import Adapter
 
 with warnings.catch_warnings():
     # Paddle looks for a compiler cache when it is imported, and for setuptools' old parts.
     warnings.simplefilter("ignore")
     import paddle
     import safetensors.paddle
+
+    from mfload.frameworks import paddle_adapter
 
 # Paddle has them since 3.3.
 UNSIGNED = ("U32", "U64") if hasattr(paddle, "uint32") else ()
@@ -127,6 +133,23 @@ def test_the_public_way_gives_the_same(tmp_path: Any, monkeypatch: pytest.Monkey
     loaded = mfload.load(path, framework="paddle")
     assert mfload.live_bytes() == 0  # Copies: nothing of ours is held.
     TestPaddle().assert_loaded(loaded, rows)
+
+
+class TestPaddleLanding(LandingConformance):
+    look = TestPaddle()
+    landings = ("framework",)
+    landing = "framework"
+
+    def adapter(self, land: Device) -> Adapter:
+        return paddle_adapter.PaddleAdapter(paddle.CPUPlace(), land)
+
+    def test_new_tensors_lie_where_they_did(self, ground: Ground) -> None:
+        before = paddle.get_device()
+        lent(ground, [material.stored("w", "F32", (3,))])
+        assert paddle.get_device() == before
+        with pytest.raises(errors.MfloadError), paddle_adapter._making_at(paddle.CPUPlace()):
+            raise errors.MfloadError("on the way")
+        assert paddle.get_device() == before
 
 
 class TestPaddleGives(GivingConformance):

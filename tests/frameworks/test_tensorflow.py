@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -15,11 +16,15 @@ import safetensors.tensorflow
 import tensorflow as tf
 from conformance import material
 from conformance.giving import GivingConformance, give, read
+from conformance.landing import LandingConformance
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ROOT, Conformance, no_gpu
 
 import mfload
 from mfload import errors
+from mfload.devices.device import Device
+from mfload.frameworks import tensorflow_adapter
+from mfload.frameworks.adapter import Adapter
 
 # A second CPU, to see that tensors go where they are sent.
 _CPU = tf.config.list_physical_devices("CPU")[0]
@@ -191,6 +196,26 @@ except errors.DeviceError as error:
     print("done", flush=True)
 os._exit(0)  # The server has no end of its own.
 """
+
+
+class TestTensorflowLanding(LandingConformance):
+    look = TestTensorflow()
+    stays = frozenset(TestTensorflow.copied)
+    landing = "framework"
+
+    def adapter(self, land: Device) -> Adapter:
+        local = tensorflow_adapter._local()
+        return tensorflow_adapter.TensorflowAdapter(f"{local}/device:CPU:0", local, land)
+
+    def test_which_gpu_of_all_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Three are seen out of four, and the last of them is two.
+        seen = [SimpleNamespace(name=f"/physical_device:GPU:{n}") for n in (3, 0, 2)]
+        parts = {seen[2].name: [object()] * 2}
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: seen)
+        monkeypatch.setattr(
+            tf.config, "get_logical_device_configuration", lambda device: parts.get(device.name)
+        )
+        assert tensorflow_adapter._ordinals() == [3, 0, 2, 2]
 
 
 class TestTensorflowGives(GivingConformance):

@@ -1,0 +1,95 @@
+"""Try and measure loading onto a GPU: is it right, how fast is it, what is it measured against.
+
+    python -m benchmarks.gpu
+
+One command on any machine with an NVIDIA GPU, with whatever of the packages it finds. It writes
+`gpu-NAME.json`, `.md` and `.png`, named after the GPU, into `--out` ($OUT, or `docs/performance`),
+again after every step. Ends with status 1 if a check failed, and 2 without a GPU. `--device cpu`
+rehearses all of it on host arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT, arguments, gpu_facts, gpu_tables, gpu_trials
+from benchmarks.gpu_memory import HOST
+from benchmarks.gpu_run import Run, Setting, put
+from mfload.bench.results import Results
+
+
+def redraw(folder: Path) -> None:
+    """Pages and plots again from each `gpu-*.json` of a folder."""
+    for path in sorted(folder.glob("gpu-*.json")):
+        results = Results.read(path)
+        put(results, path.with_suffix(""))
+        gpu_tables.draw(results, path.with_suffix(".png"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments.parser("gpu", __doc__)
+    parser.set_defaults(out=os.environ.get("OUT") and Path(os.environ["OUT"]))
+    parser.add_argument("--device", choices=("cuda:0", HOST), default="cuda:0")
+    parser.add_argument("--minutes", type=float, default=10, help="what it may take in all (10)")
+    parser.add_argument("--gib", type=float, default=8, help="size of the checkpoint in GiB (8)")
+    parser.add_argument("--trials", default="", help="a regex: which checks and questions (all)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Its arguments, those of the process by default.
+
+    Returns:
+        The exit status: 0, 1 if a check failed, 2 if there is no GPU.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.device == HOST and args.out is None:
+        parser.error("--device cpu measures nothing worth keeping: say where to write with --out")
+    out: Path = args.out or ROOT / "docs" / "performance"
+    out.mkdir(parents=True, exist_ok=True)
+    if args.redraw:
+        redraw(out)
+        return 0
+    gpu: dict[str, Any] | str = {} if args.device == HOST else gpu_facts.look()
+    if isinstance(gpu, str):
+        print(f"benchmarks.gpu needs an NVIDIA GPU: {gpu}", file=sys.stderr)
+        return 2
+    name = gpu_facts.slug(gpu["name"]) if gpu else "rehearsal"
+    seed = secrets.randbelow(2**32) if args.seed is None else args.seed
+    setting = Setting(
+        args.device, gpu, gpu_facts.cores(), args.minutes, args.gib, args.rounds, seed,
+        args.trials, out / f"gpu-{name}",
+    )  # fmt: skip
+    print(f"{gpu_facts.sentence(gpu)}; seed {seed}", flush=True)
+    if args.workdir is not None:
+        args.workdir.mkdir(parents=True, exist_ok=True)
+    # Whoever ends it from outside is not left with gigabytes of a checkpoint.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
+        results = Run(setting, Path(folder)).all()
+    redraw_one(setting.out)
+    print("\n" + gpu_tables.targets(gpu_tables.judge(results)))
+    failed = gpu_trials.failed(results.run["trials"])
+    print(f"\nchecks that failed: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
+
+
+def redraw_one(out: Path) -> None:
+    """The plot of one run, from what was written."""
+    gpu_tables.draw(Results.read(out.with_suffix(".json")), out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

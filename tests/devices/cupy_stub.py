@@ -1,0 +1,367 @@
+"""As much of CuPy and of CUDA's driver as mfload uses, on host memory, to run where no GPU is.
+
+It has no name that CuPy lacks, and its functions have the parameters of CuPy's: a test compares
+them with the package. Work runs as late and as oddly as on the fake device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from devices.queues import Mark, Mode, Queue, Queues, Span
+
+_NAMES = {1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 101: "cudaErrorInvalidDevice",
+          400: "cudaErrorInvalidResourceHandle", 712: "cudaErrorHostMemoryAlreadyRegistered",
+          713: "cudaErrorHostMemoryNotRegistered", 719: "cudaErrorLaunchFailure"}  # fmt: skip
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"{_NAMES.get(status, 'cudaErrorUnknown')}: as the stub says")
+
+
+class Machine:
+    """What lies under the stub.
+
+    Args:
+        count: Devices.
+        total: Bytes of each.
+        mode: When work runs (see `queues`).
+        seed: Of chance.
+    """
+
+    def __init__(
+        self, count: int = 2, total: int = 1 << 30, mode: Mode = "lazy", seed: int = 0
+    ) -> None:
+        self.count, self.total = count, total
+        self.queues = Queues(mode, seed)
+        self.lock = threading.RLock()
+        self.handles = iter(range(1 << 20, 1 << 40))
+        self.memory: dict[int, tuple[int, Any]] = {}  # Address to device and bytes.
+        self.pinned: dict[int, Span] = {}
+        self.streams: dict[int, tuple[int, Queue]] = {}
+        self.events: dict[int, tuple[int, list[Mark]]] = {}
+        self.misuse: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self.fail: dict[str, int] = {}  # Call to the status that it returns from now on.
+        self.local = threading.local()
+
+    @property
+    def stack(self) -> list[Any]:
+        """Contexts of this thread; None where it has set none."""
+        if not hasattr(self.local, "stack"):
+            self.local.stack = [None]
+        return self.local.stack
+
+    @property
+    def current(self) -> list[Any]:
+        if not hasattr(self.local, "streams"):
+            self.local.streams = []
+        return self.local.streams
+
+    def begin(self, call: str) -> int:
+        """Counts a call; the device that is current, which CUDA would else make 0."""
+        self.calls[call] += 1
+        if self.fail.get(call):
+            raise CUDARuntimeError(self.fail[call])
+        if self.stack[-1] is None:
+            self.misuse.append(f"{call} with no device current")
+            return 0
+        return self.stack[-1]
+
+    def find(self, address: int, nbytes: int) -> Any | None:
+        """The bytes there, None for memory of the host."""
+        with self.lock:
+            for base, (_, held) in self.memory.items():
+                if base <= address < base + held.size:
+                    if address + nbytes > base + held.size:
+                        raise CUDARuntimeError(1)
+                    return held[address - base :][:nbytes]
+        return None
+
+    def is_pinned(self, span: Span) -> bool:
+        with self.lock:
+            return any(p.start <= span.start and span.end <= p.end for p in self.pinned.values())
+
+    def free_of_work(self, span: Span, what: str) -> None:
+        if self.queues.pending(span):
+            self.misuse.append(what)
+
+    def assert_clean(self) -> None:
+        gc.collect()
+        left = {"bytes": sum(held.size for _, held in self.memory.values()),
+                "pinned": len(self.pinned), "streams": len(self.streams),
+                "events": len(self.events)}  # fmt: skip
+        assert not self.misuse, self.misuse
+        assert not any(left.values()), left
+
+    def driver(self) -> Any:
+        """CUDA's driver library."""
+
+        def retain(context: Any, number: int) -> int:
+            if number >= self.count:
+                return 101
+            context._obj.value = number + 1
+            return 0
+
+        def push(context: Any) -> int:
+            self.stack.append(context.value - 1)
+            return 0
+
+        def pop(context: Any) -> int:
+            self.stack.pop()
+            return 0
+
+        return SimpleNamespace(
+            cuDevicePrimaryCtxRetain=retain, cuCtxPushCurrent_v2=push, cuCtxPopCurrent_v2=pop
+        )
+
+    def cupy(self) -> Any:
+        """The package."""
+        return SimpleNamespace(
+            __version__="14.2.0",
+            cuda=SimpleNamespace(
+                runtime=Runtime(self),
+                Stream=_stream_class(self),
+                UnownedMemory=UnownedMemory,
+                MemoryPointer=MemoryPointer,
+            ),
+            ndarray=ndarray,
+            copyto=_copyto(self),
+        )
+
+
+class Runtime:
+    CUDARuntimeError = CUDARuntimeError
+    memcpyDefault = 4
+    streamNonBlocking = 1
+    eventBlockingSync = 1
+    eventDisableTiming = 2
+    cudaDevAttrMaxPitch = 11
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def deviceGetAttribute(self, attrib: int, device: int) -> int:
+        self._machine.begin("deviceGetAttribute")
+        assert attrib == self.cudaDevAttrMaxPitch
+        return 100  # Small, so that tests come by what is longer.
+
+    def deviceGetPCIBusId(self, device: int) -> str:
+        self._machine.begin("deviceGetPCIBusId")
+        return f"0000:{0x3B + device:02X}:00.0"
+
+    def memGetInfo(self) -> tuple[int, int]:
+        device = self._machine.begin("memGetInfo")
+        with self._machine.lock:
+            used = sum(held.size for at, held in self._machine.memory.values() if at == device)
+        return self._machine.total - used, self._machine.total
+
+    def malloc(self, size: int) -> int:
+        device = self._machine.begin("malloc")
+        if size > self.memGetInfo()[0]:
+            raise CUDARuntimeError(2)
+        room = np.full(size + 512, 0xA5, np.uint8)
+        start = -room.ctypes.data % 512
+        held = room[start : start + size]
+        with self._machine.lock:
+            self._machine.memory[held.ctypes.data] = device, held
+        return held.ctypes.data
+
+    def free(self, ptr: int) -> None:
+        self._machine.begin("free")
+        # CUDA itself waits for the device here, which helps nobody who counts on the bytes.
+        nbytes = self._machine.memory[ptr][1].size
+        self._machine.free_of_work(Span(ptr, nbytes), "memory freed while work touches it")
+        with self._machine.lock:
+            del self._machine.memory[ptr]
+
+    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
+        self._machine.begin("hostRegister")
+        span = Span(ptr, size)
+        with self._machine.lock:
+            if any(span.meets(other) for other in self._machine.pinned.values()):
+                raise CUDARuntimeError(712)
+            assert flags == 1
+            self._machine.pinned[ptr] = span
+
+    def hostUnregister(self, ptr: int) -> None:
+        self._machine.begin("hostUnregister")
+        with self._machine.lock:
+            span = self._machine.pinned.pop(ptr, None)
+        if span is None:
+            raise CUDARuntimeError(713)
+        self._machine.free_of_work(span, "unregistered while work touches it")
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        self._machine.begin("memcpyAsync")
+        self._copy(dst, size, src, size, size, 1, kind, stream)
+
+    def memcpy2DAsync(self, dst: int, dpitch: int, src: int, spitch: int, width: int,
+                      height: int, kind: int, stream: int) -> None:  # fmt: skip
+        self._machine.begin("memcpy2DAsync")
+        if not width <= min(dpitch, spitch) or max(dpitch, spitch) > 100:
+            raise CUDARuntimeError(1)
+        self._copy(dst, dpitch, src, spitch, width, height, kind, stream)
+
+    def streamCreateWithFlags(self, flags: int) -> int:
+        device = self._machine.begin("streamCreateWithFlags")
+        assert flags == self.streamNonBlocking
+        handle = next(self._machine.handles)
+        self._machine.streams[handle] = device, self._machine.queues.new()
+        return handle
+
+    def streamDestroy(self, stream: int) -> None:
+        self._machine.begin("streamDestroy")
+        queue = self._queue(stream)
+        del self._machine.streams[stream]
+        queue.close()
+
+    def streamSynchronize(self, stream: int) -> None:
+        self._machine.begin("streamSynchronize")
+        self._queue(stream).synchronize()
+
+    def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
+        self._machine.begin("streamWaitEvent")
+        for mark in self._marks(event):
+            self._queue(stream).wait(mark)
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        device = self._machine.begin("eventCreateWithFlags")
+        assert flags == self.eventDisableTiming | self.eventBlockingSync
+        handle = next(self._machine.handles)
+        self._machine.events[handle] = device, []
+        return handle
+
+    def eventDestroy(self, event: int) -> None:
+        self._machine.begin("eventDestroy")
+        del self._machine.events[event]
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        self._machine.begin("eventRecord")
+        queue = self._queue(stream)
+        if self._machine.events[event][0] != self._machine.streams[stream][0]:
+            raise CUDARuntimeError(400)
+        self._marks(event)[:] = [queue.mark()]
+
+    def eventQuery(self, event: int) -> int:
+        """Returns the status, as CuPy's does, and raises nothing."""
+        self._machine.calls["eventQuery"] += 1
+        if self._machine.fail.get("eventQuery"):
+            return self._machine.fail["eventQuery"]
+        return 0 if all(mark.done() for mark in self._marks(event)) else 600
+
+    def eventSynchronize(self, event: int) -> None:
+        self._machine.begin("eventSynchronize")
+        for mark in self._marks(event):
+            mark.wait()
+
+    def _marks(self, event: int) -> list[Mark]:
+        if event not in self._machine.events:
+            raise CUDARuntimeError(400)
+        return self._machine.events[event][1]
+
+    def _queue(self, stream: int) -> Queue:
+        if stream not in self._machine.streams:
+            raise CUDARuntimeError(400)
+        return self._machine.streams[stream][1]
+
+    def _copy(self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int,
+              kind: int, stream: int) -> None:  # fmt: skip
+        assert kind == self.memcpyDefault
+        machine, queue = self._machine, self._queue(stream)
+        spans = [Span(dst, (height - 1) * dpitch + width), Span(src, (height - 1) * spitch + width)]
+        ends = [(machine.find(span.start, span.end - span.start), span) for span in spans]
+
+        def run() -> None:
+            for row in range(height):
+                ctypes.memmove(dst + row * dpitch, src + row * spitch, width)
+
+        queue.give(run, spans)
+        if any(held is None and not machine.is_pinned(span) for held, span in ends):
+            queue.synchronize()  # Memory that is not locked is done with when the call returns.
+
+
+def _stream_class(machine: Machine) -> Any:
+    class Stream:
+        def __init__(self, null=False, non_blocking=False, ptds=False, priority=None) -> None:  # type: ignore
+            raise NotImplementedError
+
+        @classmethod
+        def from_external(cls, obj: Any) -> Any:
+            version, handle = obj.__cuda_stream__()
+            assert version == 0
+            made = cls.__new__(cls)
+            made.ptr = handle
+            return made
+
+        def __enter__(self) -> Any:
+            machine.current.append(machine.streams[self.ptr][1])
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            machine.current.pop()
+
+    return Stream
+
+
+class UnownedMemory:
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr, self.size, self.device_id = ptr, size, device_id
+
+
+class MemoryPointer:
+    def __init__(self, mem: UnownedMemory, offset: int) -> None:
+        self.ptr, self.device_id = mem.ptr + offset, mem.device_id
+
+
+class ndarray:
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None,
+                 order: str = "C") -> None:  # fmt: skip
+        self.dtype = np.dtype(dtype)
+        if self.dtype.name.startswith("float8"):
+            raise ValueError(f"Unsupported dtype {self.dtype}")
+        self.shape, self.ptr, self.device_id = tuple(shape), memptr.ptr, memptr.device_id
+        made = np.lib.stride_tricks.as_strided(np.empty(1, self.dtype), self.shape, strides)
+        packed = np.empty(self.shape, self.dtype).strides
+        self.strides = made.strides if strides is not None else packed
+
+    def bounds(self) -> tuple[int, int]:
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        first = sum(min(r, 0) for r in reach)
+        return first, sum(max(r, 0) for r in reach) - first + self.dtype.itemsize
+
+
+def _copyto(machine: Machine) -> Any:
+    def copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -> None:
+        assert casting == "unsafe"
+        assert src.device_id == dst.device_id == machine.begin("kernel")
+        spans, held = [], []
+        for end in (dst, src):
+            first, nbytes = end.bounds()
+            if end.ptr % end.dtype.itemsize or any(s % end.dtype.itemsize for s in end.strides):
+                raise CUDARuntimeError(719)  # A misaligned address.
+            data = machine.find(end.ptr + first, nbytes)
+            assert data is not None
+            held.append(np.ndarray(end.shape, end.dtype, data, -first, end.strides))
+            spans.append(Span(end.ptr + first, nbytes))
+
+        def run() -> None:
+            with np.errstate(all="ignore"):
+                held[0][...] = convert(held[1], dst.dtype)
+
+        machine.current[-1].give(run, spans)
+
+    return copyto
+
+
+def convert(values: Any, dtype: Any) -> Any:
+    """What the stub's kernels compute; tests may have it err."""
+    return values.astype(dtype)

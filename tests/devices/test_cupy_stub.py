@@ -1,0 +1,268 @@
+"""CupyDevice over a stub of CuPy: its logic without a GPU, and its names against the real CuPy."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import cupy_stub
+from devices.contract import Contract, download, flat, noise, pinned, streams, upload
+from devices.cupy_stub import CUDARuntimeError, Machine
+from devices.queues import MODES
+
+from mfload import errors
+from mfload.devices.cupy_device import CupyDevice
+from mfload.devices.device import Rows
+from mfload.io import buffers
+from mfload.io.blocks import Copy
+
+F4, F2 = np.dtype("f4"), np.dtype("f2")
+
+
+class TestContract(Contract):
+    @pytest.fixture(params=MODES)
+    def machine(self, request: Any) -> Iterator[Machine]:
+        made = Machine(mode=request.param)
+        yield made
+        made.assert_clean()
+
+    @pytest.fixture
+    def device(self, machine: Machine) -> CupyDevice:
+        return CupyDevice(0, machine.cupy(), machine.driver())
+
+    @pytest.fixture
+    def other(self, machine: Machine) -> CupyDevice:
+        return CupyDevice(1, machine.cupy(), machine.driver())
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = Machine()
+    yield made
+    made.assert_clean()
+
+
+@pytest.fixture
+def device(machine: Machine) -> CupyDevice:
+    return CupyDevice(1, machine.cupy(), machine.driver())
+
+
+def test_every_name_is_one_of_cupy(machine: Machine) -> None:
+    cupy = pytest.importorskip("cupy")
+    stub = machine.cupy()
+    assert compare(stub, cupy, "cupy") > 30
+
+
+def compare(stub: Any, real: Any, path: str) -> int:
+    """How many names were compared."""
+    seen = 0
+    for name in dir(stub):
+        if name.startswith("_"):
+            continue
+        assert hasattr(real, name), f"{path}.{name} is not in CuPy"
+        mine, theirs = getattr(stub, name), getattr(real, name)
+        seen += 1
+        if isinstance(mine, int):
+            assert mine == theirs, f"{path}.{name}"
+        elif callable(mine):
+            assert parameters(mine) == parameters(theirs), f"{path}.{name}"
+        else:
+            seen += compare(mine, theirs, f"{path}.{name}")
+    return seen
+
+
+def parameters(function: Any) -> list[str] | None:
+    """Names of the parameters; Cython writes them in the first line that looks like a call."""
+    if function.__name__ in ("CUDARuntimeError", "UnownedMemory", "MemoryPointer", "Stream"):
+        return None  # Cython keeps what they take to itself.
+    try:
+        found = list(inspect.signature(function).parameters)
+    except ValueError:
+        text = re.search(r"\((.*?)\)", function.__doc__)
+        assert text is not None
+        found = [part.split("=")[0].split()[-1] for part in text[1].split(",") if part.strip()]
+    return [name for name in found if name != "self"]
+
+
+def test_memory_objects_of_cupy_take_what_they_are_given() -> None:
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(4096, 512, None, 1)
+    array = cupy.ndarray((2, 3), F4, cupy.cuda.MemoryPointer(memory, 40), (-12, 4))
+    assert (array.data.ptr, array.strides, array.device.id) == (4136, (-12, 4), 1)
+    stream = cupy.cuda.Stream.from_external(type("S", (), {"__cuda_stream__": lambda _: (0, 77)})())
+    assert stream.ptr == 77
+    error = cupy.cuda.runtime.CUDARuntimeError(2)
+    assert (error.status, str(error).split(":")[0]) == (2, "cudaErrorMemoryAllocation")
+
+
+def test_names(device: CupyDevice) -> None:
+    assert (device.name, device.place, device.pci) == ("cuda:1", (2, 1), "0000:3c:00.0")
+
+
+def test_the_callers_device_is_left_as_it_was(machine: Machine, device: CupyDevice) -> None:
+    machine.stack[-1] = 0
+
+    def use() -> None:
+        assert device.converts(F4, F2)
+        download(upload(device, noise(1000)))
+        device.room()
+        with pytest.raises(errors.MemoryLimitError):
+            device.allocate(1 << 40)
+
+    use()
+    assert machine.stack == [0]
+    stacks: list[Any] = []
+    thread = threading.Thread(target=lambda: (use(), stacks.append(machine.stack)))
+    thread.start()
+    thread.join()
+    assert stacks == [[None]]
+
+
+def test_memory_dies_on_its_own_device_in_any_thread(machine: Machine, device: CupyDevice) -> None:
+    held = [device.allocate(100)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    machine.assert_clean()  # It would name a call that found no device current.
+
+
+def test_rows_beyond_the_longest_pitch(machine: Machine, device: CupyDevice) -> None:
+    data = noise(1000)
+    target = device.allocate(500)
+    with pinned(device, 1000) as stage, streams(device) as stream:
+        stage[:] = data
+        machine.calls.clear()
+        stream.copy_in(target, 0, stage, Rows(5, 100, 200))
+        stream.copy_in(target, 0, stage, Rows(1, 100, 300))
+        stream.copy_in(target, 0, stage, Rows(5, 100, 100))
+        assert machine.calls["memcpyAsync"] == 7
+        stream.copy_in(target, 0, stage, Rows(5, 100, 200))
+        stream.copy_in(target, 0, stage, Rows(10, 50, 100))
+        assert machine.calls["memcpy2DAsync"] == 1
+    wanted = data.reshape(10, 100)[:, :50]
+    assert download(target).tobytes() == wanted.tobytes()
+
+
+CALLS = {
+    "malloc": lambda d, s, e: d.allocate(5),
+    "memGetInfo": lambda d, s, e: d.room(),
+    "streamCreateWithFlags": lambda d, s, e: d.stream(),
+    "eventCreateWithFlags": lambda d, s, e: s.record(),
+    "eventRecord": lambda d, s, e: s.record(),
+    "eventQuery": lambda d, s, e: e.done(),
+    "eventSynchronize": lambda d, s, e: e.wait(),
+    "streamWaitEvent": lambda d, s, e: s.wait(e),
+    "streamSynchronize": lambda d, s, e: s.synchronize(),
+    "memcpyAsync": lambda d, s, e: s.copy_out(np.empty(5, np.uint8), d.allocate(5), 0),
+    "memcpy2DAsync": lambda d, s, e: s.copy_within(
+        d.allocate(8), 0, d.allocate(8), 0, Rows(2, 1, 2)
+    ),
+    "kernel": lambda d, s, e: s.convert(
+        d.allocate(8), 0, d.allocate(8), 0, Copy((2,), (4,), 0, F4, F2)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_errors_name_device_call_and_what_cuda_said(
+    machine: Machine, device: CupyDevice, call: str
+) -> None:
+    fail(machine, device, call)
+    gc.collect()
+
+
+def fail(machine: Machine, device: CupyDevice, call: str) -> None:
+    with streams(device) as stream:
+        event = stream.record()
+        machine.fail[call] = 719
+        said = "convert" if call == "kernel" else call
+        with pytest.raises(errors.DeviceError, match=f"cuda:1.*{said}.*cudaErrorLaunchFailure"):
+            CALLS[call](device, stream, event)
+        machine.fail.clear()
+        CALLS[call](device, stream, event)
+        stream.synchronize()
+        if call in ("streamCreateWithFlags",):
+            made = list(machine.streams)
+            for handle in made[1:]:
+                device.ask("streamDestroy", handle)
+
+
+def test_memory_that_is_not_there(machine: Machine, device: CupyDevice) -> None:
+    with pytest.raises(errors.MemoryLimitError) as caught:
+        device.allocate(2 << 30)
+    assert caught.value.expected == f"{2 << 30} bytes"
+    assert "cuda:1" in str(caught.value)
+    assert "cudaErrorMemoryAllocation" in str(caught.value)
+
+
+def test_pages_that_are_not_locked(machine: Machine, device: CupyDevice) -> None:
+    stage = buffers.allocate(5000)
+    for status in (1, 2, 719):
+        machine.fail["hostRegister"] = status
+        with pytest.raises(errors.MemoryLimitError, match=r"5000 bytes for cuda:1") as caught:
+            device.pin(stage)
+        assert str(CUDARuntimeError(status)) in str(caught.value)
+    device.unpin(stage)  # Nothing to take back, and nothing raised.
+
+
+def test_closing_never_raises(machine: Machine, device: CupyDevice) -> None:
+    stream = device.stream()
+    machine.fail = {"streamSynchronize": 719}
+    stream.close()
+    assert not machine.streams
+    machine.fail.clear()
+    for call in (stream.record, stream.synchronize):
+        with pytest.raises(errors.DeviceError, match="closed"):
+            call()
+    target = device.allocate(8)
+    with pinned(device, 8) as stage, pytest.raises(errors.DeviceError, match="closed"):
+        stream.copy_in(target, 0, stage, flat(8))
+
+
+def test_a_driver_that_refuses(machine: Machine) -> None:
+    with pytest.raises(errors.DeviceError, match=r"cuda:7.*cuDevicePrimaryCtxRetain.*101"):
+        CupyDevice(7, machine.cupy(), machine.driver())
+
+
+def test_the_end_of_the_interpreter(machine: Machine, device: CupyDevice) -> None:
+    memory = device.allocate(5)
+    with streams(device) as stream:
+        event = stream.record()
+    machine.fail = {"free": 4, "eventDestroy": 4}
+    del memory, event  # The driver is gone; pytest would tell of an error in __del__.
+    gc.collect()
+    machine.memory.clear()
+    machine.events.clear()
+
+
+class TestConverts:
+    def test_only_what_has_numpys_results(
+        self, device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert device.converts(F4, F2)
+        monkeypatch.setattr(
+            cupy_stub, "convert", lambda v, d: (v.astype("f8") * (1 - 1e-8)).astype(d)
+        )
+        assert device.converts(F4, F2), "asked once"
+        assert not device.converts(F2, F4)
+
+    def test_a_device_without_compiler_says_no(
+        self, machine: Machine, device: CupyDevice, caplog: Any
+    ) -> None:
+        machine.fail["kernel"] = 719
+        with caplog.at_level("INFO", "mfload"):
+            assert not device.converts(F4, F2)
+        assert "cuda:1 does not convert float32 to float16" in caplog.text
+        assert "cudaErrorLaunchFailure" in caplog.text
+
+    def test_types_that_cupy_lacks(self, device: CupyDevice) -> None:
+        import ml_dtypes
+
+        assert not device.converts(F4, np.dtype(ml_dtypes.float8_e4m3fn))
+        assert device.converts(F4, np.dtype(ml_dtypes.bfloat16))

@@ -1,0 +1,374 @@
+"""Loads onto devices: bit for bit in every order that streams allow, within what was allowed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import samples
+from devices import arrays
+from devices.fake import FakeDevice
+from devices.queues import MODES
+from hypothesis import given, strategies as st
+
+import mfload
+from mfload import errors, loading, placement
+from mfload.devices import memory, numa, slots
+from mfload.devices.slots import Ring
+from mfload.devices.staged import StagedWorker
+from mfload.formats import checkpoint
+from mfload.frameworks.adapter import Pool
+from mfload.io import buffers
+from mfload.placement import Need
+from mfload.settings import Settings
+
+MODEL = samples.model()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return samples.save(tmp_path / "model.safetensors", MODEL)
+
+
+@pytest.fixture
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "SLOT", 64 << 10)
+
+
+def _load(path: Path, **how: Any) -> dict[str, Any]:
+    return mfload.load(path, framework="numpy", **how)
+
+
+def _settled(device: FakeDevice) -> None:
+    device.assert_clean()
+    assert buffers.live_bytes() == 0
+    assert memory.live_bytes() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ["auto", "pinned", "pread", "direct", "gds"])
+@pytest.mark.parametrize("landing", ["auto", "mfload", "framework"])
+def test_bit_for_bit(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_slots: None,
+    mode: Any,
+    engine: Any,
+    landing: Any,
+) -> None:
+    device = FakeDevice(mode=mode)
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    report = mfload.Report()
+    found = _load(path, engine=engine, landing=landing, threads=3, report=report)
+    samples.assert_same(found, MODEL)
+    device.assert_clean(result=True)
+    assert {engine for _, engine, _ in report.route} == {"pinned"}
+    assert report.read_bytes == sum(a.nbytes for a in MODEL.values())
+    assert device.nbytes["copy_in"] == report.read_bytes
+    if landing != "framework":
+        assert report.device_peak_bytes >= report.result_bytes
+    del found
+    _settled(device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("known", [True, False], ids=["on the device", "on the host"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", {"steps|layer.1": "int8"}])
+def test_conversions(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_slots: None,
+    mode: Any,
+    known: bool,
+    dtype: Any,
+) -> None:
+    """Values are NumPy's, wherever they are converted; those that are checked are on the host."""
+    expected = None
+    if isinstance(dtype, str):
+        expected = {name: array.copy() for name, array in _load(path, dtype=dtype).items()}
+    device = FakeDevice(mode=mode, converts=None if known else lambda *_: False)
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    if expected is None:
+        with pytest.raises(errors.LossyCastError) as caught:
+            _load(path, dtype=dtype)
+        assert caught.value.tensor in ("steps", "layer.1.q")
+        assert caught.value.file == str(path)
+    else:
+        samples.assert_same(_load(path, dtype=dtype), expected)
+        assert bool(device.calls["convert"]) == known
+    _settled(device)
+
+
+def test_every_tensor_lies_on_256_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    found = _load(path)
+    assert {a.ctypes.data % 256 for a in found.values() if a.nbytes} == {0}
+
+
+@st.composite
+def _index(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    parts: list[Any] = []
+    for length in shape:
+        start, stop = sorted((draw(st.integers(0, length)), draw(st.integers(0, length))))
+        step = draw(st.sampled_from([1, 1, 1, 2, 3, -1, -2]))
+        parts.append(slice(start, stop, step) if step > 0 else slice(None, None, step))
+    return tuple(parts)
+
+
+@given(st.data())
+def test_parts_of_tensors(tmp_path_factory: Any, data: st.DataObject) -> None:
+    """Any slice, as many times as one likes, on any of three devices: each byte is read once."""
+    kind = data.draw(st.sampled_from([np.float32, ml_dtypes.bfloat16, np.uint8, np.float64]))
+    shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    model = {"w": samples.numbers(shape, kind), "v": samples.numbers((3000,), np.uint8)}
+    path = samples.save(tmp_path_factory.mktemp("parts") / "m.safetensors", model)
+    mode = data.draw(st.sampled_from(MODES))
+    there = [FakeDevice(mode=mode, name=f"fake:{n}", seed=n) for n in range(3)]
+    index, sources = checkpoint.read(path)
+    wants: list[tuple[Need, Any]] = []
+    for name in data.draw(st.lists(st.sampled_from(["w", "w", "v"]), min_size=1, max_size=4)):
+        at = data.draw(_index(model[name].shape))
+        info = index[name]
+        numbers = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+        need = Need(info, info.dtype, placement.select(info, at), devices=tuple(numbers))
+        wants.append((need, model[name][at]))
+    settings = Settings(threads=data.draw(st.integers(1, 3)))
+    report = mfload.Report(stages={})
+    loader = loading.Loader(index, sources, arrays.Arrays(*there), settings)
+    found = loader.load([need for need, _ in wants], report=report)
+    for (need, expected), tuple_ in zip(wants, found, strict=True):
+        assert len(tuple_) == len(need.devices)
+        for array in tuple_:
+            assert samples.same(array, np.ascontiguousarray(expected).reshape(expected.shape))
+    for device in there:
+        device.assert_clean(result=True)
+    boxes = [need for need, _ in wants if all(a.step == 1 for a in need.selection or ())]
+    if len(boxes) == len(wants):
+        assert report.read_bytes <= sum(array.nbytes for array in model.values())
+
+
+def test_replicas_are_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [FakeDevice(name=f"fake:{n}") for n in range(4)]
+    index, sources = checkpoint.read(path)
+    needs = [Need(info, info.dtype, devices=(0, 1, 2, 3)) for info in index.tensors.values()]
+    report = mfload.Report(stages={})
+    loader = loading.Loader(index, sources, arrays.Arrays(*there), Settings(threads=4))
+    found = loader.load(needs, report=report)
+    for need, replicas in zip(needs, found, strict=True):
+        assert all(samples.same(each, MODEL[need.info.name]) for each in replicas)
+    total = sum(array.nbytes for array in MODEL.values())
+    assert report.read_bytes == total
+    assert [device.nbytes["copy_in"] for device in there] == [total] * 4
+
+
+def test_each_device_has_readers_of_its_own(
+    path: Path, monkeypatch: pytest.MonkeyPatch, small_slots: None
+) -> None:
+    """Tensors on two devices; each is read by threads on the cores next to its device."""
+    there = [FakeDevice(name=f"fake:{n}", pci=f"0000:0{n}:00.0") for n in range(2)]
+    cores = sorted(os.sched_getaffinity(0))
+    near = {f"0000:0{n}:00.0": frozenset([cores[n % len(cores)]]) for n in range(2)}
+    monkeypatch.setattr(numa, "cpus", near.__getitem__)
+    seen: dict[str, set[frozenset[int]]] = {}
+    real = Ring.take
+
+    def take(ring: Any) -> Any:
+        slot = real(ring)
+        where = frozenset(os.sched_getaffinity(0))
+        seen.setdefault(slot._device.name, set()).add(where)
+        return slot
+
+    monkeypatch.setattr(Ring, "take", take)
+    index, sources = checkpoint.read(path)
+    infos = list(index.tensors.values())
+    needs = [Need(info, info.dtype, devices=(n % 2,)) for n, info in enumerate(infos)]
+    loader = loading.Loader(index, sources, arrays.Arrays(*there), Settings(threads=2))
+    found = loader.load(needs)
+    assert all(samples.same(one, MODEL[i.name]) for (one,), i in zip(found, infos, strict=True))
+    assert seen == {f"fake:{n}": {near[f"0000:0{n}:00.0"]} for n in range(2)}
+    assert frozenset(os.sched_getaffinity(0)) == frozenset(cores)
+
+
+def test_some_land_on_the_host(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device, on_host=["F32", "I64"]))
+    report = mfload.Report()
+    samples.assert_same(_load(path, report=report), MODEL)
+    device.assert_clean()
+    for engine in ("mmap",):
+        samples.assert_same(_load(path, engine=engine), MODEL)
+        assert not device.memory
+
+
+def test_what_is_copied_on_the_device_comes_in_waves(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    made = arrays.Arrays(device, copies=["F32", "BF16"])
+    arrays.take(monkeypatch, made)
+    largest = max(MODEL[n].nbytes for n in ("embed", "wide", "layer.0.q"))
+    with pytest.raises(errors.MemoryLimitError, match="max_device_overhead") as caught:
+        _load(path, max_device_overhead=largest - 1)
+    assert caught.value.tensor == "wide"
+    report = mfload.Report()
+    samples.assert_same(_load(path, max_device_overhead=largest, report=report), MODEL)
+    assert any("waves" in note for note in report.notes)
+    plain = sum(a.nbytes for a in MODEL.values() if a.dtype.name not in ("float32", "bfloat16"))
+    assert report.device_peak_bytes <= plain + largest + 4096
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float64"])
+@pytest.mark.parametrize("known", [True, False])
+def test_overheads_are_held_and_stated(
+    path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, known: bool
+) -> None:
+    device = FakeDevice(converts=lambda *_: known)
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    limits = {"max_host_overhead": 3 << 20, "max_device_overhead": 1 << 20}
+    report = mfload.Report()
+    stated = mfload.plan(path, dtype=dtype, threads=2, **limits)
+    found = _load(path, dtype=dtype, threads=2, report=report, **limits)
+    assert stated.overhead_bytes <= limits["max_host_overhead"]
+    assert report.peak_bytes <= stated.overhead_bytes
+    held = sum(array.nbytes for array in found.values())
+    padding = 256 * len(found)
+    assert stated.device_overhead_bytes <= limits["max_device_overhead"]
+    assert report.device_peak_bytes <= held + padding + stated.device_overhead_bytes
+    assert stated.as_dict()["device_bytes"] >= held
+    assert "devices" in dict(stated.rows())
+    device.assert_clean(result=True)
+
+
+def test_overheads_that_are_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    for name in ("max_host_overhead", "max_device_overhead"):
+        with pytest.raises(errors.UsageError, match=name) as caught:
+            _load(path, dtype="float16", **{name: 1000})
+        least = int(str(caught.value.expected).split()[0])
+        samples.assert_same(
+            _load(path, dtype="float16", **{name: least}), _load(path, dtype="float16")
+        )
+    _settled(device)
+
+
+def test_a_load_that_does_not_fit_never_begins(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = sum(array.nbytes for array in MODEL.values())
+    device = FakeDevice(total=total // 2)
+    pool = Pool(None, "set SOME_VARIABLE=false")
+    arrays.take(monkeypatch, arrays.Arrays(device, pool=pool))
+    with pytest.raises(errors.MemoryLimitError, match=r"fake:0.*SOME_VARIABLE=false") as caught:
+        _load(path)
+    assert str(total // 2) in str(caught.value.found)
+    assert int(str(caught.value.expected).split()[0]) >= total
+    assert not device.calls["allocate"]
+    arrays.take(monkeypatch, arrays.Arrays(device, pool=Pool(total - 1, "give it more")))
+    with pytest.raises(errors.MemoryLimitError, match=r"memory that numpy has.*give it more"):
+        _load(path, landing="framework")
+    _settled(device)
+
+
+def test_checksums_are_compared_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xxhash")
+    mfload.verify(path, checksums="write")
+    manifest = path.with_name("model.checksums.json")
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    samples.assert_same(_load(path, verify=manifest, engine="pinned"), MODEL)
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    status = path.stat()
+    path.write_bytes(raw)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(errors.ChecksumError):
+        _load(path, verify=manifest)
+    _settled(device)
+
+
+def test_opened_checkpoints(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_tensor("embed"), MODEL["embed"])
+        part = opened.get_slice("embed")[3:500, ::-2]
+        assert samples.same(part, np.ascontiguousarray(MODEL["embed"][3:500, ::-2]))
+    del part
+    _settled(device)
+
+
+def test_threads_load_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(mode="thread")
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    wrong: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                samples.assert_same(_load(path), MODEL)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    _settled(device)
+
+
+class TestTheSuiteSees:
+    """Bugs planted in the engine: each must be caught."""
+
+    def _caught(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(slots, "SLOT", 64 << 10)
+        caught = 0
+        for mode in MODES:
+            device = FakeDevice(mode=mode)
+            arrays.take(monkeypatch, arrays.Arrays(device))
+            found = _load(path, threads=2)
+            try:
+                samples.assert_same(found, MODEL)
+                device.assert_clean(result=True)
+            except AssertionError:
+                caught += 1
+            del found
+            device.misuse.clear()
+        assert caught
+
+    def test_a_slot_that_is_taken_too_early(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Ring, "_is_over", lambda self: True)
+
+        def end(self: Any) -> None:
+            slot, _, block = self._busy.popleft()
+            self._free.append(slot)
+            self._finished(block)
+
+        monkeypatch.setattr(Ring, "_end_oldest", end)
+        self._caught(path, monkeypatch)
+
+    def test_slots_that_go_while_copies_are_under_way(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def drain(self: Any) -> None:
+            for _, _, block in self._busy:
+                self._finished(block)
+
+        def close(self: Any) -> None:
+            for each in self._paths:
+                each.close()
+            self._placer.close()
+
+        monkeypatch.setattr(Ring, "drain", drain)
+        monkeypatch.setattr(StagedWorker, "close", close)
+        self._caught(path, monkeypatch)

@@ -1,0 +1,267 @@
+"""JAX on devices that tensors land on: its own memory and ours, alone and on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance import material
+from conformance.landing import Ground, LandingConformance, left, lent, need, wrapped, write
+from conformance.material import Stored
+from conformance.suite import no_gpu
+from devices.fake import FakeDevice
+from test_jax import JaxConformance
+
+from mfload import errors
+from mfload.devices import memory
+from mfload.devices.device import Device
+from mfload.frameworks import jax_adapter, jax_devices, jax_lending, jax_mesh, seams
+from mfload.frameworks.adapter import Adapter
+from mfload.frameworks.jax_sharding import Spot
+
+
+def cpu(number: int) -> Any:
+    return jax.devices("cpu")[number]
+
+
+class TestJaxLanding(LandingConformance):
+    look = JaxConformance()
+    landing = "framework"
+
+    def adapter(self, land: Device) -> Adapter:
+        return jax_adapter.JaxAdapter(cpu(0), land)
+
+    def test_64_bits_stay_exact(self, ground: Ground) -> None:
+        assert not jax.config.jax_enable_x64
+        numbers = np.array([2**40, -(2**63), 2**63 - 1], np.int64)
+        row = Stored("n", "I64", (3,), numbers.tobytes())
+        for way in (wrapped, lent):
+            (array,) = way(ground, [row])
+            assert array.dtype == np.int64
+            assert np.asarray(array).tolist() == numbers.tolist()
+
+    def test_what_was_lent_is_given_away(self, ground: Ground) -> None:
+        row = material.stored("w", "I32", (128, 64))
+        (array,) = lent(ground, [row])
+        address = array.unsafe_buffer_pointer()
+        new = jax.jit(lambda x: -x, donate_argnums=0)(array)
+        assert new.unsafe_buffer_pointer() == address
+        assert array.is_deleted()
+        assert (np.asarray(new) == -np.frombuffer(row.raw, np.int32).reshape(128, 64)).all()
+
+    @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+    def test_memory_of_ours_is_not_given_away(self, ground: Ground) -> None:
+        row = material.stored("w", "I32", (128, 64))
+        (array,) = wrapped(ground, [row])
+        kept = array
+        new = jax.jit(lambda x: -x, donate_argnums=0)(array)
+        assert (np.asarray(new) == -np.frombuffer(row.raw, np.int32).reshape(128, 64)).all()
+        del array, kept, new
+        assert left() == 0
+
+    def test_a_mesh_of_the_users_is_no_matter(self, ground: Ground) -> None:
+        if not hasattr(jax, "set_mesh"):
+            pytest.skip("this version has no jax.set_mesh")
+        rows = material.aligned(("F32", "I64", "F4"))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[-1:]), ("x",))
+        with jax.set_mesh(mesh):
+            arrays = [*wrapped(ground, rows), *lent(ground, rows[:2])]
+        self.check(rows, arrays[:3])
+        self.check(rows[:2], arrays[3:])
+
+    def test_the_number_of_the_device(self) -> None:
+        land = FakeDevice(place=(1, 3))
+        ground = Ground(jax_adapter.JaxAdapter(cpu(3), land), land)
+        rows = material.aligned()
+        for way, wanted in ((wrapped, rows), (lent, [row for row in rows if row.dtype != "F4"])):
+            arrays = way(ground, wanted)
+            assert {array.device for array in arrays} == {cpu(3)}
+            self.check(wanted, arrays)
+            del arrays
+        assert left() == 0
+        land.assert_clean()
+
+
+class TestOnAMesh:
+    """The adapter of a mesh with three devices to land on, one that does not, and a memory kind."""
+
+    @pytest.fixture
+    def lands(self) -> Any:
+        found = {cpu(n): FakeDevice((1, n), f"fake:{n}") for n in (1, 2, 4)}
+        yield found
+        for device in found.values():
+            device.assert_clean()
+
+    @pytest.fixture
+    def mesh(self, lands: Any) -> jax_mesh.JaxMeshAdapter:
+        kind = cpu(1).default_memory().kind
+        spots = [*(Spot(cpu(n), None) for n in (4, 0, 1, 2)), Spot(cpu(1), kind)]
+        return jax_mesh.JaxMeshAdapter(spots, lambda device: (lands.get(device), ("said",)))
+
+    def test_what_lands_where(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
+        row = material.stored("w", "F32", (4, 8))
+        assert [device.name for device in mesh.devices] == ["fake:4", "fake:1", "fake:2"]
+        assert [mesh.lands(need(row, (n,))) for n in range(5)] == [0, None, 1, 2, None]
+        assert mesh.lands(need(row)) is None
+        assert mesh.landing == "framework"
+        assert mesh.notes == ("said",)
+        assert mesh.copies(need(material.stored("f", "F4", (4, 8)), (0,)))
+        assert not mesh.copies(need(row, (0,)))
+        pool = mesh.pool(1)
+        assert pool is not None
+        assert pool.free is None
+        assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in pool.advice
+
+    def test_arrays_on_each(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
+        rows = material.zoo()
+        for spot, number in ((0, 4), (2, 1), (3, 2)):
+            ground = Ground(mesh, lands[cpu(number)])
+            for way in (wrapped, lent):
+                wanted = rows if way is wrapped else [row for row in rows if row.dtype != "F4"]
+                arrays = way(ground, wanted, (spot,))
+                loaded = {row.name: x for row, (x,) in zip(wanted, arrays, strict=True)}
+                assert {array.device for array in loaded.values()} == {cpu(number)}
+                TestJaxLanding.look.assert_loaded(loaded, wanted)
+                del arrays, loaded
+            assert left() == 0
+
+    def test_one_program_for_many(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
+        # 24 layers of three shapes and one tensor besides, on three devices.
+        shapes = [(2, 3), (5,), (4, 4)] * 24 + [(7, 7)]
+        rows = [material.stored(f"w{n}", "F32", shape, n) for n, shape in enumerate(shapes)]
+        needs = [need(row, (spot,)) for spot in (0, 2, 3) for row in rows]
+        jax_lending._maker.cache_clear()
+        given = mesh.lend(needs)
+        assert jax_lending._maker.cache_info().misses == 2
+        by_device: dict[Any, list[tuple[Any, int, bytes]]] = {}
+        for each, row in zip(given, rows * 3, strict=True):
+            by_device.setdefault(each.memory.device, []).append((each.memory, 0, row.raw))
+        for device, parts in by_device.items():
+            write(device, parts)
+        for each, row in zip(given, rows * 3, strict=True):
+            assert np.asarray(each.array[0]).tobytes() == row.raw
+        assert len({each.memory.address for each in given}) == len(given)
+
+
+class TestTrial:
+    """Whether JAX's own memory can be filled in place; the answer is no where anything is odd."""
+
+    def test_all_is_well(self) -> None:
+        land = FakeDevice()
+        assert seams.jax_lends_on(cpu(0), land)
+        assert land.calls["stream"] == 1
+        assert seams.jax_lends_on(cpu(0), land)  # Known by now.
+        assert land.calls["stream"] == 1
+        land.assert_clean()
+
+    @pytest.mark.parametrize("verb", ["stream", "pin", "copy_in", "synchronize"])
+    def test_a_device_that_fails(self, verb: str, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "mfload")
+        land = FakeDevice(fail={verb: 1})
+        assert jax_devices.better([(cpu(0), land)]) == "mfload"
+        assert "told to fail" in caplog.text
+        land.assert_clean()
+
+    def test_writes_that_nobody_sees(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(seams, "_write", lambda *_: None)
+        assert not seams.jax_lends_on(cpu(0), FakeDevice())
+
+    def test_writes_that_go_too_far(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", "mfload")
+        made: list[Any] = []
+        real, zeros = seams._write, jax_lending.zeros
+        monkeypatch.setattr(jax_lending, "zeros", lambda rows: made.extend(zeros(rows)) or made)
+
+        def twice(land: Device, target: Any, source: Any) -> None:
+            real(land, target, source)
+            beside = made[1].unsafe_buffer_pointer()
+            real(land, memory.DeviceBuffer(land, beside, 4, made[1], own=False), source[:4].copy())
+
+        monkeypatch.setattr(seams, "_write", twice)
+        land = FakeDevice()
+        assert not seams.jax_lends_on(cpu(0), land)
+        assert "another array" in caplog.text
+
+    def test_arrays_that_share_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        zeros = jax_lending.zeros
+        monkeypatch.setattr(jax_lending, "zeros", lambda rows: zeros(rows[:1]) * 2)
+        assert not seams.jax_lends_on(cpu(0), FakeDevice())
+
+    def test_no_pointers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jax_lending, "zeros", lambda rows: [object()] * 2)
+        assert not seams.jax_lends_on(cpu(0), FakeDevice())
+
+
+class Told:
+    """A `jax.Device` that says what it has."""
+
+    def __init__(self, **stats: int) -> None:
+        self.memory_stats = lambda: stats or None
+
+
+class TestPool:
+    @pytest.mark.parametrize(
+        ("stats", "free"),
+        [
+            ({}, None),
+            ({"bytes_in_use": 5}, None),
+            ({"bytes_limit": 750, "bytes_in_use": 50}, 700),
+            # All is set aside: the rest of the device is no matter.
+            ({"bytes_limit": 750, "bytes_in_use": 50, "pool_bytes": 750}, 700),
+            # Nothing is, and others have most of the device: 10 in the pool, 100 beside it.
+            ({"bytes_limit": 750, "bytes_in_use": 50, "pool_bytes": 60}, 110),
+        ],
+    )
+    def test_what_is_free(self, stats: dict[str, int], free: int | None) -> None:
+        land = FakeDevice(total=1000)
+        land.taken = 900
+        assert jax_devices.pool_of(Told(**stats), land).free == free
+
+
+class TestLandOn:
+    class Gpu:
+        local_hardware_id = 1
+
+        def __init__(self, platform: str, version: str) -> None:
+            self.platform = platform
+            self.client = self
+            self.platform_version = version
+
+    def test_nvidia_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: Sequence[int] = []
+        from mfload.devices import finding
+
+        land = FakeDevice()
+        monkeypatch.setattr(finding, "find", lambda number: asked.append(number) or land)
+        assert jax_devices.land_on(self.Gpu("gpu", "PJRT C API\ncuda 13000")) == (land, ())
+        assert asked == [1]
+        for platform, version in (("gpu", "rocm 7"), ("tpu", "libtpu"), ("METAL", "jax 0.5")):
+            assert jax_devices.land_on(self.Gpu(platform, version)) == (None, ())
+        assert asked == [1]
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_gives_its_memory() -> None:
+    """Whether XLA's pool can be landed in, which decides where tensors go."""
+    if reason := no_gpu():
+        pytest.skip(reason)
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX knows no GPU: {error}")
+    land, notes = jax_devices.land_on(device)
+    if land is None:
+        pytest.skip(f"nothing lands: {notes}")
+    assert seams.jax_lends_on(device, land)
+    pool = jax_devices.pool_of(device, land)
+    assert pool.free is not None
+    wanted = jax_lending.Wanted(device, None, "int8", (pool.free * 2,))
+    with pytest.raises(errors.MemoryLimitError):
+        jax_lending.zeros([wanted])
+    assert jnp.zeros(3, device=device).sum() == 0
