@@ -191,6 +191,7 @@ def put(results: Results, out: Path) -> None:
         results: The run.
         out: Where to, without a suffix.
     """
-    judged = [target.as_dict() for target in gpu_tables.judge(results)]
-    results.save(out.with_suffix(".json"), targets=judged)
-    pages.put(out.with_suffix(".md"), gpu_tables.page(results))
+    path = out.with_suffix(".json")
+    results.save(path, targets=[target.as_dict() for target in gpu_tables.judge(results)])
+    # From what was written, so that the page can be made again from it.
+    pages.put(out.with_suffix(".md"), gpu_tables.page(Results.read(path)))

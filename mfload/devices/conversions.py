@@ -36,7 +36,9 @@ def agrees(device: Device, source: np.dtype[Any], target: np.dtype[Any]) -> bool
             for made, right in zip(_tried(device, given, target), wanted, strict=True)
         )
     except Exception as error:  # noqa: BLE001 - compilers, headers, drivers: each has its own.
-        _log.info("%s does not convert %s to %s: %s", device.name, source, target, error)
+        # As text: an error that a log keeps would keep the memory that was tried.
+        said = f"{device.name} does not convert {source} to {target}: {error}"
+        _log.info("%s", said)
         return False
 
 

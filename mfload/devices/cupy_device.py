@@ -6,9 +6,9 @@ thread, so the caller finds its own as it was, and a thread that had none still 
 the device and set it back would not do: since CUDA 12 `cudaSetDevice(0)` makes a context, which
 takes hundreds of megabytes, on a device 0 that nobody asked for.
 
-Of the calls used here, CuPy holds the GIL in those that make, record, ask and end streams and
-events, and in `memGetInfo`. None of them waits for the device, but a record may while a stream's
-queue is full. Copies, allocation, release, pinning and all waits let other threads run.
+Of the calls used here, CuPy 14.2 holds the GIL in `eventQuery`, `memGetInfo` and those that ask
+for attributes, as its compiled code shows. None of them waits for the device. All others, such as
+copies, allocation, release, pinning and waits, let other threads run.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class CupyStream:
         return self._handle
 
     def _copy(self, target: int, source: int, rows: Rows) -> None:
-        stream, (count, nbytes, pitch) = self._open(), rows
-        kind = self._device.runtime.memcpyDefault
+        stream, kind = self._open(), self._device.runtime.memcpyDefault
+        count, nbytes, pitch = rows.count, rows.nbytes, rows.pitch
         if not count * nbytes:
             return
         if count == 1 or pitch == nbytes:
@@ -152,8 +152,8 @@ class CupyStream:
             self._device.ask("memcpy2DAsync", *args)
         else:
             for row in range(count):
-                start = target + row * nbytes, source + row * pitch
-                self._device.ask("memcpyAsync", *start, nbytes, kind, stream)
+                ends = target + row * nbytes, source + row * pitch
+                self._device.ask("memcpyAsync", *ends, nbytes, kind, stream)
 
 
 class _Memory:

@@ -147,7 +147,9 @@ class _PastHost:
         try:
             slot = self.ring.take()
             start = self._landers.of(block.source).land(block, slot.buffer)
-        except (errors.DeviceError, errors.ReadError, errors.MemoryLimitError) as error:
+        except errors.SourceChangedError:
+            raise
+        except errors.MfloadError as error:
             if self.ring.waiting is not None:
                 raise  # Of a copy that was begun before.
             self._sources.discard(block.source)

@@ -89,12 +89,12 @@ class Adapter(Protocol):
         """Whose memory is the better one on such a device."""
         ...
 
-    def spread(self, needs: Sequence[Need]) -> Sequence[Need]:
-        """What is to be loaded where such tensors are wanted: each of them on every device."""
+    def assign(self, needs: Sequence[Need]) -> Sequence[Need]:
+        """What is to be loaded where such tensors are wanted: each on its device or devices."""
         ...
 
-    def values(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """What a user gets for each tensor, of the arrays for what `spread` gave, in order."""
+    def results(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """What a user gets for each tensor, of the arrays for what `assign` gave, in order."""
         ...
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
@@ -136,11 +136,11 @@ class Landing:
         """Whose memory is the better one on such a device (see `Adapter`)."""
         return "mfload"
 
-    def spread(self, needs: Sequence[Need]) -> Sequence[Need]:
+    def assign(self, needs: Sequence[Need]) -> Sequence[Need]:
         """What is to be loaded where such tensors are wanted (see `Adapter`)."""
         return needs
 
-    def values(self, arrays: Sequence[Any]) -> Sequence[Any]:
+    def results(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """What a user gets for each tensor (see `Adapter`)."""
         return arrays
 
@@ -158,7 +158,7 @@ class Placing(Protocol):
     """What an adapter of several devices knows of each need, besides what `Adapter` says of all."""
 
     def copies(self, need: Need) -> bool:
-        """Whether the need is copied out of mfload's memory."""
+        """Whether the need is copied out of mfload's memory, if that is on the host."""
         ...
 
     def lends(self, need: Need) -> bool:

@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from mfload import errors
 from mfload.devices.device import Device
 from mfload.dlpack import View
@@ -43,15 +45,20 @@ class CupyAdapter(adapter.Landing):
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `cupy.ndarray` for each view, in order."""
-        cuda = self._cupy.cuda
-        made: list[Any] = []
-        for view in views:
-            memory = view.memory
-            # Whoever gives the device's number is not asked for a driver.
-            held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self._number)
-            start = cuda.MemoryPointer(held, view.at)
-            made.append(self._cupy.ndarray(view.shape, view.dtype.numpy, start))
-        return made
+        return [
+            self._over(view) if adapter.on_device(view.memory) else self._copy(view)
+            for view in views
+        ]
+
+    def _over(self, view: View) -> Any:
+        memory, cuda = view.memory, self._cupy.cuda
+        held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self._number)
+        return self._cupy.ndarray(view.shape, view.dtype.numpy, cuda.MemoryPointer(held, view.at))
+
+    def _copy(self, view: View) -> Any:
+        with self._cupy.cuda.Device(self._number):
+            host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
+            return self._cupy.asarray(host)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Arrays of CuPy's own pool, one for each need."""

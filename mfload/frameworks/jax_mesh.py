@@ -76,14 +76,10 @@ class JaxMeshAdapter(adapter.Landing):
         return None if spot is None or spot.kind else self._numbers.get(spot.device)
 
     def copies(self, need: Need) -> bool:
-        """Whether a need is copied out of the memory it landed in (see `adapter.Placing`)."""
+        """Whether a need is copied out of mfload's memory (see `adapter.Placing`)."""
         if self.forms[need.dtype.name].how == "copy":
             return True
-        spots = [self._spots[n] for n in need.devices]
-        return any(
-            spot.device.platform != "cpu" and (spot.kind or spot.device not in self._numbers)
-            for spot in spots
-        )
+        return any(self._spots[n].device.platform != "cpu" for n in need.devices)
 
     def lends(self, need: Need) -> bool:
         """Whether a need must land in memory that JAX lends (see `adapter.Placing`)."""

@@ -19,7 +19,7 @@ _SHOWN = 10
 class SeveralAdapter(adapter.Landing):
     """See `adapter.Adapter`: an adapter made of others, one a device.
 
-    Each need is for one of them (see `spread`), by its number in `Need.devices`, and each array
+    Each need is for one of them (see `assign`), by its number in `Need.devices`, and each array
     is a tuple of one here.
 
     Args:
@@ -55,7 +55,7 @@ class SeveralAdapter(adapter.Landing):
         whose = {part.landing for part in self._landing}
         return "framework" if whose == {"framework"} else "mfload"
 
-    def spread(self, needs: Sequence[Need]) -> list[Need]:
+    def assign(self, needs: Sequence[Need]) -> list[Need]:
         """A need for each device that is to have a tensor (see `adapter.Adapter`).
 
         Raises:
@@ -84,7 +84,7 @@ class SeveralAdapter(adapter.Landing):
     def _ruled(self, name: str) -> int | None:
         return next((n for regex, n in self._rules or () if regex.search(name)), None)
 
-    def values(self, arrays: Sequence[Any]) -> list[Any]:
+    def results(self, arrays: Sequence[Any]) -> list[Any]:
         """A list of arrays for each tensor, or its one array (see `adapter.Adapter`)."""
         alone = [array for (array,) in arrays]
         if self._rules is not None:
@@ -93,11 +93,8 @@ class SeveralAdapter(adapter.Landing):
         return [alone[at : at + count] for at in range(0, len(alone), count)]
 
     def copies(self, need: Need) -> bool:
-        """Whether a need is copied out of the memory it landed in (see `adapter.Placing`)."""
-        if self.forms[need.dtype.name].how == "copy":
-            return True
-        part = self._part(need)
-        return not part.on_host and part.lands(need) is None
+        """Whether a need is copied out of mfload's memory (see `adapter.Placing`)."""
+        return self.forms[need.dtype.name].how == "copy" or not self._part(need).on_host
 
     def lends(self, need: Need) -> bool:
         """Whether a need must land in the framework's memory (see `adapter.Placing`)."""

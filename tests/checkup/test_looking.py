@@ -8,39 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkup.machines import CARD, ONE, machine, named
 
-from mfload.checkup import cufile, disk, gpus, host, probe_cuda, versions
-from mfload.checkup.findings import Finding
+from mfload.checkup import disk, gpus, host, probe_cuda, versions
 from mfload.devices.asking import Answer
+from mfload.devices.mounts import mount
 from mfload.devices.system import System
-
-
-def machine(root: Path, files: dict[str, str]) -> System:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return System(root)
-
-
-def named(findings: Any, what: str) -> Finding:
-    return next(each for each in findings if each.what == what)
-
-
-CARD = {
-    "sys/bus/pci/devices/0000:1b:00.0/vendor": "0x10de\n",
-    "sys/bus/pci/devices/0000:1b:00.0/class": "0x030200\n",
-    "sys/bus/pci/devices/0000:1b:00.0/max_link_speed": "32.0 GT/s PCIe\n",
-    "sys/bus/pci/devices/0000:1b:00.0/max_link_width": "16\n",
-    "sys/bus/pci/devices/0000:1b:00.0/current_link_width": "16\n",
-    "sys/bus/pci/devices/0000:1b:00.0/numa_node": "1\n",
-    # Neither a network card of NVIDIA's nor another's display is one.
-    "sys/bus/pci/devices/0000:1c:00.0/vendor": "0x10de\n",
-    "sys/bus/pci/devices/0000:1c:00.0/class": "0x020700\n",
-    "sys/bus/pci/devices/0000:1d:00.0/vendor": "0x1002\n",
-    "sys/bus/pci/devices/0000:1d:00.0/class": "0x030000\n",
-}
-ONE = {"driver": "13.0", "devices": [{"name": "G", "memory": 80 << 30, "pci": "0000:1b:00.0"}]}
 
 
 def test_a_bare_tree_is_no_trouble(tmp_path: Path) -> None:
@@ -133,7 +106,7 @@ not a line
     ],
 )  # fmt: skip
 def test_the_mount_of_a_path(tmp_path: Path, path: str, kind: str) -> None:
-    found = disk.mount(machine(tmp_path, {"proc/self/mountinfo": MOUNTS}), path)
+    found = mount(machine(tmp_path, {"proc/self/mountinfo": MOUNTS}), path)
     assert found is not None
     assert found.kind == kind
 
@@ -165,24 +138,6 @@ def test_files_of_a_checkpoint(tmp_path: Path) -> None:
     assert named(findings, "O_DIRECT").topic == "disk"
 
 
-def test_cufile_is_not_asked_about_without_a_gpu(tmp_path: Path) -> None:
-    (found,) = cufile.look(machine(tmp_path, {"etc/cufile.json": "{"}), 0, "overlay")
-    assert "no GPU" in found.found
-
-
-def test_symptoms_of_cufile(tmp_path: Path) -> None:
-    text = '{\n  // with "quotes"\n  "properties": {"allow_compat_mode": true, "x": "//y"} /* */\n}'
-    findings = list(cufile.look(machine(tmp_path, {"etc/cufile.json": text}), 1, "overlay"))
-    assert "5008" in named(findings, "nvidia-fs").advice
-    assert "5027" in named(findings, "file system").advice
-    assert named(findings, "/etc/cufile.json").data["properties"]["x"] == "//y"
-    (tmp_path / "etc/cufile.json").write_text("{")
-    broken = named(cufile.look(System(tmp_path), 1, "ext4"), "/etc/cufile.json")
-    assert broken.level == "trouble"
-    loaded = machine(tmp_path, {"proc/driver/nvidia-fs/version": "version: 2.26\n"})
-    assert named(cufile.look(loaded, 1, "ext4"), "nvidia-fs").found == "version: 2.26"
-
-
 @pytest.mark.parametrize(
     ("installed", "level"),
     [("0.4.9", "trouble"), ("0.5.3", "ok"), ("0.10.9", "ok"), ("0.11.0", "note"),
@@ -207,6 +162,8 @@ class Stub:
                 given[0]._obj.value = 13020
             elif name == "cuDeviceGetCount":
                 given[0]._obj.value = self._count
+            elif name == "cuDeviceGetP2PAttribute":
+                given[0]._obj.value = given[1] == 2  # Access, and no atomics.
             elif name == "cuDeviceTotalMem_v2":
                 given[0]._obj.value = 80 << 30
             elif name in ("cuDeviceGetName", "cuDeviceGetPCIBusId"):
@@ -224,3 +181,13 @@ def test_what_a_driver_says() -> None:
     assert probe_cuda.look(Stub(0, {}))["devices"] == []
     for call in ("cuInit", "cuDeviceGetCount"):
         assert probe_cuda.look(Stub(1, {call: 999})) == {"error": f"{call}: CUDA_ERROR_STUB (999)"}
+    # None visible, as with an empty CUDA_VISIBLE_DEVICES, is no error.
+    assert probe_cuda.look(Stub(0, {"cuInit": 100})) == {
+        "driver": "13.2", "devices": [], "pairs": [],
+    }  # fmt: skip
+
+
+def test_what_a_driver_says_of_pairs() -> None:
+    assert probe_cuda.look(Stub(2, {}))["pairs"] == [(0, 1, True, False), (1, 0, True, False)]
+    refused = Stub(2, {"cuDeviceGetP2PAttribute": 1})
+    assert probe_cuda.look(refused)["pairs"] == [(0, 1, False, False), (1, 0, False, False)]

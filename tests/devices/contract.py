@@ -258,7 +258,7 @@ class Contract:
 
     def test_many_small_copies(self, device: Any) -> None:
         data, target = noise(6000), device.allocate(6000)
-        order = np.random.default_rng(3).permutation(2000)
+        order = np.random.default_rng(3).permutation(2000).tolist()
         with pinned(device, 6000) as stage, streams(device, 3) as several:
             stage[:] = data
             for n in order:

@@ -1,0 +1,512 @@
+"""The GPU benchmark without a GPU: its plumbing on host arrays, and tables of made-up results.
+
+No figure in here was measured on anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import image
+from mfload.checkup.asking import Answer
+
+from benchmarks import (
+    gpu,
+    gpu_facts,
+    gpu_given,
+    gpu_peers,
+    gpu_plan,
+    gpu_rounds,
+    gpu_run,
+    gpu_tables,
+    gpu_tasks,
+    gpu_trial,
+    gpu_trials,
+)
+from benchmarks.gpu_budget import Budget
+from benchmarks.gpu_ceilings import PEAK, cached, direct
+from benchmarks.gpu_given import Given, Row, SkipError
+from benchmarks.gpu_plan import COLD, FAST, PLAIN, SWEEP, WARM
+from benchmarks.gpu_rounds import Rounds, Step
+from benchmarks.gpu_tasks import Way
+from mfload import dtypes
+from mfload.bench import machine
+from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
+from mfload.bench.process import environment
+from mfload.bench.results import Results
+from mfload.bench.runner import Bed
+from mfload.io import probes
+
+ROOT = gpu_run.ROOT
+MADE_UP = {"name": "Made-up GPU of a test", "memory": 48 << 30, "pci": "0000:00:00.0",
+           "cuda": "0.0", "count": 2}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what only matters to figures, and where CI's results go."""
+    monkeypatch.setattr(machine, "busy_share", lambda seconds=0: 0.0)
+    monkeypatch.delenv("OUT", raising=False)
+
+
+# The whole, on host arrays -------------------------------------------------------------------
+
+
+def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if file_system(tmp_path) in MEMORY_FILE_SYSTEMS:
+        pytest.skip("a file system in memory")
+    out = tmp_path / "out"
+    arguments = ["--device", "cpu", "--gib", "0.005", "--rounds", "1", "--out", str(out)]
+    arguments += ["--workdir", str(tmp_path / "work"), "--trials", "mesh|failing|xla"]
+    assert gpu.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "FAILED" not in printed
+    assert "checks that failed: none" in printed
+    found = json.loads((out / "gpu-rehearsal.json").read_text())
+    statuses = {each["name"]: each["status"] for each in found["run"]["trials"]}
+    assert statuses == {"mesh": "pass", "failing/torch": "pass", "xla-owned/off": "pass"}
+    assert set(found["summary"]) == {"warm", "cold", "sweep"}
+    assert {PEAK, cached(1), PLAIN, *(Way(f).name for f in ("torch", "jax", "numpy"))} <= set(
+        found["summary"]["warm"]
+    )
+    assert found["run"]["left_out"] == []
+    assert all(target["found"] is None for target in found["targets"])
+    page = (out / "gpu-rehearsal.md").read_text()
+    assert gpu_tables.REHEARSAL in page
+    assert "| **mfload → torch** |" in page
+    assert "- `mesh`: pass: 1 device" in page
+    drawn = image.imread(out / "gpu-rehearsal.png")
+    assert drawn.shape[0] > 400
+    assert list((tmp_path / "work").iterdir()) == []
+    picture = (out / "gpu-rehearsal.png").read_bytes()
+    assert gpu.main(["--redraw", "--out", str(out)]) == 0
+    assert (out / "gpu-rehearsal.md").read_text() == page
+    assert (out / "gpu-rehearsal.png").read_bytes() == picture
+
+
+def test_a_rehearsal_without_time_leaves_all_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--device", "cpu", "--gib", "0.005", "--minutes", "0.1", "--trials", "mesh"]
+    assert gpu.main([*arguments, "--out", str(tmp_path), "--workdir", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "gpu-rehearsal.json").read_text())
+    assert found["samples"] == []
+    assert found["run"]["left_out"][0] == "trial mesh"
+    assert any(what.startswith("warm: rounds 1 to ") for what in found["run"]["left_out"])
+    assert "### Left out for want of time" in (tmp_path / "gpu-rehearsal.md").read_text()
+    capsys.readouterr()
+
+
+def test_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_facts, "look", lambda: "there is none")
+    assert gpu.main(["--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said == "benchmarks.gpu needs an NVIDIA GPU: there is none\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rehearsal_is_not_written_among_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main(["--device", "cpu"])
+    assert stopped.value.code == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_the_page_claims_nothing_that_was_not_measured() -> None:
+    folder = ROOT / "docs" / "performance"
+    measured = sorted(path.name for path in folder.glob("gpu-*.json"))
+    assert "gpu-rehearsal.json" not in measured
+    text = (folder / "gpu.md").read_text()
+    assert ("Not yet measured" in text) == (not measured)
+    for name in measured:
+        assert Results.read(folder / name).run["gpu"]["name"]
+
+
+# Time ----------------------------------------------------------------------------------------
+
+
+def test_a_budget_says_what_it_left_out() -> None:
+    now = 100.0
+    budget = Budget(60, lambda: now)
+    assert budget.allows(60, "all of it")
+    now += 30
+    assert budget.left == 30
+    assert budget.used == 30
+    assert not budget.allows(31, "the rest")
+    assert budget.left_out == ["the rest"]
+    assert budget.cost("x", 5) == 5
+    budget.note("x", 2)
+    assert budget.cost("x", 5) == 2
+
+
+class _Counting(Rounds):
+    """Rounds that take ten seconds a sample and measure nothing."""
+
+    now = 0.0
+    order: list[tuple[str, ...]]
+
+    def _batch(self, case: Any, names: Any, number: int) -> None:
+        self.order.append(tuple(names))
+        for name in names:
+            _Counting.now += 10
+            self.budget.note(f"{case.name}/{name}", 10)
+            sample = {"case": case.name, "name": name, "seconds": 1.0, "round": number}
+            self.results.samples.append(sample)
+
+
+def _made_up(**run: Any) -> Results:
+    """Results of a machine that is none."""
+    described = machine.describe(".", 0.01) | {"cpu": "made-up CPU of a test"}
+    known = {"gpu": MADE_UP, "cores": 16, "minutes": 10.0, "seconds": 1.0, "seed": 1, "rounds": 2,
+             "busy_share": {}, "trials": [], "left_out": []}  # fmt: skip
+    about = {"nbytes": 8_000_000_000, "tensors": 3, "files": 3, "starts": [8], "drawn": "made up"}
+    return Results(described, known | run, {"large": about})
+
+
+def test_rounds_are_taken_as_far_as_the_time_goes(tmp_path: Path) -> None:
+    _Counting.now = 0.0
+    budget = Budget(100, lambda: _Counting.now)
+    subject = gpu_given.write(tmp_path / "x.safetensors", [Row("w", "F32", (8,))], 0)
+    del subject
+    written: list[int] = []
+    results = _made_up()
+    rounds = _Counting(
+        results, "cpu", None, Bed([]), {}, budget, random.Random(1), 2,  # type: ignore[arg-type]
+        lambda: written.append(len(results.samples)),
+    )  # fmt: skip
+    rounds.order = []
+    rounds.take(Step(WARM, [PEAK, PLAIN, FAST], 7))
+    assert len(results.samples) == 9
+    assert written == [3, 6, 9]
+    assert len(budget.left_out) == 1
+    assert budget.left_out[0].startswith("warm: rounds 4 to 7 of ")
+    for number in range(3):
+        taken = {s["name"] for s in results.samples if s["round"] == number}
+        assert taken == {PEAK, PLAIN, FAST}
+    # A step with the same names goes on where that one ended; one that is cheaper still fits.
+    rounds.take(Step(WARM, [PEAK], 4))
+    assert len(results.values("warm", PEAK, "seconds")) == 4
+
+
+def test_a_batch_holds_jax_once() -> None:
+    jax, others = [Way("jax").name, "orbax"], [PEAK, PLAIN, FAST]
+    assert list(gpu_rounds.batches([jax[0], *others, jax[1]], 6)) == [
+        [jax[0], *others],
+        [jax[1]],
+    ]
+    assert list(gpu_rounds.batches(others, 2)) == [others[:2], others[2:]]
+    assert list(gpu_rounds.batches([], 2)) == []
+
+
+def test_a_loader_that_fails_is_told_and_left_out(tmp_path: Path) -> None:
+    from benchmarks.checkpoint import write_llama
+
+    made = write_llama(tmp_path / "c", 1, 1_000_000)
+    results = _made_up()
+    bed = Bed(made.paths, gpu_tasks.__name__, [str(ROOT)], explain=True)
+    rounds = Rounds(
+        results, "cpu", made.subject(), bed, {}, Budget(600), random.Random(1), 2, lambda: None
+    )
+    broken = Way("numpy", "no such engine").name
+    rounds.take(Step(WARM, [broken, cached(1)], 2))
+    assert [s["name"] for s in results.samples] == [cached(1)] * 2
+    [(case, label, why)] = results.skipped
+    assert (case, label) == ("warm", gpu_tasks.label(broken))
+    assert "no such engine" in why
+
+
+# What is known of the GPU --------------------------------------------------------------------
+
+
+def test_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = {"name": "Made-up", "memory": 1 << 30, "pci": "0000:01:00.0"}
+    answers = iter(
+        [
+            Answer(None, "timeout"),
+            Answer({"error": "no libcuda"}),
+            Answer({"driver": "1.2", "devices": []}),
+            Answer({"driver": "1.2", "devices": [device]}),
+            Answer({"driver": "1.2", "devices": [device, device]}),
+        ]
+    )
+    monkeypatch.setattr(gpu_facts, "ask", lambda module, timeout: next(answers))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "timeout" in str(gpu_facts.look())
+    assert gpu_facts.look() == "no libcuda"
+    assert gpu_facts.look() == "the driver shows no device"
+    assert gpu_facts.look() == {**device, "cuda": "1.2", "count": 1}
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '9.9, 5, 16, 1, 16'\n")
+    smi.chmod(smi.stat().st_mode | stat.S_IEXEC)
+    found = gpu_facts.look()
+    assert isinstance(found, dict)
+    assert found["driver"] == "9.9"
+    assert "the first of 2, PCIe 5 x16 (1 x16 when asked), driver 9.9" in gpu_facts.sentence(found)
+
+
+def test_names_of_files() -> None:
+    assert gpu_facts.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    assert gpu_facts.slug("NVIDIA") == "gpu"
+
+
+def test_children_see_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_facts.environment(0) == {}
+    assert gpu_facts.environment(2)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert environment(gpu_facts.environment(1), [])["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+# Trials --------------------------------------------------------------------------------------
+
+
+def _ask(code: str, timeout: float = 60) -> tuple[str, str]:
+    return gpu_trials.ask([sys.executable, "-c", code], dict(os.environ), timeout)
+
+
+def test_a_trial_that_crashes_or_hangs_is_a_result() -> None:
+    status, said = _ask("import os, sys; print('why', file=sys.stderr, flush=True); os.abort()")
+    assert (status, said) == ("crash", "ended by SIGABRT; last it said: why")
+    assert _ask("raise SystemExit(3)") == ("crash", "ended with status 3")
+    assert _ask("import time; time.sleep(60)", 0.5)[0] == "timeout"
+    answer = '{"status": "pass", "said": "well"}'
+    assert _ask(f"print('{answer}')") == ("pass", "well")
+
+
+def test_what_a_trial_raises_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trial(given: Given, what: str) -> str:
+        assert given.folder == tmp_path
+        if what == "skip":
+            raise SkipError("not here")
+        assert what == "pass", "wrong bits"
+        return "right"
+
+    monkeypatch.setattr(gpu_trial, "TRIALS", {"t": trial})
+    given = Given("cpu", tmp_path)
+    assert gpu_trial.run("t/pass", given) == {"status": "pass", "said": "right"}
+    assert gpu_trial.run("t/skip", given) == {"status": "skip", "said": "not here"}
+    failed = gpu_trial.run("t/other", given)
+    assert failed["status"] == "fail"
+    assert failed["said"].startswith("AssertionError: wrong bits")
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_every_trial_is_there(device: str) -> None:
+    groups = [
+        gpu_trials.questions(device, 16),
+        *gpu_trials.checks(device, 16, gds=True),
+        gpu_trials.costs(device),
+    ]
+    names = [name for group in groups for name in group["names"]]
+    assert len(names) == len(set(names))
+    assert {name.split("/")[0] for name in names} <= set(gpu_trial.TRIALS)
+    if device != "cpu":
+        assert {name.split("/")[0] for name in names} == set(gpu_trial.TRIALS)
+        assert "dtypes/cupy/gds/mfload" in names
+        assert "streams/jax/framework" in names
+
+
+def test_a_failed_question_is_no_failed_check() -> None:
+    def outcome(kind: str, name: str, status: str) -> gpu_trials.Outcome:
+        return {"kind": kind, "name": name, "status": status, "said": "", "seconds": 0.0}
+
+    found = [outcome("question", "q", "fail"), outcome("check", "a", "crash")]
+    found += [outcome("check", "b", "pass"), outcome("check", "c", "skip")]
+    assert gpu_trials.failed(found) == ["a"]
+
+
+def test_a_trial_sees_wrong_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(given: Given, path: Path, framework: str, **options: Any) -> dict[str, Any]:
+        arrays = real(given, path, framework, **options)
+        wanted = next(array for array in arrays.values() if array.size)
+        wanted.reshape(-1).view(np.uint8)[-1] ^= 1
+        return arrays
+
+    real = Given.load
+    monkeypatch.setattr(Given, "load", load)
+    for name in ("dtypes/numpy/auto/mfload", "conversion/numpy", "alignment/numpy/mfload"):
+        assert gpu_trial.run(name, Given("cpu", tmp_path))["status"] == "fail"
+
+
+def test_files_of_every_dtype_hold_what_was_written(tmp_path: Path) -> None:
+    import mfload
+
+    for pad, dtype in enumerate(dtypes.TABLE):
+        path = tmp_path / f"{dtype}.safetensors"
+        data = gpu_given.write(path, [Row("a", dtype, (8,)), Row("b", dtype, (2, 16))], pad, pad)
+        with mfload.open(path) as opened:
+            assert list(opened) == ["a", "b"]
+        assert path.read_bytes().endswith(data["a"] + data["b"])
+
+
+# Names and plans -----------------------------------------------------------------------------
+
+
+def test_ways_have_names() -> None:
+    way = Way("torch", "pinned", "framework", slot=4, threads=1)
+    assert way.name == "mfload:torch:pinned:framework:slot=4,threads=1"
+    assert gpu_tasks.way(way.name) == way
+    assert gpu_tasks.way(Way("jax").name) == Way("jax")
+    assert gpu_tasks.label(way.name) == (
+        "mfload → torch, engine pinned, landing framework, slots of 4 MiB, 1 reader"
+    )
+    for name in (PEAK, cached(4), direct(1, 16), *gpu_peers.PEERS):
+        assert gpu_tasks.label(name)
+        assert gpu_tasks.framework(name) in ("", "torch", "jax")
+
+
+def test_a_ring_is_varied_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    slots = types.SimpleNamespace(SLOT=1, DEPTH=2)
+    monkeypatch.setitem(sys.modules, "mfload.devices.slots", slots)
+    gpu_tasks.find(f"cpu/{Way('numpy', slot=4).name}")
+    assert (slots.SLOT, slots.DEPTH) == (4 << 20, 2)
+    gpu_tasks.find(f"cpu/{Way('numpy', depth=8).name}")
+    assert (slots.SLOT, slots.DEPTH) == (4 << 20, 8)
+    del slots.DEPTH
+    with pytest.raises(RuntimeError, match="no DEPTH"):
+        gpu_tasks.find(f"cpu/{Way('numpy', depth=8).name}")
+
+
+def test_a_plan_puts_first_what_the_targets_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tasks, "why_not", lambda name, device: None)
+    results = _results()
+    plan = gpu_plan.Plan(results, "cuda:0", 16, gds=True, rounds=7)
+    assert plan.warm_ceilings().names == [PEAK, *(cached(n) for n in (1, 2, 4, 8, 16))]
+    steps = plan.rest()
+    warm, cold = steps[0], steps[1]
+    assert warm.names[:2] == [PEAK, cached(8)]
+    assert {Way("torch").name, Way("jax").name, Way("cupy").name, PLAIN, FAST} < set(warm.names)
+    assert cold.case == COLD
+    assert direct(8, 16) in cold.names
+    assert Way("torch", "gds", "mfload").name in cold.names
+    sweep = next(step for step in steps if step.case == SWEEP)
+    assert Way("cupy", "pinned", "mfload", slot=16).name in sweep.names
+    assert Way("cupy", "pinned", "mfload", threads=16).name in sweep.names
+    assert max(step.rounds for step in steps if step.case == WARM) == 7
+
+
+def test_what_is_not_installed_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_peers, "find_spec", lambda name: None)
+    results = _made_up()
+    plan = gpu_plan.Plan(results, "cpu", 2, gds=False, rounds=1)
+    plan.rest()
+    noted = [each for each in results.skipped if each[1] == gpu_tasks.label(PLAIN)]
+    assert ("warm", gpu_tasks.label(PLAIN), "not installed: torch, safetensors") in noted
+    assert len(noted) == len(set(noted))
+
+
+@pytest.mark.parametrize("limit", ["disk", "memory", "card", "none"])
+def test_the_checkpoint_fits(limit: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gib = gpu_run.GIB
+    free = 5 * gib if limit == "disk" else 100 * gib
+    room = 20 * gib if limit == "memory" else 100 * gib
+    card = {**MADE_UP, "memory": (40 if limit == "card" else 100) * gib}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, free))
+    monkeypatch.setattr(probes, "memory_room", lambda: (room, "system"))
+    setting = gpu_run.Setting("cuda:0", card, 16, 10, 10, 7, 1, "", tmp_path / "x")
+    run = gpu_run.Run(setting, tmp_path)
+    expected = {"disk": 4, "memory": 8, "card": 8, "none": 10}[limit]
+    assert run._size() == pytest.approx(expected * gib)
+    assert len(run._budget.left_out) == (limit != "none")
+
+
+# Tables of made-up results ---------------------------------------------------------------------
+
+
+def _results(**best: float) -> Results:
+    """Made-up seconds, two rounds each; what is not named takes one second."""
+    results = _made_up(
+        trials=[
+            {"kind": "check", "name": "mesh", "status": "pass", "said": "1 device"},
+            {"kind": "check", "name": "streams/jax", "status": "crash", "said": "SIG\nABRT"},
+            {"kind": "question", "name": "gds", "status": "skip", "said": "no"},
+        ],
+        left_out=["made up: a thing"],
+    )
+    names = {
+        "warm": [PEAK, cached(4), cached(8), PLAIN, FAST, Way("torch").name, Way("jax").name],
+        "cold": [direct(4, 4), direct(8, 16), PLAIN, Way("torch").name],
+        "sweep": [Way("cupy", "pinned", "mfload", depth=2).name],
+    }
+    keys = {cached(8): "cached", direct(8, 16): "direct", Way("torch").name: "ours"}
+    for case, listed in names.items():
+        for name in listed:
+            key = f"{case}_{keys.get(name, name)}"
+            seconds = best.get(key, 0.9 if name in keys and not key.endswith("ours") else 1.0)
+            explained = None
+            if gpu_tasks.is_ours(name):
+                explained = {"route": [("pinned", "made up", 3)], "threads": 4, "notes": ["n"]}
+            for number, more in enumerate((0.1, 0.0)):
+                results.samples.append(
+                    {"case": case, "name": name, "round": number, "seconds": seconds + more,
+                     "cpu_s": 0.5, "peak_over": 0, "explained": explained}
+                )  # fmt: skip
+    return results
+
+
+def test_targets_are_judged() -> None:
+    found = _results(warm_peak=0.8, warm_ours=0.9, cold_direct=0.95, cold_ours=1.0)
+    found.samples += [
+        {"case": "warm", "name": PLAIN, "seconds": 0.9 * 4.0},
+    ]
+    judged = {target.what: target for target in gpu_tables.judge(found)}
+    peak = judged["warm, torch: share of the pinned host-to-device peak, 16 cores"]
+    assert peak.found == pytest.approx(0.8 / 0.9)
+    assert peak.reached
+    assert judged["warm, jax: share of the pinned host-to-device peak, 16 cores"].reached is False
+    assert judged["warm, cupy: share of the pinned host-to-device peak, 16 cores"].reached is None
+    plain = judged["warm, torch: faster than safetensors.torch.load_file"]
+    assert plain.found == pytest.approx(1 / 0.9)
+    assert plain.reached is False
+    assert judged["cold, torch: share of the file ceiling"].found == pytest.approx(0.95)
+    found.run["gpu"] = {}
+    assert all(target.reached is None for target in gpu_tables.judge(found))
+
+
+def test_the_page_of_made_up_results(tmp_path: Path) -> None:
+    results = _results()
+    gpu_run.put(results, tmp_path / "gpu-made-up")
+    page = (tmp_path / "gpu-made-up.md").read_text()
+    assert "Made-up GPU of a test, 48 GiB, the first of 2" in page
+    assert gpu_tables.REHEARSAL not in page
+    assert "| **mfload → torch** | 1.000 | 1.050 | 8.00 | 1.00 | 1.0 | 0.500 | 2 |" in page
+    assert page.index("`streams/jax`: **crash**: SIG ABRT") < page.index("`mesh`: pass")
+    assert "- `gds`: skip: no" in page
+    assert "- made up: a thing" in page
+    assert "warm, mfload → torch: pinned (made up), 4 readers; n" in page
+    gpu.redraw(tmp_path)
+    assert (tmp_path / "gpu-made-up.md").read_text() == page
+    assert image.imread(tmp_path / "gpu-made-up.png").shape[1] > 1000
+
+
+def test_a_page_of_nothing_yet(tmp_path: Path) -> None:
+    results = _made_up()
+    gpu_run.put(results, tmp_path / "gpu-none")
+    assert "not measured" in (tmp_path / "gpu-none.md").read_text()
+    gpu_tables.draw(results, tmp_path / "gpu-none.png")
+    assert not (tmp_path / "gpu-none.png").exists()
+
+
+def test_the_script_runs_from_the_root_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--help"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0
+    assert "--minutes" in done.stdout

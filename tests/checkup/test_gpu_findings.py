@@ -1,0 +1,343 @@
+"""What stands between a disk and a GPU: each symptom on a made-up machine, with what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+from checkup.machines import CARD, ONE, machine, named
+
+import mfload
+from mfload.checkup import cufile, diagnose, gpus, packages, probe_cupy
+from mfload.devices import gds
+from mfload.devices.asking import Answer
+from mfload.devices.mounts import Mount
+from mfload.devices.system import System
+from mfload.io.route import Leg
+
+EXT4 = Mount("ext4", frozenset({"rw"}), "259:1")
+UDEV = {"run/udev/data/x": "", "proc/version": "Linux version 6.8"}
+NVIDIA_FS = UDEV | {"proc/driver/nvidia-fs/version": "version: 2.26\n"}
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVIKIO_COMPAT_MODE", "CUFILE_FORCE_COMPAT_MODE", "CUFILE_USE_PCIP2PDMA",
+                 "CUFILE_ENV_PATH_JSON"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("resource", "found", "level"),
+    [
+        ("0x00 0x0ffffff 0x40200\n0x1000000000 0x100fffffff 0x14220c\n", "BAR1 256 MiB", "note"),
+        ("0x00 0x0ffffff 0x40200\n0x2000000000 0x3fffffffff 0x14220c\n", "BAR1 128 GiB", "ok"),
+        ("0x00 0x0ffffff 0x40200\n0x0 0x0 0x0\n", "", "ok"),
+        ("no number\n", "", "ok"),
+        ("x y z\nx y z\n", "", "ok"),
+    ],
+)
+def test_what_other_devices_see_of_a_card(
+    tmp_path: Path, resource: str, found: str, level: str
+) -> None:
+    files = CARD | {"sys/bus/pci/devices/0000:1b:00.0/resource": resource}
+    card = named(gpus.look(machine(tmp_path, files), Answer(ONE)), "0000:1b:00.0")
+    assert card.level == level
+    assert found in card.found
+    assert ("BAR1" in card.found) is bool(found)
+    assert ("5016" in card.advice) is (level == "note")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "found", "level"),
+    [
+        ([[0, 1, True, True], [1, 0, True, True]], "2 of 2 ways are direct, 2 with", "ok"),
+        ([[0, 1, True, False], [1, 0, True, False]], "2 of 2 ways are direct, 0 with", "ok"),
+        ([[0, 1, False, False], [1, 0, True, False]], "1 of 2 ways are direct", "note"),
+    ],
+)
+def test_how_cards_reach_each_other(
+    tmp_path: Path, pairs: list[Any], found: str, level: str
+) -> None:
+    two = {"driver": "13.0", "devices": ONE["devices"] * 2, "pairs": pairs}  # type: ignore[operator]
+    between = named(gpus.look(machine(tmp_path, CARD), Answer(two)), "between devices")
+    assert (between.level, between.data) == (level, pairs)
+    assert found in between.found
+
+
+def test_cufile_is_not_asked_about_without_a_gpu(tmp_path: Path) -> None:
+    (found,) = cufile.look(machine(tmp_path, {"etc/cufile.json": "{"}), 0, EXT4)
+    assert "no GPU" in found.found
+
+
+def test_a_machine_that_lacks_all(tmp_path: Path) -> None:
+    overlay = Mount("overlay", frozenset(), "0:1")
+    findings = list(cufile.look(machine(tmp_path, {"proc/version": "Linux"}), 1, overlay))
+    assert "5008" in named(findings, "nvidia-fs").advice
+    reasons = {each.found: each.advice for each in findings if each.what == "in the way"}
+    assert any("-v /run/udev" in advice for advice in reasons.values())
+    assert "volume" in named(findings, "file system").advice
+    assert all(each.level != "trouble" for each in findings)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        (EXT4, ""),
+        (Mount("ext4", frozenset({"data=journal"}), ""), "data=ordered"),
+        (Mount("overlay", frozenset(), ""), "5027"),
+        (Mount("nfs4", frozenset({"proto=tcp"}), ""), "RDMA"),
+        (Mount("lustre", frozenset(), ""), ""),
+        (Mount("fuse.x", frozenset(), ""), "fuse.x"),
+    ],
+)
+def test_file_systems(tmp_path: Path, where: Mount, says: str) -> None:
+    findings = list(cufile.look(machine(tmp_path, NVIDIA_FS), 1, where))
+    told = [each.found for each in findings if each.what == "file system"]
+    assert bool(told) is bool(says)
+    assert says in "".join(told)
+
+
+def test_nvidia_fs_and_who_else_holds_registered_memory(tmp_path: Path) -> None:
+    stats = (
+        "NVFS statistics(ver: 4.0)\nActive Process: 2\n"
+        "GPU 0000:be:00.0  uuid:87e5 : Registered_MiB=64 Cache_MiB=0 max_pinned_MiB=64\n"
+        "GPU 0000:e7:00.0  uuid:029f : Registered_MiB=16 Cache_MiB=0 max_pinned_MiB=64\n"
+    )
+    system = machine(tmp_path, NVIDIA_FS)
+    assert named(cufile.look(system, 1, EXT4), "nvidia-fs").found == "version: 2.26"
+    machine(tmp_path, {"proc/driver/nvidia-fs/stats": stats})
+    found = named(cufile.look(system, 1, EXT4), "nvidia-fs")
+    assert found.data == {"processes": 2, "mib": 80}
+    assert "5016" in found.advice
+    assert not [each for each in cufile.look(system, 1, EXT4) if each.what == "in the way"]
+
+
+ALL_SET = UDEV | {
+    "etc/cufile.json": '{"properties": {"use_pci_p2pdma": true}}',
+    "proc/driver/nvidia/params": 'EnableMSI: 1\nRegistryDwords: "RMForceStaticBar1=1;X=1;"\n',
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module  580.1",
+    "sys/module/nvme_core/parameters/multipath": "N\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "lacks", "level"),
+    [
+        ({}, "", "ok"),
+        ({"proc/driver/nvidia/params": 'RegistryDwords: ""\n'}, "RMForceStaticBar1", "note"),
+        ({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Kernel Module"}, "open", "note"),
+        ({"sys/module/nvme_core/parameters/multipath": "Y\n"}, "multipath=N", "note"),
+        # Nobody asked for it.
+        ({"etc/cufile.json": "{}"}, "use_pci_p2pdma", "ok"),
+    ],
+)
+def test_peer_to_peer_without_nvidia_fs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, str],
+    lacks: str,
+    level: str,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    findings = list(cufile.look(machine(tmp_path, ALL_SET | changed), 1, EXT4))
+    found = named(findings, "P2PDMA")
+    assert found.level == level
+    assert bool(found.advice) is bool(lacks)
+    assert lacks in found.advice
+    missing = "etc/cufile.json" in changed
+    assert named(findings, "nvidia-fs").level == ("note" if missing else "ok")
+
+
+def test_virtual_machines(tmp_path: Path) -> None:
+    files = {
+        "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu hypervisor sse\n",
+        "sys/class/dmi/id/product_name": "Some VM\n",
+    }
+    found = named(cufile.look(machine(tmp_path, NVIDIA_FS | files), 1, EXT4), "inside")
+    assert "Some VM" in found.found
+    assert "hangs" in found.advice
+    real = machine(tmp_path / "real", NVIDIA_FS | {"proc/cpuinfo": "flags\t: fpu sse\n"})
+    assert not [each for each in cufile.look(real, 1, EXT4) if each.what == "inside"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "level"),
+    [
+        ('{"properties": {"allow_compat_mode": true}} // so', "allow_compat_mode: true", "ok"),
+        ('{"properties": {"max_device_pinned_mem_size_kb": 1024}}', "at most 1 MiB pinned", "ok"),
+        ("{", "malformed", "trouble"),
+        ('{"properties": 3}', "malformed", "trouble"),
+    ],
+)
+def test_configurations(tmp_path: Path, text: str, found: str, level: str) -> None:
+    system = machine(tmp_path, NVIDIA_FS | {"etc/cufile.json": text})
+    told = named(cufile.look(system, 1, None), "/etc/cufile.json")
+    assert (told.level, found in told.found) == (level, True)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "level", "says"),
+    [
+        (gds.Verdict(True, "counters"), "ok", ""),
+        (gds.Verdict(False, "a probe of cuFile: no answer within 9 s"), "note", "hangs"),
+        (gds.Verdict(False, "could not open (5030)"), "note", "volume"),
+        (gds.Verdict(False, "kvikio is not installed"), "note", ""),
+    ],
+)
+def test_verdicts(verdict: gds.Verdict, level: str, says: str) -> None:
+    found = cufile.verdict(verdict, "cuda:0")
+    assert (found.level, found.data["real"]) == (level, verdict.real)
+    assert says in found.advice
+    assert bool(found.advice) is bool(says)
+
+
+def test_warm_files_are_faster_by_way_of_the_cache() -> None:
+    legs = tuple(Leg("f", "pread", "", share) for share in (1.0, 0.1, None))
+    (found,) = cufile.warm(legs)
+    assert "1 of 3" in found.found
+    assert "slower" in found.advice
+    assert list(cufile.warm(legs[1:])) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "says"),
+    [
+        (None, "note", "pip install"),
+        (Answer(None, "crashed with SIGSEGV"), "trouble", "hang"),
+        (Answer({"error": "no libcudart"}), "trouble", "driver"),
+        (Answer({"version": "14.2", "compiling": None}), "ok", ""),
+        (Answer({"version": "14.2", "compiling": "cuda_fp16.h: no such file"}), "note", "headers"),
+    ],
+)
+def test_cupy(answer: Answer | None, level: str, says: str) -> None:
+    found = packages.cupy(answer)
+    assert found.level == level
+    assert says in found.advice
+
+
+class StubCupy:
+    __version__ = "14.2"
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def zeros(self, count: int, dtype: str) -> Any:
+        return np.zeros(count, dtype)
+
+    def ElementwiseKernel(self, *_: str) -> Any:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return lambda _: [self._result] * 3
+
+
+@pytest.mark.parametrize(
+    ("result", "compiling"),
+    [(1.0, None), (2.0, "a kernel gave a wrong result"), (RuntimeError("no\nheaders"), "no")],
+)
+def test_what_cupy_is_asked(result: Any, compiling: str | None) -> None:
+    assert probe_cupy.look(StubCupy(result)) == {"version": "14.2", "compiling": compiling}
+
+
+def test_a_cupy_that_can_not_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text("raise OSError('libnvrtc is not there')")
+    done = subprocess.run(
+        [sys.executable, "-c", "from mfload.checkup import probe_cupy; probe_cupy.main()"],
+        env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == {"error": "libnvrtc is not there"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, "75% of each card"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}, "40% of each card"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "much"}, "75% of each card"),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "grows"),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "grows"),
+    ],
+)
+def test_what_xla_takes(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (told,) = packages.xla(environment)
+    assert found in told.found
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert list(packages.xla(environment)) == []
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A machine with a GPU, as its probes tell; which were asked."""
+    asked: list[str] = []
+
+    def ask(module: str, *_: str, timeout: float | None) -> Answer:
+        asked.append(module)
+        if module.endswith("probe_cuda"):
+            return Answer(ONE)
+        return Answer({"version": "14.2", "compiling": None})
+
+    monkeypatch.setattr(diagnose, "ask", ask)
+    return asked
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_the_route_onto_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: list[str], real: bool
+) -> None:
+    monkeypatch.setattr(gds, "verdict", lambda *_, **__: gds.Verdict(real, "as told"))
+    monkeypatch.setattr("mfload.io.route._SMALL", 0)
+    monkeypatch.setattr("mfload.io.probes.cached_share", lambda *_: 0.0)
+    monkeypatch.setattr("mfload.io.probes.direct_alignment", lambda _: (512, 512))
+    path = samples.save(tmp_path / "m.safetensors", {"w": np.zeros(8, np.float32)})
+    found = mfload.doctor(path)
+    (leg,) = found.onto_device
+    assert leg.engine == ("gds" if real else "pinned")
+    assert "as told" in leg.why
+    assert [each.engine for each in found.route] == ["direct"]
+    assert "to cuda:0" in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["onto_device"][0]["engine"] == leg.engine
+    assert named(found.findings, "disk to cuda:0").data["real"] is real
+
+
+def test_without_a_path_cufile_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, card: list[str]
+) -> None:
+    monkeypatch.setattr(gds, "verdict", None)
+    found = mfload.doctor()
+    assert found.onto_device == ()
+    assert "mfload.checkup.probe_cuda" in card
+
+
+@pytest.mark.parametrize("part", ["host", "gpus", "cufile", "versions", "disk"])
+def test_a_look_that_fails_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: list[str], part: str
+) -> None:
+    def look(*_: object) -> Any:
+        yield from ()
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(getattr(diagnose, part), "look", look)
+    path = samples.save(tmp_path / "m.safetensors", {"w": np.zeros(8, np.float32)})
+    found = mfload.doctor(path)
+    assert "ZeroDivisionError: oh" in named(found.findings, "the rest").found
+
+
+@pytest.mark.parametrize("data", [{}, {"devices": None}, [], "text", {"driver": "13"}])
+def test_answers_of_no_sense_are_no_crash(monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
+    monkeypatch.setattr(diagnose, "ask", lambda *_, **__: Answer(data))
+    assert mfload.doctor().findings
+
+
+def test_an_empty_tree_is_no_crash(tmp_path: Path) -> None:
+    assert list(cufile.look(System(tmp_path), 1, None))

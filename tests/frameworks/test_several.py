@@ -1,0 +1,217 @@
+"""Several devices of one framework: lists of them, and one for each name."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from conformance import material
+from conformance.landing import Ground, left, lent, need, wrapped
+from conformance.material import Stored
+from conformance.suite import no_gpu
+from devices.fake import FakeDevice
+from test_jax import JaxConformance
+
+import mfload
+from mfload import errors, frameworks
+from mfload.frameworks import several
+from mfload.frameworks.jax_adapter import JaxAdapter
+from mfload.frameworks.torch_adapter import TorchAdapter
+
+LOOK = JaxConformance()
+CPU = torch.device("cpu")
+
+
+def cpu(number: int) -> Any:
+    return jax.devices("cpu")[number]
+
+
+def rows(*names: str) -> list[Stored]:
+    return [material.stored(name, "F32", (3, 5), n) for n, name in enumerate(names)]
+
+
+class TestAssigning:
+    def test_a_list(self) -> None:
+        adapter = frameworks.get("jax", ["cpu:3", cpu(0), "cpu:5"])
+        assert (adapter.name, adapter.on_host, list(adapter.devices)) == ("jax", True, [])
+        needs = adapter.assign([need(row) for row in rows("a", "b")])
+        assert [(each.info.name, each.devices) for each in needs] == [
+            (name, (n,)) for name in "ab" for n in range(3)
+        ]
+        assert adapter.results([(n,) for n in range(6)]) == [[0, 1, 2], [3, 4, 5]]
+
+    def test_names(self) -> None:
+        table = {r"^embed": "cpu:1", re.compile("LAYERS", re.I): "cpu:4", "": "cpu:1"}
+        adapter = frameworks.get("flax", table)
+        assert isinstance(adapter, several.SeveralAdapter)
+        names = ("embed", "layers.0.embed", "head", "model.Layers.1")
+        needs = adapter.assign([need(row) for row in rows(*names)])
+        assert [each.devices for each in needs] == [(0,), (1,), (0,), (1,)]
+        assert adapter.results([(n,) for n in range(4)]) == [0, 1, 2, 3]
+
+    def test_one_device_is_as_it_was(self) -> None:
+        adapter = frameworks.get("jax", "cpu:2")
+        needs = [need(row) for row in rows("a")]
+        assert isinstance(adapter, JaxAdapter)
+        assert adapter.assign(needs) == needs
+        assert adapter.results([7]) == [7]
+
+    def test_names_without_a_rule(self) -> None:
+        adapter = frameworks.get("jax", {"^a": "cpu:0"})
+        with pytest.raises(errors.DeviceError, match="no rule for 2 tensors") as caught:
+            adapter.assign([need(row) for row in rows("a", "b", "ba")])
+        assert caught.value.found == "b, ba"
+        with pytest.raises(errors.DeviceError) as caught:
+            adapter.assign([need(row) for row in rows(*(f"b{n}" for n in range(30)))])
+        assert str(caught.value.found).endswith("b9, …")
+
+    @pytest.mark.parametrize("nothing", [[], (), {}])
+    def test_no_device(self, nothing: Any) -> None:
+        with pytest.raises(errors.DeviceError, match="no device"):
+            frameworks.get("jax", nothing)
+
+    def test_devices_that_are_not_there(self) -> None:
+        for device in (["cpu:0", "cpu:99"], {"a": "cpu:0", "b": "nonsense"}):
+            with pytest.raises(errors.DeviceError):
+                frameworks.get("jax", device)
+
+    @pytest.mark.parametrize("rule", ["(", b"a", 3])
+    def test_malformed_rules(self, rule: Any) -> None:
+        with pytest.raises(errors.UsageError, match="malformed"):
+            frameworks.get("jax", {rule: "cpu:0"})
+
+
+class TestLanding:
+    """Two devices to land on, and one part that stays on the host."""
+
+    @pytest.fixture
+    def lands(self) -> Iterator[list[FakeDevice]]:
+        found = [FakeDevice((1, n), f"fake:{n}") for n in (2, 5)]
+        yield found
+        for device in found:
+            device.assert_clean()
+
+    @pytest.fixture
+    def adapter(self, lands: Sequence[FakeDevice]) -> several.SeveralAdapter:
+        first, second = lands
+        return several.SeveralAdapter(
+            [
+                JaxAdapter(cpu(5), second, ("a", "b")),
+                JaxAdapter(cpu(0)),
+                JaxAdapter(cpu(2), first, ("b",)),
+                JaxAdapter(cpu(5), second),
+            ]
+        )
+
+    def test_what_lands_where(
+        self, lands: Sequence[FakeDevice], adapter: several.SeveralAdapter
+    ) -> None:
+        (row,) = rows("w")
+        assert list(adapter.devices) == [lands[1], lands[0]]
+        assert [adapter.lands(need(row, (n,))) for n in range(4)] == [0, None, 1, 0]
+        assert adapter.notes == ("a", "b")
+        assert adapter.landing == "framework"
+        assert adapter.copies(need(material.stored("f", "F4", (4, 8)), (0,)))
+        assert not adapter.copies(need(row, (1,)))
+        assert not adapter.lends(need(row, (1,)))
+        for number in (0, 1):
+            pool = adapter.pool(number)
+            assert pool is not None
+            assert pool.free is None
+
+    def test_arrays_on_each(
+        self, lands: Sequence[FakeDevice], adapter: several.SeveralAdapter
+    ) -> None:
+        every = material.zoo()
+        for part, land, number in ((0, lands[1], 5), (2, lands[0], 2)):
+            for way in (wrapped, lent):
+                wanted = every if way is wrapped else [x for x in every if x.dtype != "F4"]
+                arrays = way(Ground(adapter, land), wanted, (part,))
+                loaded = {row.name: x for row, (x,) in zip(wanted, arrays, strict=True)}
+                assert {array.device for array in loaded.values()} == {cpu(number)}
+                LOOK.assert_loaded(loaded, wanted)
+                del arrays, loaded
+            assert left() == 0
+
+    def test_needs_of_all_at_once(
+        self, lands: Sequence[FakeDevice], adapter: several.SeveralAdapter
+    ) -> None:
+        needs = adapter.assign([need(row) for row in rows("a", "b")])
+        given = adapter.lend([each for each in needs if each.devices != (1,)])
+        where = [each.array[0].device for each in given]
+        assert where == [cpu(5), cpu(2), cpu(5)] * 2
+        assert [each.memory.device.name for each in given[:3]] == ["fake:5", "fake:2", "fake:5"]
+
+    def test_whose_memory(self, lands: Sequence[FakeDevice]) -> None:
+        first, second = lands
+        mixed = several.SeveralAdapter([TorchAdapter(CPU, first), TorchAdapter(CPU, second)])
+        assert mixed.landing == "mfload"
+        assert mixed.landings == {"mfload", "framework"}
+        odd = TorchAdapter(CPU, first)
+        odd.landings = frozenset(("framework",))
+        assert several.SeveralAdapter([odd, TorchAdapter(CPU)]).landings == {"framework"}
+
+
+class TestLoading:
+    def test_a_list(self, aligned: Any) -> None:
+        path, stored = aligned
+        for landing in ("mfload", "framework"):
+            report = mfload.Report()
+            loaded = mfload.load(
+                path, framework="jax", device=["cpu:1", "cpu:6"], landing=landing, report=report
+            )
+            for n, number in enumerate((1, 6)):
+                arrays = {name: each[n] for name, each in loaded.items()}
+                assert {array.device for array in arrays.values()} == {cpu(number)}
+                LOOK.assert_loaded(arrays, stored)
+            assert [len(each) for each in loaded.values()] == [2] * len(stored)
+            # Read once for both.
+            assert report.read_bytes < 1.5 * sum(len(row.raw) for row in stored)
+
+    def test_names(self, aligned: Any) -> None:
+        path, stored = aligned
+        loaded = mfload.load(path, framework="jax", device={"^F": "cpu:1", ".*": "cpu:6"})
+        LOOK.assert_loaded(loaded, stored)
+        for name, array in loaded.items():
+            assert array.device == cpu(1 if name.startswith("F") else 6)
+        with pytest.raises(errors.DeviceError, match="no rule"):
+            mfload.load(path, framework="jax", device={"^F": "cpu:1"})
+        gc.collect()
+
+    def test_an_opened_checkpoint(self, aligned: Any) -> None:
+        path, stored = aligned
+        row = next(row for row in stored if row.dtype == "F32")
+        with mfload.open(path, framework="jax", device=["cpu:1", "cpu:6"]) as opened:
+            arrays = opened.get_tensor("F32")
+            part = opened.get_slice("F32")[1:, ::2]
+        assert [array.device for array in arrays] == [cpu(1), cpu(6)]
+        for array, piece in zip(arrays, part, strict=True):
+            assert LOOK.found(array) == LOOK.expected(row)
+            assert np.asarray(piece).tobytes() == row.array()[1:, ::2].tobytes()
+
+    def test_torch_on_the_host_twice(self, aligned: Any) -> None:
+        loaded = mfload.load(aligned[0], framework="torch", device=("cpu", CPU), names=["F32"])
+        first, second = loaded["F32"]
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+        first.fill_(1)
+        assert not torch.equal(first, second)
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_and_on_the_host(self, aligned: Any) -> None:
+        if reason := no_gpu():
+            pytest.skip(reason)
+        path, stored = aligned
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no GPU")
+        loaded = mfload.load(path, framework="torch", device=["cuda:0", "cpu"], names=["F32"])
+        far, near = loaded["F32"]
+        assert (far.device.type, near.device.type) == ("cuda", "cpu")
+        row = next(row for row in stored if row.dtype == "F32")
+        for tensor in (far, near):
+            assert tensor.cpu().numpy().tobytes() == row.raw
