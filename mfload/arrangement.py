@@ -87,9 +87,7 @@ class Arrangement:
                 return mapped, offset
         return self._take(kind, nbytes, lambda cursor: _next(cursor, nbytes, offset, align))
 
-    def _take(
-        self, kind: _Kind, nbytes: int, follow: Callable[[int], int]
-    ) -> tuple[int, int]:
+    def _take(self, kind: _Kind, nbytes: int, follow: Callable[[int], int]) -> tuple[int, int]:
         """Room in the open buffer of a kind, or in a new one; `follow` gives the first byte."""
         number, cursor = self._open.get(kind, (-1, 0))
         at = follow(cursor)

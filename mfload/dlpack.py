@@ -5,6 +5,9 @@ safe when the interpreter goes down. NumPy can't name the types it lacks (bfloat
 floats), but DLPack's struct is a public, fixed layout, so the view is exported as unsigned
 integers of the same width and the type field of the capsule is corrected before anybody has
 seen it. That costs a microsecond and needs no callback into Python.
+
+Device memory goes the same way: to NumPy it is an address, which nothing here ever looks at, and
+the device is corrected beside the type.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mfload.devices.memory import DeviceBuffer
 from mfload.dtypes import DType
 
 CPU = 1
 """DLPack's device type of host memory (kDLCPU)."""
+_CUDA = 2
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
@@ -27,7 +32,7 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 # int32 ndim; DLDataType {uint8 code, uint8 bits, uint16 lanes}; int64 *shape, *strides;
 # uint64 byte_offset.
 _DATA = 0
-_DEVICE_ID = 12
+_DEVICE = 8
 _TYPE = 20
 _BYTE_OFFSET = 40
 # NumPy 2.0 makes unversioned capsules only, which every consumer takes too.
@@ -43,7 +48,7 @@ class View(NamedTuple):
         name: The tensor.
         dtype: Row of the dtype table.
         shape: In elements.
-        memory: The buffer, uint8.
+        memory: The buffer: a uint8 array, or a `DeviceBuffer`.
         at: First byte.
         devices: Which of the adapter's devices want it (see `placement.Need`).
     """
@@ -58,10 +63,12 @@ class View(NamedTuple):
     @property
     def address(self) -> int:
         """Memory address of the first byte."""
+        if isinstance(self.memory, DeviceBuffer):
+            return self.memory.address + self.at
         return self.memory.ctypes.data + self.at
 
     def storage(self) -> Any:
-        """The bytes as a uint8 array (see `DType.storage_shape`)."""
+        """The bytes as a uint8 array (see `DType.storage_shape`); of host memory alone."""
         return np.ndarray(self.dtype.storage_shape(self.shape), np.uint8, self.memory, self.at)
 
     def as_bytes(self) -> View:
@@ -71,7 +78,7 @@ class View(NamedTuple):
         return self._replace(dtype=TABLE["U8"], shape=self.dtype.storage_shape(self.shape))
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return CPU, 0
+        return self.memory.device.place if isinstance(self.memory, DeviceBuffer) else (CPU, 0)
 
     def __dlpack__(
         self,
@@ -81,10 +88,15 @@ class View(NamedTuple):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        if stream is not None:
+        kind, _ = device = self.__dlpack_device__()
+        # The consumer's stream has nothing to wait for: when a view is there, all work on its
+        # memory is over. So it is only looked at; 0 is what the array API forbids.
+        if kind != _CUDA and stream is not None:
             raise BufferError("host memory has no streams")
-        if dl_device is not None and dl_device != self.__dlpack_device__():
-            raise BufferError("a view of host memory can't be exported to another device")
+        if stream is not None and (not isinstance(stream, int) or stream == 0 or stream < -1):
+            raise BufferError(f"no CUDA stream: {stream!r}; use None, -1, 1, 2 or an address")
+        if dl_device is not None and tuple(dl_device) != device:
+            raise BufferError(f"a view on device {device} can't be exported to another device")
         if copy:
             raise BufferError("a view is exported as it lies; copy what you get")
         return capsule(self, versioned=max_version is not None and max_version >= (1, 0))
@@ -96,7 +108,7 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
     Args:
         view: What to export. Packed types are exported with their storage shape.
         versioned: Whether to make the struct of DLPack 1.0 (it carries flags).
-        device_id: Which of the framework's CPU devices it is to appear on.
+        device_id: Which of the framework's CPU devices host memory is to appear on.
 
     Returns:
         The capsule; not consumed, it frees itself.
@@ -108,7 +120,10 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
     else:
         # Two F4 in a byte are one element of two lanes, as dlpack.h asks.
         unit, shape, lanes = _UNITS[1], dtype.storage_shape(view.shape), dtype.elements
-    array = np.ndarray(shape, unit, view.memory, view.at)
+    memory, device = view.memory, (CPU, device_id)
+    if isinstance(memory, DeviceBuffer):
+        memory, device = np.asarray(_Address(memory)), memory.device.place
+    array = np.ndarray(shape, unit, memory, view.at)
     if versioned and _CAN_VERSION:
         made = array.__dlpack__(max_version=(1, 0))
         start = _get_pointer(made, b"dltensor_versioned") + _VERSIONED
@@ -117,9 +132,21 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
         start = _get_pointer(made, b"dltensor")
     word = dtype.code | dtype.bits << 8 | lanes << 16
     ctypes.c_uint32.from_address(start + _TYPE).value = word
-    if device_id:
-        ctypes.c_int32.from_address(start + _DEVICE_ID).value = device_id
+    (ctypes.c_int32 * 2).from_address(start + _DEVICE)[:] = device
     return made
+
+
+class _Address:
+    """Device memory as NumPy takes it: where it is, how long, and kept alive."""
+
+    def __init__(self, memory: DeviceBuffer) -> None:
+        self._memory = memory
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (memory.nbytes,),
+            "data": (memory.address, False),
+        }
 
 
 def data_address(exported: Any) -> int:

@@ -112,7 +112,7 @@ class Overheads:
         longest = max((block.nbytes for block in made.blocks), default=0)
         spare = max(map(ways.spare, made.blocks), default=0)
         scratch = max(map(ways.scratch, made.blocks), default=0)
-        return Staging(_pages(longest) + _ROUNDED, _pages(spare), scratch, slots.DEPTH)
+        return Staging(longest, spare, scratch, slots.DEPTH)
 
     def host(self, made: Plan) -> int:
         """The most bytes of host memory that a plan holds beside the result."""
@@ -175,7 +175,3 @@ def _growth(need: Need) -> int:
     if need.dtype is not need.info.dtype:
         return max(1, -(-need.dtype.nbytes // need.info.dtype.nbytes))
     return 0 if need.selection is None else 1
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
 import sys
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from devices.fake import FakeDevice
 from hypothesis import given, strategies as st
 
 from mfload import dlpack
+from mfload.devices import memory
 from mfload.dlpack import View, capsule, data_address
 from mfload.dtypes import TABLE
 from mfload.io import buffers
@@ -62,6 +65,13 @@ def tensor(made: Any, versioned: bool = False) -> _Tensor:
     if versioned:
         return _Versioned.from_address(_get(made, b"dltensor_versioned")).tensor
     return _Managed.from_address(_get(made, b"dltensor")).tensor
+
+
+PLACES = [(1, 0), (1, 2), (2, 0), (2, 3)]
+
+
+def placed(dtype: str, shape: tuple[int, ...], place: tuple[int, int], at: int = 0) -> View:
+    return View("w", TABLE[dtype], shape, FakeDevice(place).allocate(4096), at)
 
 
 def view(dtype: str, shape: tuple[int, ...], at: int = 0, nbytes: int = 4096) -> View:
@@ -170,8 +180,9 @@ def test_the_protocol() -> None:
     assert ("dltensor_versioned" in repr(asked)) == _has_versions
     with pytest.raises(BufferError, match="stream"):
         given.__dlpack__(stream=1)
-    with pytest.raises(BufferError, match="another device"):
-        given.__dlpack__(dl_device=(2, 0))
+    for wrong in ((2, 0), (1, 1)):
+        with pytest.raises(BufferError, match="another device"):
+            given.__dlpack__(dl_device=wrong)
     with pytest.raises(BufferError, match="copy"):
         given.__dlpack__(copy=True)
 
@@ -191,3 +202,134 @@ def test_ml_dtypes_are_not_taken_for_numpy_s() -> None:
     with pytest.raises((BufferError, RuntimeError, ValueError)):
         np.from_dlpack(view("BF16", (4,)))
     assert TABLE["BF16"].numpy == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", TABLE)
+def test_fields_on_a_device(dtype: str, place: tuple[int, int], versioned: bool) -> None:
+    if versioned and not _has_versions:
+        pytest.skip("this NumPy makes unversioned capsules only")
+    row = TABLE[dtype]
+    given = placed(dtype, (2, 3, 4), place, 64)
+    asked = (1, 0) if versioned else None
+    made = given.__dlpack__(max_version=asked, dl_device=place, copy=False)
+    found = tensor(made, versioned)
+    assert found.data + found.byte_offset == given.address == given.memory.address + 64
+    assert (found.device_type, found.device_id) == place == given.__dlpack_device__()
+    shape = (2, 3, 4) if row.elements == 1 else row.storage_shape((2, 3, 4))
+    assert tuple(found.shape[: found.ndim]) == shape
+    assert (found.code, found.bits, found.lanes) == (row.code, row.bits, row.elements)
+
+
+@pytest.mark.parametrize("stream", [None, -1, 1, 2, 3, 0x7F0012345678])
+def test_streams_of_cuda(stream: int | None) -> None:
+    assert "dltensor" in repr(placed("F32", (4,), (2, 0)).__dlpack__(stream=stream))
+
+
+@pytest.mark.parametrize("stream", [0, -2, "1", 1.0])
+def test_what_is_no_stream(stream: Any) -> None:
+    with pytest.raises(BufferError, match="no CUDA stream"):
+        placed("F32", (4,), (2, 0)).__dlpack__(stream=stream)
+
+
+@pytest.mark.parametrize("stream", [-1, 1, 0])
+def test_host_memory_of_a_device_has_no_streams(stream: Any) -> None:
+    with pytest.raises(BufferError, match="no streams"):
+        placed("F32", (4,), (1, 0)).__dlpack__(stream=stream)
+
+
+def test_other_devices_and_copies_are_refused() -> None:
+    given = placed("F32", (4,), (2, 3))
+    for wrong in ((2, 0), (1, 3), (1, 0)):
+        with pytest.raises(BufferError, match=r"\(2, 3\).*another device"):
+            given.__dlpack__(dl_device=wrong)
+    with pytest.raises(BufferError, match="copy"):
+        given.__dlpack__(copy=True)
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_device_memory_goes_with_a_capsule_that_nobody_takes(
+    place: tuple[int, int], versioned: bool
+) -> None:
+    made = capsule(placed("F32", (4,), place), versioned=versioned)
+    gc.collect()
+    assert memory.live_bytes() == 4096
+    del made
+    gc.collect()
+    assert memory.live_bytes() == 0
+
+
+def test_device_memory_goes_with_its_last_array() -> None:
+    array = np.from_dlpack(placed("F32", (4,), (1, 0)))
+    last = array[1:3]
+    del array
+    gc.collect()
+    assert memory.live_bytes() == 4096
+    del last
+    gc.collect()
+    assert memory.live_bytes() == 0
+
+
+def test_views_of_device_memory() -> None:
+    given = placed("F6_E2M3", (2, 8), (2, 3), 64)
+    stored = given.as_bytes()
+    assert (stored.dtype.name, stored.shape) == ("U8", (2, 6))
+    assert stored.address == given.address == given.memory.address + 64
+    with pytest.raises(TypeError):  # No host array over memory of a device.
+        given.storage()
+
+
+CONSUMERS = {
+    "numpy": "import numpy as np; take = np.from_dlpack; look = np.asarray",
+    "jax": "import jax, numpy as np; take = jax.dlpack.from_dlpack; look = np.asarray",
+    "torch": "import torch; take = torch.from_dlpack; look = torch.Tensor.numpy",
+}
+
+
+@pytest.mark.parametrize("framework", CONSUMERS)
+@pytest.mark.parametrize("dtype", ["F32", "I16", "U8", "BOOL", "C64"])
+def test_frameworks_take_memory_of_a_device(framework: str, dtype: str) -> None:
+    pytest.importorskip(framework)
+    names: dict[str, Any] = {}
+    exec(CONSUMERS[framework], names)
+    given = placed(dtype, (3, 4), (1, 0), 256)
+    held = given.memory.owner.bytes
+    held[:] = np.arange(held.size) % 2
+    array = names["take"](given)
+    wanted = held[256:][: 12 * given.dtype.nbytes].tobytes()
+    address = given.address
+    del given, held
+    gc.collect()
+    seen = names["look"](array)
+    assert seen.tobytes() == wanted
+    assert seen.ctypes.data in (address, seen.ctypes.data if framework == "jax" else address)
+    del array, seen
+    gc.collect()
+
+
+def test_nothing_looks_at_device_memory() -> None:
+    script = """
+import gc, sys, types
+sys.path.insert(0, sys.argv[1])
+from mfload.dlpack import View, capsule
+from mfload.devices.memory import DeviceBuffer
+from mfload.dtypes import TABLE
+device = types.SimpleNamespace(name="cuda:0", place=(2, 0))
+for address in (0x100, 0xDEAD00000000):
+    for row in TABLE.values():
+        memory = DeviceBuffer(device, address, 1 << 40, None)
+        for versioned in (False, True):
+            given = View("w", row, (8, 1 << 20), memory, 256)
+            made = capsule(given, versioned=versioned)
+            given.__dlpack__(stream=1, max_version=(1, 3)), given.as_bytes().__dlpack__(stream=-1)
+            repr(given), repr(made)
+    View("w", row, (0, 8), memory, 0).__dlpack__()
+print("alive")
+"""
+    root = str(dlpack.__file__).rsplit("/", 2)[0]
+    ran = subprocess.run(
+        [sys.executable, "-c", script, root], capture_output=True, text=True, timeout=120
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, "alive"), ran.stderr

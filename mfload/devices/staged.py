@@ -16,6 +16,7 @@ from mfload.devices.memory import DeviceBuffer
 from mfload.devices.placing import Placer
 from mfload.devices.slots import PinnedSlot, Ring
 from mfload.devices.ways import Ways
+from mfload.io import buffers
 from mfload.io.blocks import Block, Lander, Witness, stored
 from mfload.io.engine import Crew, Opened, ThreadEngine
 
@@ -24,21 +25,26 @@ class Staging(NamedTuple):
     """What the slots of a load are.
 
     Attributes:
-        slot: Bytes that a slot holds of a file, with what direct reads round to; whole pages.
+        block: Bytes of the longest block.
         spare: Bytes of it for what is put in order on the host.
         scratch: Bytes of device memory, for each reader and device, for what is converted.
         depth: Slots a reader.
     """
 
-    slot: int
+    block: int
     spare: int
     scratch: int
     depth: int
 
     @property
+    def slot(self) -> int:
+        """Bytes that a slot has for a block: whole pages, and one more at each end."""
+        return _pages(self.block) + 2 * buffers.PAGE
+
+    @property
     def pinned(self) -> int:
         """Bytes of page-locked memory for each reader."""
-        return self.depth * (self.slot + self.spare)
+        return self.depth * (self.slot + _pages(self.spare))
 
 
 class DeviceLander(Protocol):
@@ -73,7 +79,7 @@ class Direct(NamedTuple):
     Attributes:
         sources: Numbers of the sources that take it.
         open: Opens the reader of a source, for a device.
-        slot: Makes a slot of some bytes on a device.
+        slot: Makes a slot on a device, for blocks of so many bytes.
         failed: Told why a source takes the way by the host after all.
     """
 
@@ -101,7 +107,7 @@ class _ByHost:
         self._witness = witness
         self._landers = Opened(open_lander)
         self.ring: Ring[PinnedSlot] = Ring(
-            lambda: PinnedSlot(device, staging.slot, staging.spare), staging.depth, finished
+            lambda: PinnedSlot(device, staging.slot, _pages(staging.spare)), staging.depth, finished
         )
 
     def begin(self, block: Block, stopped: Callable[[], bool]) -> bool:
@@ -137,7 +143,7 @@ class _PastHost:
         self._failed = direct.failed
         self._landers = Opened(lambda source: direct.open(source, device))
         self.ring: Ring[DeviceSlot] = Ring(
-            lambda: direct.slot(device, staging.slot), staging.depth, finished
+            lambda: direct.slot(device, staging.block), staging.depth, finished
         )
 
     def begin(self, block: Block, stopped: Callable[[], bool]) -> bool:
@@ -280,3 +286,7 @@ def engine(
         return numbers[first.name]
 
     return ThreadEngine([crew(*each) for each in enumerate(devices)], crew_of)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // buffers.PAGE) * buffers.PAGE

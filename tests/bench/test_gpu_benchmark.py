@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib import image
-from mfload.checkup.asking import Answer
 
 from benchmarks import (
     gpu,
@@ -45,6 +44,7 @@ from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
 from mfload.bench.process import environment
 from mfload.bench.results import Results
 from mfload.bench.runner import Bed
+from mfload.devices.asking import Answer
 from mfload.io import probes
 
 ROOT = gpu_run.ROOT

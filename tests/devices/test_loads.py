@@ -258,9 +258,7 @@ def test_overheads_that_are_too_small(path: Path, monkeypatch: pytest.MonkeyPatc
     _settled(device)
 
 
-def test_a_load_that_does_not_fit_never_begins(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_does_not_fit_never_begins(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(array.nbytes for array in MODEL.values())
     device = FakeDevice(total=total // 2)
     pool = Pool(None, "set SOME_VARIABLE=false")

@@ -167,9 +167,7 @@ class TestRoute:
         assert not says
         assert not kvikio.reads
 
-    def test_not_real(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio
-    ) -> None:
+    def test_not_real(self, path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio) -> None:
         self._cached(monkeypatch, 0.0)
         monkeypatch.setattr(gds, "verdict", lambda *_, **__: Verdict(False, "no nvidia-fs"))
         device = FakeDevice((2, 0), "cuda:0")
