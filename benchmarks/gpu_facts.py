@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from mfload.devices.asking import ask
+from benchmarks import ROOT
+from mfload.devices.asking import Answer, ask
 
 _SMI = {
     "driver_version": "driver",
@@ -30,7 +31,13 @@ def look() -> dict[str, Any] | str:
         `name`, `memory` (bytes), `pci`, `cuda` (what the driver speaks), `count`, and the fields of
         nvidia-smi where it is there.
     """
-    answer = ask("mfload.checkup.probe_cuda", timeout=_TIMEOUT)
+    # Run from the source tree, mfload may not be installed: the probe has to be told where it is.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    found = ask("mfload.checkup.probe_cuda", timeout=_TIMEOUT, environment={"PYTHONPATH": path})
+    return _judged(found)
+
+
+def _judged(answer: Answer) -> dict[str, Any] | str:
     if answer.trouble:
         return f"the driver does not answer: {answer.trouble}"
     if "error" in answer.data:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from mfload.checks.verifying import verify
     from mfload.checkup.diagnose import doctor
     from mfload.checkup.diagnosis import Diagnosis
+    from mfload.devices.live import live_bytes
     from mfload.errors import MfloadError
     from mfload.into.load_into import load_into
-    from mfload.io.buffers import live_bytes
     from mfload.mapping import rule
     from mfload.packed import unpack
     from mfload.report import Report
@@ -43,7 +43,7 @@ _WHERE = {
     "diff": "mfload.checks.comparing",
     "doctor": "mfload.checkup.diagnose",
     "errors": "mfload.errors",
-    "live_bytes": "mfload.io.buffers",
+    "live_bytes": "mfload.devices.live",
     "load": "mfload.api",
     "load_into": "mfload.into.load_into",
     "open": "mfload.api",

@@ -62,7 +62,9 @@ def load(
         framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", or what people
             type for them ("np", "flax", "pt", "pytorch", "tf").
         device: A string such as "cpu:1" or "cuda:0", or the framework's own device; the
-            framework's default where None.
+            framework's default where None. `{regex: device}` puts each tensor on the device of
+            the first regex that is found in its name; a list of devices puts every tensor on all
+            of them, as a list of arrays.
         names: Which tensors: a regex that is searched for, a list of exact names, or a
             function from a name to bool. All where None.
         dtype: A dtype (of any framework, or its name) for all floating tensors, or
@@ -87,9 +89,14 @@ def load(
         engine: "pread" (through the page cache), "direct" (O_DIRECT), "mmap" (a private map
             of the file: nothing is copied, and a file cut short later kills whoever touches
             it), or "auto", which takes pread where the page cache holds the file and direct
-            where it does not.
+            where it does not. Onto a CUDA device: "pinned" (by way of page-locked memory, read
+            as "auto" would), "gds" (past host memory, through cuFile); "pread" and "direct"
+            say how pinned reads, and "auto" takes gds where it was seen to be real and the page
+            cache does not hold the file, else pinned.
         landing: Whose allocator holds the arrays: "mfload", "framework" (arrays that JAX can
-            donate), or "auto", which is mfload's on the host.
+            donate), or "auto", which is mfload's on the host. On a CUDA device it is XLA's pool
+            for JAX, where a small load was seen to work there, Paddle's own for Paddle, and
+            mfload's for the others.
         max_host_overhead: Bytes of host memory beside the result; 256 MiB where None, or one
             tensor where a framework must copy a larger one.
         max_device_overhead: Bytes of a device's memory beside the result: for slots where bytes

@@ -132,7 +132,7 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
         start = _get_pointer(made, b"dltensor")
     word = dtype.code | dtype.bits << 8 | lanes << 16
     ctypes.c_uint32.from_address(start + _TYPE).value = word
-    (ctypes.c_int32 * 2).from_address(start + _DEVICE)[:] = device
+    _Device.from_address(start + _DEVICE)[:] = device
     return made
 
 
@@ -163,4 +163,5 @@ def data_address(exported: Any) -> int:
     return data + ctypes.c_uint64.from_address(start + _BYTE_OFFSET).value
 
 
+_Device = ctypes.c_int32 * 2
 _UNITS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}

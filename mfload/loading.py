@@ -74,6 +74,7 @@ class Loader:
 
     def preview(self, needs: Sequence[Need]) -> Preview:
         """Plans without reading data."""
+        needs = self._adapter.assign(needs)
         units, _ = spreading.spread(needs, self._adapter, self._settings)
         return self._prepare(units, self._settings).preview()
 
@@ -104,7 +105,7 @@ class Loader:
             fill: Fills the buffers instead of a transfer of this process alone, all at once.
 
         Returns:
-            An array for each need, in order.
+            An array for each need, in order; what it is of several devices, the adapter says.
         """
         clock = _Clock()
         buffers.peak_bytes(reset=True)
@@ -116,6 +117,7 @@ class Loader:
         settings = self._settings if fill is None else replace(self._settings, by_host=True)
         try:
             with clock.stage("plan"), collector_paused():
+                needs = self._adapter.assign(needs)
                 units, owners = spreading.spread(needs, self._adapter, settings)
                 way = self._prepare(units, settings, witnessed=witness is not None)
             if len(way.waves) > 1:
@@ -130,7 +132,7 @@ class Loader:
                 exchanged += filled.exchanged
                 arrays.update(zip(wave, made, strict=True))
                 del made
-            joined = spreading.join(needs, units, owners, arrays)
+            joined = list(self._adapter.results(spreading.join(needs, units, owners, arrays)))
         except BaseException as error:
             arrays.clear()
             let_go(error)
@@ -246,7 +248,7 @@ class Loader:
         result = sum(need.nbytes for need in needs)
         copied = waves.copied(needs, self._adapter, self._settings)
         report.framework = self._adapter.name
-        report.tensors = len(needs)
+        report.tensors = len({need.info.name for need in needs})
         report.result_bytes = result
         report.read_bytes = sum(plan.read_bytes for plan in plans)
         report.over_read_bytes = sum(plan.read_bytes - plan.wanted_bytes for plan in plans)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from mfload.io import buffers
+from mfload.devices.live import live_bytes
 
 hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=False)
 hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
@@ -19,12 +19,12 @@ hypothesis.settings.load_profile("slow" if os.environ.get("MFLOAD_SLOW") else "c
 
 @pytest.fixture(autouse=True)
 def no_bytes_live() -> Iterator[None]:
-    """After every test, none of mfload's memory is left."""
+    """After every test, none of mfload's memory is left, on the host or on a device."""
     yield
-    if buffers.live_bytes():  # A look at all objects takes as long as many a test.
+    if live_bytes():  # A look at all objects takes as long as many a test.
         gc.collect()
     # XLA lets go of what it computed with in threads of its own, some milliseconds later.
     end = time.monotonic() + 5
-    while buffers.live_bytes() and time.monotonic() < end:
+    while live_bytes() and time.monotonic() < end:
         time.sleep(0.001)
-    assert buffers.live_bytes() == 0
+    assert live_bytes() == 0

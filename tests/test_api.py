@@ -202,7 +202,7 @@ def test_open_and_plan_know_the_arguments_of_load() -> None:
         (
             mfload.open,
             shown
-            | {"names", "dtype", "landing", "max_host_overhead"}
+            | {"names", "dtype", "landing", "max_host_overhead", "max_device_overhead"}
             | {"mesh", "shardings", "unmatched", "exchange"},
         ),
     ):

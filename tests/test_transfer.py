@@ -190,7 +190,7 @@ def test_lent_memory_is_used_as_it_is() -> None:
         def array(self, number: int) -> Any:
             return None
 
-    memory = landing.allocate(plan, [Lender(), landing.OwnMemory()])
+    memory = landing.allocate(plan, [Lender(), landing.OwnMemory(plan, ())])
     assert memory[1] is lent
     assert memory[0].size == buffers.live_bytes() == 5
 

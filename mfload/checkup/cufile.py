@@ -51,8 +51,7 @@ def look(system: System, devices: int, where: Mount | None) -> Iterator[Finding]
     for reason in gds.without(system):
         yield Finding("cufile", "in the way", reason, "note", _advice(reason))
     if where is not None:
-        for reason in gds.file_system(where):
-            yield Finding("cufile", "file system", reason, "note", _advice(reason))
+        yield from _file_system(where)
 
 
 def verdict(found: gds.Verdict, device: str) -> Finding:
@@ -154,6 +153,14 @@ def _inside(system: System) -> Iterator[Finding]:
             "in some: mfload tries it in a process of its own, for a bounded time"
         )
         yield Finding("cufile", "inside", f"a virtual machine ({name})", "ok", advice)
+
+
+def _file_system(where: Mount) -> Iterator[Finding]:
+    for reason in gds.file_system(where):
+        yield Finding("cufile", "file system", reason, "note", _advice(reason))
+    if where.kind == "ext4" and not any(each.startswith("data=") for each in where.options):
+        advice = "if a look says no, mount it with -o data=ordered, which cuFile wants to see"
+        yield Finding("cufile", "file system", "ext4 that does not say data=", "ok", advice)
 
 
 def _configuration(configuration: Configuration) -> Iterator[Finding]:

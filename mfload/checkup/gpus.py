@@ -127,4 +127,4 @@ def _between(pairs: Sequence[Sequence[Any]]) -> Finding:
 def _address(pci: str) -> str:
     """A bus id as sysfs spells it: CUDA writes the domain with four digits, or with eight."""
     domain, _, rest = pci.partition(":")
-    return f"{domain[-4:]}:{rest}"
+    return f"{domain.lstrip('0'):0>4}:{rest}"

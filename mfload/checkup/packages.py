@@ -9,6 +9,7 @@ from mfload.checkup.findings import Finding
 from mfload.devices.asking import Answer
 
 _SHARE = 0.75
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def cupy(answer: Answer | None) -> Finding:
@@ -43,6 +44,10 @@ def xla(environment: Mapping[str, str]) -> Iterator[Finding]:
         environment: Variables of this process.
     """
     if importlib.util.find_spec("jax") is None:
+        return
+    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
+        advice = "JAX has no CUDA plugin here: pip install 'jax[cuda13]' has it use the card"
+        yield Finding("gpu", "XLA's pool", "none", "ok", advice)
         return
     allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower()
     eager = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0")

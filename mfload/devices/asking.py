@@ -70,7 +70,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     """Kills a process and its group. One that hangs in the kernel is left to it."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
-    except (OSError, PermissionError):
+    except OSError:
         child.kill()
     for stream in (child.stdout, child.stderr):
         if stream is not None:

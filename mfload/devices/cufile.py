@@ -21,6 +21,9 @@ log = logging.getLogger("mfload")
 UNIT = 4096
 """Bytes on which offsets, lengths and device addresses lie: the page of GPUDirect Storage."""
 
+# Memory of a card is mapped for others in pages of this size.
+_MAPPED = 64 << 10
+
 
 def installed() -> bool:
     """Whether there is a kvikio to import; imports nothing."""
@@ -146,7 +149,7 @@ class CufileSlot:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
-        self.buffer = device.allocate(room(nbytes))
+        self.buffer = device.allocate(-(-room(nbytes) // _MAPPED) * _MAPPED)
         self._registered = False
         register(device, self.buffer)
         self._registered = True

@@ -123,6 +123,7 @@ class Stream(Protocol):
             source: Where from.
             start: The byte that `copy.start` counts from.
             copy: Shape, strides and dtypes, for which `Device.converts` said yes; not checked.
+                Elements lie at multiples of their size: kernels can't read others.
         """
         ...
 
@@ -139,7 +140,7 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it, once all that was given is over; more than once does nothing."""
+        """Ends it, once all that was given is over; more than once does nothing. Never raises."""
         ...
 
 

@@ -165,7 +165,11 @@ def file_system(where: Mount) -> Iterator[str]:
 
 def _probe(system: System, path: str, device: Place, timeout: float | None) -> Answer:
     table = cufile_json.read(system).table
-    table = {**table, "properties": {**table.get("properties", {}), "allow_compat_mode": False}}
+    table = {
+        **table,
+        "properties": {**table.get("properties", {}), "allow_compat_mode": False},
+        "profile": {"cufile_stats": 3},
+    }
     with tempfile.TemporaryDirectory(prefix="mfload-") as folder:
         settings = Path(folder, "cufile.json")
         settings.write_text(json.dumps(table))

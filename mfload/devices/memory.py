@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -10,10 +11,14 @@ class _Counter:
     """Bytes live now, by device. Each buffer keeps it, so it outlives the module at exit."""
 
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may free a buffer in the middle of counting one.
-        self._lock = threading.RLock()
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Makes the lock anew: a fork may have copied it while another thread held it."""
+        # Reentrant: the garbage collector may free a buffer in the middle of counting one.
+        self._lock = threading.RLock()
 
     def add(self, device: str, nbytes: int) -> None:
         with self._lock:
@@ -27,6 +32,8 @@ class _Counter:
 
 
 _counter = _Counter()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_counter.renew)
 
 
 class DeviceBuffer:

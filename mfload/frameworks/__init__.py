@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import cast
 
 from mfload import errors, spelling
 from mfload.frameworks import several
@@ -73,8 +74,8 @@ def get(name: str, device: object = None) -> Adapter:
         named = [numbers[repr(each)] for each in device.values()]
         rules = list(zip(several.rules_of(device), named, strict=True))
         return several.SeveralAdapter(_each(make, list(apart.values())), rules)
-    if isinstance(device, list | tuple):
-        return several.SeveralAdapter(_each(make, device))
+    if type(device) in (list, tuple):  # TensorFlow's own devices are tuples of a kind.
+        return several.SeveralAdapter(_each(make, cast(Sequence[object], device)))
     return make(device)
 
 

@@ -65,6 +65,11 @@ class TensorflowAdapter(adapter.Landing):
         # because "CPU:0" inside the scope of another process's device is that process's.
         self._host = f"{local}/device:CPU:0"
         self.on_host = device == self._host
+        if land is not None:
+            # For some dtypes TensorFlow has no kernel there, and quietly takes the host's.
+            self.lendable = frozenset(
+                name for name in self.lendable if self._empty(name, (1,)).backing_device == device
+            )
 
     @property
     def landing(self) -> Whose:
@@ -93,29 +98,30 @@ class TensorflowAdapter(adapter.Landing):
         if view.dtype.name in _COPIED:
             host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
             return tf.convert_to_tensor(host)
-        if adapter.on_device(view.memory):
-            # Counted among the devices that TensorFlow sees, not among all.
-            number = int(self._device.rpartition(":")[2])
-            return tf.experimental.dlpack.from_dlpack(capsule(view, device_id=number))
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
-        return tensor if self.on_host else tf.identity(tensor)
+        there = self.on_host or adapter.on_device(view.memory)
+        return tensor if there else tf.identity(tensor)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Tensors of TensorFlow's own allocator, one for each need."""
         land = self.devices[0] if self.devices else None
         lent: list[adapter.Lent] = []
-        with tf.device(self._host if land is None else self._device):
-            for need in needs:
-                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-                tensor = tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(name), init=False)
-                # Not tensor.numpy(), which is a copy.
-                address = data_address(tf.experimental.dlpack.to_dlpack(tensor))
-                memory = adapter.memory_at(tensor, address, need.nbytes, land)
-                lent.append(adapter.Lent(tensor, memory))
+        for need in needs:
+            _, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+            tensor = self._empty(need.dtype.name, shape)
+            # Not tensor.numpy(), which is a copy.
+            address = data_address(tf.experimental.dlpack.to_dlpack(tensor))
+            memory = adapter.memory_at(tensor, address, need.nbytes, land)
+            lent.append(adapter.Lent(tensor, memory))
         if not self.on_host:
             # Kernels that were started before may still use memory that was given away again.
             tf.test.experimental.sync_devices()
         return lent
+
+    def _empty(self, name: str, shape: tuple[int, ...]) -> Any:
+        kind = tf.as_dtype(self.forms[name].type)
+        with tf.device(self._device if self.devices else self._host):
+            return tf.raw_ops.Empty(shape=shape, dtype=kind, init=False)
 
 
 def make(device: object) -> TensorflowAdapter:
@@ -140,8 +146,13 @@ def make(device: object) -> TensorflowAdapter:
 def _at(device: str, local: str) -> TensorflowAdapter:
     if not device.startswith(f"{local}/device:GPU:") or not tf.test.is_built_with_cuda():
         return TensorflowAdapter(device, local)
-    number = _ordinals()[int(device.rpartition(":")[2])]
-    return TensorflowAdapter(device, local, *adapter.device_to_land_on(number))
+    own = int(device.rpartition(":")[2])
+    number = _ordinals()[own]
+    made = TensorflowAdapter(device, local, *adapter.device_to_land_on(number))
+    if own != number:
+        # What is imported appears on the GPU that TensorFlow, not CUDA, gives that number.
+        made.landings = frozenset(("framework",))
+    return made
 
 
 def _ordinals() -> list[int]:

@@ -5,6 +5,7 @@ No figure in here was measured on anything.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from benchmarks import (
     gpu,
     gpu_facts,
     gpu_given,
+    gpu_memory,
     gpu_peers,
     gpu_plan,
     gpu_rounds,
@@ -32,6 +35,7 @@ from benchmarks import (
     gpu_trial,
     gpu_trials,
 )
+from benchmarks.checkpoint import write_llama
 from benchmarks.gpu_budget import Budget
 from benchmarks.gpu_ceilings import PEAK, cached, direct
 from benchmarks.gpu_given import Given, Row, SkipError
@@ -39,7 +43,7 @@ from benchmarks.gpu_plan import COLD, FAST, PLAIN, SWEEP, WARM
 from benchmarks.gpu_rounds import Rounds, Step
 from benchmarks.gpu_tasks import Way
 from mfload import dtypes
-from mfload.bench import machine
+from mfload.bench import child, machine
 from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
 from mfload.bench.process import environment
 from mfload.bench.results import Results
@@ -211,8 +215,6 @@ def test_a_batch_holds_jax_once() -> None:
 
 
 def test_a_loader_that_fails_is_told_and_left_out(tmp_path: Path) -> None:
-    from benchmarks.checkpoint import write_llama
-
     made = write_llama(tmp_path / "c", 1, 1_000_000)
     results = _made_up()
     bed = Bed(made.paths, gpu_tasks.__name__, [str(ROOT)], explain=True)
@@ -241,7 +243,7 @@ def test_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             Answer({"driver": "1.2", "devices": [device, device]}),
         ]
     )
-    monkeypatch.setattr(gpu_facts, "ask", lambda module, timeout: next(answers))
+    monkeypatch.setattr(gpu_facts, "ask", lambda *_, **__: next(answers))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "timeout" in str(gpu_facts.look())
     assert gpu_facts.look() == "no libcuda"
@@ -267,6 +269,105 @@ def test_children_see_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_facts.environment(2)["CUDA_VISIBLE_DEVICES"] == "0,1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert environment(gpu_facts.environment(1), [])["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_the_driver_is_asked_where_mfload_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has the source tree alone: the probe is told where that is."""
+    told: list[str] = []
+
+    def ask(module: str, *, timeout: float, environment: dict[str, str]) -> Answer:
+        told.append(environment["PYTHONPATH"])
+        return Answer({"error": "none"})
+
+    monkeypatch.setattr(gpu_facts, "ask", ask)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    gpu_facts.look()
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    gpu_facts.look()
+    assert told == [str(ROOT), f"{ROOT}{os.pathsep}elsewhere"]
+
+
+# On a device that is none ----------------------------------------------------------------------
+
+
+class _Stub:
+    """As much of CuPy as the ceilings use, on host memory; copies run when they are waited for."""
+
+    uint8, uint64 = np.uint8, np.uint64
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.copied = 0
+        self.waiting: list[tuple[int, int, int]] = []
+        runtime = types.SimpleNamespace(
+            hostRegister=lambda at, nbytes, flags: self.locked.update({at: nbytes}),
+            memcpyAsync=self._later,
+            memcpy=lambda to, at, nbytes, kind: ctypes.memmove(to, at, nbytes),
+            memGetInfo=lambda: (5, 9),
+        )
+        device = types.SimpleNamespace(synchronize=self._wait)
+        stream = types.SimpleNamespace(ptr=1, synchronize=self._wait)
+        self.cuda = types.SimpleNamespace(
+            runtime=runtime, Device=lambda number: device, Stream=lambda non_blocking: stream
+        )
+
+    def _later(self, to: int, at: int, nbytes: int, kind: int, stream: int) -> None:
+        assert any(low <= at and at + nbytes <= low + n for low, n in self.locked.items())
+        assert (kind, stream) == (1, 1)
+        self.waiting.append((to, at, nbytes))
+
+    def _wait(self) -> None:
+        for to, at, nbytes in self.waiting:
+            ctypes.memmove(to, at, nbytes)
+            self.copied += nbytes
+        self.waiting.clear()
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        array = np.zeros(count, dtype)
+        return types.SimpleNamespace(data=types.SimpleNamespace(ptr=array.ctypes.data), keep=array)
+
+    def asarray(self, found: Any) -> Any:
+        return np.asarray(types.SimpleNamespace(__array_interface__=found.__cuda_array_interface__))
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> _Stub:
+    made = _Stub()
+    monkeypatch.setattr(gpu_memory, "cupy", lambda: made)
+    return made
+
+
+def _job(tmp_path: Path, name: str) -> Any:
+    found = write_llama(tmp_path / "c", 1, 3_000_000)
+    warmup = write_llama(tmp_path / "w", 1, 1_000_000)
+    return Bed(warmup.paths, gpu_tasks.__name__).job(f"cuda:0/{name}", found.subject())
+
+
+@pytest.mark.parametrize("name", [PEAK, cached(2), direct(2, 4), Way("numpy").name])
+def test_what_a_process_measures_on_a_device(name: str, stub: _Stub, tmp_path: Path) -> None:
+    job = _job(tmp_path, name)
+    result = child.measure(job, lambda: None)
+    assert result["seconds"] > 0
+    assert not stub.waiting
+    if name == PEAK:
+        assert stub.copied > job["nbytes"]  # What was copied before the clock started, too.
+    if gpu_tasks.is_ours(name):
+        with pytest.raises(RuntimeError, match="the pages sum up to"):
+            child.measure({**job, "page_sum": 1}, lambda: None)
+
+
+def test_memory_by_address(stub: _Stub) -> None:
+    values = np.arange(5000, dtype=np.uint8)
+    other = np.zeros(5000, np.uint8)
+    gpu_memory.write(other.ctypes.data, values, "cuda:0")
+    assert gpu_memory.read(other.ctypes.data, 5000, "cuda:0") == values.tobytes()
+    spans = [(values.ctypes.data, 5000), (values.ctypes.data, 0)]
+    assert gpu_memory.page_sum(spans, "cuda:0") == gpu_memory.page_sum(spans, "cpu") == 0
+    assert gpu_memory.page_sum([(values.ctypes.data + 3, 4098)], "cuda:0") == 3 + 3
+    assert gpu_memory.free("cuda:0") == 5
+    locked = gpu_memory.host_array(1 << 20, "cuda:0")
+    assert stub.locked == {locked.ctypes.data: 1 << 20}
+    assert locked.ctypes.data % (2 << 20) == 0
 
 
 # Trials --------------------------------------------------------------------------------------
@@ -321,6 +422,14 @@ def test_every_trial_is_there(device: str) -> None:
         assert "streams/jax/framework" in names
 
 
+def test_a_trial_of_an_engine_that_is_not_taken_is_skipped(tmp_path: Path) -> None:
+    found = gpu_trial.run("truncated/numpy/direct", Given("cpu", tmp_path))
+    assert found["status"] == "pass"
+    found = gpu_trial.run("truncated/numpy/pinned", Given("cpu", tmp_path))
+    assert found["status"] == "skip"
+    assert found["said"].startswith("pinned was asked for and ")
+
+
 def test_a_failed_question_is_no_failed_check() -> None:
     def outcome(kind: str, name: str, status: str) -> gpu_trials.Outcome:
         return {"kind": kind, "name": name, "status": status, "said": "", "seconds": 0.0}
@@ -371,8 +480,6 @@ def test_ways_have_names() -> None:
 
 
 def test_a_ring_is_varied_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
-
     slots = types.SimpleNamespace(SLOT=1, DEPTH=2)
     monkeypatch.setitem(sys.modules, "mfload.devices.slots", slots)
     gpu_tasks.find(f"cpu/{Way('numpy', slot=4).name}")

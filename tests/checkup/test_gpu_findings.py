@@ -23,7 +23,7 @@ from mfload.devices.mounts import Mount
 from mfload.devices.system import System
 from mfload.io.route import Leg
 
-EXT4 = Mount("ext4", frozenset({"rw"}), "259:1")
+EXT4 = Mount("ext4", frozenset({"rw", "data=ordered"}), "259:1")
 UDEV = {"run/udev/data/x": "", "proc/version": "Linux version 6.8"}
 NVIDIA_FS = UDEV | {"proc/driver/nvidia-fs/version": "version: 2.26\n"}
 
@@ -93,6 +93,7 @@ def test_a_machine_that_lacks_all(tmp_path: Path) -> None:
     [
         (EXT4, ""),
         (Mount("ext4", frozenset({"data=journal"}), ""), "data=ordered"),
+        (Mount("ext4", frozenset({"rw"}), ""), "does not say"),
         (Mount("overlay", frozenset(), ""), "5027"),
         (Mount("nfs4", frozenset({"proto=tcp"}), ""), "RDMA"),
         (Mount("lustre", frozenset(), ""), ""),
@@ -272,6 +273,9 @@ def test_what_xla_takes(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     (told,) = packages.xla(environment)
     assert found in told.found
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "jax" else None)
+    (told,) = packages.xla(environment)
+    assert "jax[cuda13]" in told.advice
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert list(packages.xla(environment)) == []
 

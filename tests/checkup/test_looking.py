@@ -76,7 +76,7 @@ def test_drivers(
         assert "0000:1c:00.0" not in last.found
 
 
-@pytest.mark.parametrize("pci", ["0000:1b:00.0", "00000000:1b:00.0"])
+@pytest.mark.parametrize("pci", ["0000:1b:00.0", "00000000:1b:00.0", "0:1b:00.0"])
 def test_a_device_and_its_link(tmp_path: Path, pci: str) -> None:
     one = {"driver": "13.0", "devices": [ONE["devices"][0] | {"pci": pci}]}  # type: ignore[index]
     found = named(gpus.look(machine(tmp_path, CARD), Answer(one)), pci)

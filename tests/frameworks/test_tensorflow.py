@@ -19,12 +19,14 @@ from conformance.giving import GivingConformance, give, read
 from conformance.landing import LandingConformance
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ROOT, Conformance, no_gpu
+from devices.fake import FakeDevice
 
 import mfload
 from mfload import errors
 from mfload.devices.device import Device
 from mfload.frameworks import tensorflow_adapter
 from mfload.frameworks.adapter import Adapter
+from mfload.frameworks.tensorflow_adapter import TensorflowAdapter
 
 # A second CPU, to see that tensors go where they are sent.
 _CPU = tf.config.list_physical_devices("CPU")[0]
@@ -205,7 +207,20 @@ class TestTensorflowLanding(LandingConformance):
 
     def adapter(self, land: Device) -> Adapter:
         local = tensorflow_adapter._local()
-        return tensorflow_adapter.TensorflowAdapter(f"{local}/device:CPU:0", local, land)
+        return TensorflowAdapter(f"{local}/device:CPU:0", local, land)
+
+    def test_dtypes_that_are_made_elsewhere_are_not_lent(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = tf.raw_ops.Empty
+
+        def empty(shape: Any, dtype: Any, init: bool) -> Any:
+            with tf.device("CPU:1" if dtype in (tf.bool, tf.uint16) else None):
+                return made(shape=shape, dtype=dtype, init=init)
+
+        monkeypatch.setattr(tf.raw_ops, "Empty", empty)
+        missing = TensorflowAdapter.lendable - self.adapter(FakeDevice()).lendable
+        assert missing == {"BOOL", "U16"}
 
     def test_which_gpu_of_all_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Three are seen out of four, and the last of them is two.

@@ -1,0 +1,129 @@
+"""CupyDevice on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance.suite import no_gpu
+from devices.contract import Contract, download, flat, noise, pinned, streams, upload
+
+from mfload.devices import conversions, finding
+from mfload.devices.device import Rows
+from mfload.dtypes import TABLE
+from mfload.io import buffers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
+
+
+@pytest.fixture
+def device() -> Any:
+    return finding.find(0)
+
+
+class TestContract(Contract):
+    @pytest.fixture
+    def device(self) -> Any:
+        return finding.find(0)
+
+    @pytest.fixture
+    def other(self) -> Any:
+        if finding.count() < 2:
+            pytest.skip("there is one GPU only")
+        return finding.find(1)
+
+
+def test_its_address_is_in_sysfs(device: Any) -> None:
+    assert device.pci is not None
+    assert len(device.pci.split(":")) == 3
+
+
+def test_bfloat16_is_converted(device: Any) -> None:
+    """What users ask for most; a no would be legal, and slow."""
+    f4, f2, b2 = (TABLE[name].numpy for name in ("F32", "F16", "BF16"))
+    assert all(device.converts(a, b) for a in (f4, f2, b2) for b in (f4, f2, b2))
+
+
+def test_every_yes_is_right(device: Any) -> None:
+    known = [row.numpy for row in TABLE.values() if row.numpy is not None]
+    yes = [(a, b) for a in known for b in known if device.converts(a, b)]
+    print(f"converts {len(yes)} of {len(known) ** 2} pairs")
+    assert all(conversions.agrees(device, a, b) for a, b in yes)
+
+
+def test_a_pitch_beyond_what_cuda_takes(device: Any) -> None:
+    pitch = device.longest_pitch + 1
+    if device.room().free < 2 * pitch:
+        pytest.skip("the device is too small")
+    source = device.allocate(pitch + 1000)
+    target = device.allocate(2000)
+    data = upload(device, noise(2000))
+    with streams(device) as stream:
+        for n in range(2):
+            stream.copy_within(source, n * pitch, data, n * 1000, flat(1000))
+        stream.copy_within(target, 0, source, 0, Rows(2, 1000, pitch))
+    assert download(target).tobytes() == noise(2000).tobytes()
+
+
+def test_rows_of_the_longest_pitch(device: Any) -> None:
+    pitch = device.longest_pitch
+    if device.room().free < 2 * pitch:
+        pytest.skip("the device is too small")
+    source, target = device.allocate(pitch + 10), device.allocate(20)
+    with streams(device) as stream:
+        stream.copy_within(target, 0, source, 0, Rows(2, 10, pitch))
+        stream.synchronize()
+
+
+def test_the_callers_device_is_left_as_it_was(device: Any) -> None:
+    runtime: Any = importlib.import_module("cupy").cuda.runtime
+    count = finding.count()
+    for number in range(count):
+        runtime.setDevice(number)
+        download(upload(finding.find(count - 1 - number), noise(100)))
+        assert runtime.getDevice() == number
+    runtime.setDevice(0)
+
+
+def test_a_thread_that_never_met_cuda(device: Any) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(download(upload(device, noise(100)))))
+    thread.start()
+    thread.join()
+    assert found[0].tobytes() == noise(100).tobytes()
+
+
+def test_release_waits_for_the_work_of_others(device: Any) -> None:
+    cupy: Any = importlib.import_module("cupy")
+    memory, result = device.allocate(64 << 20), device.allocate(64 << 20)
+    data = noise(64 << 20)
+    with pinned(device, data.size) as stage, streams(device) as stream:
+        stage[:] = data
+        stream.copy_in(memory, 0, stage, flat(data.size))
+        stream.synchronize()
+        for _ in range(50):
+            stream.copy_within(result, 0, memory, 0, flat(data.size))
+        del memory
+        gc.collect()
+        assert stream.record().done(), "cudaFree returned while copies from the memory ran"
+    assert download(result).tobytes() == data.tobytes()
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+def test_arrays_of_cupy_over_its_memory(device: Any) -> None:
+    cupy: Any = importlib.import_module("cupy")
+    memory = upload(device, np.arange(1000, dtype="f4"))
+    held = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory, 0)
+    array = cupy.ndarray((1000,), "f4", cupy.cuda.MemoryPointer(held, 0))
+    assert float(array.sum()) == 499_500
+
+
+def test_nothing_stays_locked(device: Any) -> None:
+    stage = buffers.allocate(4 << 20)
+    for _ in range(5):
+        device.pin(stage)
+        device.unpin(stage)
