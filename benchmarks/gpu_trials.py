@@ -75,7 +75,7 @@ def checks(device: str, cores: int, *, gds: bool) -> list[Group]:
     engines = ("pinned", *(("gds",) if gds else ())) if gpu else ("auto",)
     side = gpu_checks.names(well, engines, gpu=gpu) + gpu_streams.names(well)
     side += gpu_stress.names(well, engines) if gpu else []
-    side += [f"dtypes/{name}/{engines[0]}/mfload" for name in rest]
+    side += [f"dtypes/{name}/{engines[0]}/auto" for name in rest]
     return [
         {"kind": CHECK, "names": side, "abreast": _abreast(cores)},
         {"kind": CHECK, "names": gpu_stress.alone(well, engines), "abreast": 1},

@@ -15,7 +15,7 @@ from mfload.io.blocks import Costs
 from mfload.io.route import Leg
 from mfload.placement import Need
 from mfload.planning import Plan
-from mfload.settings import Settings
+from mfload.settings import OVERHEAD, Settings
 
 _PAGE = buffers.PAGE
 _LEAST_BLOCK = 64 << 10
@@ -59,18 +59,20 @@ class Overheads:
         self.devices = devices(needs, adapter, settings)
         if not self.devices:
             block = _DIRECT_BLOCK if self._direct else Costs().block
-            self.costs = self._host_costs(threads, block, 1)
+            self.costs = self._host_costs(settings.max_host_overhead, threads, block, 1)
             return
         landing = (n for n in needs if waves.lands(n, adapter, settings) is not None)
         growth = max(map(_growth, landing), default=0)
-        self.costs = self._host_costs(threads * slots.DEPTH, slots.SLOT, 1 + growth)
+        # Page-locked memory is dear: without a word of the user it is bounded as well.
+        limit = OVERHEAD if settings.max_host_overhead is None else settings.max_host_overhead
+        count = threads * slots.DEPTH
+        self.costs = self._host_costs(limit, count, slots.SLOT, 1 + growth)
         self._keep_to_devices(converts=growth > 0)
 
-    def _host_costs(self, count: int, block: int, parts: int) -> Costs:
+    def _host_costs(self, limit: int | None, count: int, block: int, parts: int) -> Costs:
         """Reads for so many slots at once, each of which holds so many times what it reads."""
         settings = self._settings
         gap = Costs().merge_gap if settings.merge_gap is None else settings.merge_gap
-        limit = settings.max_host_overhead
         if limit is None:
             return Costs(block=block, merge_gap=gap)
         block = min(block, limit // count // parts // _PAGE * _PAGE - _ROUNDED)
@@ -85,8 +87,9 @@ class Overheads:
     def _keep_to_devices(self, *, converts: bool) -> None:
         """Makes reads small enough for what is allowed on devices."""
         limit = self._settings.max_device_overhead
+        limit = OVERHEAD if limit is None else limit
         count = self._threads * (slots.DEPTH * self._past_host + converts)
-        if limit is None or not count:
+        if not count:
             return
         block = limit // count // _PAGE * _PAGE - _ROUNDED
         if block < _LEAST_BLOCK:

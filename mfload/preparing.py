@@ -21,6 +21,7 @@ _PLAIN = (None, "C", "raw")  # A piece's box, order and encoding.
 _MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
 _MOST_THREADS = 8
+_A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
 # Reads past the page cache wait for the disk, not for a core: as many as keep it busy.
 _DIRECT_THREADS = 4
 
@@ -78,7 +79,7 @@ class Preparation:
             "opening the files",
         )
         self.route = dict(zip(used, legs, strict=True))
-        self.threads = settings.threads or _threads(legs)
+        self.threads = settings.threads or _threads(legs, len(self._devices))
         self.overheads = Overheads(needs, adapter, settings, legs, self.threads)
         self.notes = (*index.notes, *adapter.notes, *self._decided())
 
@@ -210,8 +211,8 @@ def _span(need: Need) -> int:
     return count * max(need.info.dtype.nbytes, need.dtype.nbytes)
 
 
-def _threads(legs: Sequence[routing.Leg]) -> int:
-    wanted = min(probes.cores(), _MOST_THREADS)
+def _threads(legs: Sequence[routing.Leg], devices: int) -> int:
+    wanted = min(probes.cores(), max(_MOST_THREADS, _A_DEVICE * devices))
     if any(leg.direct for leg in legs):
         return max(wanted, _DIRECT_THREADS)
     return wanted

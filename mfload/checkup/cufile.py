@@ -19,7 +19,7 @@ from mfload.report import human
 _WARM = 0.5
 _LOADING = (
     "install nvidia-fs, or turn on P2PDMA: without either cuFile copies through host memory, or "
-    "fails with 5001 or 5008; loads take the pinned way, which is faster than that"
+    "fails with 5001 or 5008; loads take the pinned way"
 )
 _STATIC_BAR1 = (
     'NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;" for the module nvidia'

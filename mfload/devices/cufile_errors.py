@@ -38,7 +38,8 @@ MEANINGS = {
         "nvidia-fs driver version mismatch", "update nvidia-fs and libcufile to one release"
     ),
     5007: Meaning(
-        "GPUDirect Storage not supported on current platform", "no virtual machine or WSL has it"
+        "GPUDirect Storage not supported on current platform",
+        "WSL and most virtual machines have none of it",
     ),
     5008: Meaning(
         "GPUDirect Storage not supported on current file",

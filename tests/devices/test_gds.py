@@ -96,6 +96,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         (asking('{"properties": {"use_pci_p2pdma": true}}'), {}, ""),
         (asking('{"block": {"nvme": {"use_pci_p2pdma": true}}}'), {}, ""),
         (asking('{"properties": {"use_pci_p2pdma": false}}'), {}, "use_pci_p2pdma"),
+        (asking('{"properties": {"use_pci_p2pdma": "false"}}'), {}, "use_pci_p2pdma"),
     ],
 )  # fmt: skip
 def test_plain_facts_come_before_a_probe(
