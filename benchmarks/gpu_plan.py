@@ -16,6 +16,7 @@ from mfload.bench.runner import Case
 WARM = Case("warm", primed=False)
 COLD = Case("cold", cold=True, primed=False)
 SWEEP = Case("sweep", primed=False)
+SWEEP_COLD = Case("sweep-cold", cold=True, primed=False)
 _OTHERS = (
     "safetensors.prefetch", "safetensors.flax", "instanttensor", "orbax", "runai",
     "fastsafetensors.gds",
@@ -59,6 +60,8 @@ class Plan:
         """All else, once the ceilings are known."""
         few = min(2, self._rounds)
         warm, cold, others, sweep = self._warm(), self._cold(), self._others(), self._sweep()
+        readers = [name for name in sweep if gpu_tasks.way(name).threads]
+        peers = [name for name in others if not gpu_tasks.is_ours(name)]
         return [
             Step(WARM, warm, few),
             Step(COLD, cold, few),
@@ -67,6 +70,8 @@ class Plan:
             Step(WARM, warm, self._rounds),
             Step(COLD, cold, self._rounds),
             Step(WARM, others, self._rounds),
+            Step(SWEEP_COLD, readers, 1),
+            Step(COLD, peers, 1),
             Step(SWEEP, sweep, min(3, self._rounds)),
         ]
 

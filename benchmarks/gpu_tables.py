@@ -18,6 +18,7 @@ TITLES = {
     "warm": "Warm: all of it in the page cache",
     "cold": "Cold: none of it in the page cache",
     "sweep": "Ring and readers, warm",
+    "sweep-cold": "Readers, cold",
 }
 REHEARSAL = "A rehearsal without a GPU: only the plumbing was tried, and no figure means anything."
 
@@ -29,7 +30,7 @@ def real(results: Results) -> bool:
 
 def floor(results: Results, case: str) -> tuple[str, float] | None:
     """What cannot be beaten in a case, and its seconds: copies when warm, the file when cold."""
-    kind, where = ("direct", case) if case == "cold" else (PEAK, "warm")
+    kind, where = ("direct", "cold") if case.endswith("cold") else (PEAK, "warm")
     found = {
         name: seconds
         for name in results.names(where)
@@ -82,7 +83,7 @@ targets = tables.targets
 def _names(results: Results, case: str) -> list[str]:
     """Ceilings, then from the fastest to the slowest; a sweep in its own order."""
     names = results.names(case)
-    if case == "sweep":
+    if case.startswith("sweep"):
         return names
     return sorted(names, key=lambda n: (not is_ceiling(n), results.best(case, n) or 0.0))
 
@@ -105,7 +106,7 @@ def _row(results: Results, case: str, name: str) -> list[str]:
 
 
 def _table(results: Results, case: str) -> str:
-    of = "file ceiling" if case == "cold" else "pinned peak"
+    of = "file ceiling" if case.endswith("cold") else "pinned peak"
     head = ("", "best s", "median s", "GB/s", f"of the {of}", "times faster than safetensors",
             "CPU s", "rounds")  # fmt: skip
     return markdown.table(head, (_row(results, case, name) for name in _names(results, case)))
@@ -116,7 +117,7 @@ def _ways(results: Results) -> list[str]:
     said: dict[str, None] = {}
     for sample in results.samples:
         explained = sample.get("explained")
-        if explained and sample["case"] != "sweep":
+        if explained and not sample["case"].startswith("sweep"):
             route = "; ".join(f"{engine} ({why})" for engine, why, _ in explained["route"])
             notes = "".join(f"; {note}" for note in explained["notes"])
             label = gpu_tasks.label(sample["name"])

@@ -54,10 +54,13 @@ class Way(NamedTuple):
         parts += [] if self.engine == "auto" else [f"engine {self.engine}"]
         parts += [] if self.landing == "auto" else [f"landing {self.landing}"]
         parts += [] if self.slot is None else [f"slots of {self.slot} MiB"]
-        parts += [] if self.depth is None else [f"{self.depth} slots a reader"]
-        many = "reader" if self.threads == 1 else "readers"
-        parts += [] if self.threads is None else [f"{self.threads} {many}"]
+        parts += [] if self.depth is None else [f"{_many(self.depth, 'slot')} a reader"]
+        parts += [] if self.threads is None else [_many(self.threads, "reader")]
         return ", ".join(parts)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def way(name: str) -> Way:

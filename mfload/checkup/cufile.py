@@ -107,6 +107,9 @@ def _nvidia_fs(system: System, configuration: Configuration) -> Finding:
         level, advice = ("ok", "") if configuration.p2pdma else ("note", _LOADING)
         return Finding("cufile", "nvidia-fs", "not loaded", level, advice)
     stats = system.text("proc/driver/nvidia-fs/stats") or ""
+    if not any(name.startswith("nvidia-fs") for name in system.names("dev")):
+        advice = "the container has not its devices: run it with --device=/dev/nvidia-fs0 and so on"
+        return Finding("cufile", "nvidia-fs", "loaded, and not to be reached", "note", advice)
     users = sum(int(n) for n in re.findall(r"^Active Process: (\d+)", stats, re.MULTILINE))
     held = sum(int(n) for n in re.findall(r"Registered_MiB=(\d+)", stats))
     found = driver.splitlines()[0]

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mfload.checkup.findings import Finding
+from mfload.devices import numa
 from mfload.devices.asking import Answer
 from mfload.devices.system import System
 from mfload.report import human
 
 _NVIDIA = "0x10de"
+_MOST_CPUS = 1 << 16
 _DISPLAY = "0x03"  # PCI class of what drives displays, 3-D controllers among them.
 
 
@@ -96,9 +98,21 @@ def _device(system: System, device: dict[str, Any]) -> Finding:
     if node is not None and node >= 0:
         parts.append(f"on NUMA node {node}")
         data["numa_node"] = node
+        if _far(system, device["pci"]):
+            advice.append(
+                "this process may use no core of that node, so its reads go the long way: see "
+                "taskset, numactl or the control group"
+            )
     found = f"{device['name']}, {', '.join(parts)}"
     level = "note" if advice else "ok"
     return Finding("gpu", device["pci"], found, level, "; ".join(advice), data)
+
+
+def _far(system: System, pci: str) -> bool:
+    """Whether a device hangs on a node whose cores are there and not for this process."""
+    address = _address(pci)
+    there = numa.near(address, system.root, range(_MOST_CPUS))
+    return there is not None and numa.near(address, system.root) is None
 
 
 def _bar1(system: System, base: str) -> int | None:

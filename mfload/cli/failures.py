@@ -23,6 +23,7 @@ _TYPED = (
     ('checksums="write" or "check"', "--checksums write or check"),
     ("max_shard_size", "--max-shard-size"),
     ("max_host_overhead", "--max-host-overhead"),
+    ("max_device_overhead", "--max-device-overhead"),
     ("max_bytes", "--max-bytes"),
 )
 _ARGUMENTS = ("align", "checksums", "manifest", "rounds", "sha256", "threads", "timeout", "verify")

@@ -26,6 +26,7 @@ def command(
     engine: options.Engine = "auto",
     landing: options.Landing = "auto",
     max_host_overhead: options.Overhead = None,
+    max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
     repeat: Annotated[
@@ -53,10 +54,11 @@ def command(
             api.load(
                 path,
                 framework=framework,
-                device=device,
+                device=options.devices(device),
                 names=names,
                 dtype=options.dtypes(dtype),
                 max_host_overhead=max_host_overhead,
+                max_device_overhead=max_device_overhead,
                 threads=threads,
                 timeout=timeout,
                 verify=verify,

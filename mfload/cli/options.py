@@ -37,8 +37,13 @@ Framework = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(metavar="DEVICE", help="Such as cpu:1 or cuda:0; the framework's own default."),
+    list[str] | None,
+    typer.Option(
+        "--device",
+        metavar="[REGEX=]DEVICE",
+        help="Such as cpu:1 or cuda:0; the framework's own default. Given several times, all "
+        "tensors go to all of them, or with a REGEX those whose names match.",
+    ),
 ]
 Names = Annotated[
     str | None,
@@ -61,7 +66,9 @@ Dtypes = Annotated[
 Engine = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="auto, pread, direct or mmap.", autocompletion=completing.engines
+        metavar="NAME",
+        help="auto, pread, direct or mmap; onto GPUs pinned or gds as well.",
+        autocompletion=completing.engines,
     ),
 ]
 Landing = Annotated[
@@ -79,6 +86,15 @@ Overhead = Annotated[
         metavar="SIZE",
         parser=_size,
         help="Host memory beside the result, such as 256MiB.",
+    ),
+]
+DeviceOverhead = Annotated[
+    int | None,
+    typer.Option(
+        "--max-device-overhead",
+        metavar="SIZE",
+        parser=_size,
+        help="Memory of a GPU beside the result, such as 256MiB.",
     ),
 ]
 Threads = Annotated[
@@ -99,16 +115,33 @@ def dtypes(given: list[str] | None) -> Any:
     """What `--dtype` means to the library: a name, or names by regex.
 
     Raises:
-        UsageError: Both a dtype for all and one for some were given.
+        UsageError: Several dtypes for all were given, or some beside one for all.
     """
     if not given:
         return None
     if len(given) == 1 and "=" not in given[0]:
         return given[0]
+    return _ruled("--dtype", "DTYPE", given)
+
+
+def devices(given: list[str] | None) -> Any:
+    """What `--device` means to the library: a name, several, or names by regex.
+
+    Raises:
+        UsageError: Both devices for all tensors and for some were given.
+    """
+    if not given:
+        return None
+    if all("=" not in each for each in given):
+        return given[0] if len(given) == 1 else given
+    return _ruled("--device", "DEVICE", given)
+
+
+def _ruled(option: str, what: str, given: list[str]) -> dict[str, str]:
     if not all("=" in each for each in given):
         raise errors.UsageError(
-            "--dtype twice takes a regex each time",
-            expected="REGEX=DTYPE",
+            f"{option} twice takes a regex each time",
+            expected=f"REGEX={what}",
             found=next(each for each in given if "=" not in each),
         )
     return dict(each.rsplit("=", 1) for each in given)

@@ -37,6 +37,8 @@ def ask(
         timeout: Seconds; then it is killed with all that it has started. None for ever.
         environment: Variables that differ from those of this process.
     """
+    if getattr(sys, "frozen", False):
+        return Answer(None, "can't be asked: this program is frozen, and would start itself")
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:
         child = subprocess.Popen(

@@ -235,7 +235,7 @@ def _kvikio() -> Any:
     if defaults.is_compat_mode_preferred():
         raise errors.DeviceError(
             "kvikio is in its compatibility mode, which reads through host memory: see "
-            "KVIKIO_COMPAT_MODE and /run/udev; engine='pinned' does that while earlier reads are copied"
+            "KVIKIO_COMPAT_MODE and /run/udev; engine='pinned' does that, and copies meanwhile"
         )
     return kvikio
 

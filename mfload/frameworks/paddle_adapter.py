@@ -71,7 +71,7 @@ class PaddleAdapter(adapter.Landing):
         self._place = place
         if land is not None:
             self.landings = frozenset(("framework",))
-        self.on_host = place.is_cpu_place() if hasattr(place, "is_cpu_place") else True
+        self.on_host = isinstance(place, paddle.CPUPlace)
         self._take: Callable[[Any], Any] = seams.paddle_constructor(paddle) or self._copy
 
     @property
@@ -120,7 +120,7 @@ class PaddleAdapter(adapter.Landing):
                 address = tensor.data_ptr() if need.nbytes else 0
                 memory = adapter.memory_at(tensor, address, need.nbytes, land)
                 lent.append(adapter.Lent(tensor, memory))
-        if not place.is_cpu_place():
+        if not self.on_host:
             # Kernels that were started before may still use memory that Paddle gave away again.
             paddle.device.synchronize(place)
         return lent
@@ -153,7 +153,7 @@ def _making_at(place: Any) -> Generator[None]:
 
 
 def _name(place: Any) -> str:
-    return "cpu" if place.is_cpu_place() else f"gpu:{place.get_device_id()}"
+    return "cpu" if isinstance(place, paddle.CPUPlace) else f"gpu:{place.get_device_id()}"
 
 
 def make(device: object) -> PaddleAdapter:

@@ -77,6 +77,16 @@ def test_a_probe_that_hangs_leaves_no_process(probes: Path) -> None:
     pytest.fail("the probe's child still runs")
 
 
+def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert "frozen" in ask("made_up_probe", timeout=20).trouble
+
+
+def test_what_libraries_print_before_the_answer_is_no_part_of_it(probes: Path) -> None:
+    _probe(probes, "print('welcome'); print(); print('[1]')")
+    assert ask("made_up_probe", timeout=20) == ([1], "")
+
+
 def test_a_probe_that_answers(probes: Path) -> None:
     _probe(probes, "import json, sys; print(json.dumps(sys.argv[1:]))")
     assert ask("made_up_probe", "a", timeout=20) == (["a"], "")

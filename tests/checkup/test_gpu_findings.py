@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from mfload.io.route import Leg
 
 EXT4 = Mount("ext4", frozenset({"rw", "data=ordered"}), "259:1")
 UDEV = {"run/udev/data/x": "", "proc/version": "Linux version 6.8"}
-NVIDIA_FS = UDEV | {"proc/driver/nvidia-fs/version": "version: 2.26\n"}
+NVIDIA_FS = UDEV | {"proc/driver/nvidia-fs/version": "version: 2.26\n", "dev/nvidia-fs0": ""}
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +121,25 @@ def test_nvidia_fs_and_who_else_holds_registered_memory(tmp_path: Path) -> None:
     assert found.data == {"processes": 2, "mib": 80}
     assert "5016" in found.advice
     assert not [each for each in cufile.look(system, 1, EXT4) if each.what == "in the way"]
+
+
+def test_containers_need_the_devices_of_nvidia_fs(tmp_path: Path) -> None:
+    files = {name: text for name, text in NVIDIA_FS.items() if not name.startswith("dev")}
+    found = named(cufile.look(machine(tmp_path, files), 1, EXT4), "nvidia-fs")
+    assert "--device" in found.advice
+
+
+def test_cores_that_are_not_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = "sys/devices/system/node"
+    files = CARD | {f"{base}/node0/cpulist": "0-3\n", f"{base}/node1/cpulist": "4-7\n"}
+    system = machine(tmp_path, files)
+    for cpus, says in (({0, 1}, "no core"), ({3, 4}, "")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cpus=cpus: cpus, raising=False)
+        card = named(gpus.look(system, Answer(ONE)), "0000:1b:00.0")
+        assert bool(card.advice) is bool(says)
+        assert says in card.advice
 
 
 ALL_SET = UDEV | {

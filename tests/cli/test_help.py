@@ -131,7 +131,7 @@ def _completed(*words: str) -> list[str]:
         (["l"], {"ls", "load"}),
         (["load", "x", "--framework", "t"], {"torch", "tensorflow"}),
         (["load", "x", "-f", "pa"], {"paddle"}),
-        (["plan", "x", "--engine", "p"], {"pread"}),
+        (["plan", "x", "--engine", "p"], {"pread", "pinned"}),
         (["plan", "x", "--landing", "f"], {"framework"}),
         (["load", "x", "--dtype", "bf"], {"bfloat16"}),
         (["load", "x", "--dtype", "norm=int6"], {"norm=int64"}),

@@ -28,6 +28,25 @@ def _plain(data: dict[str, object]) -> object:
 
 
 @pytest.mark.parametrize("name", ["plan", "load"])
+def test_devices_in_the_plural(
+    run: Run, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    real = getattr(mfload.api, name)
+
+    def asked(*given: object, device: object, **options: object) -> object:
+        seen.append(device)
+        return real(*given, device=None, **options)
+
+    monkeypatch.setattr(mfload.api, name, asked)
+    for words in (["cpu"], ["cpu", "cpu:1"], ["a=cpu", "^b=x=cpu:1"]):
+        assert run(name, model, *(w for word in words for w in ("--device", word))).code == 0
+    assert seen == ["cpu", ["cpu", "cpu:1"], {"a": "cpu", "^b=x": "cpu:1"}]
+    ran = run(name, model, "--device", "a=cpu", "--device", "cpu:1")
+    assert "--device twice takes a regex each time" in ran.err
+
+
+@pytest.mark.parametrize("name", ["plan", "load"])
 def test_options_reach_the_library(run: Run, model: Path, name: str) -> None:
     def asked(*arguments: str) -> dict[str, object]:
         data = run(name, model, "--json", *arguments).json

@@ -12,11 +12,15 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from conformance.suite import no_gpu
 
-from mfload.devices import cufile, cufile_json, gds, probe_cufile
+from mfload.devices import cufile, cufile_json, finding, gds, probe_cufile
 from mfload.devices.asking import Answer
 from mfload.devices.system import System
+from mfload.io.blocks import Block
+from mfload.io.source import LocalFile
 
 
 class Place(NamedTuple):
@@ -337,3 +341,28 @@ def test_probes(
     kept = gds.verdict(file, Place(), root=root)
     assert (kept == found) is not bool(again)
     assert bool(again) is bool("hang" in knobs or "crash" in knobs)
+
+
+@pytest.mark.gpu
+def test_on_a_real_gpu(file: Path) -> None:
+    """Real or not, it answers in time; and where it is real, whole files come through it."""
+    why = no_gpu()
+    if why is not None:
+        pytest.skip(why)
+    device = finding.find(0)
+    found = gds.verdict(file, device, timeout=120)
+    assert found.why
+    if not found.real:
+        pytest.skip(f"cuFile is not real here: {found.why}")
+    nbytes = file.stat().st_size
+    slot = cufile.CufileSlot(device, nbytes)
+    reader = cufile.CufileReader(LocalFile(file), device)
+    start = reader.land(Block(0, 0, nbytes, ()), slot.buffer)
+    landed = np.empty(nbytes, np.uint8)
+    stream = device.stream()
+    stream.copy_out(landed, slot.buffer, start)
+    stream.synchronize()
+    stream.close()
+    reader.close()
+    slot.close()
+    assert landed.tobytes() == file.read_bytes()

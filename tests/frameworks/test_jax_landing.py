@@ -16,12 +16,14 @@ from conformance.suite import no_gpu
 from devices.fake import FakeDevice
 from test_jax import JaxConformance
 
-from mfload import errors
+from mfload import dtypes, errors
 from mfload.devices import memory
 from mfload.devices.device import Device
+from mfload.dlpack import View
 from mfload.frameworks import jax_adapter, jax_devices, jax_lending, jax_mesh, seams
 from mfload.frameworks.adapter import Adapter
 from mfload.frameworks.jax_sharding import Spot
+from mfload.io import buffers
 
 
 def cpu(number: int) -> Any:
@@ -72,6 +74,17 @@ class TestJaxLanding(LandingConformance):
             arrays = [*wrapped(ground, rows), *lent(ground, rows[:2])]
         self.check(rows, arrays[:3])
         self.check(rows[:2], arrays[3:])
+
+    def test_what_is_said_of_device_memory(self) -> None:
+        land = FakeDevice(place=(2, 1))
+        for place, buffer in (((2, 1), land.allocate(64)), ((1, 3), buffers.allocate(64))):
+            view = View("w", dtypes.TABLE["F32"], (4, 4), buffer, 0)
+            given = jax_adapter._OnDevice(view, cpu(3))
+            assert given.__dlpack_device__() == place
+            # Whatever stream JAX names, there is nothing to wait for.
+            capsule = given.__dlpack__(stream=7)
+            assert "dltensor" in repr(capsule)
+            del capsule, given, view
 
     def test_the_number_of_the_device(self) -> None:
         land = FakeDevice(place=(1, 3))
