@@ -37,8 +37,9 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all devices, not this one alone.
 class _Memory:
     """Owner of memory that came from `cudaMalloc` itself, not from CuPy's pool.
 
-    `cudaFree` waits until the device is idle, so kernels of whatever framework never lose the
-    memory that they were started on. A pool would hand it to its next user at once.
+    Before it goes, all that was given to the device is waited for, so kernels of whatever framework
+    never lose the memory that they were started on. A pool would hand it to its next user at once.
+    `cudaFree` is known to wait so, too, but nothing says that it must.
     """
 
     __slots__ = ("_device", "address")
@@ -51,6 +52,8 @@ class _Memory:
     def __del__(self) -> None:
         if self.address:
             with suppress(Exception):  # The driver may be gone when the interpreter ends.
+                self._device.ask("deviceSynchronize")
+            with suppress(Exception):
                 self._device.ask("free", self.address)
 
 

@@ -103,8 +103,6 @@ def _trial(device: Any, land: Device) -> str:
 
     written, beside = zeros([Wanted(device, None, "int32", (_TRIAL,))] * 2)
     address = written.unsafe_buffer_pointer()
-    if abs(address - beside.unsafe_buffer_pointer()) < 4 * _TRIAL:
-        return "two arrays share memory"
     numbers = buffers.allocate(4 * _TRIAL)
     numbers.view(np.int32)[:] = np.arange(_TRIAL, dtype=np.int32) * -977 + 5
     wanted = numbers.view(np.int32)

@@ -5,12 +5,9 @@ No figure in here was measured on anything.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import random
 import shutil
-import stat
 import subprocess
 import sys
 import types
@@ -18,38 +15,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib import image
 
 from benchmarks import (
     gpu,
     gpu_facts,
-    gpu_given,
-    gpu_memory,
     gpu_peers,
     gpu_plan,
     gpu_rounds,
     gpu_run,
     gpu_tables,
     gpu_tasks,
-    gpu_trial,
-    gpu_trials,
 )
 from benchmarks.checkpoint import write_llama
 from benchmarks.gpu_budget import Budget
 from benchmarks.gpu_ceilings import PEAK, cached, direct
-from benchmarks.gpu_given import Given, Row, SkipError
 from benchmarks.gpu_plan import COLD, FAST, PLAIN, SWEEP, WARM
 from benchmarks.gpu_rounds import Rounds, Step
 from benchmarks.gpu_tasks import Way
-from mfload import dtypes
-from mfload.bench import child, machine
+from mfload.bench import machine
 from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
-from mfload.bench.process import environment
 from mfload.bench.results import Results
 from mfload.bench.runner import Bed
-from mfload.devices.asking import Answer
 from mfload.io import probes
 
 ROOT = gpu_run.ROOT
@@ -183,11 +171,9 @@ def _made_up(**run: Any) -> Results:
     return Results(described, known | run, {"large": about})
 
 
-def test_rounds_are_taken_as_far_as_the_time_goes(tmp_path: Path) -> None:
+def test_rounds_are_taken_as_far_as_the_time_goes() -> None:
     _Counting.now = 0.0
     budget = Budget(100, lambda: _Counting.now)
-    subject = gpu_given.write(tmp_path / "x.safetensors", [Row("w", "F32", (8,))], 0)
-    del subject
     written: list[int] = []
     results = _made_up()
     rounds = _Counting(
@@ -205,7 +191,7 @@ def test_rounds_are_taken_as_far_as_the_time_goes(tmp_path: Path) -> None:
         assert taken == {PEAK, PLAIN, FAST}
     # A step with the same names goes on where that one ended; one that is cheaper still fits.
     rounds.take(Step(WARM, [PEAK], 4))
-    assert len(results.values("warm", PEAK, "seconds")) == 4
+    assert [s["round"] for s in results.samples if s["name"] == PEAK] == [0, 1, 2, 3]
 
 
 def test_a_batch_holds_jax_once() -> None:
@@ -231,240 +217,6 @@ def test_a_loader_that_fails_is_told_and_left_out(tmp_path: Path) -> None:
     [(case, label, why)] = results.skipped
     assert (case, label) == ("warm", gpu_tasks.label(broken))
     assert "no such engine" in why
-
-
-# What is known of the GPU --------------------------------------------------------------------
-
-
-def test_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    device = {"name": "Made-up", "memory": 1 << 30, "pci": "0000:01:00.0"}
-    answers = iter(
-        [
-            Answer(None, "timeout"),
-            Answer({"error": "no libcuda"}),
-            Answer({"driver": "1.2", "devices": []}),
-            Answer({"driver": "1.2", "devices": [device]}),
-            Answer({"driver": "1.2", "devices": [device, device]}),
-        ]
-    )
-    monkeypatch.setattr(gpu_facts, "ask", lambda *_, **__: next(answers))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "timeout" in str(gpu_facts.look())
-    assert gpu_facts.look() == "no libcuda"
-    assert gpu_facts.look() == "the driver shows no device"
-    assert gpu_facts.look() == {**device, "cuda": "1.2", "count": 1}
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '9.9, 5, 16, 1, 16'\n")
-    smi.chmod(smi.stat().st_mode | stat.S_IEXEC)
-    found = gpu_facts.look()
-    assert isinstance(found, dict)
-    assert found["driver"] == "9.9"
-    assert "the first of 2, PCIe 5 x16 (1 x16 when asked), driver 9.9" in gpu_facts.sentence(found)
-
-
-def test_names_of_files() -> None:
-    assert gpu_facts.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
-    assert gpu_facts.slug("NVIDIA") == "gpu"
-
-
-def test_children_see_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_facts.environment(0) == {}
-    assert gpu_facts.environment(2)["CUDA_VISIBLE_DEVICES"] == "0,1"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert environment(gpu_facts.environment(1), [])["CUDA_VISIBLE_DEVICES"] == "1"
-
-
-def test_the_driver_is_asked_where_mfload_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that has the source tree alone: the probe is told where that is."""
-    told: list[str] = []
-
-    def ask(module: str, *, timeout: float, environment: dict[str, str]) -> Answer:
-        told.append(environment["PYTHONPATH"])
-        return Answer({"error": "none"})
-
-    monkeypatch.setattr(gpu_facts, "ask", ask)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    gpu_facts.look()
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    gpu_facts.look()
-    assert told == [str(ROOT), f"{ROOT}{os.pathsep}elsewhere"]
-
-
-# On a device that is none ----------------------------------------------------------------------
-
-
-class _Stub:
-    """As much of CuPy as the ceilings use, on host memory; copies run when they are waited for."""
-
-    uint8, uint64 = np.uint8, np.uint64
-
-    def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
-        self.copied = 0
-        self.waiting: list[tuple[int, int, int]] = []
-        runtime = types.SimpleNamespace(
-            hostRegister=lambda at, nbytes, flags: self.locked.update({at: nbytes}),
-            memcpyAsync=self._later,
-            memcpy=lambda to, at, nbytes, kind: ctypes.memmove(to, at, nbytes),
-            memGetInfo=lambda: (5, 9),
-        )
-        device = types.SimpleNamespace(synchronize=self._wait)
-        stream = types.SimpleNamespace(ptr=1, synchronize=self._wait)
-        self.cuda = types.SimpleNamespace(
-            runtime=runtime, Device=lambda number: device, Stream=lambda non_blocking: stream
-        )
-
-    def _later(self, to: int, at: int, nbytes: int, kind: int, stream: int) -> None:
-        assert any(low <= at and at + nbytes <= low + n for low, n in self.locked.items())
-        assert (kind, stream) == (1, 1)
-        self.waiting.append((to, at, nbytes))
-
-    def _wait(self) -> None:
-        for to, at, nbytes in self.waiting:
-            ctypes.memmove(to, at, nbytes)
-            self.copied += nbytes
-        self.waiting.clear()
-
-    def zeros(self, count: int, dtype: Any) -> Any:
-        array = np.zeros(count, dtype)
-        return types.SimpleNamespace(data=types.SimpleNamespace(ptr=array.ctypes.data), keep=array)
-
-    def asarray(self, found: Any) -> Any:
-        return np.asarray(types.SimpleNamespace(__array_interface__=found.__cuda_array_interface__))
-
-
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> _Stub:
-    made = _Stub()
-    monkeypatch.setattr(gpu_memory, "cupy", lambda: made)
-    return made
-
-
-def _job(tmp_path: Path, name: str) -> Any:
-    found = write_llama(tmp_path / "c", 1, 3_000_000)
-    warmup = write_llama(tmp_path / "w", 1, 1_000_000)
-    return Bed(warmup.paths, gpu_tasks.__name__).job(f"cuda:0/{name}", found.subject())
-
-
-@pytest.mark.parametrize("name", [PEAK, cached(2), direct(2, 4), Way("numpy").name])
-def test_what_a_process_measures_on_a_device(name: str, stub: _Stub, tmp_path: Path) -> None:
-    job = _job(tmp_path, name)
-    result = child.measure(job, lambda: None)
-    assert result["seconds"] > 0
-    assert not stub.waiting
-    if name == PEAK:
-        assert stub.copied > job["nbytes"]  # What was copied before the clock started, too.
-    if gpu_tasks.is_ours(name):
-        with pytest.raises(RuntimeError, match="the pages sum up to"):
-            child.measure({**job, "page_sum": 1}, lambda: None)
-
-
-def test_memory_by_address(stub: _Stub) -> None:
-    values = np.arange(5000, dtype=np.uint8)
-    other = np.zeros(5000, np.uint8)
-    gpu_memory.write(other.ctypes.data, values, "cuda:0")
-    assert gpu_memory.read(other.ctypes.data, 5000, "cuda:0") == values.tobytes()
-    spans = [(values.ctypes.data, 5000), (values.ctypes.data, 0)]
-    assert gpu_memory.page_sum(spans, "cuda:0") == gpu_memory.page_sum(spans, "cpu") == 0
-    assert gpu_memory.page_sum([(values.ctypes.data + 3, 4098)], "cuda:0") == 3 + 3
-    assert gpu_memory.free("cuda:0") == 5
-    locked = gpu_memory.host_array(1 << 20, "cuda:0")
-    assert stub.locked == {locked.ctypes.data: 1 << 20}
-    assert locked.ctypes.data % (2 << 20) == 0
-
-
-# Trials --------------------------------------------------------------------------------------
-
-
-def _ask(code: str, timeout: float = 60) -> tuple[str, str]:
-    return gpu_trials.ask([sys.executable, "-c", code], dict(os.environ), timeout)
-
-
-def test_a_trial_that_crashes_or_hangs_is_a_result() -> None:
-    status, said = _ask("import os, sys; print('why', file=sys.stderr, flush=True); os.abort()")
-    assert (status, said) == ("crash", "ended by SIGABRT; last it said: why")
-    assert _ask("raise SystemExit(3)") == ("crash", "ended with status 3")
-    assert _ask("import time; time.sleep(60)", 0.5)[0] == "timeout"
-    answer = '{"status": "pass", "said": "well"}'
-    assert _ask(f"print('{answer}')") == ("pass", "well")
-
-
-def test_what_a_trial_raises_is_an_answer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def trial(given: Given, what: str) -> str:
-        assert given.folder == tmp_path
-        if what == "skip":
-            raise SkipError("not here")
-        assert what == "pass", "wrong bits"
-        return "right"
-
-    monkeypatch.setattr(gpu_trial, "TRIALS", {"t": trial})
-    given = Given("cpu", tmp_path)
-    assert gpu_trial.run("t/pass", given) == {"status": "pass", "said": "right"}
-    assert gpu_trial.run("t/skip", given) == {"status": "skip", "said": "not here"}
-    failed = gpu_trial.run("t/other", given)
-    assert failed["status"] == "fail"
-    assert failed["said"].startswith("AssertionError: wrong bits")
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_every_trial_is_there(device: str) -> None:
-    groups = [
-        gpu_trials.questions(device, 16),
-        *gpu_trials.checks(device, 16, gds=True),
-        gpu_trials.costs(device),
-    ]
-    names = [name for group in groups for name in group["names"]]
-    assert len(names) == len(set(names))
-    assert {name.split("/")[0] for name in names} <= set(gpu_trial.TRIALS)
-    if device != "cpu":
-        assert {name.split("/")[0] for name in names} == set(gpu_trial.TRIALS)
-        assert "dtypes/cupy/gds/mfload" in names
-        assert "streams/jax/framework" in names
-
-
-def test_a_trial_of_an_engine_that_is_not_taken_is_skipped(tmp_path: Path) -> None:
-    found = gpu_trial.run("truncated/numpy/direct", Given("cpu", tmp_path))
-    assert found["status"] == "pass"
-    found = gpu_trial.run("truncated/numpy/pinned", Given("cpu", tmp_path))
-    assert found["status"] == "skip"
-    assert found["said"].startswith("pinned was asked for and ")
-
-
-def test_a_failed_question_is_no_failed_check() -> None:
-    def outcome(kind: str, name: str, status: str) -> gpu_trials.Outcome:
-        return {"kind": kind, "name": name, "status": status, "said": "", "seconds": 0.0}
-
-    found = [outcome("question", "q", "fail"), outcome("check", "a", "crash")]
-    found += [outcome("check", "b", "pass"), outcome("check", "c", "skip")]
-    assert gpu_trials.failed(found) == ["a"]
-
-
-def test_a_trial_sees_wrong_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(given: Given, path: Path, framework: str, **options: Any) -> dict[str, Any]:
-        arrays = real(given, path, framework, **options)
-        wanted = next(array for array in arrays.values() if array.size)
-        wanted.reshape(-1).view(np.uint8)[-1] ^= 1
-        return arrays
-
-    real = Given.load
-    monkeypatch.setattr(Given, "load", load)
-    for name in ("dtypes/numpy/auto/mfload", "conversion/numpy", "alignment/numpy/mfload"):
-        assert gpu_trial.run(name, Given("cpu", tmp_path))["status"] == "fail"
-
-
-def test_files_of_every_dtype_hold_what_was_written(tmp_path: Path) -> None:
-    import mfload
-
-    for pad, dtype in enumerate(dtypes.TABLE):
-        path = tmp_path / f"{dtype}.safetensors"
-        data = gpu_given.write(path, [Row("a", dtype, (8,)), Row("b", dtype, (2, 16))], pad, pad)
-        with mfload.open(path) as opened:
-            assert list(opened) == ["a", "b"]
-        assert path.read_bytes().endswith(data["a"] + data["b"])
 
 
 # Names and plans -----------------------------------------------------------------------------
@@ -517,6 +269,7 @@ def test_what_is_not_installed_is_noted_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu_peers, "find_spec", lambda name: None)
     results = _made_up()
     plan = gpu_plan.Plan(results, "cpu", 2, gds=False, rounds=1)
+    plan.rest()
     plan.rest()
     noted = [each for each in results.skipped if each[1] == gpu_tasks.label(PLAIN)]
     assert ("warm", gpu_tasks.label(PLAIN), "not installed: torch, safetensors") in noted

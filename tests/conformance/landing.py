@@ -78,9 +78,11 @@ def wrapped(ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = (
 
 def lent(ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = ()) -> list[Any]:
     """Arrays in memory of the framework's."""
+    before = memory.live_bytes()
     given = ground.adapter.lend([need(row, devices) for row in rows])
     assert [each.memory.nbytes for each in given] == [len(row.raw) for row in rows]
     assert {each.memory.device for each in given} <= {ground.device}
+    assert memory.live_bytes() == before  # None of it is ours.
     write(
         ground.device,
         [(each.memory, 0, row.raw) for each, row in zip(given, rows, strict=True)],
@@ -242,6 +244,7 @@ class LandingConformance:
         row = material.stored("w", "F32", (1 << 10, 64))
         (given,) = ground.adapter.lend([need(row)])
         held = given.memory
+        assert held.owner is given.array
         del given
         gc.collect()
         churn = ground.adapter.lend([need(row)] * 4)

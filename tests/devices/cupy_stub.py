@@ -177,11 +177,17 @@ class Runtime:
 
     def free(self, ptr: int) -> None:
         self._machine.begin("free")
-        # CUDA itself waits for the device here, which helps nobody who counts on the bytes.
+        # CUDA itself is known to wait for the device here, but does not promise it.
         nbytes = self._machine.memory[ptr][1].size
         self._machine.free_of_work(Span(ptr, nbytes), "memory freed while work touches it")
         with self._machine.lock:
             del self._machine.memory[ptr]
+
+    def deviceSynchronize(self) -> None:
+        device = self._machine.begin("deviceSynchronize")
+        for number, queue in list(self._machine.streams.values()):
+            if number == device:
+                queue.synchronize()
 
     def hostRegister(self, ptr: int, size: int, flags: int) -> None:
         self._machine.begin("hostRegister")

@@ -191,9 +191,9 @@ class Queues:
         """Runs, or waits for, all that comes before a mark."""
         with _turn:
             while not mark.over:
-                if self.mode == "thread":
+                if self.mode == "thread" and mark.queue in self.all:
                     _turn.wait(1)
-                elif self.mode == "lazy" or not self._any():
+                elif self.mode != "mixed" or not self._any():
                     mark.queue.step()
 
     def given(self) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +134,15 @@ def test_memory_dies_on_its_own_device_in_any_thread(machine: Machine, device: C
     machine.assert_clean()  # It would name a call that found no device current.
 
 
+def test_memory_goes_when_the_work_on_it_is_over(machine: Machine, device: CupyDevice) -> None:
+    source, target = upload(device, noise(1000)), device.allocate(1000)
+    with streams(device) as stream:
+        stream.copy_within(target, 0, source, 0, flat(1000))
+        del source
+        gc.collect()
+    assert download(target).tobytes() == noise(1000).tobytes()
+
+
 def test_rows_beyond_the_longest_pitch(machine: Machine, device: CupyDevice) -> None:
     data = noise(1000)
     target = device.allocate(500)
@@ -226,11 +238,30 @@ def test_the_end_of_the_interpreter(machine: Machine, device: CupyDevice) -> Non
     memory = device.allocate(5)
     with streams(device) as stream:
         event = stream.record()
-    machine.fail = {"free": 4, "eventDestroy": 4}
+    machine.fail = {"deviceSynchronize": 4, "free": 4, "eventDestroy": 4}
     del memory, event  # The driver is gone; pytest would tell of an error in __del__.
     gc.collect()
     machine.memory.clear()
     machine.events.clear()
+
+
+def test_memory_may_outlive_everything() -> None:
+    code = f"""
+import builtins, sys
+sys.path[:0] = {[str(Path(__file__).parents[n]) for n in (1, 2)]!r}
+from devices.cupy_stub import Machine
+from mfload.devices.cupy_device import CupyDevice
+machine = Machine()
+device = CupyDevice(0, machine.cupy(), machine.driver())
+stream = device.stream()
+builtins.kept = device.allocate(100), stream.record()
+cycle = [device.allocate(100), stream.record()]
+cycle.append(cycle)
+"""
+    found = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 class TestConverts:

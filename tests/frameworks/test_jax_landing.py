@@ -201,6 +201,12 @@ class TestTrial:
         assert not seams.jax_lends_on(cpu(0), land)
         assert "another array" in caplog.text
 
+    def test_one_that_fails_speaks_for_all(self) -> None:
+        well, ill = (cpu(0), FakeDevice()), (cpu(0), FakeDevice(fail={"stream": 1}))
+        assert jax_devices.better([well]) == "framework"
+        assert jax_devices.better([well, ill]) == "mfload"
+        assert jax_devices.better([]) == "mfload"
+
     def test_arrays_that_share_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         zeros = jax_lending.zeros
         monkeypatch.setattr(jax_lending, "zeros", lambda rows: zeros(rows[:1]) * 2)

@@ -21,6 +21,7 @@ from test_jax import JaxConformance
 import mfload
 from mfload import errors, frameworks
 from mfload.frameworks import several
+from mfload.frameworks.adapter import Pool
 from mfload.frameworks.jax_adapter import JaxAdapter
 from mfload.frameworks.torch_adapter import TorchAdapter
 
@@ -120,10 +121,10 @@ class TestLanding:
         assert adapter.copies(need(material.stored("f", "F4", (4, 8)), (0,)))
         assert not adapter.copies(need(row, (1,)))
         assert not adapter.lends(need(row, (1,)))
-        for number in (0, 1):
-            pool = adapter.pool(number)
-            assert pool is not None
-            assert pool.free is None
+
+    def test_pools(self, adapter: several.SeveralAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(JaxAdapter, "pool", lambda self, n: Pool(None, self.devices[n].name))
+        assert [adapter.pool(n) for n in (0, 1)] == [Pool(None, "fake:5"), Pool(None, "fake:2")]
 
     def test_arrays_on_each(
         self, lands: Sequence[FakeDevice], adapter: several.SeveralAdapter
@@ -155,7 +156,11 @@ class TestLanding:
         assert mixed.landings == {"mfload", "framework"}
         odd = TorchAdapter(CPU, first)
         odd.landings = frozenset(("framework",))
-        assert several.SeveralAdapter([odd, TorchAdapter(CPU)]).landings == {"framework"}
+        parts = [odd, TorchAdapter(CPU), TorchAdapter(CPU, second)]
+        assert several.SeveralAdapter(parts).landings == {"framework"}
+        unlike = several.SeveralAdapter([JaxAdapter(cpu(2), first), TorchAdapter(CPU, second)])
+        assert [part.landing for part in unlike._parts] == ["framework", "mfload"]
+        assert unlike.landing == "mfload"
 
 
 class TestLoading:
