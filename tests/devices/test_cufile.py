@@ -15,35 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 from devices.fake import FakeDevice
-from devices.stub_kvikio import Driver, Kvikio
+from devices.stub_kvikio import Kvikio
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mfload import errors
-from mfload.devices import context, cufile, cufile_errors, finding
+from mfload.devices import cufile, cufile_errors
 from mfload.devices.memory import DeviceBuffer
 from mfload.io.blocks import Block
 from mfload.io.source import LocalFile
 
 NBYTES = 5 * 4096 + 321
-
-
-@pytest.fixture
-def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
-    """A stub, and the end of every test: nothing open, registered or retained."""
-    driver = Driver()
-    stub = Kvikio(driver)
-    monkeypatch.setattr(context, "_driver", lambda: driver)
-    monkeypatch.setattr(finding, "count", lambda: 1)
-    monkeypatch.setitem(sys.modules, "kvikio", stub)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
-    before = len(os.listdir("/proc/self/fd"))
-    yield stub
-    assert stub.misuse == []
-    assert stub.handles == 0
-    assert stub.registered == {}
-    assert driver.retained == 0
-    assert driver.depth() == 0
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +11,15 @@ import samples
 from devices import arrays
 from devices.fake import FakeDevice
 from devices.queues import MODES
-from devices.stub_kvikio import Driver, Kvikio
+from devices.stub_kvikio import Kvikio
 
 import mfload
 from mfload import errors
-from mfload.devices import context, finding, gds, slots
+from mfload.devices import gds, slots
 from mfload.devices.gds import Verdict
 from mfload.io import probes
 
 MODEL = samples.model()
-
-
-@pytest.fixture
-def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
-    driver = Driver()
-    stub = Kvikio(driver)
-    monkeypatch.setattr(context, "_driver", lambda: driver)
-    monkeypatch.setattr(finding, "count", lambda: 1)
-    monkeypatch.setitem(sys.modules, "kvikio", stub)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
-    yield stub
-    assert (stub.handles, stub.registered, driver.retained, driver.depth()) == (0, {}, 0, 0)
 
 
 @pytest.fixture(autouse=True)

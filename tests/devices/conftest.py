@@ -1,0 +1,31 @@
+"""What tests of devices share: a kvikio on host memory, and its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from devices.stub_kvikio import Driver, Kvikio
+
+from mfload.devices import context, finding
+
+
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
+    """A stub, and the end of every test: nothing open, registered or retained."""
+    driver = Driver()
+    stub = Kvikio(driver)
+    monkeypatch.setattr(context, "_driver", lambda: driver)
+    monkeypatch.setattr(finding, "count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "kvikio", stub)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
+    before = len(os.listdir("/proc/self/fd"))
+    yield stub
+    assert stub.misuse == []
+    assert stub.handles == 0
+    assert stub.registered == {}
+    assert driver.retained == 0
+    assert driver.depth() == 0
+    assert len(os.listdir("/proc/self/fd")) == before
