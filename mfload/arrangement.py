@@ -10,7 +10,6 @@ one read fills them all. Small tensors only get their alignment: padding would o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from mfload.devices.device import ALIGNMENT
@@ -38,11 +37,8 @@ class BufferSpec(NamedTuple):
     device: int | None = None
 
 
-class _Kind(NamedTuple):
-    """What tensors of one buffer have in common."""
-
-    device: int | None
-    passing: bool
+_Kind = tuple[int | None, bool]
+"""What tensors of one buffer have in common: their device, and whether they are passing through."""
 
 
 class Arrangement:
@@ -72,28 +68,26 @@ class Arrangement:
         passing: bool = False,
     ) -> tuple[int, int]:
         """Buffer and first byte; what is only passing through shares none with what stays."""
-        kind = _Kind(device, passing)
         if alone:
             return self._new(nbytes, device=device), 0
-        if device is not None:
-            # No kernel copies here, and a device's kernels want whole transactions.
-            return self._take(kind, nbytes, lambda cursor: -(-cursor // ALIGNMENT) * ALIGNMENT)
-        piece = need.info.pieces[0]
-        offset = piece.offset if contiguous is None else contiguous
-        align = self._alignment or max(1, need.dtype.nbytes // need.dtype.elements)
-        if self._mapped and contiguous is not None and offset % align == 0:
-            mapped = self._map(piece.source)
-            if mapped is not None:
-                return mapped, offset
-        return self._take(kind, nbytes, lambda cursor: _next(cursor, nbytes, offset, align))
-
-    def _take(self, kind: _Kind, nbytes: int, follow: Callable[[int], int]) -> tuple[int, int]:
-        """Room in the open buffer of a kind, or in a new one; `follow` gives the first byte."""
+        if device is None:
+            piece = need.info.pieces[0]
+            offset = piece.offset if contiguous is None else contiguous
+            align = self._alignment or max(1, need.dtype.nbytes // need.dtype.elements)
+            if self._mapped and contiguous is not None and offset % align == 0:
+                mapped = self._map(piece.source)
+                if mapped is not None:
+                    return mapped, offset
+            follows = nbytes < _SMALL
+        else:
+            # No kernel of the host's copies here, so there is no place that suits the file.
+            offset, align, follows = 0, ALIGNMENT, True
+        kind = device, passing
         number, cursor = self._open.get(kind, (-1, 0))
-        at = follow(cursor)
+        at = _next(cursor, offset, align, follows)
         if number < 0 or at + nbytes > BUFFER + _PAGE:
             self._close(kind)
-            number, at = self._new(0, device=kind.device), follow(0)
+            number, at = self._new(0, device=device), _next(0, offset, align, follows)
         self._open[kind] = number, at + nbytes
         return number, at
 
@@ -113,7 +107,7 @@ class Arrangement:
     def _close(self, kind: _Kind) -> None:
         if kind in self._open:
             number, cursor = self._open.pop(kind)
-            self._specs[number] = BufferSpec(cursor, None, kind.device)
+            self._specs[number] = BufferSpec(cursor, None, kind[0])
 
     def end(self) -> tuple[BufferSpec, ...]:
         """The buffers."""
@@ -122,9 +116,9 @@ class Arrangement:
         return tuple(self._specs)
 
 
-def _next(cursor: int, nbytes: int, offset: int, align: int) -> int:
-    """The next place for a tensor that lies at an offset of the file, in host memory."""
-    if nbytes < _SMALL and cursor:
+def _next(cursor: int, offset: int, align: int, follows: bool) -> int:
+    """The next place for a tensor that lies at an offset of the file, and is aligned."""
+    if follows and cursor:
         # Follow the file where it leads to an aligned place; it mostly does.
         return -(-cursor // align) * align
     wanted = (offset // align * align) % _PAGE

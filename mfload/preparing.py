@@ -120,14 +120,16 @@ class Preparation:
         """The plan of a wave, or of all."""
         route = self.route
         adapter, settings = self.adapter, self._settings
-        devices = [waves.lands(need, adapter, settings) for need in needs]
+        devices = None
+        if self._devices:
+            devices = [waves.lands(need, adapter, settings) for need in needs]
         return planning.make(
             needs,
             alignment=adapter.alignment,
             costs=self.overheads.costs,
             separate=self.lendable(needs),
             mapped={n: self._sources[n].size for n in route if route[n].engine == "mmap"},
-            devices=devices if self._devices else None,
+            devices=devices,
             passing=waves.passing(needs, adapter, settings),
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -235,6 +236,21 @@ def memory_at(owner: Any, address: int, nbytes: int, device: Device | None = Non
 def on_device(memory: Any) -> bool:
     """Whether a view's memory is that of a device."""
     return isinstance(memory, DeviceBuffer)
+
+
+@contextlib.contextmanager
+def refusals(framework: str, *kinds: type[Exception]) -> Generator[None]:
+    """A context in which a framework's own errors of a full device become mfload's.
+
+    Raises:
+        MemoryLimitError: An error of one of the kinds was raised inside.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise errors.MemoryLimitError(
+            f"{framework} has no room on the device", found=str(error).partition("\n")[0]
+        ) from error
 
 
 def device_to_land_on(number: int) -> tuple[Device | None, tuple[str, ...]]:

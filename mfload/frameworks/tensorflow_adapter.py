@@ -120,7 +120,9 @@ class TensorflowAdapter(adapter.Landing):
 
     def _empty(self, name: str, shape: tuple[int, ...]) -> Any:
         kind = tf.as_dtype(self.forms[name].type)
-        with tf.device(self._device if self.devices else self._host):
+        where = self._device if self.devices else self._host
+        full = tf.errors.ResourceExhaustedError
+        with adapter.refusals("TensorFlow", full), tf.device(where):
             return tf.raw_ops.Empty(shape=shape, dtype=kind, init=False)
 
 

@@ -95,7 +95,8 @@ class TorchAdapter(adapter.Landing):
         for need in needs:
             name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
             where = "cpu" if land is None else self._device
-            tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
+            with adapter.refusals("torch", torch.cuda.OutOfMemoryError):
+                tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
             memory = adapter.memory_at(tensor, tensor.data_ptr(), need.nbytes, land)
             lent.append(adapter.Lent(tensor, memory))
         if self._device.type == "cuda":

@@ -99,6 +99,25 @@ class TestJaxLanding(LandingConformance):
         land.assert_clean()
 
 
+class TestNoRoom:
+    def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def maker(*_: Any) -> Any:
+            def make() -> Any:
+                raise jax.errors.JaxRuntimeError(f"{said}: 7 GiB\nand more")
+
+            return make
+
+        monkeypatch.setattr(jax_lending, "_maker", maker)
+        wanted = [jax_lending.Wanted(cpu(0), None, "int8", (3,))]
+        said = "RESOURCE_EXHAUSTED"
+        with pytest.raises(errors.MemoryLimitError, match="no room") as caught:
+            jax_lending.zeros(wanted)
+        assert caught.value.found == "RESOURCE_EXHAUSTED: 7 GiB"
+        said = "INTERNAL"
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            jax_lending.zeros(wanted)
+
+
 class TestOnAMesh:
     """The adapter of a mesh with three devices to land on, one that does not, and a memory kind."""
 

@@ -16,7 +16,7 @@ import safetensors.tensorflow
 import tensorflow as tf
 from conformance import material
 from conformance.giving import GivingConformance, give, read
-from conformance.landing import LandingConformance
+from conformance.landing import LandingConformance, need
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ROOT, Conformance, no_gpu
 from devices.fake import FakeDevice
@@ -221,6 +221,16 @@ class TestTensorflowLanding(LandingConformance):
         monkeypatch.setattr(tf.raw_ops, "Empty", empty)
         missing = TensorflowAdapter.lendable - self.adapter(FakeDevice()).lendable
         assert missing == {"BOOL", "U16"}
+
+    def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        adapter = self.adapter(FakeDevice())
+
+        def empty(**_: Any) -> Any:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+
+        monkeypatch.setattr(tf.raw_ops, "Empty", empty)
+        with pytest.raises(errors.MemoryLimitError, match="no room"):
+            adapter.lend([need(material.stored("w", "U8", (3,)))])
 
     def test_which_gpu_of_all_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Three are seen out of four, and the last of them is two.

@@ -14,6 +14,7 @@ from conformance.giving import GivingConformance, give, read
 from conformance.landing import Ground, LandingConformance, lent, wrapped
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
+from devices.fake import FakeDevice
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -90,6 +91,15 @@ class TestTorchLanding(LandingConformance):
         monkeypatch.setattr(torch_adapter, "_VIEWED", kinds)
         rows = material.aligned(FLOATS8)
         self.check(rows, wrapped(ground, rows))
+
+    def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def empty(*_: Any, **__: Any) -> Any:
+            raise torch.cuda.OutOfMemoryError("tried to allocate 7 GiB\nand more")
+
+        monkeypatch.setattr(torch, "empty", empty)
+        with pytest.raises(errors.MemoryLimitError, match="no room") as caught:
+            lent(Ground(self.adapter(FakeDevice()), FakeDevice()), [material.stored("w", "U8", ())])
+        assert caught.value.found == "tried to allocate 7 GiB"
 
     def test_writing_in_place(self, ground: Ground) -> None:
         row = material.stored("w", "F32", (64, 3))
