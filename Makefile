@@ -2,7 +2,7 @@
 # Each makes an environment of its own under .venv/ and needs nothing but Python and make.
 PYTHON ?= python3
 MODEL := examples/minilm/model-requirements.txt
-FRAMEWORKS := numpy jax torch tensorflow paddle cupy
+FRAMEWORKS := numpy jax jax_landing torch tensorflow paddle cupy several
 QUIET := --quiet --disable-pip-version-check
 
 TEST := .venv/test/bin
@@ -71,7 +71,7 @@ meshes: .venv/test/.ready
 # The oldest versions that are supported, where they can be installed (not PyTorch's).
 ifeq ($(HAS_OLDEST),True)
 oldest: .venv/oldest/.ready
-	@set -e; for name in numpy jax tensorflow paddle; do \
+	@set -e; for name in numpy jax jax_landing tensorflow paddle; do \
 	  echo "== oldest $$name"; $(OLDEST)/python -m pytest tests/frameworks/test_$$name.py; done
 else
 oldest:

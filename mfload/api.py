@@ -95,8 +95,8 @@ def load(
             cache does not hold the file, else pinned.
         landing: Whose allocator holds the arrays: "mfload", "framework" (arrays that JAX can
             donate), or "auto", which is mfload's on the host. On a CUDA device it is XLA's pool
-            for JAX, where a small load was seen to work there, Paddle's own for Paddle, and
-            mfload's for the others.
+            for JAX, where a small load was seen to work there, the framework's own for TensorFlow
+            and Paddle, and mfload's for PyTorch and CuPy.
         max_host_overhead: Bytes of host memory beside the result; 256 MiB where None, or one
             tensor where a framework must copy a larger one.
         max_device_overhead: Bytes of a device's memory beside the result: for slots where bytes

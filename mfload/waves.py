@@ -46,7 +46,7 @@ def _lends(need: Need, adapter: Adapter, settings: Settings) -> bool:
     asked = known and settings.landing == "framework"
     if isinstance(adapter, Placing):
         return adapter.lends(need) or (asked and not adapter.copies(need))
-    return asked and adapter.on_host
+    return asked and adapter.on_host and not adapter.devices
 
 
 def copied(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[Need]:

@@ -15,13 +15,13 @@ import numpy as np
 from mfload import errors
 from mfload.devices.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import adapter, giving
+from mfload.frameworks import adapter, giving, ground
 from mfload.placement import Need
 
 OLDEST = "14.0"  # The first that knows bfloat16.
 
 
-class CupyAdapter(adapter.Landing):
+class CupyAdapter(ground.Landing):
     """See `adapter.Adapter`.
 
     Args:
@@ -46,7 +46,7 @@ class CupyAdapter(adapter.Landing):
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A `cupy.ndarray` for each view, in order."""
         return [
-            self._over(view) if adapter.on_device(view.memory) else self._copy(view)
+            self._over(view) if ground.on_device(view.memory) else self._copy(view)
             for view in views
         ]
 

@@ -22,7 +22,7 @@ import numpy as np
 from mfload import dtypes, errors
 from mfload.devices.device import Device
 from mfload.dlpack import View, capsule
-from mfload.frameworks import adapter, giving, jax_lending, seams
+from mfload.frameworks import adapter, giving, ground, jax_lending, seams
 from mfload.frameworks.adapter import Whose
 from mfload.frameworks.jax_context import undisturbed
 from mfload.frameworks.jax_devices import better, land_on, pool_of
@@ -33,7 +33,7 @@ _ALIGNMENT = 64
 _LET_GO = 0.002  # Seconds in which other threads come to their turn.
 
 
-class JaxAdapter(adapter.Landing):
+class JaxAdapter(ground.Landing):
     """See `adapter.Adapter`.
 
     Args:
@@ -87,13 +87,13 @@ class JaxAdapter(adapter.Landing):
     def copied(self, views: Sequence[View]) -> bool:
         """Whether JAX made copies of any."""
         return any(
-            view.dtype.elements > 1 or not (self.on_host or adapter.on_device(view.memory))
+            view.dtype.elements > 1 or not (self.on_host or ground.on_device(view.memory))
             for view in views
         )
 
     def array(self, view: View) -> Any:
         """The `jax.Array` of one view; JAX may hold on to what it was copied from (`let_go`)."""
-        take = self._take_public if adapter.on_device(view.memory) else self._take
+        take = self._take_public if ground.on_device(view.memory) else self._take
         if view.dtype.elements > 1:
             return self._unpack(view, take)
         return take(view)
@@ -160,7 +160,7 @@ class _OnDevice:
     def __init__(self, view: View, device: Any) -> None:
         self._view = view
         # JAX looks for the number among this process's devices; `id` counts those of all.
-        host = not adapter.on_device(view.memory)
+        host = not ground.on_device(view.memory)
         self._place = (1, device.local_hardware_id) if host else view.memory.device.place
 
     def __dlpack__(self, **_: object) -> Any:

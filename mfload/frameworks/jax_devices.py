@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from mfload.devices.device import Device
-from mfload.frameworks import adapter, seams
+from mfload.frameworks import adapter, ground, seams
 from mfload.frameworks.adapter import Whose
 
 
 def land_on(device: Any) -> tuple[Device | None, tuple[str, ...]]:
-    """What `JaxAdapter` is to be told of a `jax.Device` (see `adapter.device_to_land_on`)."""
+    """What `JaxAdapter` is to be told of a `jax.Device` (see `ground.device_to_land_on`)."""
     # An AMD card calls itself "gpu" too; Apple's is "METAL".
     if device.platform != "gpu" or "rocm" in device.client.platform_version.lower():
         return None, ()
-    return adapter.device_to_land_on(device.local_hardware_id)
+    return ground.device_to_land_on(device.local_hardware_id)
 
 
 def better(pairs: Sequence[tuple[Any, Device]]) -> Whose:

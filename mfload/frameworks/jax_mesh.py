@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from mfload.devices.device import Device
 from mfload.dlpack import View
 from mfload.dtypes import DType
-from mfload.frameworks import adapter
+from mfload.frameworks import adapter, ground
 from mfload.frameworks.adapter import Whose
 from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, lend, let_go
 from mfload.frameworks.jax_context import undisturbed
@@ -22,7 +22,7 @@ from mfload.frameworks.jax_sharding import Spot
 from mfload.placement import Need
 
 
-class JaxMeshAdapter(adapter.Landing):
+class JaxMeshAdapter(ground.Landing):
     """See `adapter.Adapter`: an array is a tuple here, one for each device of a need.
 
     Args:

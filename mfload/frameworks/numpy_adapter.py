@@ -9,13 +9,13 @@ import numpy as np
 
 from mfload import dtypes
 from mfload.dlpack import View
-from mfload.frameworks import adapter, giving
+from mfload.frameworks import adapter, giving, ground
 from mfload.placement import Need
 
 OLDEST = "2.0"
 
 
-class NumpyAdapter(adapter.Landing):
+class NumpyAdapter(ground.Landing):
     """See `adapter.Adapter`."""
 
     name = "numpy"

@@ -24,7 +24,7 @@ import paddle
 from mfload import dtypes, errors
 from mfload.devices.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import adapter, giving, seams
+from mfload.frameworks import adapter, giving, ground, seams
 from mfload.frameworks.adapter import Whose
 from mfload.placement import Need
 
@@ -48,7 +48,7 @@ _RENAMED = {
 }
 
 
-class PaddleAdapter(adapter.Landing):
+class PaddleAdapter(ground.Landing):
     """See `adapter.Adapter`.
 
     Args:
@@ -89,7 +89,7 @@ class PaddleAdapter(adapter.Landing):
         return tensors if self.on_host else [x.to(self._place) for x in tensors]
 
     def _one(self, view: View) -> Any:
-        if adapter.on_device(view.memory):
+        if ground.on_device(view.memory):
             raise errors.UsageError(
                 "Paddle can't take memory of others on a device without losing track of it",
                 tensor=view.name,
@@ -178,7 +178,7 @@ def _at(name: str) -> PaddleAdapter:
             place = paddle.CUDAPlace(number or 0)
             # ROCm calls its devices so too.
             rocm = paddle.is_compiled_with_rocm()
-            found = (None, ()) if rocm else adapter.device_to_land_on(number or 0)
+            found = (None, ()) if rocm else ground.device_to_land_on(number or 0)
             return PaddleAdapter(place, *found)
     raise adapter.no_device("Paddle", name, paddle.device.get_available_device())
 

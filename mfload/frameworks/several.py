@@ -9,14 +9,14 @@ from typing import Any
 from mfload import errors
 from mfload.devices.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import adapter
+from mfload.frameworks import ground
 from mfload.frameworks.adapter import Adapter, Lent, Pool, Whose
 from mfload.placement import Need
 
 _SHOWN = 10
 
 
-class SeveralAdapter(adapter.Landing):
+class SeveralAdapter(ground.Landing):
     """See `adapter.Adapter`: an adapter made of others, one a device.
 
     Each need is for one of them (see `assign`), by its number in `Need.devices`, and each array

@@ -18,7 +18,7 @@ import tensorflow as tf
 from mfload import errors
 from mfload.devices.device import Device
 from mfload.dlpack import View, capsule, data_address
-from mfload.frameworks import adapter, giving
+from mfload.frameworks import adapter, giving, ground
 from mfload.frameworks.adapter import Whose
 from mfload.placement import Need
 
@@ -33,7 +33,7 @@ _COPIED = {
 }
 
 
-class TensorflowAdapter(adapter.Landing):
+class TensorflowAdapter(ground.Landing):
     """See `adapter.Adapter`.
 
     Args:
@@ -99,7 +99,7 @@ class TensorflowAdapter(adapter.Landing):
             host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
             return tf.convert_to_tensor(host)
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
-        there = self.on_host or adapter.on_device(view.memory)
+        there = self.on_host or ground.on_device(view.memory)
         return tensor if there else tf.identity(tensor)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
@@ -122,7 +122,7 @@ class TensorflowAdapter(adapter.Landing):
         kind = tf.as_dtype(self.forms[name].type)
         where = self._device if self.devices else self._host
         full = tf.errors.ResourceExhaustedError
-        with adapter.refusals("TensorFlow", full), tf.device(where):
+        with ground.refusals("TensorFlow", full), tf.device(where):
             return tf.raw_ops.Empty(shape=shape, dtype=kind, init=False)
 
 
@@ -150,7 +150,7 @@ def _at(device: str, local: str) -> TensorflowAdapter:
         return TensorflowAdapter(device, local)
     own = int(device.rpartition(":")[2])
     number = _ordinals()[own]
-    made = TensorflowAdapter(device, local, *adapter.device_to_land_on(number))
+    made = TensorflowAdapter(device, local, *ground.device_to_land_on(number))
     if own != number:
         # What is imported appears on the GPU that TensorFlow, not CUDA, gives that number.
         made.landings = frozenset(("framework",))

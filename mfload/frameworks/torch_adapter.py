@@ -15,7 +15,7 @@ from torch.utils import dlpack
 from mfload.devices.device import Device
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
-from mfload.frameworks import adapter, giving
+from mfload.frameworks import adapter, giving, ground
 from mfload.placement import Need
 
 OLDEST = "2.4"
@@ -47,7 +47,7 @@ _VIEWED = {
 }
 
 
-class TorchAdapter(adapter.Landing):
+class TorchAdapter(ground.Landing):
     """See `adapter.Adapter`.
 
     Args:
@@ -95,7 +95,7 @@ class TorchAdapter(adapter.Landing):
         for need in needs:
             name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
             where = "cpu" if land is None else self._device
-            with adapter.refusals("torch", torch.cuda.OutOfMemoryError):
+            with ground.refusals("torch", torch.cuda.OutOfMemoryError):
                 tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
             memory = adapter.memory_at(tensor, tensor.data_ptr(), need.nbytes, land)
             lent.append(adapter.Lent(tensor, memory))
@@ -138,7 +138,7 @@ def make(device: object) -> TorchAdapter:
 def _at(device: Any) -> TorchAdapter:
     if device.type != "cuda" or torch.version.cuda is None:  # ROCm calls its devices so too.
         return TorchAdapter(device)
-    return TorchAdapter(device, *adapter.device_to_land_on(device.index))
+    return TorchAdapter(device, *ground.device_to_land_on(device.index))
 
 
 _ROWS = {

@@ -257,10 +257,30 @@ class LandingConformance:
         assert back.tobytes() == row.raw
         del churn
 
+    # A whole load.
+
+    @pytest.mark.parametrize("landing", ["auto", "mfload", "framework"])
+    @pytest.mark.parametrize("engine", ["auto", "pread", "direct"])
+    def test_loading(
+        self,
+        ground: Ground,
+        zoo: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        engine: str,
+        landing: str,
+    ) -> None:
+        monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
+        for start in (8, 40):
+            path, rows = zoo(start)
+            loaded = self.look.load(path, engine=engine, landing=landing)
+            self.look.assert_loaded(loaded, rows)
+            del loaded
+            assert left() == 0
+
     # Why nothing lands.
 
     def test_without_what_lands(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from mfload.frameworks import adapter
+        from mfload.frameworks import ground
 
         for error in (
             errors.FrameworkMissingError("no CuPy", expected="pip install 'mfload[cuda13]'"),
@@ -271,7 +291,7 @@ class LandingConformance:
                 raise error
 
             monkeypatch.setattr(finding, "find", find)
-            device, notes = adapter.device_to_land_on(0)
+            device, notes = ground.device_to_land_on(0)
             assert device is None
             assert len(notes) == 1
             assert str(error) in notes[0]

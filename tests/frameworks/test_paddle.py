@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import warnings
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from conformance import material
 from conformance.giving import GivingConformance, give, read
-from conformance.landing import LandingConformance
+from conformance.landing import LandingConformance, need
 from conformance.material import BITS, COMMON, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
+from devices.fake import FakeDevice
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -142,6 +144,19 @@ class TestPaddleLanding(LandingConformance):
 
     def adapter(self, land: Device) -> Adapter:
         return paddle_adapter.PaddleAdapter(paddle.CPUPlace(), land)
+
+    def test_what_a_gpu_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        place, told = SimpleNamespace(get_device_id=lambda: 3), []
+        monkeypatch.setattr(paddle, "set_device", told.append)
+        monkeypatch.setattr(paddle.device, "synchronize", told.append)
+        monkeypatch.setattr(paddle.device.cuda, "memory_reserved", lambda device: 300)
+        monkeypatch.setattr(paddle.device.cuda, "memory_allocated", lambda device: 100)
+        adapter = paddle_adapter.PaddleAdapter(place, FakeDevice(total=1000))
+        pool = adapter.pool(0)
+        assert pool is not None
+        assert pool.free == 1200
+        adapter.lend([need(material.stored("w", "U8", (3,)))])
+        assert told == ["gpu:3", "cpu", place]
 
     def test_new_tensors_lie_where_they_did(self, monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[str] = []

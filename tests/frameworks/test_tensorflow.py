@@ -222,6 +222,18 @@ class TestTensorflowLanding(LandingConformance):
         missing = TensorflowAdapter.lendable - self.adapter(FakeDevice()).lendable
         assert missing == {"BOOL", "U16"}
 
+    def test_what_tensorflow_still_runs_is_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # The second CPU is a device other than the host here.
+        local, asked = tensorflow_adapter._local(), []
+        monkeypatch.setattr(tf.test.experimental, "sync_devices", lambda: asked.append("wait"))
+        adapter = TensorflowAdapter(f"{local}/device:CPU:1", local, FakeDevice())
+        rows = [material.stored("w", "BF16", (3,)), material.stored("b", "F32", (2, 0))]
+        given = adapter.lend([need(row) for row in rows])
+        assert {each.array.backing_device for each in given} == {f"{local}/device:CPU:1"}
+        assert asked == ["wait"]
+
     def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
         adapter = self.adapter(FakeDevice())
 

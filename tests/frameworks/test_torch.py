@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import safetensors.torch
 import torch
 from conformance import material
 from conformance.giving import GivingConformance, give, read
-from conformance.landing import Ground, LandingConformance, lent, wrapped
+from conformance.landing import Ground, LandingConformance, lent, need, wrapped
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
 from devices.fake import FakeDevice
@@ -20,6 +21,7 @@ from hypothesis.extra import numpy as arrays
 
 import mfload
 from mfload import errors
+from mfload.devices import finding
 from mfload.devices.device import Device
 from mfload.frameworks import torch_adapter
 from mfload.frameworks.adapter import Adapter
@@ -91,6 +93,28 @@ class TestTorchLanding(LandingConformance):
         monkeypatch.setattr(torch_adapter, "_VIEWED", kinds)
         rows = material.aligned(FLOATS8)
         self.check(rows, wrapped(ground, rows))
+
+    def test_what_a_gpu_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        land, gpu, asked = FakeDevice(total=1000), SimpleNamespace(type="cuda", index=3), []
+        monkeypatch.setattr(finding, "find", lambda number: asked.append(number) or land)
+        assert list(torch_adapter._at(gpu).devices) == []  # This is no build for CUDA.
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        adapter = torch_adapter._at(gpu)
+        assert list(adapter.devices) == [land]
+        assert not adapter.on_host
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+        pool = adapter.pool(0)
+        assert pool is not None
+        assert pool.free == 1200
+        assert "empty_cache() gives back the 200 bytes" in pool.advice
+        made = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: asked.append(device)
+                            or made(shape, dtype=dtype))  # fmt: skip
+        stream = SimpleNamespace(synchronize=lambda: asked.append("wait"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        adapter.lend([need(material.stored("w", "U8", (3,)))] * 2)
+        assert asked == [3, gpu, gpu, "wait"]
 
     def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def empty(*_: Any, **__: Any) -> Any:
