@@ -24,6 +24,12 @@ _ROUNDED = 2 * _PAGE
 # Direct reads come in blocks whose slots stay in the processor's cache until they are copied out.
 _DIRECT_BLOCK = 4 << 20
 
+# To lock pages takes some twenty times as long as to read as much from the page cache (reported,
+# not measured here). So of what is loaded no more than this part is locked, in slots that are
+# still worth a read.
+_PINNED = 16
+_LEAST_SLOT = 1 << 20
+
 
 class Overheads:
     """What the plans of a load hold beside their results.
@@ -61,12 +67,14 @@ class Overheads:
             block = _DIRECT_BLOCK if self._direct else Costs().block
             self.costs = self._host_costs(settings.max_host_overhead, threads, block, 1)
             return
-        landing = (n for n in needs if waves.lands(n, adapter, settings) is not None)
+        landing = [n for n in needs if waves.lands(n, adapter, settings) is not None]
         growth = max(map(_growth, landing), default=0)
         # Page-locked memory is dear: without a word of the user it is bounded as well.
         limit = OVERHEAD if settings.max_host_overhead is None else settings.max_host_overhead
         count = threads * slots.DEPTH
-        self.costs = self._host_costs(limit, count, slots.SLOT, 1 + growth)
+        share = sum(need.nbytes for need in landing) // _PINNED // count // _PAGE * _PAGE
+        block = min(slots.SLOT, max(_LEAST_SLOT, share))
+        self.costs = self._host_costs(limit, count, block, 1 + growth)
         self._keep_to_devices(converts=growth > 0)
 
     def _host_costs(self, limit: int | None, count: int, block: int, parts: int) -> Costs:

@@ -1,4 +1,4 @@
-"""Sharded loads that land in the memory of each device: fake ones, with JAX's CPU arrays over it."""
+"""Sharded loads that land in memory of each device: fake ones, with JAX's CPU arrays over it."""
 
 from __future__ import annotations
 
