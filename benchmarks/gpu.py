@@ -31,7 +31,14 @@ def redraw(folder: Path) -> None:
     for path in sorted(folder.glob("gpu-*.json")):
         results = Results.read(path)
         put(results, path.with_suffix(""))
-        gpu_tables.draw(results, path.with_suffix(".png"))
+        _draw(results, path.with_suffix(".png"))
+
+
+def _draw(results: Results, path: Path) -> None:
+    try:
+        gpu_tables.draw(results, path)
+    except ImportError as error:
+        print(f"nothing is drawn: {error}; `--redraw` does it later, anywhere", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,16 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
         results = Run(setting, Path(folder)).all()
-    redraw_one(setting.out)
     print("\n" + gpu_tables.targets(gpu_tables.judge(results)))
     failed = gpu_trials.failed(results.run["trials"])
-    print(f"\nchecks that failed: {', '.join(failed) or 'none'}")
+    print(f"\nchecks that failed: {', '.join(failed) or 'none'}", flush=True)
+    # From what was written, as `--redraw` does it.
+    _draw(Results.read(setting.out.with_suffix(".json")), setting.out.with_suffix(".png"))
     return int(bool(failed))
-
-
-def redraw_one(out: Path) -> None:
-    """The plot of one run, from what was written."""
-    gpu_tables.draw(Results.read(out.with_suffix(".json")), out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

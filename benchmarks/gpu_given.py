@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import HOST
 from mfload import dtypes
+from mfload.checkup import probe_cupy
 
 
 def landings(framework: str) -> tuple[str, ...]:
@@ -138,8 +139,15 @@ def fetched(framework: str, array: Any) -> bytes | None:
     return array.tobytes() if framework == "numpy" else None
 
 
+def need_kernels() -> None:
+    """Skips the trial where CuPy compiles none: it brings no headers of CUDA's along."""
+    failed = probe_cupy.look(gpu_memory.cupy())["compiling"]
+    if failed is not None:
+        raise SkipError(f"CuPy compiles no kernels here: {failed}")
+
+
 def doubled(framework: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Twice each array, computed on its device."""
+    """Twice each array, computed on its device; skips the trial where nothing can be."""
     if framework == "jax":
         import jax
 
@@ -148,6 +156,7 @@ def doubled(framework: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if framework == "torch":
         return {name: (array + array).cpu().numpy() for name, array in arrays.items()}
     if framework == "cupy":
+        need_kernels()
         return {name: (array + array).get() for name, array in arrays.items()}
     return {name: array + array for name, array in arrays.items()}
 

@@ -61,12 +61,14 @@ class Plan:
         few = min(2, self._rounds)
         warm, cold, others, sweep = self._warm(), self._cold(), self._others(), self._sweep()
         readers = [name for name in sweep if gpu_tasks.way(name).threads]
+        ring = [name for name in sweep if name not in readers]
         peers = [name for name in others if not gpu_tasks.is_ours(name)]
         return [
             Step(WARM, warm, few),
             Step(COLD, cold, few),
+            Step(SWEEP, ring, 1),
             Step(WARM, others, 1),
-            Step(SWEEP, sweep, 1),
+            Step(SWEEP, readers, 1),
             Step(WARM, warm, self._rounds),
             Step(COLD, cold, self._rounds),
             Step(WARM, others, self._rounds),
@@ -96,6 +98,8 @@ class Plan:
             for engine in engines
             for landing in landings(framework)
         ]
+        # XLA compiles for the shapes of a checkpoint when they come up first.
+        ways += [Way("jax", self._engine, each, again=1).name for each in landings("jax")]
         peers = [name for name in _OTHERS if self._gds or name != "fastsafetensors.gds"]
         return self._possible("warm", [*ways, *peers])
 

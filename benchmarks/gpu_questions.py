@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,9 @@ import numpy as np
 from benchmarks import gpu_memory
 from benchmarks.gpu_given import Given, Row, SkipError, write
 from benchmarks.gpu_memory import MIB
-from mfload.bench import memory
 
 OFFSETS = (4, 8, 16, 32, 64, 128, 256)
 """Bytes behind a boundary of 512 that JAX is handed arrays at."""
-_SIZES = (16, 64, 256, 1024)
-"""MiB that are page-locked."""
 
 
 def alignment(given: Given, offset: str) -> str:
@@ -73,48 +69,6 @@ def xla_owned(given: Given, preallocate: str) -> str:
     pool = stats.get("pool_bytes") or stats.get("bytes_reserved") or stats.get("bytes_limit") or 0
     how = "with preallocation" if preallocate == "on" else "without preallocation"
     return f"values right, {kept} of 20 donations in place, {how}, pool {pool / MIB:.0f} MiB"
-
-
-def pinned_cost(given: Given) -> str:
-    """What page-locking costs, by size: of our own 2 MiB pages, and by CUDA's allocator."""
-    given.need_gpu()
-    cp = gpu_memory.cupy()
-    runtime = cp.cuda.runtime
-    cp.zeros(1)  # Makes the context.
-    parts: list[str] = []
-    for mib in _SIZES:
-        nbytes = mib * MIB
-        times: dict[str, float] = {}
-        for _ in range(3):
-            for what, seconds in _pin(runtime, nbytes).items():
-                times[what] = min(seconds, times.get(what, seconds))
-        speeds = ", ".join(f"{what} {nbytes / 1e9 / s:.2f}" for what, s in times.items())
-        parts.append(f"{mib} MiB: {speeds}")
-    return "GB/s, best of 3; " + "; ".join(parts)
-
-
-def _pin(runtime: Any, nbytes: int) -> dict[str, float]:
-    held, first = memory.fresh_pages(nbytes)
-    array = np.frombuffer(held, np.uint8)[first : first + nbytes]
-    times: dict[str, float] = {}
-
-    def note(what: str, since: float) -> float:
-        now = time.perf_counter()
-        times[what] = now - since
-        return now
-
-    at = time.perf_counter()
-    array[:: gpu_memory.PAGE] = 1
-    at = note("touch", at)
-    runtime.hostRegister(array.ctypes.data, nbytes, 0)
-    at = note("hostRegister", at)
-    runtime.hostUnregister(array.ctypes.data)
-    at = note("hostUnregister", at)
-    address = runtime.hostAlloc(nbytes, 0)
-    at = note("hostAlloc", at)
-    runtime.freeHost(address)
-    note("freeHost", at)
-    return times
 
 
 def gds(given: Given) -> str:

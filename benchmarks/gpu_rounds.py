@@ -108,8 +108,9 @@ class Rounds:
             seconds = taken["seconds"]
             speed = self.subject.nbytes / 1e9 / seconds
             label = gpu_tasks.label(name)
-            print(f"  {case.name} {number + 1} {label:60} {seconds:8.4f} s {speed:6.2f} GB/s",
-                  flush=True)  # fmt: skip
+            said = "; ".join((taken["explained"] or {"notes": []})["notes"])
+            print(f"  {case.name} {number + 1} {label:60} {seconds:8.4f} s {speed:6.2f} GB/s"
+                  f"  {said}", flush=True)  # fmt: skip
         share = (time.monotonic() - begun) / len(names)
         for name in names:
             self.budget.note(f"{case.name}/{name}", share)
@@ -156,20 +157,23 @@ def _listed(names: Sequence[str]) -> str:
     return "; ".join(shown[:4]) + more
 
 
-def batches(names: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Names in batches; JAX at most once in each, since it takes most of a GPU's memory at start.
+def batches(names: Iterable[str], size: int) -> list[list[str]]:
+    """Names in batches, each in the first with room.
+
+    JAX is at most once in each, since it takes most of a GPU's memory at start.
 
     Args:
         names: What is to be measured.
         size: How many a batch at most.
     """
-    batch: list[str] = []
+    made: list[list[str]] = []
     for name in names:
-        heavy = gpu_tasks.framework(name) == "jax"
-        taken = any(gpu_tasks.framework(each) == "jax" for each in batch)
-        if len(batch) == size or (heavy and taken):
-            yield batch
-            batch = []
-        batch.append(name)
-    if batch:
-        yield batch
+        alone = gpu_tasks.framework(name) == "jax"
+        for batch in made:
+            taken = any(gpu_tasks.framework(each) == "jax" for each in batch)
+            if len(batch) < size and not (alone and taken):
+                batch.append(name)
+                break
+        else:
+            made.append([name])
+    return made

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import gpu_memory
-from benchmarks.gpu_given import Given, doubled, floats, landings, wrong
+from benchmarks.gpu_given import Given, doubled, floats, landings, need_kernels, wrong
 
 _ELEMENTS = 1_000_003
 """Floats of a tensor: no multiple of anything, and several to a slot."""
@@ -94,6 +94,7 @@ def _jax(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
 
 def _cupy(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
     given.need_gpu()
+    need_kernels()
     cp = gpu_memory.cupy()
     stream = cp.cuda.Stream(non_blocking=True)
     source = 'extern "C" __global__ void spin(long long n) { long long t = clock64(); '

@@ -117,7 +117,7 @@ def _ways(results: Results) -> list[str]:
     said: dict[str, None] = {}
     for sample in results.samples:
         explained = sample.get("explained")
-        if explained and not sample["case"].startswith("sweep"):
+        if explained:
             route = "; ".join(f"{engine} ({why})" for engine, why, _ in explained["route"])
             notes = "".join(f"; {note}" for note in explained["notes"])
             label = gpu_tasks.label(sample["name"])
@@ -129,14 +129,15 @@ def _ways(results: Results) -> list[str]:
 
 def trials(found: Iterable[dict[str, Any]], kind: str) -> str:
     """What came of the checks, or of the questions, as a list; what went wrong comes first."""
+    calm = ("pass", "skip", "no")
 
     def line(each: dict[str, Any]) -> str:
         status = each["status"]
-        shown = status if status in ("pass", "skip") else f"**{status}**"
+        shown = status if status in calm else f"**{status}**"
         return f"- `{each['name']}`: {shown}: {' '.join(each['said'].split())}"
 
     chosen = [each for each in found if each["kind"] == kind]
-    chosen.sort(key=lambda each: each["status"] in ("pass", "skip"))
+    chosen.sort(key=lambda each: each["status"] in calm)
     return "\n".join(map(line, chosen))
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import gpu_checks, gpu_questions, gpu_streams, gpu_stress
+from benchmarks import gpu_checks, gpu_costs, gpu_questions, gpu_streams, gpu_stress
 from benchmarks.gpu_given import Given, SkipError
 
 TRIALS: dict[str, Callable[..., str]] = {
@@ -32,8 +32,10 @@ TRIALS: dict[str, Callable[..., str]] = {
     "streams": gpu_streams.streams,
     "jax-alignment": gpu_questions.alignment,
     "xla-owned": gpu_questions.xla_owned,
-    "pinned-cost": gpu_questions.pinned_cost,
     "gds": gpu_questions.gds,
+    "pinned-cost": gpu_costs.pinned,
+    "allocation-cost": gpu_costs.allocating,
+    "rows-cost": gpu_costs.rows,
 }
 """What a trial's name begins with."""
 

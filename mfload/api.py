@@ -92,15 +92,17 @@ def load(
             where it does not. Onto a CUDA device: "pinned" (by way of page-locked memory, read
             as "auto" would), "gds" (past host memory, through cuFile); "pread" and "direct"
             say how pinned reads, and "auto" takes gds where it was seen to be real and the page
-            cache does not hold the file, else pinned.
+            cache does not hold the file, else pinned. With "mmap" the framework copies from the
+            map to the device.
         landing: Whose allocator holds the arrays: "mfload", "framework" (arrays that JAX can
             donate), or "auto", which is mfload's on the host. On a CUDA device it is XLA's pool
             for JAX, where a small load was seen to work there, the framework's own for TensorFlow
             and Paddle, and mfload's for PyTorch and CuPy.
         max_host_overhead: Bytes of host memory beside the result; 256 MiB where None, or one
             tensor where a framework must copy a larger one.
-        max_device_overhead: Bytes of a device's memory beside the result: for slots where bytes
-            come past the host, and for elements that are converted there; 256 MiB where None.
+        max_device_overhead: Bytes of each device's memory beside the result: for slots where
+            bytes come past the host, for elements that are converted there, and for tensors that
+            the framework copies there; 256 MiB where None.
         threads: Readers at once; chosen where None.
         timeout: Seconds after which the load gives up; never where None.
         progress: True for a bar, or a function of (bytes done, bytes in all).

@@ -72,11 +72,17 @@ class Loader:
         """Whether the framework copies this one out of mfload's memory."""
         return bool(waves.copied([need], self._adapter, self._settings))
 
-    def preview(self, needs: Sequence[Need]) -> Preview:
-        """Plans without reading data."""
+    def preview(self, needs: Sequence[Need], *, by_host: bool = False) -> Preview:
+        """Plans without reading data.
+
+        Args:
+            needs: What is wanted.
+            by_host: Whether somebody else fills the buffers (see `load`), who needs host memory.
+        """
+        settings = replace(self._settings, by_host=by_host)
         needs = self._adapter.assign(needs)
-        units, _ = spreading.spread(needs, self._adapter, self._settings)
-        return self._prepare(units, self._settings).preview()
+        units, _ = spreading.spread(needs, self._adapter, settings)
+        return self._prepare(units, settings).preview()
 
     def _prepare(
         self, needs: Sequence[Need], settings: Settings, *, witnessed: bool = False
@@ -203,11 +209,11 @@ class Loader:
         )
 
     def _allocate(self, made: Plan, providers: Sequence[landing.SlotProvider]) -> list[Any]:
-        if all(spec.source is None for spec in made.buffers):
+        if all(spec.source is None and spec.device is None for spec in made.buffers):
             return landing.allocate(made, providers)
-        # A map reads from the disk, which may hang.
+        # A map reads from the disk, and a device may be busy: both may hang.
         return self._settings.deadline.bound(
-            lambda: landing.allocate(made, providers), "mapping the files"
+            lambda: landing.allocate(made, providers), "mapping the files, or taking device memory"
         )
 
     def _arrays(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mfload import errors, waves
-from mfload.devices import slots
+from mfload.devices import cufile, slots
 from mfload.devices.device import Device
 from mfload.devices.staged import Staging
 from mfload.devices.ways import Ways
@@ -44,6 +44,8 @@ class Overheads:
     Attributes:
         devices: Those that something lands on.
         costs: What a read may be, so that all slots together stay within what is allowed.
+        least: The least `max_host_overhead` that leaves room for all slots.
+        least_on_device: The least `max_device_overhead` that does.
 
     Raises:
         UsageError: Too little is allowed for a slot a reader.
@@ -63,19 +65,27 @@ class Overheads:
         self._direct = any(leg.direct for leg in legs)
         self._past_host = any(leg.engine == "gds" for leg in legs)
         self.devices = devices(needs, adapter, settings)
+        self._last: tuple[Plan, Staging | None] | None = None
+        limit = settings.max_host_overhead
         if not self.devices:
             block = _DIRECT_BLOCK if self._direct else Costs().block
-            self.costs = self._host_costs(settings.max_host_overhead, threads, block, 1)
+            self._growth, self.least, self.least_on_device = 0, least(threads), 0
+            self.costs = self._host_costs(limit, threads, block, 1)
             return
         landing = [n for n in needs if waves.lands(n, adapter, settings) is not None]
-        growth = max(map(_growth, landing), default=0)
+        self._growth = max(map(_growth, landing), default=0)
         # Page-locked memory is dear: without a word of the user it is bounded as well.
-        limit = OVERHEAD if settings.max_host_overhead is None else settings.max_host_overhead
+        limit = OVERHEAD if limit is None else limit
         count = threads * slots.DEPTH
         share = sum(need.nbytes for need in landing) // _PINNED // count // _PAGE * _PAGE
         block = min(slots.SLOT, max(_LEAST_SLOT, share))
-        self.costs = self._host_costs(limit, count, block, 1 + growth)
-        self._keep_to_devices(converts=growth > 0)
+        self.least = least(count) * (1 + self._growth)
+        self.costs = self._host_costs(limit, count, block, 1 + self._growth)
+        converts = any(need.dtype is not need.info.dtype for need in landing)
+        count = threads * (slots.DEPTH * self._past_host + converts)
+        self.least_on_device = _least_on_device(count)
+        if count:
+            self._keep_to_devices(count)
 
     def _host_costs(self, limit: int | None, count: int, block: int, parts: int) -> Costs:
         """Reads for so many slots at once, each of which holds so many times what it reads."""
@@ -87,23 +97,20 @@ class Overheads:
         if block < _LEAST_BLOCK:
             raise errors.UsageError(
                 "max_host_overhead is too small for a slot a reader",
-                expected=f"{least(count) * parts} bytes or more, or fewer threads",
+                expected=f"{self.least} bytes or more, or fewer threads",
                 found=limit,
             )
         return Costs(block=block, merge_gap=gap)
 
-    def _keep_to_devices(self, *, converts: bool) -> None:
+    def _keep_to_devices(self, count: int) -> None:
         """Makes reads small enough for what is allowed on devices."""
         limit = self._settings.max_device_overhead
         limit = OVERHEAD if limit is None else limit
-        count = self._threads * (slots.DEPTH * self._past_host + converts)
-        if not count:
-            return
-        block = limit // count // _PAGE * _PAGE - _ROUNDED
+        block = limit // count // _PAGE * _PAGE - cufile.held(0) * self._past_host
         if block < _LEAST_BLOCK:
             raise errors.UsageError(
                 "max_device_overhead is too small for a slot a reader",
-                expected=f"{least(count)} bytes or more, or fewer threads",
+                expected=f"{self.least_on_device} bytes or more, or fewer threads",
                 found=limit,
             )
         staged = min(self.costs.staged, block)
@@ -117,12 +124,19 @@ class Overheads:
 
     def staging(self, made: Plan) -> Staging | None:
         """The slots of a plan, None where nothing of it lands on a device."""
+        if self._last is None or self._last[0] is not made:
+            self._last = made, self._staging(made)
+        return self._last[1]
+
+    def _staging(self, made: Plan) -> Staging | None:
         if all(spec.device is None for spec in made.buffers):
             return None
         ways = self.ways(made)
         longest = max((block.nbytes for block in made.blocks), default=0)
-        spare = max(map(ways.spare, made.blocks), default=0)
         scratch = max(map(ways.scratch, made.blocks), default=0)
+        # What is put in order beyond that has to wait for its turn.
+        spare = min(max(map(ways.spare, made.blocks), default=0), self._growth * self.costs.slot)
+        spare = max(spare, max(map(ways.largest, made.blocks), default=0))
         return Staging(longest, spare, scratch, slots.DEPTH)
 
     def host(self, made: Plan) -> int:
@@ -142,7 +156,7 @@ class Overheads:
         if staging is None:
             return {}
         waiting = self._waiting(made)
-        past = staging.depth * staging.slot if self._past_host else 0
+        past = staging.depth * cufile.held(staging.block) if self._past_host else 0
         held = self._threads * (staging.scratch + past)
         return {number: max(held, waiting.get(number, 0)) for number in made.device_bytes}
 
@@ -165,7 +179,7 @@ class Overheads:
         needs = [place.need for place in made.places]
         waiting = sum(need.nbytes for need in waves.copied(needs, self._adapter, self._settings))
         if self.devices:
-            return waiting + made.wanted_bytes
+            return waiting + sum(s.wanted for block in made.blocks for s in block.segments)
         # Of a block that is read past the page cache, any may have to go through a slot.
         return waiting + sum(b.wanted for b in made.blocks if b.staged or self._direct)
 
@@ -179,6 +193,15 @@ def devices(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list
 def least(count: int) -> int:
     """The least overhead that leaves room for some slots."""
     return count * (_LEAST_BLOCK + 3 * _PAGE)
+
+
+def least_past_host(threads: int) -> int:
+    """The least `max_device_overhead` that leaves room for slots past the host."""
+    return _least_on_device(threads * (slots.DEPTH + 1))
+
+
+def _least_on_device(count: int) -> int:
+    return count * (_LEAST_BLOCK + _PAGE + cufile.held(0))
 
 
 def _growth(need: Need) -> int:

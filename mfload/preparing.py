@@ -89,7 +89,13 @@ class Preparation:
         settings = self._settings
         if not self._devices:
             return routing.choose(wanted, settings.engine)
-        past = PastHost(self._devices, settings.deadline, witnessed=witnessed)
+        against = None
+        limit = settings.max_device_overhead
+        if witnessed:
+            against = "verify= sees the bytes on the host"
+        elif limit is not None and limit < overheads.least_past_host(threads_at_most(settings)):
+            against = "max_device_overhead= leaves no room for its slots"
+        past = PastHost(self._devices, settings.deadline, against)
         return routing.choose_onto_device(wanted, settings.engine, past)
 
     def _decided(self) -> Iterator[str]:
@@ -157,14 +163,16 @@ class Preparation:
             wanted_bytes=sum(each.wanted_bytes for each in plans),
             copied_bytes=sum(map(self.overheads.copied, plans)),
             peak_bytes=overhead + sum(_padding(each) for each in plans),
-            device_overhead_bytes=max(sum(self.overheads.device(each).values()) for each in plans),
+            device_overhead_bytes=max(
+                max(self.overheads.device(each).values(), default=0) for each in plans
+            ),
         )
 
 
 def _padding(made: Plan) -> int:
-    """Bytes of a plan's buffers that belong to no result."""
-    held = made.buffer_bytes + sum(made.device_bytes.values())
-    return held - (made.result_bytes - made.mapped_bytes)
+    """Bytes of a plan's buffers in host memory that belong to no result."""
+    on_host = (place for place in made.places if made.buffers[place.buffer].device is None)
+    return made.buffer_bytes - sum(place.need.nbytes for place in on_host) + made.mapped_bytes
 
 
 def check(needs: Sequence[Need], index: Index) -> None:
@@ -221,5 +229,5 @@ def _threads(legs: Sequence[routing.Leg], devices: int) -> int:
 
 
 def threads_at_most(settings: Settings) -> int:
-    """Readers at once, at most, whatever files there are."""
+    """Readers at once onto the host, at most, whatever files there are."""
     return settings.threads or max(min(probes.cores(), _MOST_THREADS), _DIRECT_THREADS)

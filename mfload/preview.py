@@ -26,10 +26,11 @@ class Preview:
         wanted_bytes: Those of them that tensors want.
         copied_bytes: Bytes that would be copied in memory after they were read, at most: those
             that pass through a slot, and those of tensors that the framework copies.
-        peak_bytes: The most that would be held beside the result: the overhead, and what lies
-            between the tensors in the buffers.
-        device_overhead_bytes: The most that would be held in device memory beside the result: slots
-            of a way past the host, and elements that wait to be converted.
+        peak_bytes: The most host memory that would be held beside the result: the overhead, and
+            what lies between the tensors in the buffers.
+        device_overhead_bytes: The most that would be held beside the result in the memory of any
+            device: slots of a way past the host, elements that wait to be converted, or tensors
+            that wait to be copied there.
         exchanged_bytes: Bytes that would come from other processes.
         processes: How many would load together.
     """
@@ -113,7 +114,7 @@ class Preview:
         if not held:
             return []
         beside = human(self.device_overhead_bytes)
-        where = f"{human(sum(held.values()))} on {len(held)}, at most {beside} beside the result"
+        where = f"{human(sum(held.values()))} on {len(held)}, at most {beside} beside it on each"
         return [("devices", where)]
 
     def _exchange(self) -> list[tuple[str, str]]:

@@ -55,8 +55,8 @@ class Report:
         peak_bytes: The most that mfload's buffers held at once during the load, other loads
             of the process counted in. What Python, its threads and the framework itself take
             comes on top: some 5 to 17 MiB of resident memory here, however large the load.
-        device_peak_bytes: The most that mfload's buffers held at once in device memory; what lies
-            in the framework's own is not counted.
+        device_peak_bytes: The most that mfload's buffers held on each device, added up; what lies
+            in the framework's own memory is not counted.
         stages: Seconds a stage: headers, import (of the framework, where it was not yet), plan,
             allocate, transfer, arrays.
         route: (file, engine, why) for each file.

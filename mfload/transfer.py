@@ -82,9 +82,12 @@ def run(
         return DirectReader(source, note) if leg is not None and leg.direct else PreadReader(source)
 
     def engine(blocks: Sequence[Block], count: int) -> Engine:
-        if staging is None or ways is None:
+        if staging is None or ways is None or not any(map(ways.devices, blocks)):
             return on_host(open_reader, memory, count, witness)
         numbers = frozenset(n for n, leg in enumerate(route) if leg and leg.engine == "gds")
+        rest = sum(b.source in numbers and not ways.stay_on_devices(b) for b in blocks)
+        if rest:
+            note(f"{rest} blocks go by way of the host: devices can't put them in place")
         direct = past.direct(sources, numbers, note) if numbers else None
         return staged.engine(
             blocks, memory, ways, staging, open_reader,

@@ -30,6 +30,11 @@ def installed() -> bool:
     return importlib.util.find_spec("kvikio") is not None
 
 
+def held(nbytes: int) -> int:
+    """Bytes of device memory that a `CufileSlot` for blocks of `nbytes` takes."""
+    return -(-room(nbytes) // _MAPPED) * _MAPPED
+
+
 def room(nbytes: int) -> int:
     """Bytes of device memory that a block of `nbytes` may take with its rim."""
     return -(-nbytes // UNIT) * UNIT + 2 * UNIT
@@ -149,7 +154,7 @@ class CufileSlot:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
-        self.buffer = device.allocate(-(-room(nbytes) // _MAPPED) * _MAPPED)
+        self.buffer = device.allocate(held(nbytes))
         self._registered = False
         register(device, self.buffer)
         self._registered = True

@@ -18,18 +18,20 @@ class PastHost:
     Args:
         devices: Where they go.
         deadline: When to give up.
-        witnessed: Whether somebody on the host sees all bytes.
+        against: What speaks against it from the start, None for nothing.
     """
 
-    def __init__(self, devices: Sequence[Device], deadline: Deadline, *, witnessed: bool) -> None:
+    def __init__(
+        self, devices: Sequence[Device], deadline: Deadline, against: str | None = None
+    ) -> None:
         self._devices = devices
         self._deadline = deadline
-        self._witnessed = witnessed
+        self._against = against
 
     def __call__(self, path: str, cold: int | None) -> tuple[bool, str]:
         """Asks (see `io.route.PastHost`)."""
-        if self._witnessed:
-            return False, "verify= sees the bytes on the host"
+        if self._against is not None:
+            return False, self._against
         why = ""
         for device in self._devices:
             left = min(gds.TIMEOUT, max(0.0, self._deadline.left()))

@@ -7,11 +7,9 @@ from typing import Any
 
 from mfload.devices.device import Device, Event, Rows, Stream
 from mfload.devices.memory import DeviceBuffer
-from mfload.devices.ways import Ways, key, ordered_bytes
+from mfload.devices.ways import Ways, key, lines, ordered_bytes
 from mfload.io.blocks import Block, Segment
 from mfload.io.pread import put
-
-_LINE = 64
 
 
 class Placer:
@@ -36,13 +34,15 @@ class Placer:
         Args:
             block: The block.
             landed: Its bytes, uint8.
-            spare: Page-locked memory for what is put in order first (`Ways.spare`).
+            spare: Page-locked memory for what is put in order first: `Ways.largest` at least, and
+                up to `Ways.spare` the more the better.
 
         Returns:
             Events behind the copies: when they are done, `landed` and `spare` are free again.
         """
         used: dict[str, Stream] = {}
         ordered: dict[object, Any] = {}
+        left = spare
         for segment in block.segments:
             target = self._memory[segment.buffer]
             bytes_ = landed[segment.offset - block.offset :]
@@ -55,7 +55,12 @@ class Placer:
                 found = ordered.get(key(segment))
                 if found is None:
                     nbytes = ordered_bytes(segment)
-                    found, spare = spare[:nbytes], spare[-(-nbytes // _LINE) * _LINE :]
+                    if left.nbytes < nbytes:
+                        for each in used.values():
+                            each.synchronize()
+                        ordered.clear()
+                        left = spare
+                    found, left = left[:nbytes], left[lines(nbytes) :]
                     put(bytes_, segment, found, 0)
                     ordered[key(segment)] = found
                 whole = Rows(1, found.nbytes, found.nbytes)

@@ -1,7 +1,8 @@
 """The engine of device memory: blocks land in slots, and are copied on while the next are read.
 
-Each device has a crew of its own, on the processor cores next to it. A block that several devices
-want is read once, by the crew of the first, and copied to all of them.
+Each device has a crew of its own, on the processor cores next to it; where there are fewer readers
+than devices, some devices share one. A block that several devices want is read once, by one of
+their crews, and copied to all of them.
 """
 
 from __future__ import annotations
@@ -136,7 +137,6 @@ class _PastHost:
         direct: Direct,
         finished: Callable[[Block], None],
     ) -> None:
-        self._device = device
         self._placer = placer
         self._ways = ways
         self._sources = set(direct.sources)
@@ -167,11 +167,7 @@ class _PastHost:
         return True
 
     def _takes(self, block: Block) -> bool:
-        return block.source in self._sources and all(
-            self._ways.device(segment) is self._device
-            and self._ways.of(segment, least=1) != "order"
-            for segment in block.segments
-        )
+        return block.source in self._sources and self._ways.stay_on_devices(block)
 
     def close(self) -> None:
         self.ring.close()
@@ -270,22 +266,29 @@ def engine(
         witness: Sees what came, before it is copied on.
     """
     devices = list(dict.fromkeys(device for block in blocks for device in ways.devices(block)))
-    numbers = {device.name: number for number, device in enumerate(devices)}
+    # With one, blocks are begun in the order of their submission, as a witness is promised.
+    count = 1 if witness is not None else max(1, min(threads, len(devices)))
+    groups = [devices[number::count] for number in range(count)]
+    number_of = {device.name: n for n, group in enumerate(groups) for device in group}
+    given = [0] * count
 
-    def crew(number: int, device: Device) -> Crew:
-        share = threads // len(devices) + (number < threads % len(devices))
-
+    def crew(number: int, group: Sequence[Device]) -> Crew:
         def make() -> StagedWorker:
-            return StagedWorker(device, memory, ways, staging, open_lander, direct, witness)
+            return StagedWorker(group[0], memory, ways, staging, open_lander, direct, witness)
 
-        cores = numa.cpus(device.pci) if threads else None
-        return Crew(make, max(share, min(threads, 1)), lambda: numa.bound(cores))
+        near = [numa.cpus(device.pci) for device in group] if threads else [None]
+        cores = None if None in near else frozenset().union(*(each for each in near if each))
+        share = threads // count + (number < threads % count)
+        return Crew(make, share, lambda: numa.bound(cores))
 
     def crew_of(block: Block) -> int:
-        first = next(iter(ways.devices(block)), devices[0])
-        return numbers[first.name]
+        # What several devices want is read by the crew that has least to do of theirs.
+        able = {number_of[device.name] for device in ways.devices(block)} or range(count)
+        chosen = min(able, key=lambda number: (given[number], number))
+        given[chosen] += block.nbytes
+        return chosen
 
-    return ThreadEngine([crew(*each) for each in enumerate(devices)], crew_of)
+    return ThreadEngine([crew(*each) for each in enumerate(groups)], crew_of)
 
 
 def _pages(nbytes: int) -> int:

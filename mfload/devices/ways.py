@@ -9,7 +9,7 @@ conversions that the device does not know.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -67,19 +67,33 @@ class Ways:
     def spare(self, block: Block) -> int:
         """Bytes that a slot must have to put segments of a block in order."""
         ordered: dict[object, int] = {}
-        for segment in block.segments:
-            if self.device(segment) is not None and self.of(segment) == "order":
-                ordered[key(segment)] = _lines(ordered_bytes(segment))
+        for segment in self._copied(block):
+            if self.of(segment) == "order":
+                ordered[key(segment)] = lines(ordered_bytes(segment))
         return sum(ordered.values())
+
+    def largest(self, block: Block) -> int:
+        """The same for the largest of them alone: they can be put in order in turns."""
+        ordered = (lines(ordered_bytes(s)) for s in self._copied(block) if self.of(s) == "order")
+        return max(ordered, default=0)
 
     def scratch(self, block: Block) -> int:
         """Bytes of device memory that it takes to convert the largest segment of a block."""
-        converted = (
-            segment.nbytes
-            for segment in block.segments
-            if self.device(segment) is not None and self.of(segment) == "convert"
-        )
+        converted = (s.nbytes for s in self._copied(block) if self.of(s) == "convert")
         return max(converted, default=0)
+
+    def stay_on_devices(self, block: Block) -> bool:
+        """Whether a block that landed on a device gets to its places without the host."""
+        return all(
+            self.device(segment) is not None and self.of(segment, least=1) != "order"
+            for segment in block.segments
+        )
+
+    def _copied(self, block: Block) -> Iterator[Segment]:
+        """The segments that go to devices and are more than plain bytes."""
+        for segment in block.segments:
+            if segment.copy is not None and self.device(segment) is not None:
+                yield segment
 
 
 def key(segment: Segment) -> object:
@@ -93,7 +107,8 @@ def ordered_bytes(segment: Segment) -> int:
     return int(np.prod(segment.copy.shape, dtype=np.int64)) * segment.copy.target.itemsize
 
 
-def _lines(nbytes: int) -> int:
+def lines(nbytes: int) -> int:
+    """Bytes in whole lines of the processor's cache."""
     return -(-nbytes // _LINE) * _LINE
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from mfload import dtypes, errors, frameworks, mapping, planning
+from mfload.devices import live
 from mfload.index import Index
 from mfload.into import pulling, room, slabs, tally
 from mfload.into.goals import Goal
 from mfload.into.pulling import Part, Requests
 from mfload.into.slabs import Piece
-from mfload.io import buffers
 from mfload.io.source import LocalFile
 from mfload.loading import Loader
 from mfload.placement import Need
@@ -70,12 +70,15 @@ class Filling:
         self._plain = pulling.requests(plain)
         adapter = self._jax.JaxMeshAdapter(self._spots.of(self.rank))
         self._on_host: bool = adapter.on_host
+        # What a program is to run on waits where it runs.
+        overhead = "max_device_overhead" if adapter.devices else "max_host_overhead"
+        given: int | None = getattr(settings, overhead)
         limit = OVERHEAD
-        if settings.max_host_overhead is not None:
+        if given is not None:
             waiting = pulling.requests(pulling.sources(part for _, some in made for part in some))
             needs = waiting.needs.get(self.rank, [])
             readers = room.readers(needs, index, sources, adapter, settings)
-            limit = max(settings.max_host_overhead, readers)
+            limit = max(given, readers)
         slots = limit // room.SLOTS
         self._waves = list(
             slabs.waves(((n, goals[n].recipe, parts) for n, parts in made), limit - slots)
@@ -84,13 +87,14 @@ class Filling:
         # Whole rows are read over rather than skipped, where a few are not wanted.
         settings = replace(settings, merge_gap=planning.MESH_GAP)
         self._loader = Loader(index, sources, adapter, settings)
-        # On other devices, what waits is copied there, and slots are gone by then.
-        least = slots if adapter.on_host else settings.max_host_overhead
-        waiting = replace(settings, landing="mfload", max_host_overhead=least)
+        waiting = replace(settings, landing="mfload")
+        if adapter.devices or adapter.on_host:
+            # Elsewhere what waits is copied to its device, and slots are gone by then.
+            waiting = replace(waiting, **{overhead: slots})
         self._waiting = Loader(index, sources, adapter, waiting)
-        if settings.max_host_overhead is not None:
+        if given is not None:
             pieces = [piece for wave in self._waves for piece in wave]
-            room.check(settings.max_host_overhead, limit, pieces, goals, self._moved)
+            room.check(overhead, given, limit, pieces, goals, self._moved)
         self._arrays: list[dict[int, Any]] = [{} for _ in goals]
 
     def _parts(self, goal: Goal) -> tuple[list[Wanted], list[Part]]:
@@ -187,7 +191,7 @@ class Filling:
     def _wave(self, number: int, fetch: Fetch, report: Report, advance: Advance) -> None:
         """Loads what some goals, or stretches of them, are made of, and makes them."""
         wave, wanted = self._waves[number], self._wanted[number]
-        before = buffers.live_bytes()
+        before = live.live_bytes()
         fetched = self._fetch(fetch, wanted.needs, self._waiting, report, advance)
         start = time.perf_counter()
         landed = self._landed(wanted, fetched, sum(len(piece.parts) for piece in wave))
@@ -288,7 +292,7 @@ def _settle(before: int) -> None:
     XLA lets go of it in threads of its own, which need the interpreter for that.
     """
     end = time.monotonic() + _PATIENCE
-    while buffers.live_bytes() > before and time.monotonic() < end:
+    while live.live_bytes() > before and time.monotonic() < end:
         time.sleep(_TICK)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from mfload import errors, overheads, preparing
+from mfload import errors, preparing
 from mfload.frameworks.adapter import Adapter
 from mfload.index import Index
 from mfload.into import slabs
@@ -35,15 +35,21 @@ def readers(
         sources: Its files.
         adapter: The framework.
         settings: How.
+
+    Returns:
+        Bytes of host memory; where things wait on devices, of a device's.
     """
     if not needs:
         return 0
-    free = replace(settings, landing="mfload", max_host_overhead=None)
-    threads = preparing.Preparation(needs, index, sources, adapter, free).threads
-    return overheads.least(threads) * (SLOTS if adapter.on_host else 1)
+    free = replace(settings, landing="mfload", max_host_overhead=None, max_device_overhead=None)
+    found = preparing.Preparation(needs, index, sources, adapter, free).overheads
+    if adapter.devices:
+        return found.least_on_device * SLOTS
+    return found.least * (SLOTS if adapter.on_host else 1)
 
 
 def check(
+    name: str,
     given: int,
     limit: int,
     pieces: Iterable[Piece],
@@ -53,6 +59,7 @@ def check(
     """Refuses an overhead in which transforms can't be done.
 
     Args:
+        name: What the overhead is called.
         given: The overhead.
         limit: What readers need at the least, where that is more: pieces were cut for it.
         pieces: All that is made.
@@ -62,15 +69,15 @@ def check(
     Raises:
         MemoryLimitError: It is too small; names the least that does.
     """
-    small = "max_host_overhead is too small for readers beside transforms; or ask for fewer"
+    small = f"{name} is too small for readers beside transforms; or ask for fewer"
     wanted: list[tuple[int, str, str | None]] = [(limit, small, None)]
     for piece in pieces:
-        name = goals[piece.owner].name
+        tensor = goals[piece.owner].name
         made = (slabs.most(piece.parts) - 1) * SLOTS // (SLOTS - 1) + 1
-        wanted.append((made, "what the tensor is made of exceeds the overhead", name))
-        wanted.append((moved(piece.owner), "a shard that is moved exceeds the overhead", name))
-    least, message, name = max(wanted, key=lambda each: each[0])
+        wanted.append((made, "what the tensor is made of exceeds the overhead", tensor))
+        wanted.append((moved(piece.owner), "a shard that is moved exceeds the overhead", tensor))
+    least, message, tensor = max(wanted, key=lambda each: each[0])
     if least > given:
         raise errors.MemoryLimitError(
-            message, tensor=name, expected=f"{least} bytes or more", found=given
+            message, tensor=tensor, expected=f"{least} bytes or more", found=given
         )

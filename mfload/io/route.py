@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from mfload import errors, spelling
-from mfload.io import probes
+from mfload.io import buffers, probes
 from mfload.io.source import LocalFile, OpenFile
 
 EngineName = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
@@ -82,13 +82,15 @@ def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, .
 def _logged(leg: Leg, asked: str) -> Leg:
     if leg.engine != asked:
         # A pinned stage that reads as asked is no fall-back.
-        meant = asked == "auto" or (leg.engine == "pinned" and asked != "gds")
+        as_asked = asked in ("pinned", "direct" if leg.direct else "pread")
+        meant = asked == "auto" or (leg.engine == "pinned" and as_asked)
         level = logging.INFO if meant else logging.WARNING
         log.log(level, "%s: %s (%s)", leg.file, leg.engine, leg.why)
     return leg
 
 
-def _leg(source: LocalFile, nbytes: int, engine: str) -> Leg:
+def _leg(source: LocalFile, nbytes: int, engine: str, unit: int | None = None) -> Leg:
+    """The leg of a file; `unit` is the most bytes to which direct reads may have to round."""
     if engine == "auto" and nbytes < _SMALL:
         # Not worth a look at the cache; and what is read bit by bit had better stay in it.
         return Leg(source.path, "pread", "small read", None)
@@ -97,7 +99,8 @@ def _leg(source: LocalFile, nbytes: int, engine: str) -> Leg:
     asked, engine = engine, "auto" if engine in _ON_DEVICES else engine
     prefix = "" if asked == engine else f"{asked} asked for, and nothing lands on a device; "
     with OpenFile(source) as opened:
-        takes = probes.direct_alignment(opened.fd) is not None
+        units = probes.direct_alignment(opened.fd)
+        takes = units is not None and (unit is None or units[1] <= unit)
         if engine == "direct":
             if takes:
                 return Leg(source.path, engine, "asked for", None, direct=True)
@@ -129,7 +132,7 @@ def choose_onto_device(
         A leg for each file, "pinned" or "gds".
     """
     inner = "auto" if engine in _ON_DEVICES else engine
-    legs = [_leg(source, nbytes, inner) for source, nbytes in wanted]
+    legs = [_leg(source, nbytes, inner, buffers.PAGE) for source, nbytes in wanted]
     cold = sum(n for leg, (_, n) in zip(legs, wanted, strict=True) if leg.direct)
     return tuple(_logged(_onto_device(leg, engine, cold, past), engine) for leg in legs)
 

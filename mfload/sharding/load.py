@@ -188,6 +188,10 @@ def preview(chosen: Chosen, request: Request) -> Preview:
     notes = (*here.notes, found.note) if found.note else here.notes
     if found.exchange == "never":
         return replace(here, notes=(*notes, *_over(here.read_bytes, here.over_read_bytes)))
+    if here.plan.device_bytes:
+        # What is exchanged is put together on the host.
+        staged = job.loader.preview(job.needs[job.rank], by_host=True)
+        here = replace(staged, processes=here.processes)
     return replace(
         here,
         notes=(*notes, "the blocks of this plan are what the process would read on its own"),

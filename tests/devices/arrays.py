@@ -66,7 +66,7 @@ class Arrays(NumpyAdapter):
         for need, one in zip(needs, super().lend(needs), strict=True):
             number = self.lands(need)
             if number is None:
-                lent.append(one)
+                lent.append(one._replace(array=(one.array,)) if need.devices else one)
                 continue
             device = self.devices[number]
             address = one.memory.ctypes.data

@@ -18,13 +18,25 @@ from devices.queues import Mark, Mode, Queue, Queues, Span
 
 _NAMES = {1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 101: "cudaErrorInvalidDevice",
           400: "cudaErrorInvalidResourceHandle", 712: "cudaErrorHostMemoryAlreadyRegistered",
-          713: "cudaErrorHostMemoryNotRegistered", 719: "cudaErrorLaunchFailure"}  # fmt: skip
+          713: "cudaErrorHostMemoryNotRegistered", 719: "cudaErrorLaunchFailure",
+          900: "cudaErrorStreamCaptureUnsupported"}  # fmt: skip
+_RELAXED = 2
+# What CUDA does not allow while a graph is captured anywhere, but in a thread that is relaxed.
+_UNSAFE = ("malloc", "free", "hostRegister", "hostUnregister")
 
 
 class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(f"{_NAMES.get(status, 'cudaErrorUnknown')}: as the stub says")
+
+
+class CUDADriverError(RuntimeError):
+    """What kernels raise: no relative of the other, as in CuPy."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"{_NAMES.get(status, 'CUDA_ERROR_UNKNOWN')}: as the stub says")
 
 
 class Machine:
@@ -35,6 +47,11 @@ class Machine:
         total: Bytes of each.
         mode: When work runs (see `queues`).
         seed: Of chance.
+
+    Attributes:
+        capturing: Whether somebody captures a graph, in the mode that is the default.
+        broken: Whether a call has made that capture worthless.
+        lost: The error that every call returns since one has ended the context; 0 for none.
     """
 
     def __init__(
@@ -52,6 +69,8 @@ class Machine:
         self.calls: Counter[str] = Counter()
         self.fail: dict[str, int] = {}  # Call to the status that it returns from now on.
         self.local = threading.local()
+        self.capturing = self.broken = False
+        self.lost = 0
 
     @property
     def stack(self) -> list[Any]:
@@ -66,11 +85,21 @@ class Machine:
             self.local.streams = []
         return self.local.streams
 
-    def begin(self, call: str) -> int:
-        """Counts a call; the device that is current, which CUDA would else make 0."""
+    def status(self, call: str) -> int:
+        """Counts a call; the error that it is to return, 0 for none."""
         self.calls[call] += 1
-        if self.fail.get(call):
-            raise CUDARuntimeError(self.fail[call])
+        relaxed = getattr(self.local, "mode", 0) == _RELAXED
+        if self.capturing and (
+            call == "deviceSynchronize" or (call in _UNSAFE and not relaxed)
+        ):
+            self.broken = True
+            return 900
+        return self.lost or self.fail.get(call, 0)
+
+    def begin(self, call: str, error: type[Exception] = CUDARuntimeError) -> int:
+        """The device that is current for a call, which CUDA would else make 0."""
+        if status := self.status(call):
+            raise error(status)
         if self.stack[-1] is None:
             self.misuse.append(f"{call} with no device current")
             return 0
@@ -119,8 +148,16 @@ class Machine:
             self.stack.pop()
             return 0
 
+        def exchange(mode: Any) -> int:
+            before = getattr(self.local, "mode", 0)
+            self.local.mode, mode._obj.value = mode._obj.value, before
+            return 0
+
         return SimpleNamespace(
-            cuDevicePrimaryCtxRetain=retain, cuCtxPushCurrent_v2=push, cuCtxPopCurrent_v2=pop
+            cuDevicePrimaryCtxRetain=retain,
+            cuCtxPushCurrent_v2=push,
+            cuCtxPopCurrent_v2=pop,
+            cuThreadExchangeStreamCaptureMode=exchange,
         )
 
     def cupy(self) -> Any:
@@ -176,10 +213,10 @@ class Runtime:
         return held.ctypes.data
 
     def free(self, ptr: int) -> None:
-        self._machine.begin("free")
-        # CUDA itself is known to wait for the device here, but does not promise it.
-        nbytes = self._machine.memory[ptr][1].size
-        self._machine.free_of_work(Span(ptr, nbytes), "memory freed while work touches it")
+        device = self._machine.begin("free")
+        for number, queue in list(self._machine.streams.values()):
+            if number == device:
+                queue.synchronize()  # As CUDA does.
         with self._machine.lock:
             del self._machine.memory[ptr]
 
@@ -259,9 +296,8 @@ class Runtime:
 
     def eventQuery(self, event: int) -> int:
         """Returns the status, as CuPy's does, and raises nothing."""
-        self._machine.calls["eventQuery"] += 1
-        if self._machine.fail.get("eventQuery"):
-            return self._machine.fail["eventQuery"]
+        if status := self._machine.status("eventQuery"):
+            return status
         return 0 if all(mark.done() for mark in self._marks(event)) else 600
 
     def eventSynchronize(self, event: int) -> None:
@@ -348,12 +384,12 @@ class ndarray:
 def _copyto(machine: Machine) -> Any:
     def copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -> None:
         assert casting == "unsafe"
-        assert src.device_id == dst.device_id == machine.begin("kernel")
+        assert src.device_id == dst.device_id == machine.begin("kernel", CUDADriverError)
         spans, held = [], []
         for end in (dst, src):
             first, nbytes = end.bounds()
             if end.ptr % end.dtype.itemsize or any(s % end.dtype.itemsize for s in end.strides):
-                raise CUDARuntimeError(719)  # A misaligned address.
+                raise CUDADriverError(719)  # A misaligned address.
             data = machine.find(end.ptr + first, nbytes)
             assert data is not None
             held.append(np.ndarray(end.shape, end.dtype, data, -first, end.strides))
