@@ -12,7 +12,7 @@ from mfload.checkup.diagnosis import Diagnosis
 from mfload.checkup.findings import Finding
 from mfload.devices import gds
 from mfload.devices.asking import Answer, ask
-from mfload.devices.context import CUDA
+from mfload.devices.device import CUDA
 from mfload.devices.mounts import Mount, mount
 from mfload.devices.system import System
 from mfload.formats import checkpoint

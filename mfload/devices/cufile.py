@@ -9,9 +9,9 @@ import os
 from typing import Any
 
 from mfload import errors
-from mfload.devices.context import Context
+from mfload.devices import finding
 from mfload.devices.cufile_errors import translate
-from mfload.devices.device import Device
+from mfload.devices.device import CUDA, Device
 from mfload.devices.memory import DeviceBuffer
 from mfload.io.blocks import Block
 from mfload.io.source import LocalFile, OpenFile, shrunk
@@ -61,12 +61,12 @@ class CufileReader:
     def __init__(self, source: LocalFile, device: Device) -> None:
         self._source = source
         self._handle: Any = None
-        self._context = Context(device)
+        self._device = device
         self._file: OpenFile | None = None
         try:
-            kvikio = _kvikio()
+            kvikio = _kvikio(device)
             self._file = OpenFile(source)
-            with self._context:
+            with device.current():
                 # By descriptor: the path may lead to another file by now.
                 opened = f"/proc/self/fd/{self._file.fd}"
                 self._handle = _call(kvikio.CuFile, opened, "r", file=source.path, to="open")
@@ -100,7 +100,7 @@ class CufileReader:
         if first + length > slot.nbytes:
             raise ValueError(f"{slot} has no room for {length} bytes from {first} on")
         done = 0 if block.nbytes else needed
-        with self._context:
+        with self._device.current():
             while done < needed:
                 begin = done // UNIT * UNIT
                 got = _call(
@@ -129,7 +129,7 @@ class CufileReader:
         handle, self._handle = self._handle, None
         try:
             if handle is not None:
-                with self._context:
+                with self._device.current():
                     handle.close()
         except Exception as error:  # noqa: BLE001 - what was read is right, what failed is told
             # As text: whoever keeps the record would keep the error, and the memory with it.
@@ -137,7 +137,6 @@ class CufileReader:
         finally:
             if self._file is not None:
                 self._file.close()
-            self._context.release()
 
 
 class CufileSlot:
@@ -196,14 +195,9 @@ def deregister(device: Device, buffer: DeviceBuffer) -> None:
 
 
 def _registration(device: Device, buffer: DeviceBuffer, verb: str) -> None:
-    context = Context(device)
-    try:
-        kvikio = _kvikio()
-        with context:
-            function = getattr(kvikio, f"memory_{verb}")
-            _call(function, _Array(buffer), file=None, to=f"{verb} memory")
-    finally:
-        context.release()
+    function = getattr(_kvikio(device), f"memory_{verb}")
+    with device.current():
+        _call(function, _Array(buffer), file=None, to=f"{verb} memory")
 
 
 class _Array:
@@ -220,16 +214,19 @@ class _Array:
         }
 
 
-def _kvikio() -> Any:
+def _kvikio(device: Device) -> Any:
     """kvikio, where it would call cuFile and not read by itself.
 
-    Call it once a driver and a device are known (`Context` has seen to it): without them, cuFile
-    spins for ever. Its settings are looked at and left alone.
+    The driver is asked for the device first: without them, cuFile spins for ever. kvikio's
+    settings are looked at and left alone.
 
     What mfload uses of kvikio, looked at in 26.10: `CuFile(path, "r")`, `CuFile.raw_read(buf,
     size, file_offset, dev_offset)`, `CuFile.close()`, `memory_register(buf)`,
     `memory_deregister(buf)`, `defaults.is_compat_mode_preferred()`. All are public.
     """
+    kind, number = device.place
+    if kind != CUDA or finding.count() <= number:
+        raise errors.DeviceError("cuFile reads into CUDA devices alone", found=device.name)
     try:
         kvikio = importlib.import_module("kvikio")
         defaults = importlib.import_module("kvikio.defaults")

@@ -1,10 +1,15 @@
 """A CUDA device through CuPy's thin wrappers of the CUDA runtime.
 
-Every call goes through `_ask`, which makes the device current first. It pushes the device's
-primary context and pops it again: the runtime works on the context that is current to the
-thread, so the caller finds its own as it was, and a thread that had none still has none. To set
-the device and set it back would not do: since CUDA 12 `cudaSetDevice(0)` makes a context, which
-takes hundreds of megabytes, on a device 0 that nobody asked for.
+Every call goes through `current`. It pushes the device's primary context and pops it again: the
+runtime works on the context that is current to the thread, so the caller finds its own as it
+was, and a thread that had none still has none. To set the device and set it back would not do:
+since CUDA 12 `cudaSetDevice(0)` makes a context, which takes hundreds of megabytes, on a device 0
+that nobody asked for.
+
+Meanwhile the thread is relaxed, as CUDA calls it. Else to allocate, free or lock memory while
+anybody in the process captures a graph would fail, and make that graph worthless. None of that
+concerns the graph: mfload captures nothing, and its streams are its own. Relaxed or not, to
+wait for the whole device breaks captures, so nothing here does it.
 
 Of the calls used here, CuPy 14.2 holds the GIL in `eventQuery`, `memGetInfo` and those that ask
 for attributes, as its compiled code shows. None of them waits for the device. All others, such as
@@ -13,9 +18,9 @@ copies, allocation, release, pinning and waits, let other threads run.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import importlib
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -23,38 +28,43 @@ from typing import Any
 from mfload import errors
 from mfload.devices import conversions
 from mfload.devices.cupy_stream import CupyStream
-from mfload.devices.device import ALIGNMENT, Room
+from mfload.devices.device import ALIGNMENT, CUDA, Room
 from mfload.devices.memory import DeviceBuffer
 
-CUDA = 2
-"""DLPack's device type of CUDA memory (kDLCUDA)."""
-
-# Of the runtime's headers; CuPy has no names for them.
-_OUT_OF_MEMORY = 2
+# Of the headers of the driver and the runtime; CuPy has no names for them.
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices, not this one alone.
+_OUT_OF_MEMORY = 2
+NOT_INITIALISED = 3  # What a forked process is told.
+# After these no call works any more, as the headers say of each.
+_LOST = frozenset((226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
+
+FORKED = (
+    "CUDA does not work in a process that was forked from one that used it: start processes by "
+    "'spawn' or 'forkserver' (multiprocessing.set_start_method)"
+)
 
 
 class _Memory:
     """Owner of memory that came from `cudaMalloc` itself, not from CuPy's pool.
 
-    Before it goes, all that was given to the device is waited for, so kernels of whatever framework
-    never lose the memory that they were started on. A pool would hand it to its next user at once.
-    `cudaFree` is known to wait so, too, but nothing says that it must.
+    `cudaFree` waits for all that was given to the device, so kernels of whatever framework never
+    lose the memory that they were started on. A pool would hand it to its next user at once.
     """
 
-    __slots__ = ("_device", "address")
+    __slots__ = ("_device", "_nbytes", "address")
 
     def __init__(self, device: CupyDevice, nbytes: int) -> None:
         self.address = 0
         self._device = device
-        self.address = device.ask("malloc", nbytes)
+        self._nbytes = nbytes
+        # Nothing at all would have no address, and frameworks don't agree what to make of that.
+        self.address = device.ask("malloc", max(nbytes, ALIGNMENT))
 
     def __del__(self) -> None:
         if self.address:
-            with suppress(Exception):  # The driver may be gone when the interpreter ends.
-                self._device.ask("deviceSynchronize")
-            with suppress(Exception):
-                self._device.ask("free", self.address)
+            with suppress(Exception):  # Modules may be gone when the interpreter ends.
+                self._device.release(self.address, self._nbytes)
 
 
 class CupyDevice:
@@ -79,31 +89,43 @@ class CupyDevice:
         limit = self.runtime.cudaDevAttrMaxPitch
         self.longest_pitch: int = self.ask("deviceGetAttribute", limit, number)
         self._known: dict[tuple[Any, Any], bool] = {}
-        self._knowing = threading.Lock()
+        # Memory that nobody uses and that is yet to be freed. No lock: the garbage collector may
+        # come to `release` anywhere.
+        self._unused: collections.deque[DeviceBuffer] = collections.deque()
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
     def room(self) -> Room:
         """See `device.Device`."""
+        self._free()
         return Room(*self.ask("memGetInfo"))
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """See `device.Device`."""
-        # Nothing at all would have no address, and frameworks don't agree what to make of that.
-        memory = _Memory(self, max(nbytes, ALIGNMENT))
+        self._free()
+        memory = _Memory(self, nbytes)
         return DeviceBuffer(self, memory.address, nbytes, memory)
+
+    def release(self, address: int, nbytes: int) -> None:
+        """Frees memory. Where CUDA refuses, it stays counted, and is tried again later."""
+        self._unused.append(DeviceBuffer(self, address, nbytes, None))
+        self._free()
+
+    def _free(self) -> None:
+        for _ in range(len(self._unused)):
+            try:
+                memory = self._unused.popleft()
+            except IndexError:
+                return  # Another thread was faster.
+            try:
+                self.ask("free", memory.address)
+            except errors.MfloadError:
+                self._unused.append(memory)
 
     def pin(self, array: Any) -> None:
         """See `device.Device`."""
-        try:
-            self.ask("hostRegister", array.ctypes.data, array.nbytes, _PORTABLE)
-        except errors.DeviceError as error:
-            raise errors.MemoryLimitError(
-                "the driver refused to lock pages; see `ulimit -l`",
-                expected=f"{array.nbytes} bytes for {self.name}",
-                found=error.found,
-            ) from error
+        self.ask("hostRegister", array.ctypes.data, array.nbytes, _PORTABLE)
 
     def unpin(self, array: Any) -> None:
         """See `device.Device`."""
@@ -116,17 +138,31 @@ class CupyDevice:
 
     def converts(self, source: Any, target: Any) -> bool:
         """See `device.Device`."""
+        # No lock, which a fork might leave taken: at worst two threads find out the same.
         pair = source, target
-        with self._knowing:
-            if pair not in self._known:
-                self._known[pair] = conversions.agrees(self, source, target)
-            return self._known[pair]
+        if pair not in self._known:
+            self._known[pair] = conversions.agrees(self, source, target)
+        return self._known[pair]
+
+    @contextmanager
+    def current(self) -> Generator[None]:
+        """See `device.Device`."""
+        mode = ctypes.c_int(_RELAXED)
+        self._drive("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._drive("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        finally:
+            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def ask(self, call: str, *args: Any) -> Any:
         """Calls a function of CUDA's runtime with this device current.
 
         Raises:
-            MemoryLimitError: The device has no such memory.
+            MemoryLimitError: The device has no such memory, or pages can't be locked.
             DeviceError: Whatever else CUDA said.
         """
         with self.asking(call, *args):
@@ -134,29 +170,46 @@ class CupyDevice:
 
     @contextmanager
     def asking(self, call: str, *args: Any) -> Generator[None]:
-        """Makes the device current meanwhile, and errors of CUDA ours."""
-        self._drive("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        except self.runtime.CUDARuntimeError as error:
-            raise self.failed(call, error, *args) from error
-        finally:
-            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        """Makes the device current meanwhile, and errors ours."""
+        with self.current():
+            try:
+                yield
+            except errors.MfloadError:
+                raise
+            except Exception as error:  # The runtime, the driver and compilers have each its own.
+                said = str(error) or type(error).__name__
+                raise self.failed(call, getattr(error, "status", 0), said, *args) from error
 
-    def failed(self, call: str, error: Any, *args: Any) -> errors.MfloadError:
-        """The error for what CUDA said."""
-        if error.status == _OUT_OF_MEMORY and call == "malloc":
+    def failed(self, call: str, status: int, said: str, *args: Any) -> errors.MfloadError:
+        """The error for what CUDA said.
+
+        Args:
+            call: What was called.
+            status: CUDA's number of the error, 0 for none.
+            said: What it is in words.
+            args: What the call was given.
+        """
+        what = f"{self.name} failed in {call}"
+        if status in _LOST:
+            what += ", and no call works any more: restart the process"
+        elif status == NOT_INITIALISED:
+            what += f": {FORKED}"
+        elif call == "malloc" and status == _OUT_OF_MEMORY:
             return errors.MemoryLimitError(
-                f"{self.name} refused memory", expected=f"{args[0]} bytes", found=str(error)
+                f"{self.name} refused memory", expected=f"{args[0]} bytes", found=said
             )
-        return errors.DeviceError(f"{self.name} failed in {call}", found=str(error))
+        elif call == "hostRegister":
+            return errors.MemoryLimitError(
+                "the driver refused to lock pages; see `ulimit -l`",
+                expected=f"{args[1]} bytes for {self.name}",
+                found=said,
+            )
+        return errors.DeviceError(what, found=said)
 
     def _drive(self, call: str, *args: Any) -> None:
         status = getattr(self._driver, call)(*args)
         if status:
-            raise errors.DeviceError(
-                f"{self.name} failed in {call}", found=f"the driver's error {status}"
-            )
+            raise self.failed(call, status, f"the driver's error {status}")
 
 
 def make(number: int, driver: Any) -> CupyDevice:

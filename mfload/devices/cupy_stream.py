@@ -31,7 +31,8 @@ class CupyEvent:
         """See `device.Event`."""
         status = self._device.ask("eventQuery", self.handle)
         if status and status != _NOT_READY:
-            raise self._device.failed("eventQuery", self._device.runtime.CUDARuntimeError(status))
+            said = str(self._device.runtime.CUDARuntimeError(status))
+            raise self._device.failed("eventQuery", status, said)
         return not status
 
     def wait(self) -> None:

@@ -7,11 +7,15 @@ recorded behind it is done.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from mfload.devices.memory import DeviceBuffer
 from mfload.io.blocks import Copy
+
+CUDA = 2
+"""DLPack's device type of CUDA memory (kDLCUDA)."""
 
 ALIGNMENT = 256
 """Bytes on which tensors lie in device memory: what CUDA's own allocator gives."""
@@ -156,6 +160,16 @@ class Device(Protocol):
     name: str
     place: tuple[int, int]
     pci: str | None
+
+    def current(self) -> AbstractContextManager[None]:
+        """Makes it the device of the calling thread inside a `with`; for libraries that ask.
+
+        Devices may be nested, also in themselves. Afterwards the thread has what it had before.
+
+        Raises:
+            DeviceError: When it is entered: the device refused.
+        """
+        ...
 
     def room(self) -> Room:
         """How much memory there is.

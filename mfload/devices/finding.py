@@ -7,6 +7,7 @@ calls spin for ever.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from typing import Any
 
@@ -20,6 +21,17 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE: all is well, but none is there, or non
 _found: dict[int, Device] = {}
 # Reentrant: the garbage collector may come to whatever asks for a device.
 _lock = threading.RLock()
+
+
+def _forked() -> None:
+    """Forgets what CUDA can't give a child, and a lock that a thread of the parent may hold."""
+    global _lock
+    _lock = threading.RLock()
+    _found.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def find(number: int) -> Device:
@@ -65,6 +77,8 @@ def count() -> int:
     status = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(number))
     if status == _NO_DEVICE:
         return 0
+    if status == cupy_device.NOT_INITIALISED:
+        raise errors.DeviceError(cupy_device.FORKED, found=_text(library, status))
     if status:
         raise errors.DeviceError(
             "the CUDA driver does not work", expected="success", found=_text(library, status)

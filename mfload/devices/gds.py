@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mfload.devices import cufile, cufile_errors, cufile_json
 from mfload.devices.asking import Answer, ask
-from mfload.devices.context import CUDA
+from mfload.devices.device import CUDA
 from mfload.devices.mounts import Mount, mount
 from mfload.devices.system import System
 

@@ -5,9 +5,10 @@ Not through DLPack, where CuPy lacks bfloat16 in places and names the 8-bit floa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -50,20 +51,27 @@ class CupyAdapter(ground.Landing):
             for view in views
         ]
 
+    @contextlib.contextmanager
+    def _current(self) -> Generator[None]:
+        # Not by `cupy.cuda.Device`: at its end it sets the device that was, so that a thread that
+        # had none would get one, and memory taken on device 0.
+        with self.devices[0].current(), ground.refusals("CuPy", MemoryError):
+            yield
+
     def _over(self, view: View) -> Any:
         memory, cuda = view.memory, self._cupy.cuda
         held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self._number)
         return self._cupy.ndarray(view.shape, view.dtype.numpy, cuda.MemoryPointer(held, view.at))
 
     def _copy(self, view: View) -> Any:
-        with self._cupy.cuda.Device(self._number):
+        with self._current():
             host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
             return self._cupy.asarray(host)
 
     def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
         """Arrays of CuPy's own pool, one for each need."""
         lent: list[adapter.Lent] = []
-        with self._cupy.cuda.Device(self._number):
+        with self._current():
             for need in needs:
                 name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
                 as_bytes = self.forms[need.dtype.name].how == "bytes"
@@ -77,7 +85,7 @@ class CupyAdapter(ground.Landing):
 
     def pool(self, number: int) -> adapter.Pool | None:
         """What CuPy's pool has of the device (see `adapter.Adapter`)."""
-        with self._cupy.cuda.Device(self._number):
+        with self._current():
             kept = self._cupy.get_default_memory_pool().free_bytes()
         return adapter.Pool(
             self.devices[number].room().free + kept,

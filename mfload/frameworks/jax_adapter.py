@@ -70,7 +70,11 @@ class JaxAdapter(ground.Landing):
 
     @property
     def landing(self) -> Whose:
-        """Whose memory is the better one on the device (see `adapter.Adapter`)."""
+        """Whose memory is the better one on the device (see `adapter.Adapter`).
+
+        The first answer for a device takes a try on it (`seams.jax_lends_on`), also where it is
+        for a plan alone: a plan says where a load would land.
+        """
         return better([(self._device, land) for land in self.devices])
 
     def pool(self, number: int) -> adapter.Pool | None:
@@ -138,7 +142,7 @@ def lend(
         name, shape = adapter.lent_as(JaxAdapter.forms[need.dtype.name], need)
         wanted.append(jax_lending.Wanted(device, memory, name, shape))
     lent: list[adapter.Lent] = []
-    for array, need, spot in zip(jax_lending.zeros(wanted), needs, spots, strict=True):
+    for array, need, spot in zip(jax_lending.allocate(wanted), needs, spots, strict=True):
         address = array.unsafe_buffer_pointer() if need.nbytes else 0
         lent.append(adapter.Lent(array, adapter.memory_at(array, address, need.nbytes, spot[2])))
     return lent

@@ -27,7 +27,8 @@ def better(pairs: Sequence[tuple[Any, Device]]) -> Whose:
 
 def pool_of(device: Any, land: Device) -> adapter.Pool:
     """What XLA's allocator has of a `jax.Device`, which is the device to land on."""
-    told = device.memory_stats() or {}
+    # Where XLA does not know a number, it says -1.
+    told = {name: n for name, n in (device.memory_stats() or {}).items() if n >= 0}
     free = None
     if "bytes_limit" in told and "bytes_in_use" in told:
         free = told["bytes_limit"] - told["bytes_in_use"]

@@ -1,8 +1,17 @@
 """New arrays in XLA's own memory, to be filled in place: a jitted function can take them over.
 
 Each comes out of a compiled program, since only what a program gives is memory that XLA allocated
-for sure. One program makes an array of every kind that is still wanted, so there are as many
-programs as kinds differ in their counts, not as there are kinds: a few for most models.
+for sure. A program makes one array of every kind that is still wanted, and is run for as long as
+all of them are: there are as many programs as kinds differ in their counts, a few for most models.
+
+No program makes two of a kind: XLA computes once what is equal and copies it, and compiles each
+copy. Measured on a CPU of two cores, the first time in a process: one program for the 291 arrays of
+an 8B Llama takes 0.19 s and these take 0.27 s (on eight devices 0.22 and 0.33); programs of up to
+512 arrays for the 18,723 of a mixture of experts take 1.1 s, these take 0.5 s.
+
+What an array holds at first is no matter, for a load writes all of its bytes or throws it away. So
+it is nothing where JAX has `jax.lax.empty`: GPUs then have no kernels to compile and run. On the
+CPU that is zeros, as without it.
 """
 
 from __future__ import annotations
@@ -39,10 +48,11 @@ class Wanted(NamedTuple):
 _Kind = tuple[str | None, str, tuple[int, ...]]
 
 
-def zeros(wanted: Sequence[Wanted]) -> list[Any]:
-    """New arrays, in order; they are there, and nothing that ran before uses their memory.
+def allocate(wanted: Sequence[Wanted]) -> list[Any]:
+    """New arrays of no matter what, in order; nothing that ran before uses their memory.
 
-    XLA gives away memory in the order of its own stream, and what it writes here comes behind.
+    XLA gives away memory in the order of its own stream. An array is ready when that stream has
+    come to where it was made, whether or not something was written there.
 
     Raises:
         MemoryLimitError: A device has no room for them.
@@ -87,7 +97,10 @@ def _maker(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> Callable[[], t
     mesh = Mesh(np.array(devices, object), ("device",))
     there = tuple(NamedSharding(mesh, PartitionSpec(), memory_kind=kind[0]) for kind in kinds)
 
+    # Public since 0.8; until then it took no shape.
+    fill = getattr(jax.lax, "empty", jnp.zeros)
+
     def make() -> tuple[Any, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _, dtype, shape in kinds)
+        return tuple(fill(shape, dtype) for _, dtype, shape in kinds)
 
     return jax.jit(make, out_shardings=there)

@@ -60,7 +60,7 @@ class JaxMeshAdapter(ground.Landing):
 
     @property
     def landing(self) -> Whose:
-        """Whose memory is the better one on all of the devices (see `adapter.Adapter`)."""
+        """Whose memory is the better one on all of the devices (see `JaxAdapter.landing`)."""
         return better(self._pairs)
 
     def pool(self, number: int) -> adapter.Pool | None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,22 +69,21 @@ def _behaves(importer: Callable[[View], Any], device: Any) -> bool:
         return False
 
 
-@functools.lru_cache(maxsize=64)
 def jax_lends_on(device: Any, land: Device) -> bool:
     """Whether XLA's arrays on a device can be filled in place, past XLA.
 
-    Tried once: arrays of a compiled program are written to from a stream of our own; programs must
-    find in them what was written, also one that takes over their memory (donation), and in the
-    array beside them nothing new.
+    Tried until there is an answer: two arrays of a compiled program, the one program that is
+    compiled for it, are written to from a stream of our own, and JAX must find in each what was
+    written there.
 
     Args:
         device: The `jax.Device`.
         land: The same device, which writes.
     """
     try:
-        said = _trial(device, land)
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong, there is another way.
-        said = str(error) or type(error).__name__
+        said = _answer(device, land)
+    except errors.MemoryLimitError as error:
+        said = f"there was no room to try: {error}"  # There may be the next time.
     if said:
         log.info("%s: tensors land in mfload's memory, since in XLA's own %s", device, said)
     return not said
@@ -94,27 +92,32 @@ def jax_lends_on(device: Any, land: Device) -> bool:
 _TRIAL = 4096  # int32 elements: some pages.
 
 
+@functools.lru_cache(maxsize=64)
+def _answer(device: Any, land: Device) -> str:
+    """What speaks against it, in words; nothing where all went well."""
+    try:
+        return _trial(device, land)
+    except errors.MemoryLimitError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong, there is another way.
+        return str(error) or type(error).__name__
+
+
 def _trial(device: Any, land: Device) -> str:
-    """What spoke against it, in words; nothing where all went well."""
-    import jax
+    from mfload.frameworks.jax_lending import Wanted, allocate
 
-    from mfload.frameworks.jax_context import undisturbed
-    from mfload.frameworks.jax_lending import Wanted, zeros
-
-    written, beside = zeros([Wanted(device, None, "int32", (_TRIAL,))] * 2)
-    address = written.unsafe_buffer_pointer()
+    arrays = allocate([Wanted(device, None, "int32", (_TRIAL,))] * 2)
+    wanted = [np.arange(_TRIAL, dtype=np.int32) * factor + 5 for factor in (-977, 1009)]
     numbers = buffers.allocate(4 * _TRIAL)
-    numbers.view(np.int32)[:] = np.arange(_TRIAL, dtype=np.int32) * -977 + 5
-    wanted = numbers.view(np.int32)
-    _write(land, DeviceBuffer(land, address, 4 * _TRIAL, written, own=False), numbers)
-    with undisturbed(), warnings.catch_warnings():
-        # Of a donation that was of no use.
-        warnings.simplefilter("ignore")
-        seen = np.asarray(jax.jit(lambda x: x + 1)(written))
-        taken = np.asarray(jax.jit(lambda x: x * 3, donate_argnums=0)(written))
-    if not (np.array_equal(seen, wanted + 1) and np.array_equal(taken, wanted * 3)):
-        return "programs do not see what was written"
-    return "" if not np.asarray(beside).any() else "another array was written to"
+    for array, each in zip(arrays, wanted, strict=True):
+        numbers.view(np.int32)[:] = each
+        address = array.unsafe_buffer_pointer()
+        _write(land, DeviceBuffer(land, address, 4 * _TRIAL, array, own=False), numbers)
+    # In the first array also what was written to the second would be seen.
+    for array, each in zip(arrays, wanted, strict=True):
+        if not np.array_equal(np.asarray(array), each):
+            return "JAX does not see what was written to an array, or sees it in another"
+    return ""
 
 
 def _write(land: Device, target: DeviceBuffer, source: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mfload.report import Report
 
-_MOST = ("peak_bytes", "processes", "threads")
+_MOST = ("peak_bytes", "device_peak_bytes", "processes", "threads")
 
 
 def add(total: Report, one: Report) -> None:

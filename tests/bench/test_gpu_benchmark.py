@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices.fake import FakeDevice
 from matplotlib import image
 
+import mfload
 from benchmarks import (
     gpu,
     gpu_facts,
+    gpu_given,
     gpu_peers,
     gpu_plan,
     gpu_rounds,
@@ -34,10 +37,13 @@ from benchmarks.gpu_ceilings import PEAK, cached, direct
 from benchmarks.gpu_plan import COLD, FAST, PLAIN, SWEEP, WARM
 from benchmarks.gpu_rounds import Rounds, Step
 from benchmarks.gpu_tasks import Way
+from mfload import frameworks, overheads
 from mfload.bench import machine
 from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
 from mfload.bench.results import Results
 from mfload.bench.runner import Bed
+from mfload.devices import slots
+from mfload.frameworks.torch_adapter import TorchAdapter
 from mfload.io import probes
 
 ROOT = gpu_run.ROOT
@@ -68,6 +74,7 @@ def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "FAILED" not in printed
     assert "checks that failed: none" in printed
+    assert "; blocks of up to " in printed
     found = json.loads((out / "gpu-rehearsal.json").read_text())
     statuses = {each["name"]: each["status"] for each in found["run"]["trials"]}
     assert statuses == {"mesh": "pass", "failing/torch": "pass", "xla-owned/off": "pass"}
@@ -83,6 +90,8 @@ def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "- `mesh`: pass: 1 device" in page
     drawn = image.imread(out / "gpu-rehearsal.png")
     assert drawn.shape[0] > 400
+    assert any(name.endswith(":again=1") for name in found["summary"]["warm"])
+    assert "; blocks of up to " in page
     assert list((tmp_path / "work").iterdir()) == []
     picture = (out / "gpu-rehearsal.png").read_bytes()
     assert gpu.main(["--redraw", "--out", str(out)]) == 0
@@ -101,6 +110,28 @@ def test_a_rehearsal_without_time_leaves_all_out(
     assert any(what.startswith("warm: rounds 1 to ") for what in found["run"]["left_out"])
     assert "### Left out for want of time" in (tmp_path / "gpu-rehearsal.md").read_text()
     capsys.readouterr()
+
+
+def test_what_was_found_is_said_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Ran:
+        def __init__(self, setting: gpu_run.Setting, folder: Path) -> None:
+            self.out = setting.out
+
+        def all(self) -> Results:
+            results = _results()
+            gpu_run.put(results, self.out)
+            return results
+
+    monkeypatch.setattr(gpu, "Run", Ran)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert gpu.main(["--device", "cpu", "--out", str(tmp_path), "--workdir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.index("checks that failed: streams/jax") < said.index("nothing is drawn: ")
+    assert gpu.main(["--redraw", "--out", str(tmp_path)]) == 0
+    assert "nothing is drawn: " in capsys.readouterr().out
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
 
 
 def test_without_a_gpu(
@@ -196,12 +227,14 @@ def test_rounds_are_taken_as_far_as_the_time_goes() -> None:
 
 def test_a_batch_holds_jax_once() -> None:
     jax, others = [Way("jax").name, "orbax"], [PEAK, PLAIN, FAST]
-    assert list(gpu_rounds.batches([jax[0], *others, jax[1]], 6)) == [
-        [jax[0], *others],
-        [jax[1]],
-    ]
-    assert list(gpu_rounds.batches(others, 2)) == [others[:2], others[2:]]
-    assert list(gpu_rounds.batches([], 2)) == []
+    assert gpu_rounds.batches([jax[0], *others, jax[1]], 6) == [[jax[0], *others], [jax[1]]]
+    assert gpu_rounds.batches(others, 2) == [others[:2], others[2:]]
+    assert gpu_rounds.batches([], 2) == []
+
+
+def test_batches_are_filled() -> None:
+    jax, others = [Way("jax").name, "orbax"], [PEAK, PLAIN, FAST]
+    assert gpu_rounds.batches([*jax, *others], 3) == [[jax[0], *others[:2]], [jax[1], others[2]]]
 
 
 def test_a_loader_that_fails_is_told_and_left_out(tmp_path: Path) -> None:
@@ -236,15 +269,49 @@ def test_ways_have_names() -> None:
 
 
 def test_a_ring_is_varied_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = types.SimpleNamespace(SLOT=1, DEPTH=2)
-    monkeypatch.setitem(sys.modules, "mfload.devices.slots", slots)
+    ring = types.SimpleNamespace(SLOT=1, DEPTH=2)
+    monkeypatch.setitem(sys.modules, "mfload.devices.slots", ring)
+    beside = types.SimpleNamespace(_LEAST_SLOT=1)
+    monkeypatch.setitem(sys.modules, "mfload.overheads", beside)
     gpu_tasks.find(f"cpu/{Way('numpy', slot=4).name}")
-    assert (slots.SLOT, slots.DEPTH) == (4 << 20, 2)
+    assert (ring.SLOT, ring.DEPTH, beside._LEAST_SLOT) == (4 << 20, 2, 4 << 20)
     gpu_tasks.find(f"cpu/{Way('numpy', depth=8).name}")
-    assert (slots.SLOT, slots.DEPTH) == (4 << 20, 8)
-    del slots.DEPTH
+    assert (ring.SLOT, ring.DEPTH) == (4 << 20, 8)
+    del ring.DEPTH
     with pytest.raises(RuntimeError, match="no DEPTH"):
         gpu_tasks.find(f"cpu/{Way('numpy', depth=8).name}")
+
+
+@pytest.mark.parametrize(
+    ("varied", "block"),
+    [({"slot": 1}, 1), ({"slot": 32}, 32), ({"depth": 8}, 8), ({"threads": 40}, 8)],
+)
+def test_a_ring_is_what_its_label_says(
+    varied: dict[str, int], block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever mfload would have chosen for so small a checkpoint and so many slots."""
+    torch = pytest.importorskip("torch")
+    made = TorchAdapter(torch.device("cpu"), land=FakeDevice())
+    monkeypatch.setattr(frameworks, "get", lambda name, device=None: made)
+    for module, name in ((slots, "SLOT"), (slots, "DEPTH"), (overheads, "_LEAST_SLOT")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    path = tmp_path / "w.safetensors"
+    gpu_given.write(path, [gpu_given.Row("w", "U8", (70 << 20,))], 1)
+    task = gpu_tasks.find(f"cpu/{Way('torch', 'pinned', 'mfload', **varied).name}")
+    found = task.find(task.run({"path": str(path)}))  # type: ignore[typeddict-item]
+    assert found.report is not None
+    assert f"blocks of up to {block} MiB" in found.report.notes
+    assert varied.get("depth", 2) == slots.DEPTH
+
+
+def test_a_second_load_of_a_process_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(mfload, "load", lambda path, **_: loaded.append(path) or {})
+    for way in (Way("numpy"), Way("numpy", again=1)):
+        task = gpu_tasks.find(f"cpu/{way.name}")
+        task.prepare({"path": "large"})  # type: ignore[typeddict-item]
+    assert loaded == ["large"]
+    assert gpu_tasks.label(way.name) == "mfload → numpy, second load of the process"
 
 
 def test_a_plan_puts_first_what_the_targets_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +328,17 @@ def test_a_plan_puts_first_what_the_targets_are_about(monkeypatch: pytest.Monkey
     assert Way("torch", "gds", "mfload").name in cold.names
     sweep = next(step for step in steps if step.case == SWEEP)
     assert Way("cupy", "pinned", "mfload", slot=16).name in sweep.names
-    assert Way("cupy", "pinned", "mfload", threads=16).name in sweep.names
+    readers = next(step for step in steps[steps.index(sweep) + 1 :] if step.case == SWEEP)
+    assert Way("cupy", "pinned", "mfload", threads=16).name in readers.names
     assert max(step.rounds for step in steps if step.case == WARM) == 7
+    others = next(step for step in steps if Way("jax", "pinned", "framework").name in step.names)
+    assert Way("jax", "pinned", "framework", again=1).name in others.names
+    # Slots and how many of them come before the others, readers after them.
+    assert steps.index(sweep) < steps.index(others)
+    varied = [gpu_tasks.way(name) for name in sweep.names]
+    assert any(way.slot for way in varied)
+    assert any(way.depth for way in varied)
+    assert not any(way.threads for way in varied)
 
 
 def test_what_is_not_installed_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,18 @@ import pytest
 
 from benchmarks import (
     ROOT,
+    gpu_costs,
     gpu_facts,
     gpu_given,
     gpu_memory,
+    gpu_stress,
+    gpu_tables,
     gpu_tasks,
     gpu_trial,
     gpu_trials,
 )
 from benchmarks.checkpoint import write_llama
+from benchmarks.gpu_budget import Budget
 from benchmarks.gpu_ceilings import PEAK, cached, direct
 from benchmarks.gpu_given import Given, Row, SkipError
 from benchmarks.gpu_tasks import Way
@@ -30,6 +34,7 @@ from mfload import dtypes
 from mfload.bench import child
 from mfload.bench.process import environment
 from mfload.bench.runner import Bed
+from mfload.bench.touch import PAGE, touch
 from mfload.devices.asking import Answer
 
 # What is known of the GPU --------------------------------------------------------------------
@@ -96,10 +101,11 @@ def test_the_driver_is_asked_where_mfload_is_not_installed(monkeypatch: pytest.M
 class _Stub:
     """As much of CuPy as the ceilings use, on host memory; copies run when they are waited for."""
 
-    uint8, uint64 = np.uint8, np.uint64
+    uint8 = np.uint8
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
+        self.allocated: dict[int, np.ndarray] = {}
         self.copied = 0
         self.waiting: list[tuple[int, int, int]] = []
         runtime = types.SimpleNamespace(
@@ -107,6 +113,12 @@ class _Stub:
             hostUnregister=self.locked.pop,
             memcpyAsync=self._later,
             memcpy=lambda to, at, nbytes, kind: ctypes.memmove(to, at, nbytes),
+            memcpy2DAsync=self._rows_later,
+            memset=ctypes.memset,
+            hostAlloc=self._allocate,
+            freeHost=self.allocated.pop,
+            malloc=self._allocate,
+            free=self.allocated.pop,
             memGetInfo=lambda: (5, 9),
         )
         device = types.SimpleNamespace(synchronize=self._wait)
@@ -120,6 +132,18 @@ class _Stub:
         assert (kind, stream) == (1, 1)
         self.waiting.append((to, at, nbytes))
 
+    def _rows_later(
+        self, to: int, to_pitch: int, at: int, pitch: int, nbytes: int, count: int, kind: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        for row in range(count):
+            self._later(to + row * to_pitch, at + row * pitch, nbytes, kind, stream)
+
+    def _allocate(self, nbytes: int, flags: int = 0) -> int:
+        array = np.empty(nbytes, np.uint8)
+        self.allocated[array.ctypes.data] = array
+        return array.ctypes.data
+
     def _wait(self) -> None:
         for to, at, nbytes in self.waiting:
             ctypes.memmove(to, at, nbytes)
@@ -129,9 +153,6 @@ class _Stub:
     def zeros(self, count: int, dtype: Any) -> Any:
         array = np.zeros(count, dtype)
         return types.SimpleNamespace(data=types.SimpleNamespace(ptr=array.ctypes.data), keep=array)
-
-    def asarray(self, found: Any) -> Any:
-        return np.asarray(types.SimpleNamespace(__array_interface__=found.__cuda_array_interface__))
 
 
 @pytest.fixture
@@ -168,10 +189,46 @@ def test_memory_by_address(stub: _Stub) -> None:
     spans = [(values.ctypes.data, 5000), (values.ctypes.data, 0)]
     assert gpu_memory.page_sum(spans, "cuda:0") == gpu_memory.page_sum(spans, "cpu") == 0
     assert gpu_memory.page_sum([(values.ctypes.data + 3, 4098)], "cuda:0") == 3 + 3
+    assert not stub.locked
     assert gpu_memory.free("cuda:0") == 5
     locked = gpu_memory.host_array(1 << 20, "cuda:0")
     assert stub.locked == {locked.ctypes.data: 1 << 20}
     assert locked.ctypes.data % (2 << 20) == 0
+
+
+def test_pages_are_summed_up_piece_by_piece(stub: _Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "_CHUNK", 2 * PAGE)
+    values = np.random.default_rng(1).integers(0, 256, 70_001, np.uint8)
+    spans = [(values.ctypes.data + n, n * PAGE + more) for n in range(6) for more in (0, 1, 99)]
+    assert gpu_memory.page_sum(spans, "cuda:0") == touch(spans)
+    assert not stub.locked
+
+
+def test_costs(stub: _Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That they are asked at all; and rows are not timed that don't arrive."""
+    for name, value in (("_SIZES", (1,)), ("_BUFFERS", (1,)), ("_ROWS", 1 << 17)):
+        monkeypatch.setattr(gpu_costs, name, value)
+    given = Given("cuda:0", tmp_path)
+    said = {name: gpu_trial.run(name, given) for name in gpu_costs.names(gpu=True)}
+    assert {each["status"] for each in said.values()} == {"pass"}
+    assert "8 threads, 4 MiB each: hostRegister " in said["pinned-cost"]["said"]
+    assert "1 MiB: cudaMalloc " in said["allocation-cost"]["said"]
+    assert "; 8192 B: 2-D " in said["rows-cost"]["said"]
+    assert not stub.allocated
+    real = stub.cuda.runtime.memcpy2DAsync
+    stub.cuda.runtime.memcpy2DAsync = lambda to, tp, at, pitch, *rest: real(to, tp, at, tp, *rest)
+    assert gpu_trial.run("rows-cost", given)["said"].endswith("other bits than the source's")
+
+
+def test_where_cupy_compiles_no_kernels(stub: Any, tmp_path: Path) -> None:
+    def kernel(*_: str) -> Any:
+        raise RuntimeError("cuda_fp16.h: no such file")
+
+    stub.__version__, stub.ElementwiseKernel = "0", kernel
+    with pytest.raises(SkipError, match="compiles no kernels here: cuda_fp16.h"):
+        gpu_given.doubled("cupy", {})
+    found = gpu_trial.run("streams/cupy/mfload", Given("cuda:0", tmp_path))
+    assert found["status"] == "skip"
 
 
 # Trials --------------------------------------------------------------------------------------
@@ -243,6 +300,39 @@ def test_a_failed_question_is_no_failed_check() -> None:
     assert gpu_trials.failed(found) == ["a"]
 
 
+def test_a_question_is_answered_by_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_trials, "ask", lambda *_: ("fail", "INTERNAL: unaligned"))
+    noted: list[gpu_trials.Outcome] = []
+    for kind in (gpu_trials.QUESTION, gpu_trials.CHECK):
+        group: gpu_trials.Group = {"kind": kind, "names": ["x"], "abreast": 1}
+        gpu_trials.run(group, "cpu", {}, Budget(60), tmp_path, noted.append)
+        assert gpu_tables.trials([dict(noted[-1])], kind).startswith(
+            "- `x`: no: INTERNAL" if kind == gpu_trials.QUESTION else "- `x`: **fail**"
+        )
+    assert [each["status"] for each in noted] == ["no", "fail"]
+
+
+def test_a_dtype_that_fails_keeps_no_other_from_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(given: Given, path: Path, framework: str, **options: Any) -> dict[str, Any]:
+        if path.stem in ("F16", "bfloat16"):
+            raise ValueError("the framework's own")
+        return real(given, path, framework, **options)
+
+    real = Given.load
+    monkeypatch.setattr(Given, "load", load)
+    for name, bad, well in (
+        ("dtypes/numpy/auto/mfload", "F16", "F64"),
+        ("conversion/numpy", "F32 to bfloat16", "F64 to float32"),
+    ):
+        found = gpu_trial.run(name, Given("cpu", tmp_path))
+        assert found["status"] == "fail"
+        failed, equal = found["said"].split("; ")[:2]
+        assert f"failed: {bad}: ValueError: the framework's own" in failed
+        assert well in equal
+
+
 def test_a_trial_sees_wrong_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(given: Given, path: Path, framework: str, **options: Any) -> dict[str, Any]:
         arrays = real(given, path, framework, **options)
@@ -256,7 +346,12 @@ def test_a_trial_sees_wrong_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert gpu_trial.run(name, Given("cpu", tmp_path))["status"] == "fail"
 
 
-@pytest.mark.parametrize("name", ["lifetime/numpy/auto/mfload", "truncated/numpy/auto"])
+_HOLDERS = pytest.mark.parametrize(
+    "name", ["lifetime/numpy/auto", "truncated/numpy/auto", "failing/numpy"]
+)
+
+
+@_HOLDERS
 def test_a_trial_sees_a_leak(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
 
@@ -268,10 +363,35 @@ def test_a_trial_sees_a_leak(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     real = Given.load
     assert gpu_trial.run(name, Given("cpu", tmp_path))["status"] == "pass"
     monkeypatch.setattr(Given, "load", load)
+    monkeypatch.setattr(gpu_stress, "_PATIENCE", 0.05)
     found = gpu_trial.run(name, Given("cpu", tmp_path))
     kept.clear()
     assert found["status"] == "fail"
     assert "mfload still holds" in found["said"]
+
+
+@_HOLDERS
+def test_a_trial_waits_for_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of XLA, which lets go of it some milliseconds later; here, when it is waited for."""
+    kept: list[Any] = []
+    waited: list[float] = []
+
+    def load(given: Given, path: Path, framework: str, **options: Any) -> dict[str, Any]:
+        arrays = real(given, path, framework, **options)
+        kept.extend(arrays.values())
+        return arrays
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        kept.clear()
+
+    real = Given.load
+    monkeypatch.setattr(Given, "load", load)
+    monkeypatch.setattr(gpu_stress.time, "sleep", sleep)
+    assert gpu_trial.run(name, Given("cpu", tmp_path))["status"] == "pass"
+    assert waited
 
 
 @pytest.mark.parametrize("forgetful", [False, True])

@@ -7,17 +7,16 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from devices.stub_kvikio import Driver, Kvikio
+from devices.fake import entered
+from devices.stub_kvikio import Kvikio
 
-from mfload.devices import context, finding
+from mfload.devices import finding
 
 
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
-    """A stub, and the end of every test: nothing open, registered or retained."""
-    driver = Driver()
-    stub = Kvikio(driver)
-    monkeypatch.setattr(context, "_driver", lambda: driver)
+    """A stub, and the end of every test: nothing open, registered or current."""
+    stub = Kvikio()
     monkeypatch.setattr(finding, "count", lambda: 1)
     monkeypatch.setitem(sys.modules, "kvikio", stub)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
@@ -26,6 +25,5 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
     assert stub.misuse == []
     assert stub.handles == 0
     assert stub.registered == {}
-    assert driver.retained == 0
-    assert driver.depth() == 0
+    assert entered() == []
     assert len(os.listdir("/proc/self/fd")) == before

@@ -87,6 +87,13 @@ class Contract:
         assert device.name.endswith(f":{number}")
         assert device.pci is None or device.pci == device.pci.lower()
 
+    def test_it_is_current_as_long_as_it_is_wanted(self, device: Any) -> None:
+        with device.current():
+            with pytest.raises(ZeroDivisionError), device.current():
+                _ = 1 // 0
+            made = upload(device, noise(1000))
+        assert download(made).tobytes() == noise(1000).tobytes()
+
     @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257, 100_000])
     def test_memory_is_aligned_and_counted(self, device: Any, nbytes: int) -> None:
         before = memory.live_bytes()

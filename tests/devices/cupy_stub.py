@@ -89,9 +89,7 @@ class Machine:
         """Counts a call; the error that it is to return, 0 for none."""
         self.calls[call] += 1
         relaxed = getattr(self.local, "mode", 0) == _RELAXED
-        if self.capturing and (
-            call == "deviceSynchronize" or (call in _UNSAFE and not relaxed)
-        ):
+        if self.capturing and call in _UNSAFE and not relaxed:
             self.broken = True
             return 900
         return self.lost or self.fail.get(call, 0)
@@ -219,12 +217,6 @@ class Runtime:
                 queue.synchronize()  # As CUDA does.
         with self._machine.lock:
             del self._machine.memory[ptr]
-
-    def deviceSynchronize(self) -> None:
-        device = self._machine.begin("deviceSynchronize")
-        for number, queue in list(self._machine.streams.values()):
-            if number == device:
-                queue.synchronize()
 
     def hostRegister(self, ptr: int, size: int, flags: int) -> None:
         self._machine.begin("hostRegister")

@@ -6,7 +6,8 @@ import ctypes
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,13 @@ from mfload.io.blocks import Copy
 _PAGE = 4096
 _lock = threading.RLock()
 _pinned: dict[int, tuple[Span, FakeDevice]] = {}  # What any fake device page-locked.
+
+_thread = threading.local()
+
+
+def entered() -> list[FakeDevice]:
+    """The devices that this thread made current, the innermost last."""
+    return _thread.__dict__.setdefault("devices", [])
 
 
 class _Memory:
@@ -210,7 +218,7 @@ class FakeDevice:
         total: Bytes that it has.
         mode: When work runs (see `queues`).
         seed: Of chance.
-        fail: Verb ("allocate", "pin", "stream", "copy_in", "copy_within", "copy_out",
+        fail: Verb ("current", "allocate", "pin", "stream", "copy_in", "copy_within", "copy_out",
             "convert", "record", "wait", "synchronize", "event_done", "event_wait") to the
             number of the call, from 1, that raises.
         fail_later: The same for work ("copy_in", …, "convert") that fails when it runs: events,
@@ -224,6 +232,7 @@ class FakeDevice:
         nbytes: Bytes that each verb was to move.
         memory: Bytes of each live allocation by address.
         streams: How many are open.
+        depth: How often it is current, in all threads.
         events: How many are alive.
         misuse: What should not have been done, in words.
     """
@@ -248,11 +257,24 @@ class FakeDevice:
         self.nbytes: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
         self.memory: dict[int, int] = {}
-        self.streams = self.events = 0
+        self.streams = self.events = self.depth = 0
         self.misuse: list[str] = []
         self.graves: list[Any] = []
         self.queues = Queues(mode, seed)
         self._converts = converts
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.called("current")
+        entered().append(self)
+        with _lock:
+            self.depth += 1
+        try:
+            yield
+        finally:
+            entered().pop()
+            with _lock:
+                self.depth -= 1
 
     def room(self) -> Room:
         with _lock:
@@ -318,6 +340,7 @@ class FakeDevice:
         left = {
             "ranges pinned": self.pinned,
             "streams open": self.streams,
+            "times current": self.depth,
             "events": self.events,
             "bytes": 0 if result else sum(self.memory.values()),
         }

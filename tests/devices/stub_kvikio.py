@@ -1,7 +1,7 @@
 """kvikio on host memory, for a fake device: it reads with `preadv`, and sees misuse.
 
 It is as strict as cuFile may be: reads on whole units alone, into memory that was registered as
-it was allocated, with a context current in the calling thread.
+it was allocated, with a device current in the calling thread.
 """
 
 from __future__ import annotations
@@ -9,41 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 import types
 from typing import Any
 
+from devices.fake import entered
+
 UNIT = 4096
-
-
-class Driver:
-    """CUDA's driver library: contexts."""
-
-    def __init__(self) -> None:
-        self.current = threading.local()
-        self.retained = 0
-        self.fails: dict[str, int] = {}
-
-    def depth(self) -> int:
-        return getattr(self.current, "depth", 0)
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*_: Any) -> int:
-            if name in self.fails:
-                return self.fails[name]
-            if name == "cuDevicePrimaryCtxRetain":
-                self.retained += 1
-            elif name == "cuDevicePrimaryCtxRelease_v2":
-                self.retained -= 1
-            elif name == "cuCtxPushCurrent_v2":
-                self.current.depth = self.depth() + 1
-            elif name == "cuCtxPopCurrent_v2":
-                self.current.depth = self.depth() - 1
-            else:
-                assert name == "cuDeviceGet", name
-            return 0
-
-        return call
 
 
 class Kvikio(types.ModuleType):
@@ -62,9 +33,8 @@ class Kvikio(types.ModuleType):
         reads: (size, file offset, device offset) of each.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self) -> None:
         super().__init__("kvikio")
-        self.driver = driver
         self.short: int | None = None
         self.stalls: int | None = None
         self.fails: dict[str, Exception] = {}
@@ -90,8 +60,8 @@ class Kvikio(types.ModuleType):
         sys.modules["kvikio.defaults"] = self.defaults
 
     def check(self, verb: str) -> None:
-        if self.driver.depth() != 1:
-            self.misuse.append(f"{verb} without a context")
+        if len(entered()) != 1:
+            self.misuse.append(f"{verb} with {entered()} current")
         if verb in self.fails:
             raise type(self.fails[verb])(*self.fails[verb].args)  # A traceback of its own.
 

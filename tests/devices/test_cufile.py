@@ -157,7 +157,7 @@ def test_paths_that_are_no_text(kvikio: Kvikio, device: FakeDevice, file: Path) 
     assert landed(device, path, block(0, 9)) == [path.read_bytes()[:9]]
 
 
-def test_a_thread_of_its_own_has_a_context(kvikio: Kvikio, device: FakeDevice, file: Path) -> None:
+def test_a_thread_of_its_own_has_a_device(kvikio: Kvikio, device: FakeDevice, file: Path) -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(landed(device, file, block(0, 99))))
     thread.start()
@@ -227,14 +227,14 @@ def test_a_failed_end_is_told_and_no_error(
     kvikio.registered.clear()
 
 
-@pytest.mark.parametrize("call", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"])
-def test_drivers_that_refuse(kvikio: Kvikio, device: FakeDevice, file: Path, call: str) -> None:
-    kvikio.driver.fails[call] = 201
-    with pytest.raises(errors.DeviceError, match=call):
-        cufile.CufileReader(LocalFile(file), device)
-    with pytest.raises(errors.DeviceError, match=call):
-        cufile.CufileSlot(device, 4096)
-    kvikio.driver.fails.clear()
+def test_devices_that_refuse(kvikio: Kvikio, device: FakeDevice, file: Path) -> None:
+    for make in (
+        lambda: cufile.CufileReader(LocalFile(file), device),
+        lambda: cufile.CufileSlot(device, 4096),
+    ):
+        device.fail["current"] = device.calls["current"] + 1
+        with pytest.raises(errors.DeviceError, match="current"):
+            make()
 
 
 def test_no_reads_by_kvikio_itself(kvikio: Kvikio, device: FakeDevice, file: Path) -> None:

@@ -127,6 +127,16 @@ def test_the_callers_device_is_left_as_it_was(machine: Machine, device: CupyDevi
     assert stacks == [[None]]
 
 
+def test_it_is_current_and_then_no_more(machine: Machine, device: CupyDevice) -> None:
+    other = CupyDevice(0, machine.cupy(), machine.driver())
+    with device.current():
+        assert machine.stack == [None, 1]
+        with other.current():
+            assert (machine.stack, machine.local.mode) == ([None, 1, 0], 2)
+        assert (machine.stack, machine.local.mode) == ([None, 1], 2)
+    assert (machine.stack, machine.local.mode) == ([None], 0)
+
+
 def test_memory_dies_on_its_own_device_in_any_thread(machine: Machine, device: CupyDevice) -> None:
     held = [device.allocate(100)]
     thread = threading.Thread(target=held.clear)

@@ -253,10 +253,9 @@ PARTS = """
     knobs = json.loads(os.environ["KNOBS"])
     if os.environ.get("KVIKIO_COMPAT_MODE") == "OFF":
         from devices.fake import FakeDevice
-        from devices.stub_kvikio import Driver, Kvikio
+        from devices.stub_kvikio import Kvikio
         from test_gds_parts import counters
-        driver = Driver()
-        kvikio = Kvikio(driver)
+        kvikio = Kvikio()
         kvikio.install()
         def act():
             if knobs.get("hang"):
@@ -285,8 +284,6 @@ PARTS = """
         )
         real = ctypes.CDLL
         def library(name, *rest, **more):
-            if name == "libcuda.so.1":
-                return driver
             if name == "libcufile.so.0" and "reads" in knobs:
                 return cufile
             return real(name, *rest, **more)
