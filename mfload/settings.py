@@ -69,4 +69,6 @@ def _check_count(name: str, value: object, least: int) -> None:
         return
     # What indexes counts: NumPy's integers do, booleans only by accident.
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:  # pyright: ignore
-        raise errors.UsageError(name, expected=f"{least} or more", found=repr(value))
+        raise errors.UsageError(
+            name, expected=f"a whole number, {least} or more", found=repr(value)
+        )

@@ -138,10 +138,12 @@ def devices(given: list[str] | None) -> Any:
 
 
 def _ruled(option: str, what: str, given: list[str]) -> dict[str, str]:
-    if not all("=" in each for each in given):
-        raise errors.UsageError(
-            f"{option} twice takes a regex each time",
-            expected=f"REGEX={what}",
-            found=next(each for each in given if "=" not in each),
-        )
-    return dict(each.rsplit("=", 1) for each in given)
+    rules = [each.rpartition("=") for each in given]
+    for whole, (regex, _, name) in zip(given, rules, strict=True):
+        if not regex or not name:
+            raise errors.UsageError(
+                f"{option} takes a regex each time, or none at all",
+                expected=f"REGEX={what}",
+                found=whole,
+            )
+    return {regex: name for regex, _, name in rules}

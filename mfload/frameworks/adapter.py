@@ -224,8 +224,15 @@ def split_device(device: str) -> tuple[str, int | None]:
     return match[1].lower(), None if match[2] is None else int(match[2])
 
 
+_SAID = 300  # Characters of what a framework lists, which may be all that it knows.
+
+
 def no_device(framework: str, device: object, there: object) -> errors.DeviceError:
     """The error for a device that is not there."""
+    found = str(there)
+    found = "none" if found in ("", "[]") else found
     return errors.DeviceError(
-        f"{framework} has no such device here", expected=str(device), found=str(there)
+        f"{framework} has no such device here; `mfload doctor` says what there is",
+        expected=str(device),
+        found=found if len(found) <= _SAID else f"{found[:_SAID]}…",
     )

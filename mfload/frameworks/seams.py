@@ -107,13 +107,13 @@ def _trial(device: Any, land: Device) -> str:
     from mfload.frameworks.jax_lending import Wanted, allocate
 
     arrays = allocate([Wanted(device, None, "int32", (_TRIAL,))] * 2)
-    wanted = [np.arange(_TRIAL, dtype=np.int32) * factor + 5 for factor in (-977, 1009)]
+    wanted = [np.arange(_TRIAL, dtype=np.int32) * -977 + first for first in (5, 1 << 30)]
     numbers = buffers.allocate(4 * _TRIAL)
     for array, each in zip(arrays, wanted, strict=True):
         numbers.view(np.int32)[:] = each
         address = array.unsafe_buffer_pointer()
         _write(land, DeviceBuffer(land, address, 4 * _TRIAL, array, own=False), numbers)
-    # In the first array also what was written to the second would be seen.
+    # What was written to the second is not to be seen in the first.
     for array, each in zip(arrays, wanted, strict=True):
         if not np.array_equal(np.asarray(array), each):
             return "JAX does not see what was written to an array, or sees it in another"

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import samples
 from checkup.machines import CARD, ONE, machine, named
 
 import mfload
+from mfload import errors
 from mfload.checkup import cufile, diagnose, gpus, packages, probe_cupy
 from mfload.devices import gds
 from mfload.devices.asking import Answer
@@ -196,6 +198,8 @@ def test_virtual_machines(tmp_path: Path) -> None:
         ('{"properties": {"allow_compat_mode": true}} // so', "allow_compat_mode: true", "ok"),
         ('{"properties": {"max_device_pinned_mem_size_kb": 1024}}', "at most 1 MiB pinned", "ok"),
         ("{", "malformed", "trouble"),
+        ("[" * 200_000, "malformed", "trouble"),
+        ('{"a":' * 500 + "{}" + "}" * 500, "malformed", "trouble"),
         ('{"properties": 3}', "malformed", "trouble"),
     ],
 )
@@ -236,6 +240,9 @@ def test_warm_files_are_faster_by_way_of_the_cache() -> None:
         (Answer(None, "crashed with SIGSEGV"), "trouble", "hang"),
         (Answer({"error": "no libcudart"}), "trouble", "driver"),
         (Answer({"version": "14.2", "compiling": None}), "ok", ""),
+        (Answer({"version": "14.2"}), "trouble", "hang"),
+        (Answer({"version": None, "compiling": None}), "trouble", "hang"),
+        (Answer({"error": 3}), "trouble", "hang"),
         (Answer({"version": "14.2", "compiling": "cuda_fp16.h: no such file"}), "note", "headers"),
     ],
 )
@@ -357,10 +364,91 @@ def test_a_look_that_fails_is_a_finding(
     assert "ZeroDivisionError: oh" in named(found.findings, "the rest").found
 
 
-@pytest.mark.parametrize("data", [{}, {"devices": None}, [], "text", {"driver": "13"}])
+@pytest.mark.parametrize(
+    "data", [{}, {"devices": None}, {"driver": "13"}, {"driver": "13", "devices": [{"name": "G"}]}]
+)
 def test_answers_of_no_sense_are_no_crash(monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
     monkeypatch.setattr(diagnose, "ask", lambda *_, **__: Answer(data))
-    assert mfload.doctor().findings
+    found = mfload.doctor().findings
+    assert named(found, "driver").level == "trouble"
+    assert "please report this" not in [each.advice for each in found]
+
+
+@pytest.fixture
+def cufile_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: list[str]
+) -> Iterator[System]:
+    """The card on a machine where no plain fact rules cuFile out."""
+    system = machine(tmp_path / "machine", NVIDIA_FS | {
+        "proc/self/mountinfo": "1 1 259:0 / / rw - ext4 /dev/x rw,data=ordered\n",
+    })  # fmt: skip
+    real = gds.verdict
+
+    def verdict(path: str, device: gds.Place, **how: Any) -> gds.Verdict:
+        return real(path, device, root=system.root, **how)
+
+    monkeypatch.setattr(gds, "verdict", verdict)
+    monkeypatch.setattr("mfload.devices.cufile.installed", lambda: True)
+    gds.forget()
+    yield system
+    gds.forget()
+
+
+def _shards(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    for n in range(count):
+        samples.save(folder / f"m-{n}.safetensors", {f"w{n}": np.zeros(5000, np.float32)})
+    return folder
+
+
+def test_a_probe_that_hangs_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cufile_there: System
+) -> None:
+    """A hundred files may lie on one file system."""
+    asked: list[float | None] = []
+
+    def ask(*_: str, timeout: float | None, environment: Any) -> Answer:
+        asked.append(timeout)
+        return Answer(None, "no answer within 2 s", late=True)
+
+    monkeypatch.setattr(gds, "ask", ask)
+    found = mfload.doctor(_shards(tmp_path / "model", 6), timeout=2)
+    assert len(asked) == 1
+    assert [leg.engine for leg in found.onto_device] == ["pinned"] * 6
+    assert "hangs" in named(found.findings, "disk to cuda:0").advice
+
+
+def test_a_look_at_cufile_that_fails_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: list[str]
+) -> None:
+    path = _shards(tmp_path / "model", 1)
+    for error, raised in ((ZeroDivisionError("oh"), None), (errors.ReadError("gone"),) * 2):
+
+        def verdict(*_: Any, error: Exception = error, **__: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(gds, "verdict", verdict)
+        if raised is None:
+            found = mfload.doctor(path)
+            assert "ZeroDivisionError: oh" in named(found.findings, "the rest").found
+            assert found.onto_device == ()
+            assert named(found.findings, "numpy")
+        else:
+            with pytest.raises(errors.ReadError):
+                mfload.doctor(path)
+
+
+def test_no_bound_on_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+
+    def ask(*_: str, timeout: float | None) -> Answer:
+        given.append(timeout)
+        return Answer({"error": "no", "missing": True})
+
+    monkeypatch.setattr(diagnose, "ask", ask)
+    for timeout in (float("inf"), None, 1e300):
+        mfload.doctor(timeout=timeout)
+    assert given == [None] * 3
 
 
 def test_an_empty_tree_is_no_crash(tmp_path: Path) -> None:

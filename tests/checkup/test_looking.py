@@ -17,7 +17,8 @@ from mfload.devices.system import System
 
 
 def test_a_bare_tree_is_no_trouble(tmp_path: Path) -> None:
-    findings = [*host.look(System(tmp_path)), *gpus.look(System(tmp_path), Answer({"error": "no"}))]
+    missing = Answer({"error": "no", "missing": True})
+    findings = [*host.look(System(tmp_path)), *gpus.look(System(tmp_path), missing)]
     assert all(each.level != "trouble" for each in findings)
     assert named(findings, "NUMA nodes").found == "1"
     assert "no card" in named(findings, "devices").found
@@ -40,11 +41,13 @@ def test_nodes_and_their_cores(tmp_path: Path) -> None:
     assert found.data == {"node0": "0-7", "node1": "8-15"}
 
 
-@pytest.mark.parametrize("udev", [False, True])
-def test_containers_need_udev_for_cufile(tmp_path: Path, udev: bool) -> None:
-    files = {".dockerenv": ""} | ({"run/udev/data/x": ""} if udev else {})
-    found = named(host.look(machine(tmp_path, files)), "inside")
-    assert ("/run/udev" in found.advice) is not udev
+@pytest.mark.parametrize(
+    ("file", "name"), [(".dockerenv", "Docker"), ("run/.containerenv", "Podman")]
+)
+def test_containers(tmp_path: Path, file: str, name: str) -> None:
+    """What cuFile misses in one is told where there is a GPU, and not here."""
+    found = named(host.look(machine(tmp_path, {file: ""})), "inside")
+    assert (found.found, found.level, found.advice) == (f"a container ({name})", "ok", "")
 
 
 def test_wsl_is_told(tmp_path: Path) -> None:
@@ -62,6 +65,8 @@ def test_wsl_is_told(tmp_path: Path) -> None:
         (Answer({"error": "libcuda.so.1: no", "missing": True}), CARD | {".dockerenv": ""},
          "trouble", "--gpus all"),
         (Answer({"error": "cuInit: CUDA_ERROR_X (803)"}), CARD, "trouble", "nvidia-smi"),
+        # Cards that no PCI bus shows: WSL, a masked /sys, a chip's own GPU.
+        (Answer({"error": "cuInit: CUDA_ERROR_X (999)"}), {}, "trouble", "nvidia-smi"),
         (Answer({"driver": "13.0", "devices": []}), CARD, "note", "CUDA_VISIBLE_DEVICES"),
     ],
 )  # fmt: skip
@@ -71,9 +76,30 @@ def test_drivers(
     last = list(gpus.look(machine(tmp_path, files), answer))[-1]
     assert last.level == level
     assert says in last.advice
+    if level == "trouble":
+        assert (answer.trouble or answer.data["error"]) in last.found
     if files and level == "trouble":
         assert "0000:1b:00.0" in last.found
         assert "0000:1c:00.0" not in last.found
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"driver": "13.0"},
+        {"driver": 13, "devices": []},
+        {"driver": "13.0", "devices": None},
+        {"driver": "13.0", "devices": [None]},
+        {"driver": "13.0", "devices": [{"name": "G", "memory": 1}]},
+        {"driver": "13.0", "devices": [{"name": "G", "memory": "much", "pci": "0000:1b:00.0"}]},
+        {"driver": "13.0", "devices": ONE["devices"] * 2, "pairs": [[0, 1]]},  # type: ignore[operator]
+        {"driver": "13.0", "devices": ONE["devices"] * 2, "pairs": 3},  # type: ignore[operator]
+    ],
+)
+def test_a_driver_that_answers_without_sense(tmp_path: Path, data: Any) -> None:
+    (found,) = gpus.look(machine(tmp_path, CARD), gpus.checked(Answer(data)))
+    assert (found.what, found.level) == ("driver", "trouble")
+    assert "no sense" in found.found
 
 
 @pytest.mark.parametrize("pci", ["0000:1b:00.0", "00000000:1b:00.0", "0:1b:00.0"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -99,6 +99,13 @@ def left() -> int:
         time.sleep(0.001)
         gc.collect()
     return memory.live_bytes()
+
+
+def disjoint(ranges: Iterable[tuple[int, int]]) -> None:
+    """Asserts that no two ranges of memory overlap, each an address and bytes."""
+    ordered = sorted((start, nbytes) for start, nbytes in ranges if nbytes)
+    for (start, nbytes), (following, _) in itertools.pairwise(ordered):
+        assert start + nbytes <= following
 
 
 class LandingConformance:
@@ -225,13 +232,10 @@ class LandingConformance:
         arrays = lent(ground, rows)
         self.check(rows, arrays)
         assert memory.live_bytes() == 0  # Of ours.
-        ranges = sorted(
+        disjoint(
             (self.look.address(array), len(row.raw))
             for row, array in zip(rows, arrays, strict=True)
-            if row.raw
         )
-        for (start, nbytes), (following, _) in itertools.pairwise(ranges):
-            assert start + nbytes <= following
 
     def test_all_that_lands_has_a_place(self, ground: Ground) -> None:
         """What can't be lent lands in memory of ours, where that can be."""
@@ -276,6 +280,22 @@ class LandingConformance:
             self.look.assert_loaded(loaded, rows)
             del loaded
             assert left() == 0
+
+    def test_no_two_arrays_share_bytes(
+        self, ground: Ground, zoo: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A framework may write to what is given away, also where the memory is ours."""
+        monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
+        path, rows = zoo(8)
+        for landing in self.landings:
+            loaded = self.look.load(path, landing=landing)
+            again = self.look.load(path, landing=landing)
+            disjoint(
+                (self.look.address(arrays[row.name]), len(row.raw))
+                for row in self.rows(ground, rows)
+                for arrays in (loaded, again)
+            )
+            del loaded, again
 
     # Why nothing lands.
 

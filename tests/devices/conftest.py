@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from devices.fake import entered
+from devices.entered import entered
 from devices.stub_kvikio import Kvikio
 
 from mfload.devices import finding

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from devices.entered import entered
 from devices.queues import Mark, Mode, Queue, Queues, Span
 
 from mfload import errors
@@ -21,13 +22,6 @@ from mfload.io.blocks import Copy
 _PAGE = 4096
 _lock = threading.RLock()
 _pinned: dict[int, tuple[Span, FakeDevice]] = {}  # What any fake device page-locked.
-
-_thread = threading.local()
-
-
-def entered() -> list[FakeDevice]:
-    """The devices that this thread made current, the innermost last."""
-    return _thread.__dict__.setdefault("devices", [])
 
 
 class _Memory:

@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any
 
-from devices.fake import entered
+from devices.entered import entered
 
 UNIT = 4096
 

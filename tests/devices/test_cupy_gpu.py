@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from devices.contract import Contract, download, flat, noise, pinned, streams, u
 
 from mfload.devices import conversions, finding
 from mfload.devices.device import Rows
+from mfload.devices.memory import live_bytes
 from mfload.dtypes import TABLE
 from mfload.io import buffers
 
@@ -112,6 +114,34 @@ def test_release_waits_for_the_work_of_others(device: Any) -> None:
         assert stream.record().done(), "cudaFree returned while copies from the memory ran"
     assert download(result).tobytes() == data.tobytes()
     cupy.cuda.runtime.deviceSynchronize()
+
+
+def test_a_capture_does_not_mind(device: Any) -> None:
+    """In the strictest mode, with other threads at work."""
+    cupy: Any = importlib.import_module("cupy")
+    data, before = noise(1 << 20), live_bytes()
+    values, kept = cupy.arange(100), device.allocate(1 << 20)
+    out = cupy.empty_like(values)
+    cupy.add(values, 1, out=out)  # Compiled before.
+
+    def work() -> None:
+        nonlocal kept
+        assert download(upload(device, data)).tobytes() == data.tobytes()
+        del kept
+        gc.collect()
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, ThreadPoolExecutor(1) as pool:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        cupy.add(values, 2, out=out)
+        try:
+            pool.submit(work).result()
+        finally:
+            graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+    assert (out == values + 2).all()
+    assert live_bytes() == before
 
 
 def test_arrays_of_cupy_over_its_memory(device: Any) -> None:

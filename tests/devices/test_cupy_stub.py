@@ -306,7 +306,7 @@ def test_memory_that_is_not_freed_is_counted_and_tried_again(
     assert not machine.memory
 
 
-@pytest.mark.parametrize("call", [*CALLS, "hostRegister"])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_device_that_is_lost(machine: Machine, device: CupyDevice, call: str) -> None:
     lose(machine, device, call)
     gc.collect()
@@ -323,10 +323,7 @@ def lose(machine: Machine, device: CupyDevice, call: str) -> None:
     machine.lost = 719
     for _ in range(2):
         with pytest.raises(errors.DeviceError, match=r"cuda:1.*restart.*cudaErrorLaunchFailure"):
-            if call == "hostRegister":
-                device.pin(buffers.allocate(10))
-            else:
-                CALLS[call](device, stream, event, memory)
+            CALLS[call](device, stream, event, memory)
     stream.close()
 
 
@@ -351,6 +348,12 @@ def test_kernels_fail_in_their_own_ways(
         assert machine.stack == [None]
     error.__traceback__ = None  # It would keep the memory.
     del caught
+
+
+def test_pages_of_a_device_that_is_lost(machine: Machine, device: CupyDevice) -> None:
+    machine.lost = 700
+    with pytest.raises(errors.DeviceError, match=r"cuda:1.*hostRegister.*restart the process"):
+        device.pin(buffers.allocate(10))
 
 
 def test_a_forked_process_says_so(machine: Machine, device: CupyDevice) -> None:

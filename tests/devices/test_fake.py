@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from devices.contract import Contract, download, flat, noise, pinned, streams, upload
+from devices.entered import entered
 from devices.fake import FakeDevice
 from devices.queues import MODES
 
@@ -253,6 +254,19 @@ def test_memory_of_others(device: FakeDevice) -> None:
     assert theirs[50:].tobytes() == noise(100)[:50].tobytes()
     assert not theirs[:50].any()
     device.assert_clean()
+
+
+def test_what_is_current(device: FakeDevice) -> None:
+    other = FakeDevice((1, 1), "fake:1", fail={"current": 2})
+    with device.current(), other.current():
+        assert entered() == [device, other]
+        with pytest.raises(errors.DeviceError, match="current, call 2"), other.current():
+            raise AssertionError
+        with pytest.raises(AssertionError, match="1 times current"):
+            other.assert_clean()
+    assert entered() == []
+    device.assert_clean()
+    other.assert_clean()
 
 
 def test_limits(device: FakeDevice) -> None:

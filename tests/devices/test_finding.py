@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,11 +65,47 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot open" in str(caught.value.found)
 
 
-@pytest.mark.parametrize("given", [{"init": 3}, {"counting": 999}])
+@pytest.mark.parametrize("given", [{"init": 802}, {"counting": 999}])
 def test_a_driver_that_fails(driver: Any, given: dict[str, int]) -> None:
     driver(library(**given))
-    with pytest.raises(errors.DeviceError, match=r"driver does not work.*MADE_UP \((3|999)\)"):
+    with pytest.raises(errors.DeviceError, match=r"driver does not work.*MADE_UP \((802|999)\)"):
         finding.find(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_learns_what_a_fork_takes(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(library())
+    machine = Machine()
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: machine.driver())
+    monkeypatch.setitem(sys.modules, "cupy", machine.cupy())
+    finding.find(0)
+    locked, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with finding._lock:
+            locked.set()
+            release.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    locked.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        driver(library(init=3))
+        try:
+            finding.find(0)
+        except errors.DeviceError as error:
+            said = "spawn" in str(error) and "MADE_UP (3)" in str(error)
+            os._exit(0 if said else 2)
+        os._exit(1)
+    try:
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        release.set()
+        holder.join()
 
 
 @pytest.mark.parametrize("given", [{"init": 100}, {"counting": 100}, {"count": 0}])

@@ -92,6 +92,36 @@ def test_lists_of_the_kernel(text: str) -> None:
     assert numa.parse(text) == {0, 1, 2, 3, 8, 9, 10, 11}
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0-99999999999", 1 << 16),
+        ("65534-70000", 2),
+        ("65536", 0),
+        ("1,99999999999-999999999999", 1),
+        ("9" * 5000, 0),
+        (",".join(["0-65535"] * 100_000), 0),  # The kernel's go up.
+        ("3,1", 0),
+        ("²", 0),
+    ],
+)
+def test_lists_of_no_kernel(text: str, expected: int) -> None:
+    """They take no more time and memory than others."""
+    assert len(numa.parse(text)) == expected
+
+
+def test_a_system_that_tells_no_affinities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Being near is a matter of speed: no load fails of it."""
+
+    def refuse(_: int) -> set[int]:
+        raise PermissionError("by seccomp")
+
+    monkeypatch.setattr(os, "sched_getaffinity", refuse, raising=False)
+    assert numa.cpus(PCI, machine(tmp_path, "1", TWO)) is None
+    with numa.bound({0}):
+        pass
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs CPU affinities")
 def test_a_bound_thread_is_bound_alone_and_set_free() -> None:
     before = os.sched_getaffinity(0)

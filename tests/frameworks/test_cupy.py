@@ -6,6 +6,8 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,18 @@ from conformance.giving import kind, read
 from conformance.landing import Ground, LandingConformance
 from conformance.material import COMMON, stored
 from conformance.suite import Conformance, assert_documented, no_gpu
+from devices.entered import entered
 from devices.fake import FakeDevice
 
 import mfload
-from mfload import errors, frameworks
+from mfload import dtypes, errors, frameworks
 from mfload.devices.device import Device
+from mfload.dlpack import View
 from mfload.frameworks import cupy_adapter
 from mfload.frameworks.adapter import Adapter
 from mfload.frameworks.outgoing import outgoing
+from mfload.index import Piece, TensorInfo
+from mfload.placement import Need
 
 
 class Look(Conformance):
@@ -83,6 +89,12 @@ class TestLanding(LandingConformance):
         self.on_a_gpu(ground)
         super().test_lent_bytes_keep_the_array(ground)
 
+    def test_no_two_arrays_share_bytes(
+        self, ground: Ground, zoo: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.on_a_gpu(ground)
+        super().test_no_two_arrays_share_bytes(ground, zoo, monkeypatch)
+
     @pytest.mark.parametrize("landing", ["auto", "mfload", "framework"])
     @pytest.mark.parametrize("engine", ["auto", "pread", "direct"])
     def test_loading(
@@ -96,6 +108,59 @@ class TestLanding(LandingConformance):
         if landing == "framework":
             self.on_a_gpu(ground)
         super().test_loading(ground, zoo, monkeypatch, engine, landing)
+
+
+class Full(MemoryError):
+    """CuPy's OutOfMemoryError derives from it, too."""
+
+
+class TestItsOwnMemory:
+    """With a stand-in that has no `cuda.Device`: the device is current, and nobody sets one."""
+
+    F32 = dtypes.TABLE["F32"]
+
+    @pytest.fixture
+    def device(self) -> Iterator[FakeDevice]:
+        made = FakeDevice((2, 0), "cuda:0")
+        yield made
+        made.assert_clean()
+
+    def make(self, device: FakeDevice, **verbs: Any) -> cupy_adapter.CupyAdapter:
+        def only_there(verb: Any) -> Any:
+            def call(*args: Any) -> Any:
+                assert entered() == [device]
+                return verb(*args)
+
+            return call
+
+        stream = SimpleNamespace(synchronize=only_there(lambda: None))
+        cuda = SimpleNamespace(get_current_stream=lambda: stream)
+        here = {name: only_there(verb) for name, verb in verbs.items()}
+        return cupy_adapter.CupyAdapter(SimpleNamespace(cuda=cuda, **here), 0, device)
+
+    def full(self, *_: Any) -> Any:
+        raise Full("Out of memory allocating 512 bytes")
+
+    def test_lent(self, device: FakeDevice) -> None:
+        need = Need(TensorInfo("w", self.F32, (4,), (Piece(0, 0, 16),)), self.F32)
+        array = SimpleNamespace(data=SimpleNamespace(ptr=4096))
+        (lent,) = self.make(device, empty=lambda *_: array).lend([need])
+        assert (lent.array, lent.memory.address, lent.memory.nbytes) == (array, 4096, 16)
+        with pytest.raises(errors.MemoryLimitError, match=r"CuPy has no room.*512 bytes"):
+            self.make(device, empty=self.full).lend([need])
+
+    def test_copied_from_the_host(self, device: FakeDevice) -> None:
+        view = View("w", self.F32, (2,), np.arange(8, dtype=np.uint8), 0)
+        (made,) = self.make(device, asarray=lambda array: array).wrap([view])
+        assert made.tobytes() == bytes(range(8))
+        with pytest.raises(errors.MemoryLimitError, match=r"CuPy has no room.*512 bytes"):
+            self.make(device, asarray=self.full).wrap([view])
+
+    def test_the_pool(self, device: FakeDevice) -> None:
+        pool = SimpleNamespace(free_bytes=lambda: 5)
+        made = self.make(device, get_default_memory_pool=lambda: pool).pool(0)
+        assert made is not None
+        assert made.free == device.room().free + 5
 
 
 class TestOnTheHost:

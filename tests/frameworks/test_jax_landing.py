@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,6 +119,27 @@ class TestNoRoom:
             jax_lending.allocate(wanted)
 
 
+class TestNewArrays:
+    def test_no_two_share_memory(self) -> None:
+        # Equal ones, and others of as many bytes.
+        kinds = [("int32", (16, 4)), ("float32", (16, 4)), ("float32", (64,)), ("bool", (256,))]
+        wanted = [jax_lending.Wanted(cpu(n), None, *kind) for kind in kinds * 5 for n in (0, 3, 0)]
+        made = jax_lending.allocate(wanted)
+        for array, (device, _, dtype, shape) in zip(made, wanted, strict=True):
+            assert (array.device, array.dtype, array.shape) == (device, dtype, shape)
+        starts = sorted(array.unsafe_buffer_pointer() for array in made)
+        assert all(start + 256 <= following for start, following in itertools.pairwise(starts))
+
+    def test_a_gpu_has_nothing_to_compute(self) -> None:
+        if not hasattr(jax.lax, "empty"):
+            pytest.skip("this version of JAX has no arrays of nothing")
+        kinds = ((None, "float32", (3, 5)), (None, "int8", (7,)))
+        program = jax_lending._maker((cpu(0),), kinds).trace()
+        text = program.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("AllocateBuffer") == 2
+        assert "broadcast" not in text
+
+
 class TestOnAMesh:
     """The adapter of a mesh with three devices to land on, one that does not, and a memory kind."""
 
@@ -185,10 +207,33 @@ class TestTrial:
     def test_all_is_well(self) -> None:
         land = FakeDevice()
         assert seams.jax_lends_on(cpu(0), land)
-        assert land.calls["stream"] == 1
+        streams = land.calls["stream"]
+        assert streams > 0
         assert seams.jax_lends_on(cpu(0), land)  # Known by now.
-        assert land.calls["stream"] == 1
+        assert land.calls["stream"] == streams
         land.assert_clean()
+
+    def test_one_program_is_compiled(self, caplog: pytest.LogCaptureFixture) -> None:
+        jax_lending._maker.cache_clear()
+        with jax.log_compiles():
+            assert seams.jax_lends_on(cpu(0), FakeDevice())
+        finished = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
+        assert len(finished) == 1
+
+    def test_a_device_that_is_full_for_now(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", "mfload")
+
+        def full(*_: Any) -> Any:
+            raise errors.MemoryLimitError("JAX has no room on the device")
+
+        land = FakeDevice()
+        with monkeypatch.context() as patch:
+            patch.setattr(jax_lending, "allocate", full)
+            assert not seams.jax_lends_on(cpu(0), land)
+        assert "no room" in caplog.text
+        assert seams.jax_lends_on(cpu(0), land)
 
     @pytest.mark.parametrize("verb", ["stream", "pin", "copy_in", "synchronize"])
     def test_a_device_that_fails(self, verb: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,12 +253,14 @@ class TestTrial:
         caplog.set_level("INFO", "mfload")
         made: list[Any] = []
         real, allocate = seams._write, jax_lending.allocate
-        monkeypatch.setattr(jax_lending, "allocate", lambda rows: made.extend(allocate(rows)) or made)
+        monkeypatch.setattr(
+            jax_lending, "allocate", lambda rows: made.extend(allocate(rows)) or made
+        )
 
         def twice(land: Device, target: Any, source: Any) -> None:
             real(land, target, source)
-            beside = made[1].unsafe_buffer_pointer()
-            real(land, memory.DeviceBuffer(land, beside, 4, made[1], own=False), source[:4].copy())
+            beside = made[0].unsafe_buffer_pointer()
+            real(land, memory.DeviceBuffer(land, beside, 4, made[0], own=False), source[:4].copy())
 
         monkeypatch.setattr(seams, "_write", twice)
         land = FakeDevice()
@@ -252,6 +299,9 @@ class TestPool:
             ({"bytes_limit": 750, "bytes_in_use": 50}, 700),
             # All is set aside: the rest of the device is no matter.
             ({"bytes_limit": 750, "bytes_in_use": 50, "pool_bytes": 750}, 700),
+            # What it does not know is -1.
+            ({"bytes_limit": 750, "bytes_in_use": 50, "pool_bytes": -1}, 700),
+            ({"bytes_limit": -1, "bytes_in_use": 50}, None),
             # Nothing is, and others have most of the device: 10 in the pool, 100 beside it.
             ({"bytes_limit": 750, "bytes_in_use": 50, "pool_bytes": 60}, 110),
         ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import material
-from conformance.landing import Ground, left, lent, need, wrapped
+from conformance.landing import Ground, disjoint, left, lent, need, wrapped
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
@@ -178,6 +178,25 @@ class TestLoading:
             assert [len(each) for each in loaded.values()] == [2] * len(stored)
             # Read once for both.
             assert report.read_bytes < 1.5 * sum(len(row.raw) for row in stored)
+
+    @pytest.mark.parametrize("landing", ["mfload", "framework"])
+    def test_one_device_twice(
+        self, aligned: Any, landing: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        land = FakeDevice((1, 2))
+        adapter = several.SeveralAdapter([JaxAdapter(cpu(2), land), JaxAdapter(cpu(2), land)])
+        monkeypatch.setattr(frameworks, "get", lambda *_: adapter)
+        path, stored = aligned
+        loaded = mfload.load(path, framework="jax", landing=landing)
+        # XLA may write to each of them when it is donated.
+        disjoint(
+            (LOOK.address(array), len(row.raw)) for row in stored for array in loaded[row.name]
+        )
+        for n in range(2):
+            LOOK.assert_loaded({name: each[n] for name, each in loaded.items()}, stored)
+        del loaded
+        assert left() == 0
+        land.assert_clean()
 
     def test_names(self, aligned: Any) -> None:
         path, stored = aligned
