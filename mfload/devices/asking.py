@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any, NamedTuple
 
 
@@ -15,12 +16,33 @@ class Answer(NamedTuple):
     """What a probe said.
 
     Attributes:
-        data: What it printed, None where it did not come to that.
+        data: The table that it printed, None where it did not come to that.
         trouble: Why not: "timeout", "crash" and the like with what is known of it; else empty.
+        late: Whether it was killed because it took too long.
     """
 
     data: Any
     trouble: str = ""
+    late: bool = False
+
+    def of(self, **kinds: type | UnionType) -> Answer:
+        """The answer if it has what it should, else one that says that it makes no sense.
+
+        Args:
+            kinds: What it has where it tells of no error, by name.
+        """
+        if self.trouble:
+            return self
+        found = self.data
+        if not isinstance(found, dict):
+            return _SENSELESS
+        wanted = {"error": str} if "error" in found else kinds
+        if all(name in found and isinstance(found[name], wanted[name]) for name in wanted):
+            return self
+        return _SENSELESS
+
+
+_SENSELESS = Answer(None, "an answer that makes no sense")
 
 
 def ask(
@@ -29,7 +51,7 @@ def ask(
     timeout: float | None,
     environment: Mapping[str, str] | None = None,
 ) -> Answer:
-    """Runs a module and reads the JSON that it prints last.
+    """Runs a module and reads the table, as JSON, that it prints last.
 
     Args:
         module: Its name, such as "mfload.checkup.probe_cuda".
@@ -55,7 +77,7 @@ def ask(
         printed, said = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         _kill(child)
-        return Answer(None, f"no answer within {timeout:g} s")
+        return Answer(None, f"no answer within {round(timeout or 0, 2):g} s", late=True)
     except BaseException:
         _kill(child)
         raise
@@ -63,8 +85,8 @@ def ask(
         return Answer(None, f"crashed with {_signal(-child.returncode)}{_last(said)}")
     try:
         # Libraries may print before it.
-        return Answer(json.loads(printed.strip().rpartition(b"\n")[2]))
-    except ValueError:
+        return Answer(json.loads(printed.strip().rpartition(b"\n")[2])).of()
+    except (ValueError, RecursionError):
         return Answer(None, f"ended with {child.returncode}{_last(said)}")
 
 

@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 
 from mfload.devices.system import System
 
-_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+# What is not closed goes on to the end: with no match there, each start would be tried so far.
+_COMMENT = re.compile(
+    r'("[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL
+)
+_DEEPEST = 100
 _YES = ("1", "true", "yes", "on")
 
 
@@ -43,9 +47,10 @@ def read(system: System, environment: Mapping[str, str] | None = None) -> Config
     """
     variables = os.environ if environment is None else environment
     path = variables.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
-    table, trouble = _table(system.text(path.lstrip("/")))
+    table, trouble = _table(system.text(os.path.abspath(path).lstrip("/")))
     properties: dict[str, Any] = table.get("properties", {})
-    asked = any(value is True for value in _named(table, "use_pci_p2pdma"))
+    # P2PDMA is asked for as a whole, or for one kind of storage.
+    asked = any(key == "use_pci_p2pdma" and each is True for _, key, each in _inside(table))
     return Configuration(
         path if table or trouble else None,
         table,
@@ -56,26 +61,42 @@ def read(system: System, environment: Mapping[str, str] | None = None) -> Config
     )
 
 
+def plain(text: str) -> str:
+    """The text without its comments.
+
+    Args:
+        text: JSON with comments in the ways of C and C++.
+    """
+    return _COMMENT.sub(lambda match: match[1] or "", text)
+
+
 def _table(text: str | None) -> tuple[dict[str, Any], str]:
     if text is None:
         return {}, ""
     try:
-        table: Any = json.loads(_COMMENT.sub(lambda match: match[1] or "", text))
+        table: Any = json.loads(plain(text))
     except ValueError as error:
         return {}, str(error)
+    except RecursionError:
+        return {}, "nested too deeply"
     if not isinstance(table, dict) or not isinstance(table.get("properties", {}), dict):  # pyright: ignore
         return {}, "not a table of properties"
+    # Others that walk through it have less of the stack left than the parser had.
+    if any(depth > _DEEPEST for depth, _, _ in _inside(table)):
+        return {}, "nested too deeply"
     return table, ""  # pyright: ignore
 
 
-def _named(value: Any, name: str) -> Iterator[Any]:
-    """All values of a key: P2PDMA is asked for as a whole, or for one kind of storage."""
-    if isinstance(value, dict):
-        table: dict[str, Any] = value  # pyright: ignore
-        for key, each in table.items():
-            if key == name:
-                yield each
-            yield from _named(each, name)
+def _inside(value: Any) -> Iterator[tuple[int, Any, Any]]:
+    """All that tables and lists hold, at any depth: depth, key and value."""
+    left = [(1, value)]
+    while left:
+        depth, value = left.pop()
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in pairs:
+            yield depth, key, each
+            if isinstance(each, dict | list):
+                left.append((depth + 1, each))
 
 
 def _flag(variables: Mapping[str, str], name: str, otherwise: bool) -> bool:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from mfload.devices.system import System
 
+_MOST = 64 << 20  # A host of many containers has tens of thousands, each with a long line.
+
 
 class Mount(NamedTuple):
     """The mount that holds a path.
@@ -29,7 +31,7 @@ def mount(system: System, path: str) -> Mount | None:
         path: Absolute, links resolved.
     """
     best: tuple[int, Mount] | None = None
-    for line in (system.text("proc/self/mountinfo") or "").splitlines():
+    for line in (system.text("proc/self/mountinfo", _MOST) or "").splitlines():
         left, _, right = line.partition(" - ")
         head, tail = left.split(" "), right.split(" ")
         if len(head) < 6 or len(tail) < 3:

@@ -15,9 +15,17 @@ from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import NamedTuple
 
+from mfload.devices.system import System
+
 log = logging.getLogger("mfload")
 
-_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+MOST = 1 << 16
+"""CPUs and nodes that are counted: more than any kernel is built for."""
+
+_RANGES = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?(,[0-9]{1,18}(-[0-9]{1,18})?)*")
+
+_NODES = "sys/devices/system/node"
+_NODE = re.compile(r"node[0-9]{1,9}")
 
 
 class Near(NamedTuple):
@@ -47,14 +55,14 @@ def near(
         None where the machine has one node, sysfs does not tell which is the device's, or none
         of its CPUs may be used.
     """
-    node = None if pci is None else _number(root / "sys/bus/pci/devices" / pci / "numa_node")
-    nodes = root / "sys/devices/system/node"
-    if node is None or node < 0 or len(_nodes(nodes)) < 2:
+    system = System(root)
+    node = None if pci is None else system.number(f"sys/bus/pci/devices/{pci}/numa_node")
+    if node is None or node < 0 or len(_nodes(system)) < 2:
         return None
-    there = parse(_text(nodes / f"node{node}" / "cpulist"))
+    there = parse(system.text(f"{_NODES}/node{node}/cpulist"))
     if allowed is None:
         # Where a system has no affinities, each CPU of the node may be used.
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else there
+        allowed = _affinity() if hasattr(os, "sched_getaffinity") else there
     usable = there & frozenset(allowed)
     return Near(node, usable) if usable else None
 
@@ -83,53 +91,51 @@ def bound(to: Collection[int] | None) -> Generator[None]:
     if not to or not hasattr(os, "sched_setaffinity"):
         yield
         return
-    before = os.sched_getaffinity(0)
+    before = _affinity()
     try:
-        os.sched_setaffinity(0, to)
+        if before:
+            os.sched_setaffinity(0, to)
     except OSError as error:
+        before = frozenset()
         log.debug("a thread could not be bound to CPUs %s: %s", sorted(to), error)
-        yield
-        return
     try:
         yield
     finally:
         # A control group may have taken those CPUs away meanwhile.
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
+            if before:
+                os.sched_setaffinity(0, before)
 
 
 def parse(text: str | None) -> frozenset[int]:
-    """The numbers of a kernel's list such as "0-3,8-11"; none where it is malformed."""
+    """The numbers of a kernel's list such as "0-3,8-11", up to `MOST`; none where it is malformed.
+
+    Args:
+        text: The list, which goes up: so no text takes longer than its length.
+    """
     if not text or not _RANGES.fullmatch(text):
         return frozenset()
     numbers: set[int] = set()
+    behind = 0
     for part in text.split(","):
         first, _, last = part.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
+        if int(first) < behind:
+            return frozenset()
+        behind = int(last or first) + 1
+        numbers.update(range(int(first), min(behind, MOST)))
     return frozenset(numbers)
 
 
-def _nodes(base: Path) -> frozenset[int]:
-    """Nodes that are in use: numbers may have holes, and offline nodes may keep a directory."""
-    online = parse(_text(base / "online"))
-    if online:
-        return online
+def _affinity() -> frozenset[int]:
+    """The CPUs that the calling thread may use; none where the system does not tell."""
     try:
-        names = [each.name for each in base.iterdir()]
+        return frozenset(os.sched_getaffinity(0))
     except OSError:
         return frozenset()
-    return frozenset(int(name[4:]) for name in names if re.fullmatch(r"node\d+", name))
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace").strip()
-    except (OSError, ValueError):
-        return None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(_text(path) or "")
-    except ValueError:
-        return None
+def _nodes(system: System) -> frozenset[int]:
+    """Nodes that are in use: numbers may have holes, and offline nodes may keep a directory."""
+    online = parse(system.text(f"{_NODES}/online"))
+    names = system.names(_NODES)
+    return online or frozenset(int(each[4:]) for each in names if _NODE.fullmatch(each))

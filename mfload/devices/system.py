@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
+
+_MOST = 1 << 20
+# A pipe that nobody writes to must not hold the caller up, and a terminal not become its own.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class System:
@@ -15,11 +21,20 @@ class System:
     def __init__(self, root: Path = Path("/")) -> None:
         self.root = root
 
-    def text(self, path: str) -> str | None:
-        """A file's text without blanks around it, None where it can't be read."""
+    def text(self, path: str, most: int = _MOST) -> str | None:
+        """A file's text without blanks around it, None where it can't be read or is no file.
+
+        Args:
+            path: Below the root.
+            most: Bytes that are read; what comes behind them is left out.
+        """
         try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except OSError:
+            with open(os.open(self.root / path, _FLAGS), "rb") as file:
+                # Users can name paths in variables: pipes and devices may have no end.
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return None
+                return file.read(most).decode(errors="replace").strip()
+        except (OSError, ValueError):
             return None
 
     def number(self, path: str) -> int | None:
@@ -39,12 +54,12 @@ class System:
         """Whether there is such a file or directory."""
         try:
             return (self.root / path).exists()
-        except OSError:
+        except (OSError, ValueError):
             return False
 
     def names(self, path: str) -> list[str]:
         """What a directory holds, sorted; nothing where there is none."""
         try:
             return sorted(each.name for each in (self.root / path).iterdir())
-        except OSError:
+        except (OSError, ValueError):
             return []

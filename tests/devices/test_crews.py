@@ -273,8 +273,8 @@ def test_one_tensor_in_several_dtypes(tmp_path: Path) -> None:
 def test_direct_reads_that_begin_and_end_within_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = samples.numbers((1 << 18,), np.uint8)
-    for start in (8, 40):
+    for start, nbytes in ((8, 1 << 18), (40, 1 << 18), (8, 64 << 10)):
+        whole = samples.numbers((nbytes,), np.uint8)
         rows = [("w", "U8", whole.shape, whole.tobytes())]
         path = samples.save_raw(tmp_path / "m.safetensors", rows, start)
         for unit in (512, 4096, 65536):
