@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from mfload.checkup.findings import Finding
-from mfload.devices import cufile_json, gds
+from mfload.devices import cufile_errors, cufile_json, gds
 from mfload.devices.cufile_json import Configuration
 from mfload.devices.mounts import Mount
 from mfload.devices.system import System
@@ -64,7 +64,7 @@ def verdict(found: gds.Verdict, device: str) -> Finding:
     data = found._asdict() | {"device": device}
     if found.real:
         return Finding("cufile", f"disk to {device}", f"direct: {found.why}", data=data)
-    advice = gds.meaning(found.why)
+    advice = _meaning(found.why)
     if "no answer" in found.why:
         advice = (
             "opening cuFile's driver hangs in some virtual machines and in WSL; loads take the "
@@ -184,4 +184,10 @@ def _configuration(configuration: Configuration) -> Iterator[Finding]:
 def _advice(reason: str) -> str:
     if "/run/udev" in reason:
         return "in a container: -v /run/udev:/run/udev:ro"
-    return gds.meaning(reason)
+    return _meaning(reason)
+
+
+def _meaning(reason: str) -> str:
+    """What to do about an error of cuFile that a reason speaks of; empty where unknown."""
+    number = cufile_errors.code(reason)
+    return "" if number is None else cufile_errors.MEANINGS[number].advice

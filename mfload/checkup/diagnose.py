@@ -15,6 +15,7 @@ from mfload.devices.asking import Answer, ask
 from mfload.devices.device import CUDA
 from mfload.devices.mounts import Mount, mount
 from mfload.devices.system import System
+from mfload.errors import MfloadError
 from mfload.formats import checkpoint
 from mfload.io import route
 from mfload.io.deadline import Deadline
@@ -61,12 +62,13 @@ def doctor(path: Path | None = None, *, timeout: float | None = 20.0) -> Diagnos
         LoadTimeoutError: The files do not answer in time.
     """
     deadline = Deadline(timeout)
+    timeout = deadline.seconds
     system = System()
     files = _Files()
     if path is not None:
         files = deadline.bound(lambda: _look_at(system, path), "looking at the files")
     found = [*_whole("host", host.look(system))]
-    driver = ask("mfload.checkup.probe_cuda", timeout=timeout)
+    driver = gpus.checked(ask("mfload.checkup.probe_cuda", timeout=timeout))
     found += _whole("gpu", gpus.look(system, driver))
     count = _count(driver)
     if count:
@@ -74,8 +76,13 @@ def doctor(path: Path | None = None, *, timeout: float | None = 20.0) -> Diagnos
     found += _whole("cufile", cufile.look(system, count, files.where))
     onto: tuple[Leg, ...] = ()
     if count and files.sources:
-        past, onto = _onto(files, timeout)
-        found += past
+        try:
+            past, onto = _onto(files, timeout)
+            found += past
+        except MfloadError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            found.append(_failed("cufile", error))
     found += _whole("frameworks", versions.look())
     return Diagnosis((*found, *files.findings), files.legs, onto)
 
@@ -95,15 +102,16 @@ def _whole(topic: str, findings: Iterable[Finding]) -> Iterator[Finding]:
     try:
         yield from findings
     except Exception as error:  # noqa: BLE001
-        what = f"could not be looked at: {type(error).__name__}: {error}"
-        yield Finding(topic, "the rest", what, "note", "please report this")
+        yield _failed(topic, error)
+
+
+def _failed(topic: str, error: Exception) -> Finding:
+    what = f"could not be looked at: {type(error).__name__}: {error}"
+    return Finding(topic, "the rest", what, "note", "please report this")
 
 
 def _count(driver: Answer) -> int:
-    try:
-        return len(driver.data["devices"])
-    except (KeyError, TypeError):
-        return 0
+    return 0 if driver.data is None else len(driver.data.get("devices", ()))
 
 
 def _packages(timeout: float | None) -> Iterator[Finding]:
@@ -119,7 +127,7 @@ def _onto(files: _Files, timeout: float | None) -> tuple[list[Finding], tuple[Le
     def judge(path: str) -> gds.Verdict:
         return gds.verdict(path, first, timeout=timeout)
 
-    # Each asks in a process of its own; what is asked here is known afterwards.
+    # Files of one file system are asked about once, whatever came of it.
     verdicts = {source.path: judge(source.path) for source in files.sources}
     found = [cufile.verdict(verdicts[files.sources[0].path], first.name), *cufile.warm(files.legs)]
     wanted = [(source, source.size) for source in files.sources]

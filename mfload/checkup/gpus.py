@@ -7,13 +7,27 @@ from typing import Any
 
 from mfload.checkup.findings import Finding
 from mfload.devices import numa
-from mfload.devices.asking import Answer
+from mfload.devices.asking import SENSELESS, Answer
 from mfload.devices.system import System
 from mfload.report import human
 
 _NVIDIA = "0x10de"
-_MOST_CPUS = 1 << 16
 _DISPLAY = "0x03"  # PCI class of what drives displays, 3-D controllers among them.
+
+
+def checked(answer: Answer) -> Answer:
+    """What `probe_cuda` said, if it makes sense.
+
+    Args:
+        answer: What it said.
+    """
+    answer = answer.of(driver=str, devices=list)
+    if answer.trouble or "error" in answer.data:
+        return answer
+    devices = [Answer(each).of(name=str, memory=int, pci=str) for each in answer.data["devices"]]
+    pairs: Any = answer.data.get("pairs", [])
+    whole = isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 4 for p in pairs)  # pyright: ignore
+    return SENSELESS if any(each.trouble for each in devices) or not whole else answer
 
 
 def look(system: System, answer: Answer) -> Iterator[Finding]:
@@ -21,7 +35,7 @@ def look(system: System, answer: Answer) -> Iterator[Finding]:
 
     Args:
         system: The machine.
-        answer: What `probe_cuda` said.
+        answer: What `probe_cuda` said, `checked`.
     """
     cards = list(_cards(system))
     if answer.trouble:
@@ -32,7 +46,7 @@ def look(system: System, answer: Answer) -> Iterator[Finding]:
         )  # fmt: skip
         return
     error = answer.data.get("error")
-    if error:
+    if error is not None:
         yield _without_driver(system, cards, error, missing=bool(answer.data.get("missing")))
         return
     devices: Sequence[dict[str, Any]] = answer.data["devices"]
@@ -59,16 +73,17 @@ def _cards(system: System) -> Iterator[str]:
 
 
 def _without_driver(system: System, cards: Sequence[str], error: str, *, missing: bool) -> Finding:
-    if not cards:
+    if missing and not cards:
         return Finding("gpu", "devices", "none: no card of NVIDIA's on the PCI bus")
-    where = ", ".join(cards)
+    # Where the library is there, a card may be that no PCI bus shows, as in WSL.
+    where = f"; cards at {', '.join(cards)}" if cards else ""
     if missing and system.exists(".dockerenv"):
         advice = "the container has no driver library: run it with --gpus all"
     elif missing:
         advice = "install NVIDIA's driver: its libcuda.so.1 is not found"
     else:
         advice = "the kernel module and the library may be of different versions: see nvidia-smi"
-    return Finding("gpu", "driver", f"{error}; cards at {where}", "trouble", advice)
+    return Finding("gpu", "driver", f"{error}{where}", "trouble", advice)
 
 
 def _device(system: System, device: dict[str, Any]) -> Finding:
@@ -111,7 +126,7 @@ def _device(system: System, device: dict[str, Any]) -> Finding:
 def _far(system: System, pci: str) -> bool:
     """Whether a device hangs on a node whose cores are there and not for this process."""
     address = _address(pci)
-    there = numa.near(address, system.root, range(_MOST_CPUS))
+    there = numa.near(address, system.root, range(numa.MOST))
     return there is not None and numa.near(address, system.root) is None
 
 

@@ -21,6 +21,7 @@ def cupy(answer: Answer | None) -> Finding:
     if answer is None:
         advice = "pip install cupy-cuda13x: loads onto the GPU go through host arrays without it"
         return Finding("gpu", "CuPy", "not installed", "note", advice)
+    answer = answer.of(version=str, compiling=str | None)
     if answer.trouble:
         advice = "loads onto the GPU may hang or fail with it"
         return Finding("gpu", "CuPy", answer.trouble, "trouble", advice)

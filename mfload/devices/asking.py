@@ -35,14 +35,15 @@ class Answer(NamedTuple):
             return self
         found = self.data
         if not isinstance(found, dict):
-            return _SENSELESS
+            return SENSELESS
         wanted = {"error": str} if "error" in found else kinds
         if all(name in found and isinstance(found[name], wanted[name]) for name in wanted):
             return self
-        return _SENSELESS
+        return SENSELESS
 
 
-_SENSELESS = Answer(None, "an answer that makes no sense")
+SENSELESS = Answer(None, "an answer that makes no sense")
+"""What stands for an answer that is not what was asked for."""
 
 
 def ask(

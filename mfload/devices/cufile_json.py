@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 from mfload.devices.system import System
 
 # What is not closed goes on to the end: with no match there, each start would be tried so far.
-_COMMENT = re.compile(
-    r'("[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL
-)
+_COMMENT = re.compile(r'("[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|//[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _DEEPEST = 100
 _YES = ("1", "true", "yes", "on")
 

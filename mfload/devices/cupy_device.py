@@ -50,6 +50,7 @@ class _Memory:
 
     `cudaFree` waits for all that was given to the device, so kernels of whatever framework never
     lose the memory that they were started on. A pool would hand it to its next user at once.
+    CUDA's header says only that it may wait; a test on a GPU looks whether it does.
     """
 
     __slots__ = ("_device", "_nbytes", "address")

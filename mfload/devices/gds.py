@@ -13,11 +13,12 @@ import os
 import platform
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from mfload.devices import cufile, cufile_errors, cufile_json
+from mfload.devices import cufile, cufile_json
 from mfload.devices.asking import Answer, ask
 from mfload.devices.device import CUDA
 from mfload.devices.mounts import Mount, mount
@@ -27,6 +28,8 @@ TIMEOUT = 20.0
 """Seconds that the probe may take: it starts CUDA and imports CuPy and kvikio."""
 
 _WORTH = 4 << 30
+_LEAST = 0.5  # No machine answers sooner.
+_LONGER = 1.5
 _ON = ("on", "true", "yes", "1")
 _KINDS = ("ext4", "xfs", "nfs", "nfs4", "lustre", "wekafs", "beegfs", "gpfs", "scatefs", "panfs",
           "virtiofs")  # fmt: skip
@@ -63,7 +66,14 @@ class Verdict(NamedTuple):
     why: str
 
 
-_known: dict[tuple[Any, ...], Verdict] = {}
+class _Kept(NamedTuple):
+    """A verdict, and for which looks it holds: those of up to so many seconds."""
+
+    verdict: Verdict
+    seconds: float
+
+
+_known: dict[tuple[Any, ...], _Kept] = {}
 _asking = threading.Lock()
 
 
@@ -79,12 +89,14 @@ def verdict(
 
     A no for a plain reason costs microseconds. Else it reads a few MiB of the file in a process
     of its own, which costs seconds; the answer is kept for the device and the file system as
-    long as this process lives.
+    long as this process lives. That none came in time is kept as well, until somebody gives the
+    probe half as much time again.
 
     Args:
         path: The file.
         device: The device.
-        timeout: Seconds for the probe; then it is killed, and the answer is no. None for ever.
+        timeout: Seconds for the probe; then it is killed, and the answer is no. So it is where
+            they are too few for any probe. None for ever.
         cold: Bytes that are to be read; where they are too few to pay for the probe, the answer
             is no. None where that does not matter.
         root: Where `proc`, `sys`, `etc` and `run` are; tests lay made-up trees.
@@ -95,18 +107,44 @@ def verdict(
     if no is not None:
         return Verdict(False, no)
     try:
-        key = (device.place, os.stat(real).st_dev, root)
+        status = os.stat(real)
     except OSError as error:
         return Verdict(False, f"the file can't be looked at: {error.strerror}")
-    with _asking:
-        if key not in _known:
-            if cold is not None and cold < _WORTH:
-                return Verdict(False, "too few bytes to pay for a look whether cuFile is real here")
-            answer = _probe(system, real, device, timeout)
-            if answer.data is None and timeout is not None and timeout < TIMEOUT:
-                return judge(answer)  # With more time it may have answered.
-            _known[key] = judge(answer)
-        return _known[key]
+    key = (device.place, status.st_dev, root)
+    end = float("inf") if timeout is None else time.monotonic() + timeout
+    known = _kept(key, timeout)
+    if known is not None:
+        return known
+    if cold is not None and cold < _WORTH:
+        return Verdict(False, "too few bytes to pay for a look whether cuFile is real here")
+    if status.st_size < cufile.UNIT:
+        return Verdict(False, "the file is too small to tell whether cuFile is real here")
+    # Another thread's look may take all the time that this one has.
+    if not _asking.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        return Verdict(False, "another thread is still at it to see whether cuFile is real here")
+    try:
+        left = end - time.monotonic()
+        known = _kept(key, timeout)
+        if known is not None:
+            return known
+        if left < _LEAST:
+            return Verdict(False, "too little time is left to see whether cuFile is real here")
+        answer = _probe(system, real, device, None if timeout is None else left)
+        found = judge(answer)
+        # With more time it may have answered.
+        _known[key] = _Kept(found, left * _LONGER if answer.late else float("inf"))
+        return found
+    except OSError as error:
+        return Verdict(False, f"a probe of cuFile can't be prepared: {error.strerror}")
+    finally:
+        _asking.release()
+
+
+def _kept(key: tuple[Any, ...], timeout: float | None) -> Verdict | None:
+    """What an earlier look found, if this one would be no longer."""
+    kept = _known.get(key)
+    seconds = threading.TIMEOUT_MAX if timeout is None else timeout
+    return None if kept is None or seconds >= kept.seconds else kept.verdict
 
 
 def forget() -> None:
@@ -170,7 +208,7 @@ def _probe(system: System, path: str, device: Place, timeout: float | None) -> A
         "properties": {**table.get("properties", {}), "allow_compat_mode": False},
         "profile": {"cufile_stats": 3},
     }
-    with tempfile.TemporaryDirectory(prefix="mfload-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mfload-", ignore_cleanup_errors=True) as folder:
         settings = Path(folder, "cufile.json")
         settings.write_text(json.dumps(table))
         # Neither library may fall back, and cuFile keeps its log out of the user's folder.
@@ -191,6 +229,8 @@ def judge(answer: Answer) -> Verdict:
     Args:
         answer: What `probe_cufile` said.
     """
+    count = int | None
+    answer = answer.of(same=bool, direct=count, posix=count, nvidia_fs=bool | None)
     if answer.trouble:
         return Verdict(False, f"a probe of cuFile: {answer.trouble}")
     found: dict[str, Any] = answer.data
@@ -206,13 +246,3 @@ def judge(answer: Answer) -> Verdict:
     if direct is None and driver:
         return Verdict(True, "nvidia-fs counted the reads of a probe")
     return Verdict(False, "not verified: no counter shows whether cuFile went past host memory")
-
-
-def meaning(text: str) -> str:
-    """What to do about an error of cuFile that a verdict speaks of; empty where unknown.
-
-    Args:
-        text: The verdict's reason.
-    """
-    number = cufile_errors.code(text)
-    return "" if number is None else cufile_errors.MEANINGS[number].advice

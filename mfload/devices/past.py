@@ -11,9 +11,14 @@ from mfload.devices.staged import Direct
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
 
+# A look that hangs must leave time for the load, which then goes by way of the host.
+_SHARE = 0.25
+
 
 class PastHost:
     """Says whether the bytes of a file can go to devices past host memory (see `io.route`).
+
+    A look takes a share of the time that is left at most.
 
     Args:
         devices: Where they go.
@@ -34,8 +39,8 @@ class PastHost:
             return False, self._against
         why = ""
         for device in self._devices:
-            left = min(gds.TIMEOUT, max(0.0, self._deadline.left()))
-            real, why = gds.verdict(path, device, timeout=left, cold=cold)
+            seconds = min(gds.TIMEOUT, self._deadline.left() * _SHARE)
+            real, why = gds.verdict(path, device, timeout=seconds, cold=cold)
             if not real:
                 return False, why
         return True, why

@@ -29,11 +29,15 @@ class System:
             most: Bytes that are read; what comes behind them is left out.
         """
         try:
-            with open(os.open(self.root / path, _FLAGS), "rb") as file:
+            fd = os.open(self.root / path, _FLAGS)
+            try:
                 # Users can name paths in variables: pipes and devices may have no end.
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
                     return None
-                return file.read(most).decode(errors="replace").strip()
+                with open(fd, "rb", closefd=False) as file:
+                    return file.read(most).decode(errors="replace").strip()
+            finally:
+                os.close(fd)
         except (OSError, ValueError):
             return None
 

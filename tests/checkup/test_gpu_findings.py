@@ -216,6 +216,7 @@ def test_configurations(tmp_path: Path, text: str, found: str, level: str) -> No
         (gds.Verdict(False, "a probe of cuFile: no answer within 9 s"), "note", "hangs"),
         (gds.Verdict(False, "could not open (5030)"), "note", "volume"),
         (gds.Verdict(False, "kvikio is not installed"), "note", ""),
+        (gds.Verdict(False, "not verified"), "note", ""),
     ],
 )
 def test_verdicts(verdict: gds.Verdict, level: str, says: str) -> None:

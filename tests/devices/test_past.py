@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import samples
@@ -12,14 +18,22 @@ from devices import arrays
 from devices.fake import FakeDevice
 from devices.queues import MODES
 from devices.stub_kvikio import Kvikio
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
-from mfload import errors
-from mfload.devices import gds, slots
+from mfload import dtypes, errors, loading, placement
+from mfload.devices import gds, memory, slots
+from mfload.devices.asking import Answer
 from mfload.devices.gds import Verdict
-from mfload.io import probes
+from mfload.devices.past import PastHost
+from mfload.formats import checkpoint
+from mfload.io import buffers, probes
+from mfload.io.deadline import Deadline
+from mfload.placement import Need
+from mfload.settings import Settings
 
 MODEL = samples.model()
+VERDICT = gds.verdict
 
 
 @pytest.fixture(autouse=True)
@@ -200,3 +214,233 @@ def test_the_overhead_holds_the_slots(
     assert 0 < stated.device_overhead_bytes <= 1 << 20
     held = sum(a.nbytes for a in MODEL.values()) + 256 * len(MODEL)
     assert report.device_peak_bytes <= held + stated.device_overhead_bytes
+
+
+@st.composite
+def _index(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    parts: list[Any] = []
+    for length in shape:
+        start, stop = sorted((draw(st.integers(0, length)), draw(st.integers(0, length))))
+        step = draw(st.sampled_from([1, 1, 1, 1, 1, 2, -1]))
+        parts.append(slice(start, stop, step) if step > 0 else slice(None, None, step))
+    return tuple(parts)
+
+
+FLOATS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_parts_of_tensors(tmp_path_factory: Any, kvikio: Kvikio, data: st.DataObject) -> None:
+    """Any slice in any dtype, on any of three devices, wherever its block landed."""
+    kind = data.draw(st.sampled_from([*FLOATS.values()]))
+    shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    # No NaNs: conversions may give them other bits.
+    whole = np.random.default_rng(0).standard_normal(shape).astype(kind)
+    model = {"w": whole, "v": samples.numbers((150_000,), np.uint8)}
+    path = samples.save(tmp_path_factory.mktemp("parts") / "m.safetensors", model)
+    mode = data.draw(st.sampled_from(MODES))
+    knows = data.draw(st.sampled_from([True, True, True, False]))
+    there = [
+        FakeDevice((2, n), f"cuda:{n}", mode=mode, seed=n, converts=lambda *_: knows)
+        for n in range(3)
+    ]
+    index, sources = checkpoint.read(path)
+    wants: list[tuple[Need, Any]] = []
+    for name in data.draw(st.lists(st.sampled_from(["w", "w", "w", "v"]), min_size=1, max_size=4)):
+        at = data.draw(_index(model[name].shape))
+        expected, dtype = model[name][at], index[name].dtype
+        if name == "w":
+            dtype = dtypes.lookup(data.draw(st.sampled_from([*FLOATS])))
+            expected = expected.astype(dtype.numpy)
+        numbers = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+        selection = placement.select(index[name], at)
+        need = Need(index[name], dtype, selection, devices=tuple(numbers))
+        wants.append((need, expected))
+    how = Settings(engine="gds", threads=data.draw(st.integers(1, 3)))
+    report = mfload.Report(stages={})
+    loader = loading.Loader(index, sources, arrays.Arrays(*there), how)
+    reads = len(kvikio.reads)
+    found = loader.load([need for need, _ in wants], report=report)
+    for (need, expected), tuple_ in zip(wants, found, strict=True):
+        assert len(tuple_) == len(need.devices)
+        for array in tuple_:
+            assert samples.same(array, np.ascontiguousarray(expected).reshape(expected.shape))
+    for device in there:
+        device.assert_clean(result=True)
+    by_host = any(device.calls["copy_in"] for device in there)
+    past = len(kvikio.reads) > reads
+    assert past or by_host or not report.read_bytes
+    # What is copied as it lies, or with a stride, never sees the host.
+    boxes = all(a.step == 1 for need, _ in wants for a in (need.selection or ())[1:])
+    forward = all(a.step > 0 for need, _ in wants for a in (need.selection or ()))
+    if knows and boxes and forward and len(shape) < 3:
+        assert not by_host
+
+
+def _sharded(folder: Path) -> Path:
+    folder.mkdir()
+    for n, name in enumerate(("embed", "wide", "layer.0.q")):
+        samples.save(folder / f"model-{n}.safetensors", {name: MODEL[name]})
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["open", "read"])
+def test_a_source_that_failed_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio, verb: str
+) -> None:
+    """Three files of many blocks and one reader with two slots, which has them back each time."""
+    tried: list[str] = []
+    setattr(kvikio, f"before_{verb}", lambda: tried.append(verb))
+    kvikio.fails[verb] = RuntimeError("cuFile error 5030")
+    path = _sharded(tmp_path / "model")
+    device = FakeDevice((2, 0), "cuda:0")
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    report = mfload.Report()
+    found = mfload.load(path, framework="numpy", engine="gds", threads=1, report=report)
+    samples.assert_same(found, {name: MODEL[name] for name in found})
+    assert len(tried) == 3
+    assert len([note for note in report.notes if "fell back" in note]) == 3
+    assert device.calls["copy_in"] > 3
+    del found
+    device.assert_clean()
+
+
+def test_an_earlier_copy_that_failed_is_no_reason_to_fall_back(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kvikio: Kvikio,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It comes up when the next block wants a slot; the file of that one is not to blame."""
+    caplog.set_level(logging.WARNING, "mfload")
+    for number in (1, 2, 5):
+        device = FakeDevice((2, 0), "cuda:0", fail_later={"copy_within": number})
+        with pytest.raises(errors.DeviceError, match="told to fail late"):
+            _load(path, device, monkeypatch, engine="gds")
+        _settled(device)
+    assert "fell back" not in caplog.text
+
+
+def _settled(device: FakeDevice) -> None:
+    gc.collect()
+    device.assert_clean()
+    assert memory.live_bytes() == 0
+    assert buffers.live_bytes() == 0
+    assert not [t for t in threading.enumerate() if t.name == "mfload-reader"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_shrinks(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio, mode: Any
+) -> None:
+    """That is no reason to read it another way."""
+
+    def before() -> None:
+        if len(kvikio.reads) == 3:
+            os.truncate(path, 100_000)
+
+    kvikio.before_read = before
+    device = FakeDevice((2, 0), "cuda:0", mode=mode)
+    with pytest.raises(errors.SourceChangedError) as caught:
+        _load(path, device, monkeypatch, engine="gds")
+    assert caught.value.file == str(path)
+    assert not device.calls["copy_in"]
+    del caught
+    _settled(device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_load_is_cancelled(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio, mode: Any
+) -> None:
+    def progress(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    device = FakeDevice((2, 0), "cuda:0", mode=mode)
+    with pytest.raises(KeyboardInterrupt):
+        _load(path, device, monkeypatch, engine="gds", progress=progress)
+    assert kvikio.reads
+    _settled(device)
+
+
+def test_time_runs_out(path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio) -> None:
+    """A read that hangs keeps its slot, registered; what it holds goes when it ends."""
+    go = threading.Event()
+    kvikio.before_read = lambda: go.wait(60)
+    device = FakeDevice((2, 0), "cuda:0")
+    try:
+        with pytest.raises(errors.LoadTimeoutError) as caught:
+            _load(path, device, monkeypatch, engine="gds", timeout=0.3)
+        del caught
+        assert kvikio.registered
+    finally:
+        go.set()
+    end = time.monotonic() + 60
+    while any(t.name == "mfload-reader" for t in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not kvikio.registered
+    _settled(device)
+
+
+class TestLooks:
+    """A look whether cuFile is real may hang: the load must still come."""
+
+    @pytest.fixture
+    def given(
+        self, monkeypatch: pytest.MonkeyPatch, says: Any, kvikio: Kvikio, tmp_path: Path
+    ) -> Any:
+        """What each look was given, in seconds; all of them hang."""
+        given: list[float] = []
+
+        def ask(*_: str, timeout: float, environment: Any) -> Answer:
+            given.append(timeout)
+            return Answer(None, "no answer", late=True)
+
+        def verdict(*args: Any, **how: Any) -> Verdict:
+            return VERDICT(*args, **how, root=tmp_path)
+
+        monkeypatch.setattr(gds, "ask", ask)
+        monkeypatch.setattr(gds, "verdict", verdict)
+        monkeypatch.setattr(gds, "without", lambda _: iter(()))
+        monkeypatch.setattr("mfload.devices.cufile.installed", lambda: True)
+        gds.forget()
+        yield given
+        gds.forget()
+
+    def test_it_leaves_time_for_the_load(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[float]
+    ) -> None:
+        path = _sharded(tmp_path / "model")
+        device = FakeDevice((2, 0), "cuda:0")
+        for _ in range(2):
+            found, report = _load(path, device, monkeypatch, engine="gds", timeout=60)
+            assert {leg[1] for leg in report.route} == {"pinned"}
+            assert all("no answer" in leg[2] for leg in report.route)
+            del found
+        # Once for three files and two loads.
+        assert len(given) == 1
+        assert 10 < given[0] <= 15
+        _load(path, device, monkeypatch, engine="gds", timeout=300)
+        assert len(given) == 1
+        _load(path, device, monkeypatch, engine="gds")
+        assert len(given) == 1
+
+    def test_with_no_bound_it_has_its_own(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, given: list[float]
+    ) -> None:
+        for timeout in (None, 3600):
+            gds.forget()
+            given.clear()
+            device = FakeDevice((2, 0), "cuda:0")
+            _load(path, device, monkeypatch, engine="gds", timeout=timeout)
+            assert len(given) == 1
+            assert 19 < given[0] <= gds.TIMEOUT
+
+    @pytest.mark.parametrize("seconds", [1e-6, 1.0, 1.9])
+    def test_too_little_time(self, path: Path, given: list[float], seconds: float) -> None:
+        past = PastHost([FakeDevice((2, 0), "cuda:0")], Deadline(seconds))
+        real, why = past(str(path), None)
+        assert (real, "too little time" in why) == (False, True)
+        assert given == []
