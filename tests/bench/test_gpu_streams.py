@@ -133,7 +133,7 @@ def test_mfload_that_waits_for_no_copy_is_seen(
     monkeypatch.setattr(frameworks, "get", lambda name, device=None: made)
     given = Given("cpu", tmp_path)
     assert gpu_trial.run("streams/torch/mfload", given)["status"] == "pass"
-    # As of a mfload that records its events in the wrong place, or asks for no event at all.
+    # As of a mfload that waits for nothing: neither for an event nor for a stream.
     monkeypatch.setattr(FakeEvent, "done", lambda _: True)
     monkeypatch.setattr(FakeEvent, "wait", lambda _: None)
     monkeypatch.setattr(FakeStream, "close", lambda _: None)
