@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mfload import errors, waves
 from mfload.devices import cufile, slots
 from mfload.devices.device import Device
-from mfload.devices.staged import Staging
+from mfload.devices.paths import Staging
 from mfload.devices.ways import Ways
 from mfload.frameworks.adapter import Adapter
 from mfload.io import buffers

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from mfload import errors
 from mfload.devices import past, staged
-from mfload.devices.staged import Staging
+from mfload.devices.paths import Staging
 from mfload.devices.ways import Ways
 from mfload.io import advise, buffers
 from mfload.io.blocks import Block, Segment, Slot, Witness

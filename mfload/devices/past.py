@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from mfload.devices import gds
 from mfload.devices.cufile import CufileReader, CufileSlot
 from mfload.devices.device import Device
-from mfload.devices.staged import Direct
+from mfload.devices.paths import Direct
 from mfload.io.deadline import Deadline
 from mfload.io.source import LocalFile
 
