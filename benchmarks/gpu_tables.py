@@ -179,8 +179,9 @@ def draw(results: Results, path: Path) -> None:
     cases = timings.cases(results)
     if not cases:
         return
-    most = max(len(results.names(case)) for case in cases)
-    drawn, grid = plot.figure((11.5, (1.1 + 0.27 * most) * len(cases)), 1, len(cases))
+    # A bar is as high in one panel as in another.
+    heights = [1.2 + 0.27 * len(results.names(case)) for case in cases]
+    drawn, grid = plot.figure((12.0, sum(heights)), 1, len(cases), heights)
     for (axes,), case in zip(grid, cases, strict=True):
         labels = {name: gpu_tasks.label(name) for name in _names(results, case)}
         least = floor(results, case)

@@ -117,14 +117,28 @@ def _case(axes: Any, results: Results, case: str) -> None:
     panel(axes, bars, title=case, unit="time ÷ ceiling", limit=limit, line=1)
 
 
-def figure(size: tuple[float, float], columns: int, rows: int = 1) -> tuple[Any, Any]:
-    """An empty picture and its panels, drawn to a file and to no screen."""
+def figure(
+    size: tuple[float, float],
+    columns: int,
+    rows: int = 1,
+    heights: Sequence[float] | None = None,
+) -> tuple[Any, Any]:
+    """An empty picture and its panels, drawn to a file and to no screen.
+
+    Args:
+        size: Width and height, in inches.
+        columns: Panels beside each other.
+        rows: Panels above each other.
+        heights: How high the rows are in proportion; alike where None.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    return plt.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", height_ratios=heights
+    )
 
 
 def finish(drawn: Any, title: str, path: Path) -> None:
