@@ -27,7 +27,7 @@
     ├── MemoryLimitError (MemoryError)         the arrays or the work do not fit
     ├── FrameworkMissingError (ImportError)    not installed; the message says how to
     ├── FrameworkVersionError (ImportError)    installed, but outside what mfload works with
-    └── DeviceError (RuntimeError)             no such device here
+    └── DeviceError (RuntimeError)             no such device here, or it failed
 
 Each also derives from the built-in that callers already catch, and carries `file`,
 `tensor`, `expected`, `found` (None where they mean nothing) and `problems` as attributes.
@@ -233,7 +233,7 @@ class FrameworkVersionError(MfloadError, ImportError):
 
 
 class DeviceError(MfloadError, RuntimeError):
-    """The device asked for does not exist on this machine."""
+    """The device asked for is not there, or it failed: a lost device, a driver, a forked process."""
 
 
 def from_os(error: OSError, file: str | os.PathLike[str], action: str) -> SourceError:

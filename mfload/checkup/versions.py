@@ -29,7 +29,7 @@ TESTED = {
     "torch": Tested(("torch",), "2.4", "2.13"),
     "tensorflow": Tested(("tensorflow", "tensorflow-cpu"), "2.19", "2.21"),
     "paddle": Tested(("paddlepaddle", "paddlepaddle-gpu"), "3.0", "3.3"),
-    "cupy": Tested(("cupy-cuda13x", "cupy-cuda12x", "cupy"), "14.0", "14.2"),
+    "cupy": Tested(("cupy-cuda13x", "cupy-cuda12x", "cupy"), "14.2", "14.2"),
 }
 """As docs/dtypes.md has them, which is checked."""
 

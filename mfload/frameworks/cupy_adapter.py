@@ -19,7 +19,7 @@ from mfload.dlpack import View
 from mfload.frameworks import adapter, giving, ground
 from mfload.placement import Need
 
-OLDEST = "14.0"  # The first that knows bfloat16.
+OLDEST = "14.2"  # The first whose streams leave those of others alone; bfloat16 came with 14.0.
 
 
 class CupyAdapter(ground.Landing):

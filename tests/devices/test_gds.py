@@ -255,7 +255,7 @@ def test_another_thread_that_looks_holds_nobody_up(
 
     def ask(*_: str, timeout: float | None, environment: Any) -> Answer:
         inside.set()
-        go.wait(60)
+        go.wait(20)
         return said()
 
     monkeypatch.setattr(gds, "ask", ask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -26,8 +27,11 @@ from mfload.devices import finding, gds, memory, slots
 from mfload.devices.asking import Answer
 from mfload.devices.gds import Verdict
 from mfload.devices.past import PastHost
+from mfload.devices.placing import Placer
+from mfload.devices.ways import Ways
 from mfload.formats import checkpoint
 from mfload.io import buffers, probes
+from mfload.io.blocks import Block, Copy, Segment
 from mfload.io.deadline import Deadline
 from mfload.placement import Need
 from mfload.settings import Settings
@@ -281,6 +285,30 @@ def test_parts_of_tensors(
         assert not by_host
 
 
+@pytest.mark.parametrize("name", ["uint8", "float32"])
+@pytest.mark.parametrize("there", [0, 1])
+def test_what_begins_within_its_segment(name: str, there: int) -> None:
+    """Plans have it for steps backwards alone; whoever places has no such rule."""
+    devices = [FakeDevice((2, n), f"cuda:{n}") for n in range(2)]
+    landed, target = devices[0].allocate(4096), devices[there].allocate(4096)
+    bytes_: Any = (ctypes.c_uint8 * 4096).from_address(landed.address)
+    given = np.frombuffer(bytes_, np.uint8)
+    given[:] = samples.numbers((4096,), np.uint8)
+    copy = Copy((5, 6), (20, 1), 7, np.dtype("uint8"), np.dtype(name))
+    block = Block(0, 1000, 500, (Segment(1100, 200, 0, 512, copy),))
+    placer = Placer([target], Ways([devices[there]]), 256)
+    for event in placer.from_device(block, landed, 300):
+        event.wait()
+    first = 300 + 100 + 7
+    expected = np.stack([given[first + 20 * n :][:6] for n in range(5)]).astype(name)
+    found: Any = (ctypes.c_uint8 * expected.nbytes).from_address(target.address + 512)
+    assert bytes(found) == expected.tobytes()
+    placer.close()
+    del event, landed, target, placer
+    for device in devices:
+        device.assert_clean()
+
+
 def _sharded(folder: Path) -> Path:
     folder.mkdir()
     for n, name in enumerate(("embed", "wide", "layer.0.q")):
@@ -335,9 +363,14 @@ def _settled(device: FakeDevice) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_shrinks(
-    path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio, mode: Any
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kvikio: Kvikio,
+    caplog: pytest.LogCaptureFixture,
+    mode: Any,
 ) -> None:
     """That is no reason to read it another way."""
+    caplog.set_level(logging.WARNING, "mfload")
 
     def before() -> None:
         if len(kvikio.reads) == 3:
@@ -349,6 +382,7 @@ def test_a_file_shrinks(
         _load(path, device, monkeypatch, engine="gds")
     assert caught.value.file == str(path)
     assert not device.calls["copy_in"]
+    assert "fell back" not in caplog.text
     del caught
     _settled(device)
 
