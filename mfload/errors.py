@@ -233,7 +233,7 @@ class FrameworkVersionError(MfloadError, ImportError):
 
 
 class DeviceError(MfloadError, RuntimeError):
-    """The device asked for is not there, or it failed: a lost device, a driver, a forked process."""
+    """The device asked for is not there, or it failed: lost, or used after a fork."""
 
 
 def from_os(error: OSError, file: str | os.PathLike[str], action: str) -> SourceError:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 _MOST = 1 << 20
 # A pipe that nobody writes to must not hold the caller up, and a terminal not become its own.
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+# Systems that lack a flag have nothing of the kind to guard against.
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY"))
 
 
 class System:
