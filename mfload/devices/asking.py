@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,20 @@ import sys
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, NamedTuple
+
+
+# A probe that its parent can't kill any more, because that was killed itself, ends by an alarm of
+# the kernel's, also where it spins in a library.
+_ALARMED = """
+import runpy, signal, sys
+seconds, module = int(sys.argv[1]), sys.argv[2]
+if seconds and hasattr(signal, "alarm"):
+    signal.alarm(seconds)
+sys.argv[:] = sys.argv[2:]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+_LATER = 2  # Seconds after the parent would have killed it.
+_LONG = 1 << 20  # Seconds that an alarm takes.
 
 
 class Answer(NamedTuple):
@@ -62,7 +77,8 @@ def ask(
     """
     if getattr(sys, "frozen", False):
         return Answer(None, "can't be asked: this program is frozen, and would start itself")
-    command = [sys.executable, "-P", "-m", module, *arguments]
+    seconds = 0 if timeout is None else math.ceil(min(timeout, _LONG)) + _LATER
+    command = [sys.executable, "-P", "-c", _ALARMED, str(seconds), module, *arguments]
     try:
         child = subprocess.Popen(
             command,

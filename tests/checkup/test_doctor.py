@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -85,6 +86,44 @@ def test_a_probe_that_hangs_leaves_no_process(probes: Path) -> None:
             return
         time.sleep(0.05)
     pytest.fail("the probe's child still runs")
+
+
+def test_a_probe_outlives_its_parent_for_a_moment_only(probes: Path) -> None:
+    """A loop that no exception of Python's would end, as in a driver's library."""
+    _probe(
+        probes,
+        """
+        import os
+        path = os.path.join(os.path.dirname(__file__), "pid")
+        open(path + "-", "w").write(str(os.getpid()))
+        os.rename(path + "-", path)
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                pass
+        """,
+    )
+    asks = "from mfload.devices.asking import ask; ask('made_up_probe', timeout=1000)"
+    quick = asks.replace("timeout=1000", "timeout=1")
+    for code, dies in ((quick, True), (asks, False)):
+        parent = subprocess.Popen([sys.executable, "-c", code])
+        end = time.monotonic() + 60
+        while not (probes / "pid").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        pid = int((probes / "pid").read_text())
+        (probes / "pid").unlink()
+        parent.kill()
+        parent.wait()
+        if dies:
+            while Path(f"/proc/{pid}").exists():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        else:
+            # So it was the alarm, and no end of the parent's.
+            assert Path(f"/proc/{pid}").exists()
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
