@@ -2,7 +2,7 @@
 # Each makes an environment of its own under .venv/ and needs nothing but Python and make.
 PYTHON ?= python3
 MODEL := examples/minilm/model-requirements.txt
-FRAMEWORKS := numpy jax jax_landing torch tensorflow paddle cupy several
+FRAMEWORKS := numpy jax jax_landing torch tensorflow paddle cupy several gpu_streams
 QUIET := --quiet --disable-pip-version-check
 
 TEST := .venv/test/bin
