@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, NamedTuple
 
-
 # A probe that its parent can't kill any more, because that was killed itself, ends by an alarm of
 # the kernel's, also where it spins in a library.
 _ALARMED = """
