@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -15,6 +16,15 @@ from mfload.devices.live import live_bytes
 hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=False)
 hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("slow" if os.environ.get("MFLOAD_SLOW") else "ci")
+
+
+@pytest.fixture(autouse=True)
+def no_jax_beside_forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """JAX's threads make a fork in any later test of the process a warning, and so a failure."""
+    before = "jax" in sys.modules
+    yield
+    apart = {"frameworks", "meshes"} & set(request.path.parts)
+    assert before or apart or "jax" not in sys.modules, "JAX wants a process of its own"
 
 
 @pytest.fixture(autouse=True)

@@ -148,7 +148,18 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Author"] == "the mfload developers"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    extras = {"jax", "flax", "torch", "tensorflow", "paddle", "cuda13", "progress", "cli", "verify"}
+    extras = {
+        "jax",
+        "flax",
+        "torch",
+        "tensorflow",
+        "paddle",
+        "cuda13",
+        "gds",
+        "progress",
+        "cli",
+        "verify",
+    }
     assert set(metadata.get_all("Provides-Extra")) == extras | {"bench", "all"}
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(re.split(r"[<>= ]", line)[0] for line in plain) == ["ml_dtypes", "numpy"]
@@ -159,7 +170,7 @@ def test_all_is_all_extras_that_any_machine_can_have() -> None:
     extras = project["optional-dependencies"]
     (everything,) = extras["all"]
     named = everything.removeprefix("mfload[").removesuffix("]").split(",")
-    assert sorted(named) == sorted(extras.keys() - {"all", "cuda13"})
+    assert sorted(named) == sorted(extras.keys() - {"all", "cuda13", "gds"})
 
 
 def test_the_citation_follows_its_format() -> None:
