@@ -11,12 +11,13 @@ rehearses all of it on host arrays.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{gpu_facts.sentence(gpu)}; seed {seed}", flush=True)
     if args.workdir is not None:
         args.workdir.mkdir(parents=True, exist_ok=True)
-    # Whoever ends it from outside is not left with gigabytes of a checkpoint.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
-        results = Run(setting, Path(folder)).all()
+    with _tidy_end(), tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as into:
+        results = Run(setting, Path(into)).all()
     print("\n" + gpu_tables.targets(gpu_tables.judge(results)))
     failed = gpu_trials.failed(results.run["trials"])
     print(f"\nchecks that failed: {', '.join(failed) or 'none'}", flush=True)
     # From what was written, as `--redraw` does it.
     _draw(Results.read(setting.out.with_suffix(".json")), setting.out.with_suffix(".png"))
     return int(bool(failed))
+
+
+@contextlib.contextmanager
+def _tidy_end() -> Iterator[None]:
+    """SIGTERM unwinds: whoever ends it from outside is not left with gigabytes of a checkpoint.
+
+    Only as long as it runs: a worker of `multiprocessing.Pool` that inherits a handler in Python
+    may wait for ever for a lock when its pool terminates it.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ def no_jax_beside_forks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     apart = {"frameworks", "meshes"} & set(request.path.parts)
     assert before or apart or "jax" not in sys.modules, "JAX wants a process of its own"
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_left() -> Iterator[None]:
+    """Signals do after a test what they did before: a handler left for SIGTERM makes a pool of
+    forked workers in any later test wait for ever, once in some hundred times."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
 
 
 @pytest.fixture(autouse=True)
