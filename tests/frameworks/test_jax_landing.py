@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import material
-from conformance.landing import Ground, LandingConformance, left, lent, need, wrapped, write
+from conformance.landing import Ground, LandingConformance, lent, need, wrapped, write
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
+from leaks import left
 from test_jax import JaxConformance
 
 from mfload import dtypes, errors

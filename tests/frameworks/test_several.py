@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from conformance import material
-from conformance.landing import Ground, disjoint, left, lent, need, wrapped
+from conformance.landing import Ground, disjoint, lent, need, wrapped
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
+from leaks import left
 from test_jax import JaxConformance
 
 import mfload
