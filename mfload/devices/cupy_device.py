@@ -21,8 +21,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import importlib
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from mfload import errors
@@ -82,9 +81,9 @@ class CupyDevice:
         self.place: tuple[int, int] = (CUDA, number)
         self.cupy = cupy
         self.runtime = cupy.cuda.runtime
-        self._driver = driver
-        self._context = ctypes.c_void_p()
-        self._drive("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        self.driver = driver
+        self.context = ctypes.c_void_p()
+        self.drive("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), number)
         # CUDA writes "0000:3B:00.0".
         self.pci: str | None = str(self.ask("deviceGetPCIBusId", number)).lower()
         limit = self.runtime.cudaDevAttrMaxPitch
@@ -145,19 +144,9 @@ class CupyDevice:
             self._known[pair] = conversions.agrees(self, source, target)
         return self._known[pair]
 
-    @contextmanager
-    def current(self) -> Generator[None]:
+    def current(self) -> _Current:
         """See `device.Device`."""
-        mode = ctypes.c_int(_RELAXED)
-        self._drive("cuCtxPushCurrent_v2", self._context)
-        try:
-            self._drive("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-            try:
-                yield
-            finally:
-                self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        finally:
-            self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        return _Current(self)
 
     def ask(self, call: str, *args: Any) -> Any:
         """Calls a function of CUDA's runtime with this device current.
@@ -166,20 +155,26 @@ class CupyDevice:
             MemoryLimitError: The device has no such memory, or pages can't be locked.
             DeviceError: Whatever else CUDA said.
         """
-        with self.asking(call, *args):
-            return getattr(self.runtime, call)(*args)
+        # Some calls a block, all of them with the GIL: nothing here costs more than it must.
+        try:
+            with _Current(self):
+                return getattr(self.runtime, call)(*args)
+        except errors.MfloadError:
+            raise
+        except Exception as error:
+            raise self.ours(error, call, *args) from error
 
-    @contextmanager
-    def asking(self, call: str, *args: Any) -> Generator[None]:
-        """Makes the device current meanwhile, and errors ours."""
-        with self.current():
-            try:
-                yield
-            except errors.MfloadError:
-                raise
-            except Exception as error:  # The runtime, the driver and compilers have each its own.
-                said = str(error) or type(error).__name__
-                raise self.failed(call, getattr(error, "status", 0), said, *args) from error
+    def ours(self, error: Exception, call: str, *args: Any) -> errors.MfloadError:
+        """What a call raised as an error of ours.
+
+        Args:
+            error: It.
+            call: What was called.
+            args: What the call was given.
+        """
+        # The runtime, the driver and compilers have each errors of their own.
+        said = str(error) or type(error).__name__
+        return self.failed(call, getattr(error, "status", 0), said, *args)
 
     def failed(self, call: str, status: int, said: str, *args: Any) -> errors.MfloadError:
         """The error for what CUDA said.
@@ -207,10 +202,40 @@ class CupyDevice:
             )
         return errors.DeviceError(what, found=said)
 
-    def _drive(self, call: str, *args: Any) -> None:
-        status = getattr(self._driver, call)(*args)
+    def drive(self, call: str, *args: Any) -> None:
+        """Calls a function of CUDA's driver.
+
+        Raises:
+            DeviceError: The driver refused.
+        """
+        status = getattr(self.driver, call)(*args)
         if status:
             raise self.failed(call, status, f"the driver's error {status}")
+
+
+class _Current:
+    """See `Device.current`."""
+
+    __slots__ = ("_device", "_mode")
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
+        self._mode = ctypes.c_int(_RELAXED)
+
+    def __enter__(self) -> None:
+        self._device.drive("cuCtxPushCurrent_v2", self._device.context)
+        try:
+            self._device.drive("cuThreadExchangeStreamCaptureMode", ctypes.byref(self._mode))
+        except BaseException:
+            self._pop()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._device.driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
+        self._pop()
+
+    def _pop(self) -> None:
+        self._device.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def make(number: int, driver: Any) -> CupyDevice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,52 @@ if TYPE_CHECKING:
 _NOT_READY = 600  # cudaErrorNotReady; CuPy has no name for it.
 
 
-class CupyEvent:
-    """See `device.Event`."""
+class _Events:
+    """Events of a stream, used again: to make and to destroy one takes longer than to record it.
+
+    Args:
+        device: Whose.
+    """
 
     def __init__(self, device: CupyDevice) -> None:
         self._device = device
-        runtime = device.runtime
+        # No lock: the garbage collector may come to `give` anywhere.
+        self._free: collections.deque[int] = collections.deque()
+        self._closed = False
+
+    def take(self) -> int:
+        """One that nobody uses."""
+        with suppress(IndexError):
+            return self._free.pop()
+        runtime = self._device.runtime
         # A wait sleeps instead of spinning: the processors are for the readers.
         flags = runtime.eventDisableTiming | runtime.eventBlockingSync
+        return self._device.ask("eventCreateWithFlags", flags)
+
+    def give(self, handle: int) -> None:
+        """Takes one back. A stream that waits for it goes on to wait for what it was then."""
+        self._free.append(handle)
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        """Destroys them, those that are still in use later. Never raises."""
+        self._closed = True
+        with suppress(IndexError):
+            while True:
+                handle = self._free.pop()
+                with suppress(Exception):  # The driver may be gone when the interpreter ends.
+                    self._device.ask("eventDestroy", handle)
+
+
+class CupyEvent:
+    """See `device.Event`."""
+
+    def __init__(self, device: CupyDevice, events: _Events) -> None:
+        self._device = device
+        self._events = events
         self.handle = 0
-        self.handle = device.ask("eventCreateWithFlags", flags)
+        self.handle = events.take()
 
     def done(self) -> bool:
         """See `device.Event`."""
@@ -41,8 +78,7 @@ class CupyEvent:
 
     def __del__(self) -> None:
         if getattr(self, "handle", 0):
-            with suppress(Exception):  # The driver may be gone when the interpreter ends.
-                self._device.ask("eventDestroy", self.handle)
+            self._events.give(self.handle)
 
 
 class CupyStream:
@@ -51,6 +87,7 @@ class CupyStream:
     def __init__(self, device: CupyDevice) -> None:
         self.device: Device = device
         self._device = device
+        self._events = _Events(device)
         self._handle: int | None = device.ask(
             "streamCreateWithFlags", device.runtime.streamNonBlocking
         )
@@ -87,13 +124,18 @@ class CupyStream:
 
         if 0 in copy.shape:
             return
-        with self._device.asking("convert"), cupy.cuda.Stream.from_external(self):
-            given = array(source, start + copy.start, copy.source, copy.strides)
-            cupy.copyto(array(target, at, copy.target, None), given, casting="unsafe")
+        try:
+            with self._device.current(), cupy.cuda.Stream.from_external(self):
+                given = array(source, start + copy.start, copy.source, copy.strides)
+                cupy.copyto(array(target, at, copy.target, None), given, casting="unsafe")
+        except errors.MfloadError:
+            raise
+        except Exception as error:
+            raise self._device.ours(error, "convert") from error
 
     def record(self) -> CupyEvent:
         """See `device.Stream`."""
-        event = CupyEvent(self._device)
+        event = CupyEvent(self._device, self._events)
         self._device.ask("eventRecord", event.handle, self._open())
         return event
 
@@ -113,6 +155,7 @@ class CupyStream:
         with suppress(errors.DeviceError):
             self.synchronize()
         handle, self._handle = self._handle, None
+        self._events.close()
         with suppress(errors.DeviceError):
             self._device.ask("streamDestroy", handle)
 

@@ -88,6 +88,7 @@ class Ring(Generic[AnySlot]):
         if len(self._made) < self._depth:
             self._made.append(self._make())
             return self._made[-1]
+        self._wait_for_oldest()
         self._end_oldest()
         return self._free.pop()
 
@@ -106,6 +107,7 @@ class Ring(Generic[AnySlot]):
             DeviceError: One failed.
         """
         while self._busy:
+            self._wait_for_oldest()
             self._end_oldest()
 
     def _is_over(self) -> bool:
@@ -114,13 +116,14 @@ class Ring(Generic[AnySlot]):
         self.waiting = None
         return over
 
-    def _end_oldest(self) -> None:
-        slot, events, block = self._busy[0]
-        self.waiting = block
+    def _wait_for_oldest(self) -> None:
+        _, events, self.waiting = self._busy[0]
         for event in events:
             event.wait()
         self.waiting = None
-        self._busy.popleft()
+
+    def _end_oldest(self) -> None:
+        slot, _, block = self._busy.popleft()
         self._free.append(slot)
         self._finished(block)
 

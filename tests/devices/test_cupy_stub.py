@@ -257,6 +257,42 @@ def test_the_end_of_the_interpreter(machine: Machine, device: CupyDevice) -> Non
     device.room()
 
 
+def test_events_are_used_again_and_end_with_their_stream(
+    machine: Machine, device: CupyDevice
+) -> None:
+    stream, other = device.stream(), device.stream()
+    for _ in range(5):
+        stream.record().wait()
+    early = stream.record()
+    del early
+    kept, two = stream.record(), stream.record()
+    assert kept.handle != two.handle
+    assert machine.calls["eventCreateWithFlags"] == 2
+    other.record()  # No event of one stream's is another's.
+    assert machine.calls["eventCreateWithFlags"] == 3
+    stream.close()
+    assert len(machine.events) == 3
+    assert kept.done()
+    del kept, two
+    assert len(machine.events) == 1
+    other.close()
+    assert not machine.events
+
+
+def test_who_waits_for_an_event_that_is_used_again_waits_as_before(
+    machine: Machine, device: CupyDevice
+) -> None:
+    source, target = upload(device, noise(1000)), device.allocate(1000)
+    with streams(device) as first, streams(device) as second, pinned(device, 1000) as stage:
+        stage[:] = 7
+        first.copy_in(source, 0, stage, flat(1000))
+        second.wait(first.record())
+        assert first.record() is not None  # The same event, behind nothing new.
+        second.copy_within(target, 0, source, 0, flat(1000))
+        second.synchronize()
+    assert (download(target) == 7).all()
+
+
 class TestCaptures:
     """While somebody captures a graph, a load and the end of its arrays leave it alone."""
 
