@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,12 @@ hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("slow" if os.environ.get("MFLOAD_SLOW") else "ci")
 
 
+def pytest_collection_finish() -> None:
+    """What is there by now stays. Else each of many looks for garbage goes through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_jax_beside_forks(request: pytest.FixtureRequest) -> Iterator[None]:
     """JAX's threads make a fork in any later test of the process a warning, and so a failure."""
@@ -27,9 +34,9 @@ def no_jax_beside_forks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_handlers_left() -> Iterator[None]:
-    """Signals do after a test what they did before: a handler left for SIGTERM makes a pool of
-    forked workers in any later test wait for ever, once in some hundred times."""
-    numbers = signal.valid_signals() - {signal.SIGALRM}  # pytest-timeout's own.
+    """What ends a process does so after a test as before: a handler left for SIGTERM makes a pool
+    of forked workers in any later test wait for ever, once in some hundred times."""
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     assert {number: signal.getsignal(number) for number in numbers} == before

@@ -122,12 +122,15 @@ class Machine:
             self.misuse.append(what)
 
     def assert_clean(self) -> None:
-        gc.collect()
-        left = {"bytes": sum(held.size for _, held in self.memory.values()),
+        if any(self._left().values()):  # A look at all objects takes as long as many a test.
+            gc.collect()
+        assert not self.misuse, self.misuse
+        assert not any(self._left().values()), self._left()
+
+    def _left(self) -> dict[str, int]:
+        return {"bytes": sum(held.size for _, held in self.memory.values()),
                 "pinned": len(self.pinned), "streams": len(self.streams),
                 "events": len(self.events)}  # fmt: skip
-        assert not self.misuse, self.misuse
-        assert not any(left.values()), left
 
     def driver(self) -> Any:
         """CUDA's driver library."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import threading
 import time
@@ -15,11 +14,12 @@ import samples
 from devices import arrays
 from devices.fake import FakeDevice
 from devices.queues import MODES
+from leaks import left
 
 import mfload
 from mfload import errors
-from mfload.devices import memory, slots
-from mfload.io import buffers, pread
+from mfload.devices import slots
+from mfload.io import pread
 from mfload.io.pread import PreadReader
 
 MODEL = samples.model()
@@ -42,10 +42,8 @@ def _load(path: Path, **how: Any) -> dict[str, Any]:
 
 
 def _settled(device: FakeDevice) -> None:
-    gc.collect()
     device.assert_clean()
-    assert memory.live_bytes() == 0
-    assert buffers.live_bytes() == 0
+    assert left() == 0
     assert not [t for t in threading.enumerate() if t.name == "mfload-reader"]
 
 
