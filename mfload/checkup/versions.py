@@ -24,8 +24,8 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "numpy": Tested(("numpy",), "2.0", "2.4"),
-    "jax": Tested(("jax",), "0.5.3", "0.10"),
+    "numpy": Tested(("numpy",), "2.0", "2.5"),
+    "jax": Tested(("jax",), "0.5.3", "0.11"),
     "torch": Tested(("torch",), "2.4", "2.13"),
     "tensorflow": Tested(("tensorflow", "tensorflow-cpu"), "2.19", "2.21"),
     "paddle": Tested(("paddlepaddle", "paddlepaddle-gpu"), "3.0", "3.3"),

@@ -4,14 +4,15 @@ Every seam looks before it leaps: where the private call is missing or behaves o
 expected, the public way is taken, slower and with the same result.
 
 - `jax_capsule_importer`: `jaxlib._jax.dlpack_managed_tensor_to_buffer`, tested with jaxlib
-  0.10.2 (0.5.3 has no such module); the public way is `jax.dlpack.from_dlpack`.
+  0.10.2 and 0.11.2 (0.5.3 has no such module); the public way is `jax.dlpack.from_dlpack`.
 - `jax_lends_on`: `jax.Array.unsafe_buffer_pointer` of an array on a GPU, and writing there past
   XLA. Never tried on a GPU when this was written; where a try at run time shows otherwise,
   tensors land in mfload's memory.
 - `paddle_constructor`: the positional arguments of `paddle.Tensor(...)`, tested with Paddle
   3.0.0 and 3.3.1; the public way is `paddle.to_tensor`, which copies.
-- `jax_store`: `jax._src.distributed.global_state.client`, tested with jax 0.5.3 and 0.10.2; there
-  is no public way to put a text where another process finds it, so its absence is an error.
+- `jax_store`: `jax._src.distributed.global_state.client`, tested with jax 0.5.3, 0.10.2 and
+  0.11.2; there is no public way to put a text where another process finds it, so its absence is
+  an error.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def jax_store() -> JaxStore | None:
     except (ImportError, AttributeError) as error:
         raise errors.FrameworkVersionError(
             "this version of JAX has no store of keys where mfload looks for it",
-            expected="jax 0.5.3 to 0.10.2, with which several processes were tested",
+            expected="jax 0.5.3 to 0.11.2, with which several processes were tested",
             found=str(error),
         ) from error
 

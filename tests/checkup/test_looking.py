@@ -166,7 +166,7 @@ def test_files_of_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("installed", "level"),
-    [("0.4.9", "trouble"), ("0.5.3", "ok"), ("0.10.9", "ok"), ("0.11.0", "note"),
+    [("0.4.9", "trouble"), ("0.5.3", "ok"), ("0.11.9", "ok"), ("0.12.0", "note"),
      ("1.0.0.dev3+cpu", "note")],
 )  # fmt: skip
 def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, level: str) -> None:

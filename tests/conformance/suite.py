@@ -67,7 +67,8 @@ def assert_documented(framework: str) -> None:
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     told = tables.ask(framework)
-    if told["version"] != tables.pinned(framework, tables.NEWEST):
+    known = [tables.pinned(framework, pins) for pins in (tables.MAIN, tables.NEWEST)]
+    if told["version"] not in known:
         pytest.skip(f"the table tells of another version than {told['version']}")
     text = (ROOT / "docs/dtypes.md").read_text(encoding="utf-8")
     assert tables.documented(text, framework) == tables.column(told)
