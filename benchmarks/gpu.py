@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _tidy_end() -> Iterator[None]:
+def _tidy_end() -> Generator[None]:
     """SIGTERM unwinds: whoever ends it from outside is not left with gigabytes of a checkpoint.
 
     Only as long as it runs: a worker of `multiprocessing.Pool` that inherits a handler in Python

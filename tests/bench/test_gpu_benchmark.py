@@ -27,6 +27,7 @@ from benchmarks import (
     gpu_peers,
     gpu_plan,
     gpu_rounds,
+    gpu_python,
     gpu_run,
     gpu_tables,
     gpu_tasks,
@@ -459,3 +460,15 @@ def test_the_script_runs_from_the_root_alone() -> None:
     )
     assert done.returncode == 0
     assert "--minutes" in done.stdout
+
+
+def test_pythons_share_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_python, "GIB", 1)
+    monkeypatch.setattr(gpu_python, "ROUNDS", 1)
+    gpu_python.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        f"blocks of {slot:2} MiB" for slot in gpu_python.SLOTS
+    ]
