@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from mfload.devices.device import Device, Event, Rows, Stream
@@ -124,18 +123,12 @@ class Placer:
             scratch = self._scratch[device.name] = device.allocate(self._room)
         return scratch
 
-    def settle(self) -> None:
-        """Returns when nothing given to the streams is under way any more. Never raises."""
-        for stream in self._streams.values():
-            # What failed was told by an event, or follows from an error told already.
-            with contextlib.suppress(Exception):
-                stream.synchronize()
-
     def close(self) -> None:
-        """Ends the streams and gives the scratch memory back. Never raises."""
-        self.settle()
+        """Ends the streams, once all they were given is over, and gives the scratch memory back.
+
+        Never raises: what failed was told by an event, or follows from an error told already.
+        """
         for stream in self._streams.values():
-            with contextlib.suppress(Exception):
-                stream.close()
+            stream.close()
         self._streams.clear()
         self._scratch.clear()
