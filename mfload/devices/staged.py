@@ -16,7 +16,7 @@ from mfload.devices.paths import DevicePath, Direct, HostPath, Staging
 from mfload.devices.placing import Placer
 from mfload.devices.ways import Ways
 from mfload.io.blocks import Block, Lander, Witness
-from mfload.io.engine import Crew, ThreadEngine
+from mfload.io.engine import Crew, Tally, ThreadEngine
 
 
 class StagedWorker:
@@ -43,12 +43,12 @@ class StagedWorker:
         witness: Witness | None,
     ) -> None:
         self._block: Block | None = None
-        self._blocks = self._nbytes = 0
+        self._tally = Tally()
         placer = self._placer = Placer(memory, ways, staging.scratch)
-        host = HostPath(device, memory, placer, staging, open_lander, witness, self._count)
+        host = HostPath(device, memory, placer, staging, open_lander, witness, self._tally.add)
         self._paths: list[HostPath | DevicePath] = [host]
         if direct is not None:
-            past = DevicePath(device, placer, staging, ways, direct, self._count)
+            past = DevicePath(device, placer, staging, ways, direct, self._tally.add)
             self._paths.insert(0, past)
 
     @property
@@ -64,15 +64,9 @@ class StagedWorker:
             if path.begin(block, stopped):
                 break
 
-    def _count(self, block: Block) -> None:
-        self._blocks += 1
-        self._nbytes += block.nbytes
-
     def finished(self) -> tuple[int, int]:
         """What is in place since the last question (see `Worker`)."""
-        done = self._blocks, self._nbytes
-        self._blocks = self._nbytes = 0
-        return done
+        return self._tally.take()
 
     def drain(self) -> None:
         """Waits for all copies (see `Worker`)."""
@@ -82,9 +76,8 @@ class StagedWorker:
     def close(self) -> None:
         """Waits for what is under way and gives everything back (see `Worker`)."""
         self._placer.close()
-        while self._paths:
-            # Taken out, since a path knows its worker: a circle would keep the buffers.
-            self._paths.pop().close()
+        for path in self._paths:
+            path.close()
 
 
 def engine(

@@ -206,6 +206,24 @@ class ThreadEngine:
                 return
 
 
+class Tally:
+    """Counts what is in place, as `Worker.finished` tells it."""
+
+    def __init__(self) -> None:
+        self._blocks = self._nbytes = 0
+
+    def add(self, block: Block) -> None:
+        """Counts a block."""
+        self._blocks += 1
+        self._nbytes += block.nbytes
+
+    def take(self) -> tuple[int, int]:
+        """Blocks and their bytes since the last question."""
+        counted = self._blocks, self._nbytes
+        self._blocks = self._nbytes = 0
+        return counted
+
+
 class HostWorker:
     """Fills blocks of host memory (see `Worker`).
 
@@ -227,7 +245,7 @@ class HostWorker:
         self._memory = memory
         self._witness = witness
         self._slot = WorkerSlot()
-        self._blocks = self._nbytes = 0
+        self._tally = Tally()
 
     def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
         """Reads a block into its places (see `Worker`)."""
@@ -236,14 +254,11 @@ class HostWorker:
         if self._witness is not None:
             for offset, data in stored(block, self._memory, landed):
                 self._witness.saw(block.source, offset, data, stopped)
-        self._blocks += 1
-        self._nbytes += block.nbytes
+        self._tally.add(block)
 
     def finished(self) -> tuple[int, int]:
         """What is in place since the last question (see `Worker`)."""
-        done = self._blocks, self._nbytes
-        self._blocks = self._nbytes = 0
-        return done
+        return self._tally.take()
 
     def drain(self) -> None:
         """Nothing is ever under way (see `Worker`)."""
