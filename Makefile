@@ -24,7 +24,7 @@ NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
   "$$(pyenv prefix 3.13 2>&1)/bin/python" "$$(pyenv prefix 3.12 2>&1)/bin/python"; do \
   "$$each" -c "import ensurepip" 2>&1 && { echo "$$each"; break; }; done 2>/dev/null | tail -n 1)
 
-.PHONY: demo test lint core frameworks meshes oldest newest examples docs package clean
+.PHONY: demo test lint core frameworks meshes oldest newest gpu examples docs package clean
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
@@ -100,6 +100,10 @@ else
 newest:
 	@echo "newest versions: SKIPPED, no Python 3.12 or 3.13 was found beside $(PYTHON)"
 endif
+
+# On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`.
+gpu:
+	$(PYTHON) tests/on_gpu.py
 
 examples: .venv/test/.ready
 	@set -e; for script in examples/*.py; do \

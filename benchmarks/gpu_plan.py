@@ -134,3 +134,9 @@ class Plan:
             elif (case, gpu_tasks.label(name), why) not in self._results.skipped:
                 self._results.skipped.append((case, gpu_tasks.label(name), why))
         return found
+
+
+def too_early(step: Step, results: Results) -> bool:
+    """Whether a step varies what was not measured as it comes: there was no time for that."""
+    plain = any(gpu_tasks.is_ours(name) for name in results.names(WARM.name))
+    return step.case in (SWEEP, SWEEP_COLD) and not plain

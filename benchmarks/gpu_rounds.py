@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from benchmarks import gpu_tasks
 from benchmarks.gpu_budget import Budget
+from benchmarks.gpu_ceilings import is_ceiling
 from mfload.bench import machine, runner
 from mfload.bench.pagecache import UnfitError
 from mfload.bench.process import Child, ChildError
@@ -26,8 +27,8 @@ from mfload.bench.subject import Subject
 
 _LONGEST = 90.0
 """Seconds that a process may take to get ready, and to be measured."""
-_GUESS = 12.0
-"""Seconds that a sample is taken to need before one was seen."""
+_GUESS, _GUESS_CEILING = 12.0, 4.0
+"""Seconds that a sample is taken to need before one was seen; a ceiling imports no framework."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,6 @@ class Rounds:
     def take(self, step: Step) -> None:
         """Measures a step, or what the time allows of it."""
         case = step.case.name
-        if case not in self.results.run["busy_share"]:
-            self.results.run["busy_share"][case] = round(machine.busy_share(0.5), 3)
         done = {name: len(self.results.values(case, name, "seconds")) for name in step.names}
         for number in range(step.rounds):
             names = [
@@ -87,14 +86,18 @@ class Rounds:
             what = f"{case}: rounds {number + 1} to {step.rounds} of {_listed(names)}"
             if names and not self.budget.allows(self._cost(case, names), what):
                 return
+            if names and case not in self.results.run["busy_share"]:
+                self.results.run["busy_share"][case] = round(machine.busy_share(0.5), 3)
             for batch in batches(names, self.ahead):
                 self._batch(step.case, batch, number)
             if names:
                 self.written()
 
     def _cost(self, case: str, names: Sequence[str]) -> float:
-        guess = _GUESS / self.ahead
-        return sum(self.budget.cost(f"{case}/{name}", guess) for name in names)
+        def guess(name: str) -> float:
+            return (_GUESS_CEILING if is_ceiling(name) else _GUESS) / self.ahead
+
+        return sum(self.budget.cost(f"{case}/{name}", guess(name)) for name in names)
 
     def _batch(self, case: Case, names: Sequence[str], number: int) -> None:
         begun = time.monotonic()

@@ -15,7 +15,7 @@ from benchmarks import ROOT, gpu_facts, gpu_tables, gpu_tasks, gpu_trials, pages
 from benchmarks.checkpoint import Checkpoint, write_llama
 from benchmarks.gpu_budget import Budget
 from benchmarks.gpu_memory import HOST
-from benchmarks.gpu_plan import Plan
+from benchmarks.gpu_plan import Plan, too_early
 from benchmarks.gpu_rounds import Rounds, Step
 from benchmarks.gpu_trials import Group, Outcome
 from mfload.bench import pagecache
@@ -162,8 +162,12 @@ class Run:
         else:
             self._take(rounds, plan.cold_ceilings())
         for step in plan.rest():
-            if why is None or not step.case.cold:
-                self._take(rounds, step)
+            if step.case.cold and why is not None:
+                continue
+            if too_early(step, self._results):
+                self._budget.left_out.append(f"{step.case.name}: no load as it comes was measured")
+                continue
+            self._take(rounds, step)
 
     def _take(self, rounds: Rounds, step: Step) -> None:
         rounds.take(step)

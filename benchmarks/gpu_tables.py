@@ -196,6 +196,6 @@ def draw(results: Results, path: Path) -> None:
     onto = gpu_facts.sentence(results.run["gpu"]) if real(results) else "host arrays"
     title = (
         f"{found['nbytes'] / 1e9:.2f} GB of bf16 onto {onto}; {m['cpu']}, {results.run['cores']} "
-        f"cores, {m['file_system']}; bar: best, tick: median; ×: of the ceiling"
+        f"cores, {m['file_system']}; bar: best, tick: median; ×: its time over the ceiling's"
     )
     plot.finish(drawn, title if real(results) else f"{REHEARSAL} {title}", path)

@@ -78,7 +78,7 @@ def main() -> None:
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        print(json.dumps({"error": f"{_LIBRARY}: {error}", "missing": True}))
+        print(json.dumps({"error": str(error), "missing": True}))
         return
     print(json.dumps(look(library)))
 

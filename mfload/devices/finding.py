@@ -71,7 +71,9 @@ def count() -> int:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise errors.DeviceError(
-            "no CUDA driver on this machine", expected=_LIBRARY, found=str(error)
+            "no CUDA driver on this machine; `mfload doctor` says what there is",
+            expected=_LIBRARY,
+            found=str(error),
         ) from error
     number = ctypes.c_int()
     status = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(number))

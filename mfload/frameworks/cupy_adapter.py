@@ -6,14 +6,13 @@ Not through DLPack, where CuPy lacks bfloat16 in places and names the 8-bit floa
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from mfload import errors
+from mfload.devices import finding
 from mfload.devices.device import Device
 from mfload.dlpack import View
 from mfload.frameworks import adapter, giving, ground
@@ -100,15 +99,7 @@ def make(device: object) -> CupyAdapter:
     Raises:
         DeviceError: There is no driver, or no such device.
     """
-    # Asked first because the import takes seconds and tells less.
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise errors.DeviceError(
-            "no CUDA driver on this machine", expected="libcuda.so.1", found=str(error)
-        ) from error
-    from mfload.devices import finding
-
+    finding.count()  # Asked first because the import takes seconds and tells less.
     cupy: Any = importlib.import_module("cupy")
     adapter.check_version("cupy", cupy.__version__, OLDEST)
     if isinstance(device, cupy.cuda.Device):

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mfload import dtypes, errors
+from mfload.devices import finding
 from mfload.devices.device import Device
 from mfload.dlpack import View, capsule
 from mfload.frameworks import adapter, giving, ground, jax_lending, seams
@@ -197,10 +198,21 @@ def make(device: object) -> JaxAdapter:
     try:
         there = jax.local_devices(backend=platform)
     except RuntimeError as error:
-        raise adapter.no_device("JAX", device, str(error).splitlines()[0]) from error
+        raise adapter.no_device("JAX", device, _no_platform(platform, error)) from error
     if (number or 0) >= len(there):
         raise adapter.no_device("JAX", device, there)
     return _at(there[number or 0])
+
+
+def _no_platform(platform: str, error: RuntimeError) -> str:
+    """Why JAX has no devices of a kind; of NVIDIA's the driver knows more."""
+    said = str(error).splitlines()[0]
+    if platform in ("cuda", "gpu"):
+        try:
+            finding.count()
+        except errors.DeviceError as why:
+            said = f"{why}; {said}"
+    return said
 
 
 def _at(device: Any) -> JaxAdapter:

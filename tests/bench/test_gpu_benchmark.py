@@ -351,6 +351,22 @@ def test_a_plan_puts_first_what_the_targets_are_about(monkeypatch: pytest.Monkey
     assert not any(way.threads for way in varied)
 
 
+def test_nothing_is_varied_before_it_was_measured_as_it_comes() -> None:
+    results = _results()
+    results.samples[:] = [s for s in results.samples if s["name"] == PEAK]
+    assert gpu_plan.too_early(Step(SWEEP, [], 1), results)
+    assert not gpu_plan.too_early(Step(WARM, [], 1), results)
+    results.samples.append({"case": "warm", "name": Way("torch").name, "seconds": 1.0})
+    assert not gpu_plan.too_early(Step(SWEEP, [], 1), results)
+
+
+def test_a_ceiling_is_not_taken_to_need_what_a_load_does() -> None:
+    budget = Budget(50)
+    rounds = Rounds(_results(), "cuda:0", None, None, {}, budget, random.Random(0), 1, lambda: None)
+    assert rounds._cost("warm", [PEAK, cached(8)]) == 2 * gpu_rounds._GUESS_CEILING
+    assert rounds._cost("warm", [PEAK, Way("torch").name]) > gpu_rounds._GUESS
+
+
 def test_what_is_not_installed_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_peers, "find_spec", lambda name: None)
     results = _made_up()

@@ -26,6 +26,7 @@ from conformance import material
 from conformance.material import Stored, save
 from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
+from leaks import left
 
 import mfload
 from mfload import errors, frameworks
@@ -584,8 +585,7 @@ class Conformance:
             pytest.skip(reason)
         path, rows = zoo(40)
         self.assert_loaded(self.load(path, device="cuda:0"), rows)
-        gc.collect()
-        assert mfload.live_bytes() == 0
+        assert left() == 0
 
     # The real thing.
 

@@ -14,10 +14,6 @@ from conformance.material import Stored
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
-pytest.register_assert_rewrite(
-    "conformance.suite", "conformance.giving", "conformance.landing", "devices.fake"
-)
-
 Made = tuple[Path, list[Stored]]
 
 

@@ -97,7 +97,8 @@ class TestTorchLanding(LandingConformance):
     def test_what_a_gpu_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         land, gpu, asked = FakeDevice(total=1000), SimpleNamespace(type="cuda", index=3), []
         monkeypatch.setattr(finding, "find", lambda number: asked.append(number) or land)
-        assert list(torch_adapter._at(gpu).devices) == []  # This is no build for CUDA.
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert list(torch_adapter._at(gpu).devices) == []  # As in a build that is not for CUDA.
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         adapter = torch_adapter._at(gpu)
         assert list(adapter.devices) == [land]
