@@ -9,9 +9,14 @@ from collections.abc import Callable
 from mfload.devices.live import live_bytes
 
 
-def left(count: Callable[[], int] = live_bytes) -> int:
-    """Bytes of mfload's, on the host and on devices, that something still refers to in the end."""
-    if count():  # A look at all objects takes as long as many a test.
+def left(count: Callable[[], int] = live_bytes, *, garbage: bool = False) -> int:
+    """Bytes of mfload's, on the host and on devices, that something still refers to in the end.
+
+    Args:
+        count: What counts them.
+        garbage: Whether what only the collector would find counts, too.
+    """
+    if not garbage and count():  # A look at all objects takes as long as many a test.
         gc.collect()
     # XLA lets go of what it computed with in threads of its own, some milliseconds later.
     end = time.monotonic() + 5

@@ -227,12 +227,18 @@ class _Current:
         try:
             self._device.drive("cuThreadExchangeStreamCaptureMode", ctypes.byref(self._mode))
         except BaseException:
-            self._pop()
+            # Refused; or an interrupt came behind it, and what was exchanged is exchanged back.
+            if self._mode.value != _RELAXED:
+                self.__exit__()
+            else:
+                self._pop()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._device.driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
-        self._pop()
+        try:
+            self._device.driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
+        finally:
+            self._pop()
 
     def _pop(self) -> None:
         self._device.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))

@@ -78,7 +78,9 @@ class CupyEvent:
 
     def __del__(self) -> None:
         if getattr(self, "handle", 0):
-            self._events.give(self.handle)
+            # Gone from here: by the time that a finaliser asks, it may be another's.
+            handle, self.handle = self.handle, 0
+            self._events.give(handle)
 
 
 class CupyStream:
@@ -155,9 +157,11 @@ class CupyStream:
         with suppress(errors.DeviceError):
             self.synchronize()
         handle, self._handle = self._handle, None
-        self._events.close()
-        with suppress(errors.DeviceError):
-            self._device.ask("streamDestroy", handle)
+        try:
+            with suppress(errors.DeviceError):
+                self._device.ask("streamDestroy", handle)
+        finally:
+            self._events.close()  # They may outlive it.
 
     def _open(self) -> int:
         if self._handle is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -279,15 +280,107 @@ def test_events_are_used_again_and_end_with_their_stream(
     assert not machine.events
 
 
+def test_events_that_nobody_uses_end_with_their_stream(
+    machine: Machine, device: CupyDevice
+) -> None:
+    stream = device.stream()
+    kept = [stream.record() for _ in range(3)]
+    kept.clear()
+    stream.close()
+    assert not machine.events
+
+
+def test_a_stream_that_is_interrupted_while_it_closes_goes(
+    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = device.stream()
+    stream.record()
+    interrupt(monkeypatch, device.runtime, "eventDestroy")
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    assert not machine.streams
+    machine.events.clear()
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, where: Any, call: str, at: int = 1) -> None:
+    """Has Ctrl-C come when a call returns, the one of that number."""
+    real, calls = getattr(where, call), itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        found = real(*args)
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(where, call, interrupted)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_leaves_the_thread_as_it_was(
+    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    interrupt(monkeypatch, device.driver, "cuThreadExchangeStreamCaptureMode", at)
+    with pytest.raises(KeyboardInterrupt), device.current():
+        pass
+    assert machine.stack == [None]
+    assert machine.local.mode == 0
+
+
+def test_an_interrupt_of_a_call_comes_through(
+    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, device.runtime, "memGetInfo")
+    with pytest.raises(KeyboardInterrupt):
+        device.room()
+    assert machine.stack == [None]
+
+
+@pytest.mark.parametrize("call", ["cuCtxPushCurrent_v2", "cuThreadExchangeStreamCaptureMode"])
+def test_a_driver_that_refuses_the_thread(
+    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(device.driver, call, lambda _: 201)
+        with pytest.raises(errors.DeviceError, match=rf"cuda:1 failed in {call}") as caught:
+            device.room()
+        assert str(caught.value).count("failed in") == 1
+        assert caught.value.__cause__ is None
+    assert machine.stack == [None]
+
+
+def test_a_device_is_current_inside_itself(machine: Machine, device: CupyDevice) -> None:
+    with device.current():
+        with device.current():
+            assert machine.local.mode == 2
+        assert machine.local.mode == 2
+        assert machine.stack[-1] == 1
+    assert machine.local.mode == 0
+    assert machine.stack == [None]
+
+
+def test_an_error_without_words_is_told_by_its_name(
+    device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wordless() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(device.runtime, "memGetInfo", wordless)
+    with pytest.raises(errors.DeviceError) as caught:
+        device.room()
+    assert caught.value.found == "MemoryError"
+
+
 def test_who_waits_for_an_event_that_is_used_again_waits_as_before(
     machine: Machine, device: CupyDevice
 ) -> None:
     source, target = upload(device, noise(1000)), device.allocate(1000)
+    made = machine.calls["eventCreateWithFlags"]
     with streams(device) as first, streams(device) as second, pinned(device, 1000) as stage:
         stage[:] = 7
         first.copy_in(source, 0, stage, flat(1000))
         second.wait(first.record())
-        assert first.record() is not None  # The same event, behind nothing new.
+        first.record()
+        assert machine.calls["eventCreateWithFlags"] == made + 1  # It was the same event.
         second.copy_within(target, 0, source, 0, flat(1000))
         second.synchronize()
     assert (download(target) == 7).all()

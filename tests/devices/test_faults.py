@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 import time
@@ -14,11 +15,11 @@ import samples
 from devices import arrays
 from devices.fake import FakeDevice
 from devices.queues import MODES
-from leaks import left
 
 import mfload
 from mfload import errors
 from mfload.devices import slots
+from mfload.devices.live import live_bytes
 from mfload.io import pread
 from mfload.io.pread import PreadReader
 
@@ -42,9 +43,10 @@ def _load(path: Path, **how: Any) -> dict[str, Any]:
 
 
 def _settled(device: FakeDevice) -> None:
-    device.assert_clean()
-    assert left() == 0
     assert not [t for t in threading.enumerate() if t.name == "mfload-reader"]
+    device.assert_clean()
+    gc.collect()
+    assert live_bytes() == 0  # At once.
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -346,13 +346,6 @@ class TestTheSuiteSees:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Ring, "_is_over", lambda self: True)
-
-        def end(self: Any) -> None:
-            slot, _, block = self._busy.popleft()
-            self._free.append(slot)
-            self._finished(block)
-
-        monkeypatch.setattr(Ring, "_end_oldest", end)
         self._caught(path, monkeypatch)
 
     def test_slots_that_go_while_copies_are_under_way(
