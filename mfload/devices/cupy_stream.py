@@ -14,7 +14,9 @@ from mfload.io.blocks import Copy
 if TYPE_CHECKING:
     from mfload.devices.cupy_device import CupyDevice
 
-_NOT_READY = 600  # cudaErrorNotReady; CuPy has no name for it.
+# cudaErrorNotReady; CuPy has no name for it. CUDA keeps it as the last error of its runtime, of
+# which CuPy has one of its own: nobody else's next question is answered by it.
+_NOT_READY = 600
 
 
 class _Events:
