@@ -211,7 +211,7 @@ def _no_platform(platform: str, error: RuntimeError) -> str:
         try:
             finding.count()
         except errors.DeviceError as why:
-            said = f"{why}; {said}"
+            said = f"{said}; {why.found}"
     return said
 
 

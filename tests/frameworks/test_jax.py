@@ -25,6 +25,7 @@ from conformance.suite import ENGINES, ROOT, Conformance, no_gpu
 
 import mfload
 from mfload import errors, frameworks
+from mfload.devices import finding
 from mfload.frameworks import jax_adapter, seams
 from mfload.frameworks.outgoing import outgoing
 
@@ -296,6 +297,22 @@ class TestJaxGives(GivingConformance):
             with jax_adapter.undisturbed():
                 given = give(jax.device_put(array, device))
             assert (read(given), given.span) == (row, None)
+
+
+def test_the_driver_says_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        raise errors.DeviceError("the CUDA driver does not work", found="CUDA_ERROR_UNKNOWN (999)")
+
+    monkeypatch.setattr(finding, "count", count)
+    for name in ("cuda:0", "gpu"):
+        if no_gpu() is None:
+            continue  # There is one.
+        with pytest.raises(errors.DeviceError, match="JAX has no such device") as caught:
+            jax_adapter.make(name)
+        assert str(caught.value.found).endswith("; CUDA_ERROR_UNKNOWN (999)")
+    with pytest.raises(errors.DeviceError) as caught:
+        jax_adapter.make("tpu")
+    assert "CUDA" not in str(caught.value.found)
 
 
 class TestJaxGivesShards:
