@@ -10,8 +10,9 @@ program for 291 arrays as in an 8B Llama takes 0.19 s and these take 0.27 s (on 
 and 0.33); programs of up to 512 for 18,723 as in a mixture of experts take 1.1 s, these 0.5 s.
 
 What an array holds at first is no matter, for a load writes all of its bytes or throws it away. So
-it is nothing where JAX has `jax.lax.empty`: XLA for GPUs then has no kernel to compile and run,
-which was not yet measured. On the CPU that is zeros, as without it.
+it is nothing where JAX has `jax.lax.empty`: what XLA of JAX 0.11.2 compiles of it for an H100,
+ahead of time, asks for memory and has no kernel; it was not yet run. On the CPU that is zeros, as
+without it.
 """
 
 from __future__ import annotations
