@@ -34,19 +34,25 @@ def whose(adapter: Adapter, settings: Settings) -> Whose:
 
 def lendable(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> frozenset[int]:
     """Positions of the needs that land in the framework's own memory."""
-    if settings.landing != "framework" and not adapter.devices and not isinstance(adapter, Placing):
+    placing = _placing(adapter)
+    if settings.landing != "framework" and not adapter.devices and placing is None:
         return frozenset()
-    return frozenset(n for n, need in enumerate(needs) if _lends(need, adapter, settings))
+
+    def lends(need: Need) -> bool:
+        known = need.dtype.name in adapter.lendable
+        if lands(need, adapter, settings) is not _HOST:
+            return known and whose(adapter, settings) == "framework"
+        asked = known and settings.landing == "framework"
+        if placing is not None:
+            return placing.lends(need) or (asked and not placing.copies(need))
+        return asked and adapter.on_host and not adapter.devices
+
+    return frozenset(n for n, need in enumerate(needs) if lends(need))
 
 
-def _lends(need: Need, adapter: Adapter, settings: Settings) -> bool:
-    known = need.dtype.name in adapter.lendable
-    if lands(need, adapter, settings) is not _HOST:
-        return known and whose(adapter, settings) == "framework"
-    asked = known and settings.landing == "framework"
-    if isinstance(adapter, Placing):
-        return adapter.lends(need) or (asked and not adapter.copies(need))
-    return asked and adapter.on_host and not adapter.devices
+def _placing(adapter: Adapter) -> Placing | None:
+    """The adapter where it knows more of each need; asked once, since Python takes its time."""
+    return adapter if isinstance(adapter, Placing) else None
 
 
 def copied(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[Need]:
@@ -57,18 +63,19 @@ def copied(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[
 def passing(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> frozenset[int]:
     """Their positions."""
     plain = adapter.on_host and all(form.how != "copy" for form in adapter.forms.values())
-    if plain and not isinstance(adapter, Placing):
+    placing = _placing(adapter)
+    if plain and placing is None:
         return frozenset()
-    return frozenset(n for n, need in enumerate(needs) if _copies(need, adapter, settings))
 
+    def copies(need: Need) -> bool:
+        by_form = adapter.forms[need.dtype.name].how == "copy"
+        if lands(need, adapter, settings) is not _HOST:
+            return by_form
+        if placing is not None:
+            return placing.copies(need)
+        return by_form or not adapter.on_host
 
-def _copies(need: Need, adapter: Adapter, settings: Settings) -> bool:
-    by_form = adapter.forms[need.dtype.name].how == "copy"
-    if lands(need, adapter, settings) is not _HOST:
-        return by_form
-    if isinstance(adapter, Placing):
-        return adapter.copies(need)
-    return by_form or not adapter.on_host
+    return frozenset(n for n, need in enumerate(needs) if copies(need))
 
 
 def groups(needs: Sequence[Need], adapter: Adapter, settings: Settings) -> list[list[int]]:
