@@ -374,6 +374,32 @@ class Conformance:
             assert mfload.live_bytes() == 0
         path.unlink()
 
+    def test_no_protocol_is_looked_up_for_each_tensor(self, folder: Path) -> None:
+        """Python takes microseconds for one, more than all the rest that a tensor costs."""
+        checks: list[int] = []
+
+        def seen(frame: Any, event: str, _: Any) -> None:
+            code = frame.f_code
+            if (
+                event == "call"
+                and code.co_name == "__instancecheck__"
+                and "typing" in code.co_filename
+            ):
+                checks[-1] += 1
+
+        for many in (2, 2, 50):  # What is imported and learnt with the first load is not counted.
+            rows = [material.stored(f"w{n}", "F32", (4, 4)) for n in range(many)]
+            path = save(folder / "many.safetensors", rows)
+            checks.append(0)
+            before = sys.getprofile()
+            sys.setprofile(seen)
+            try:
+                loaded = self.load(path)
+            finally:
+                sys.setprofile(before)
+            assert len(loaded) == many
+        assert checks[1] == checks[2]
+
     def test_a_process_ends_cleanly_with_arrays_alive(self, aligned: Any) -> None:
         script = (
             "import sys, mfload\n"
