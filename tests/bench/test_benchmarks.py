@@ -111,11 +111,12 @@ def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _check_picture(out / "loading.png")
 
 
-def test_the_loading_table_follows_from_its_samples(tmp_path: Path) -> None:
-    shutil.copy(PERFORMANCE / "loading.json", tmp_path)
+@pytest.mark.parametrize("folder", [PERFORMANCE, PERFORMANCE / "xeon"], ids=lambda f: f.name)
+def test_the_loading_table_follows_from_its_samples(tmp_path: Path, folder: Path) -> None:
+    shutil.copy(folder / "loading.json", tmp_path)
     assert load.main(["--redraw", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "loading_table.md").read_text()
-    assert written == (PERFORMANCE / "loading_table.md").read_text()
+    assert written == (folder / "loading_table.md").read_text()
 
 
 @pytest.mark.parametrize("module", ["listing", "verifying", "saving"])
