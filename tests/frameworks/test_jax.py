@@ -229,7 +229,12 @@ class TestJaxGives(GivingConformance):
 
     def turn(self, array: Any, axes: tuple[int, ...]) -> Any:
         with jax_adapter.undisturbed():
-            return jax.block_until_ready(array.transpose(axes))
+            if array.dtype != jnp.bfloat16:
+                return jax.block_until_ready(array.transpose(axes))
+            # As bits, each step by itself: XLA for CPUs moves these by way of float32 at times,
+            # where a NaN becomes another.
+            bits = array.view(jnp.uint16).transpose(axes)
+            return jax.block_until_ready(bits.view(jnp.bfloat16))
 
     def reference_save(self, arrays: dict[str, Any]) -> bytes:
         return safetensors.flax.save(arrays)
