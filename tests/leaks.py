@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 
 from mfload.devices.live import live_bytes
 
 
-def left(count: Callable[[], int] = live_bytes, *, garbage: bool = False) -> int:
-    """Bytes of mfload's, on the host and on devices, that something still refers to in the end.
-
-    Args:
-        count: What counts them.
-        garbage: Whether what only the collector would find counts, too.
-    """
-    if not garbage and count():  # A look at all objects takes as long as many a test.
+def left() -> int:
+    """Bytes of mfload's, on the host and on devices, that something still refers to in the end."""
+    if live_bytes():  # A look at all objects takes as long as many a test.
         gc.collect()
     # XLA lets go of what it computed with in threads of its own, some milliseconds later.
     end = time.monotonic() + 5
-    while count() and time.monotonic() < end:
+    while live_bytes() and time.monotonic() < end:
         time.sleep(0.001)
-    return count()
+    return live_bytes()

@@ -97,7 +97,7 @@ class TestJaxLanding(LandingConformance):
             assert {array.device for array in arrays} == {cpu(3)}
             self.check(wanted, arrays)
             del arrays
-        assert left() == 0
+            assert left() == 0
         land.assert_clean()
 
 
@@ -182,7 +182,7 @@ class TestOnAMesh:
                 assert {array.device for array in loaded.values()} == {cpu(number)}
                 TestJaxLanding.look.assert_loaded(loaded, wanted)
                 del arrays, loaded
-            assert left() == 0
+                assert left() == 0
 
     def test_one_program_for_many(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
         # 24 layers of three shapes and one tensor besides, on three devices.

@@ -39,7 +39,7 @@ def test_donated_shards_are_reused(path: Path, spec: P) -> None:
     mesh = shards.mesh((2, 4))
     loaded = mfload.load(path, framework="jax", mesh=mesh, shardings=spec, landing="framework")
     # None of it is ours, so that what becomes of it is JAX's affair.
-    assert left(garbage=True) == 0
+    assert mfload.live_bytes() == 0
     before = {name: shards.pointers(array) for name, array in loaded.items()}
     assert all(len(set(where.values())) == 8 for where in before.values())
     step = jax.jit(lambda tree: {name: -x for name, x in tree.items()}, donate_argnums=0)
@@ -64,14 +64,20 @@ def test_replicas_in_the_frameworks_memory_are_read_once(path: Path) -> None:
 def test_by_default_shards_lie_in_the_buffers_that_were_read_into(path: Path) -> None:
     report = mfload.Report()
     mesh = shards.mesh((2, 4))
-    loaded = mfload.load(path, framework="jax", mesh=mesh, shardings=P("x", "y"), report=report)
+    options: dict[str, Any] = {"mesh": mesh, "shardings": P("x", "y"), "report": report}
+    loaded = mfload.load(path, framework="jax", **options)
     assert report.aliased_share == 1.0
     assert mfload.live_bytes() >= sum(array.nbytes for array in MODEL.values())
     kept = loaded["w"]
     del loaded
+    assert mfload.live_bytes() > 0
+    del kept
+    assert mfload.live_bytes() == 0
+    kept = mfload.load(path, framework="jax", **options)["w"]
     assert samples.same(np.asarray(kept), MODEL["w"])
     del kept
-    assert left(garbage=True) == 0
+    # JAX 0.11 lets go of what NumPy was given in a collection only.
+    assert left() == 0
 
 
 def test_other_kinds_of_memory_are_landed_in(path: Path) -> None:
@@ -151,7 +157,7 @@ def test_what_has_to_be_copied_comes_in_waves(tmp_path: Path) -> None:
     report = mfload.Report()
     loaded = mfload.load(path, framework="jax", report=report, **options)
     assert any("waves" in note for note in report.notes)
-    assert left(garbage=True) == 0
+    assert mfload.live_bytes() == 0
     # While a tensor waits to be copied, what it becomes is not there yet.
     assert report.peak_bytes - (1 << 20) <= preview.peak_bytes <= (1 << 20) + (64 << 10)
     assert report.read_bytes == preview.read_bytes == 4 << 20
