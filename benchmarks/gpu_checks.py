@@ -40,7 +40,7 @@ def _rows(dtype: str) -> list[Row]:
     return [Row(f"{dtype}.{i}", dtype, shape) for i, shape in enumerate(shapes)]
 
 
-def all_dtypes(given: Given, framework: str, engine: str, landing: str) -> str:
+def all_dtypes(given: Given, framework: str, engine: str, allocator: str) -> str:
     """Every dtype, bit for bit: at the address, and as the framework fetches it."""
     given.try_engine(framework, engine)
 
@@ -48,7 +48,7 @@ def all_dtypes(given: Given, framework: str, engine: str, landing: str) -> str:
         number = list(dtypes.TABLE).index(dtype)
         path = given.folder / f"{dtype}.safetensors"
         stored = write(path, _rows(dtype), number, number)
-        arrays = given.load(path, framework, engine=engine, landing=landing)
+        arrays = given.load(path, framework, engine=engine, allocator=allocator)
         for name, data in stored.items():
             if not _equal(given, framework, path, name, arrays[name], data):
                 raise AssertionError(f"{name} {arrays[name].shape}: other bits than the file's")
@@ -92,23 +92,23 @@ def _equal(given: Given, framework: str, path: Path, name: str, array: Any, data
     return got is not None and got == fetched(framework, host)
 
 
-def alignment(given: Given, framework: str, landing: str) -> str:
+def alignment(given: Given, framework: str, allocator: str) -> str:
     """Addresses of arrays from files whose data starts anywhere, and computing with them."""
     least = 1 << 20
     for pad in _PADS:
         path = given.folder / f"{pad}.safetensors"
         rows = [Row("odd", "U8", (13,)), Row("half", "F16", (7,)), Row("w", "F32", (1001,))]
         write(path, rows, pad, pad)
-        arrays = given.load(path, framework, landing=landing)
+        arrays = given.load(path, framework, allocator=allocator)
         for address, nbytes in gpu_memory.spans(framework, arrays):
             if nbytes:
                 least = min(least, address & -address)
-    if given.gpu and landing == "mfload" and least < 256:
+    if given.gpu and allocator == "mfload" and least < 256:
         raise AssertionError(f"an array lies on a boundary of {least} bytes, not 256")
     for pad in _PADS:
         small = given.folder / f"{pad}.floats.safetensors"
         values = floats(small, 3, 1 + pad, pad)
-        found = doubled(framework, given.load(small, framework, landing=landing))
+        found = doubled(framework, given.load(small, framework, allocator=allocator))
         bad = wrong(found, {name: value + value for name, value in values.items()})
         if bad:
             raise AssertionError(f"header + {pad}: wrong sums of {', '.join(bad)}")
@@ -137,13 +137,13 @@ def conversion(given: Given, framework: str) -> str:
     return _each(pairs, one)
 
 
-def donation(given: Given, landing: str) -> str:
+def donation(given: Given, allocator: str) -> str:
     """Arrays given to a jitted function that may write into them."""
     import jax
 
     path = given.folder / "donated.safetensors"
     values = floats(path, 3, 100_003, 1)
-    arrays = given.load(path, "jax", landing=landing)
+    arrays = given.load(path, "jax", allocator=allocator)
     places = dict(zip(arrays, gpu_memory.spans("jax", arrays), strict=True))
     step: Any = jax.jit(lambda array: array * 3, donate_argnums=0)
     kept: list[bool] = []
@@ -152,7 +152,7 @@ def donation(given: Given, landing: str) -> str:
         if np.asarray(out).tobytes() != (value * np.float32(3)).tobytes():
             raise AssertionError(f"{name}: wrong after donation")
         kept.append(out.unsafe_buffer_pointer() == places[name][0])
-    if landing == "framework" and not all(kept):
+    if allocator == "framework" and not all(kept):
         raise AssertionError("XLA did not take the memory over")
     return "memory taken over" if all(kept) else "values right, memory not taken over"
 
@@ -201,9 +201,9 @@ def names(frameworks: list[str], engines: tuple[str, ...], *, gpu: bool) -> list
     found: list[str] = []
     for framework, engine in product(frameworks, engines):
         known = landings(framework)
-        found += [f"dtypes/{framework}/{engine}/{landing}" for landing in known]
+        found += [f"dtypes/{framework}/{engine}/{allocator}" for allocator in known]
         if engine == engines[0]:
-            found += [f"alignment/{framework}/{landing}" for landing in known]
+            found += [f"alignment/{framework}/{allocator}" for allocator in known]
             found.append(f"conversion/{framework}")
     if "jax" in frameworks:
         found += ["donation/framework", "donation/mfload", "mesh"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from mfload.devices.asking import Answer, ask
+from mfload.io.subprocess_probe import Answer, ask
 
 _SMI = {
     "driver_version": "driver",
@@ -33,7 +33,7 @@ def look() -> dict[str, Any] | str:
     """
     # Run from the source tree, mfload may not be installed: the probe has to be told where it is.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    found = ask("mfload.checkup.probe_cuda", timeout=_TIMEOUT, environment={"PYTHONPATH": path})
+    found = ask("mfload.diagnostics.probe_cuda", timeout=_TIMEOUT, environment={"PYTHONPATH": path})
     return _judged(found)
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import HOST
 from mfload import dtypes
-from mfload.checkup import probe_cupy
+from mfload.diagnostics import probe_cupy
 
 
 def landings(framework: str) -> tuple[str, ...]:
-    """What is asked for as `landing=`."""
+    """What is asked for as `allocator=`."""
     return ("mfload",) if framework == "numpy" else ("mfload", "framework")
 
 

@@ -19,20 +19,20 @@ class Peer(NamedTuple):
     Attributes:
         label: What it is called in tables and plots.
         framework: Whose arrays it gives.
-        needs: A module that must be there beside the framework.
+        requests: A module that must be there beside the framework.
         load: Loads files onto a device; also gives what keeps the arrays valid.
         host: Whether it can also load into host memory.
     """
 
     label: str
     framework: str
-    needs: str
+    requests: str
     load: Callable[[Sequence[str], str], tuple[Arrays, object]]
     host: bool = True
 
     def why_not(self, device: str) -> str | None:
         """Why it can't be measured, None where it can."""
-        missing = [name for name in (self.framework, self.needs) if find_spec(name) is None]
+        missing = [name for name in (self.framework, self.requests) if find_spec(name) is None]
         if missing:
             return f"not installed: {', '.join(missing)}"
         if device == HOST and not self.host:

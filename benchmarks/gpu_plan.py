@@ -93,10 +93,10 @@ class Plan:
     def _others(self) -> list[str]:
         engines = (self._engine, *(("gds",) if self._gds else ()))
         ways = [
-            Way(framework, engine, landing).name
+            Way(framework, engine, allocator).name
             for framework in self._frameworks
             for engine in engines
-            for landing in landings(framework)
+            for allocator in landings(framework)
         ]
         # XLA compiles for the shapes of a checkpoint when they come up first.
         ways += [Way("jax", self._engine, each, again=1).name for each in landings("jax")]

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from mfload.devices import paths, staged
-from mfload.devices.cupy_device import CupyDevice
-from mfload.devices.ways import Ways
-from mfload.io.blocks import Block, Segment, Slot
+from mfload.cuda import paths, staged
+from mfload.cuda.copies import Ways
+from mfload.cuda.cupy_device import CupyDevice
+from mfload.planning.blocks import Block, Segment, Slot
 
 ROUNDS = 9
 SLOTS = 2, 4, 8, 16

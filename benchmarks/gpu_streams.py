@@ -16,7 +16,7 @@ _BUSY = 600_000_000
 """Cycles that a stream is kept busy: a third of a second or so."""
 
 
-def streams(given: Given, framework: str, landing: str) -> str:
+def streams(given: Given, framework: str, allocator: str) -> str:
     """Loads while the consumer's stream is busy; uses, frees and loads again at once."""
     busy = {"torch": _torch, "jax": _jax, "cupy": _cupy}[framework]
     first, second = given.folder / "1.safetensors", given.folder / "2.safetensors"
@@ -25,7 +25,7 @@ def streams(given: Given, framework: str, landing: str) -> str:
     rounds = 4 if given.gpu else 2
 
     def load(number: int) -> dict[str, Any]:
-        return given.load(paths[number], framework, landing=landing)
+        return given.load(paths[number], framework, allocator=allocator)
 
     for turn in range(rounds):
         for number, found in busy(given, load):
@@ -119,8 +119,8 @@ def _cupy(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
 def names(frameworks: list[str]) -> list[str]:
     """The trials of this module, by name."""
     return [
-        f"streams/{framework}/{landing}"
+        f"streams/{framework}/{allocator}"
         for framework in frameworks
         if framework != "numpy"
-        for landing in landings(framework)
+        for allocator in landings(framework)
     ]

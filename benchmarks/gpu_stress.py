@@ -64,11 +64,11 @@ def lifetime(given: Given, framework: str, engine: str) -> str:
     return "; ".join(said)
 
 
-def _lifetime(given: Given, path: Path, framework: str, engine: str, landing: str) -> str:
+def _lifetime(given: Given, path: Path, framework: str, engine: str, allocator: str) -> str:
     import mfload
 
     def once() -> int:
-        arrays = given.load(path, framework, engine=engine, landing=landing)
+        arrays = given.load(path, framework, engine=engine, allocator=allocator)
         held = mfload.live_bytes()
         gpu_memory.synchronize(framework, arrays, given.device)
         arrays.clear()
@@ -77,9 +77,9 @@ def _lifetime(given: Given, path: Path, framework: str, engine: str, landing: st
     once()  # Contexts, kernels and pools are there afterwards.
     before = _free(given)
     most = max(once() for _ in range(6))
-    lost = _given_back(given, before, f"six loads into memory of {landing}")
+    lost = _given_back(given, before, f"six loads into memory of {allocator}")
     return (
-        f"{landing}: {most / MIB:.0f} MiB held while arrays lived, 0 after; "
+        f"{allocator}: {most / MIB:.0f} MiB held while arrays lived, 0 after; "
         f"the device lacks {lost} bytes"
     )
 
@@ -186,7 +186,7 @@ def overhead(given: Given, framework: str, engine: str) -> str:
     limit = 64 * MIB
     report = mfload.Report()
     arrays = given.load(
-        path, framework, engine=engine, landing="mfload", dtype="bfloat16",
+        path, framework, engine=engine, allocator="mfload", dtype="bfloat16",
         max_device_overhead=limit, report=report,
     )  # fmt: skip
     del arrays

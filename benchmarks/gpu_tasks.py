@@ -29,7 +29,7 @@ class Way(NamedTuple):
     Attributes:
         framework: Of the arrays.
         engine: What is asked for.
-        landing: What is asked for.
+        allocator: What is asked for.
         slot: MiB of a slot of the ring, the default where None.
         depth: Slots a reader, likewise.
         threads: Readers, likewise.
@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
     framework: str
     engine: str = "auto"
-    landing: str = "auto"
+    allocator: str = "auto"
     slot: int | None = None
     depth: int | None = None
     threads: int | None = None
@@ -51,7 +51,7 @@ class Way(NamedTuple):
             "slot": self.slot, "depth": self.depth, "threads": self.threads, "again": self.again
         }  # fmt: skip
         given = ",".join(f"{key}={value}" for key, value in varied.items() if value is not None)
-        parts = ["mfload", self.framework, self.engine, self.landing]
+        parts = ["mfload", self.framework, self.engine, self.allocator]
         return ":".join([*parts, given] if given else parts)
 
     @property
@@ -59,7 +59,7 @@ class Way(NamedTuple):
         """What it is called in tables and plots."""
         parts = [f"mfload → {self.framework}"]
         parts += [] if self.engine == "auto" else [f"engine {self.engine}"]
-        parts += [] if self.landing == "auto" else [f"landing {self.landing}"]
+        parts += [] if self.allocator == "auto" else [f"landing {self.allocator}"]
         parts += [] if self.slot is None else [f"slots of {self.slot} MiB"]
         parts += [] if self.depth is None else [f"{_many(self.depth, 'slot')} a reader"]
         parts += [] if self.threads is None else [_many(self.threads, "reader")]
@@ -73,9 +73,9 @@ def _many(count: int, what: str) -> str:
 
 def way(name: str) -> Way:
     """The way of a name."""
-    _, framework, engine, landing, *rest = name.split(":")
+    _, framework, engine, allocator, *rest = name.split(":")
     varied = dict(pair.split("=") for part in rest for pair in part.split(","))
-    return Way(framework, engine, landing, **{key: int(value) for key, value in varied.items()})
+    return Way(framework, engine, allocator, **{key: int(value) for key, value in varied.items()})
 
 
 def is_ours(name: str) -> bool:
@@ -113,10 +113,10 @@ def _vary(ours: Way) -> dict[str, int]:
     """Sets what the ring is made of, for this process; gives what to tell mfload beside it."""
     if ours.slot is ours.depth is ours.threads is None:
         return {}
-    slot = _set("mfload.devices.slots", "SLOT", ours.slot and ours.slot * MIB)
-    depth = _set("mfload.devices.slots", "DEPTH", ours.depth)
+    slot = _set("mfload.cuda.slots", "SLOT", ours.slot and ours.slot * MIB)
+    depth = _set("mfload.cuda.slots", "DEPTH", ours.depth)
     # Or slots would be smaller for a small checkpoint, and smaller still where they are many.
-    _set("mfload.overheads", "_LEAST_SLOT", slot)
+    _set("mfload.loading.overheads", "_LEAST_SLOT", slot)
     return {"max_host_overhead": (ours.threads or _READERS) * depth * (slot + MIB)}
 
 
@@ -132,7 +132,7 @@ def _set(module: str, name: str, value: int | None) -> int:
 
 def _given(ours: Way, device: str) -> dict[str, Any]:
     """What mfload is told."""
-    given = {"framework": ours.framework, "engine": ours.engine, "landing": ours.landing}
+    given = {"framework": ours.framework, "engine": ours.engine, "allocator": ours.allocator}
     on = {} if ours.framework == "numpy" else {"device": device}
     return {**given, **on, "threads": ours.threads, **_vary(ours)}
 

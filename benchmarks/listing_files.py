@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mfload import dtypes
 from mfload.bench.extents import Extent
 from mfload.bench.subject import Subject
-from mfload.formats import layout
+from mfload.saving import layout
 
 _WIDE = 25_600
 """Columns of a tensor of 52 MB."""

@@ -36,7 +36,7 @@ def _mfload_plan(job: Job) -> list[Row]:
     import mfload
 
     places = mfload.plan(job["path"]).plan.places
-    infos = [place.need.info for place in places]
+    infos = [place.request.info for place in places]
     return [(info.name, info.dtype.name, info.shape) for info in infos]
 
 

@@ -119,11 +119,11 @@ else:
 # %% [markdown]
 # ## Arrays that JAX may give away
 #
-# `landing="framework"` fills memory of JAX's own allocator. The first step that donates its
+# `allocator="framework"` fills memory of JAX's own allocator. The first step that donates its
 # parameters then writes its result where they lay.
 
 # %%
-own = mfload.load(path, framework="jax", mesh=mesh, shardings=shardings, landing="framework")
+own = mfload.load(path, framework="jax", mesh=mesh, shardings=shardings, allocator="framework")
 where = [s.data.unsafe_buffer_pointer() for s in own["embed.weight"].addressable_shards]
 halved = jax.jit(lambda tree: jax.tree.map(lambda x: x / 2, tree), donate_argnums=0)(own)
 again = [s.data.unsafe_buffer_pointer() for s in halved["embed.weight"].addressable_shards]

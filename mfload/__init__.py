@@ -10,48 +10,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload import errors
-    from mfload.aligning.align import Aligned, align
     from mfload.api import abstract, load, open, plan, save
-    from mfload.checks.comparing import diff
-    from mfload.checks.difference import Difference
-    from mfload.checks.manifest import Manifest
-    from mfload.checks.verification import Verification
-    from mfload.checks.verifying import verify
-    from mfload.checkup.diagnose import doctor
-    from mfload.checkup.diagnosis import Diagnosis
-    from mfload.devices.live import live_bytes
+    from mfload.checking.align import Aligned, align
+    from mfload.checking.comparing import diff
+    from mfload.checking.difference import Difference
+    from mfload.checking.manifest import Manifest
+    from mfload.checking.verification import Verification
+    from mfload.checking.verifying import verify
+    from mfload.cuda.live import live_bytes
+    from mfload.diagnostics.diagnosis import Diagnosis
+    from mfload.diagnostics.doctor import doctor
     from mfload.errors import MfloadError
-    from mfload.into.load_into import load_into
-    from mfload.mapping import rule
     from mfload.packed import unpack
     from mfload.report import Report
     from mfload.saving.save import Saved
+    from mfload.trees import rule
+    from mfload.trees.load_into import load_into
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Aligned": "mfload.aligning.align",
-    "Diagnosis": "mfload.checkup.diagnosis",
-    "Difference": "mfload.checks.difference",
-    "Manifest": "mfload.checks.manifest",
+    "Aligned": "mfload.checking.align",
+    "Diagnosis": "mfload.diagnostics.diagnosis",
+    "Difference": "mfload.checking.difference",
+    "Manifest": "mfload.checking.manifest",
     "MfloadError": "mfload.errors",
     "Report": "mfload.report",
     "Saved": "mfload.saving.save",
-    "Verification": "mfload.checks.verification",
+    "Verification": "mfload.checking.verification",
     "abstract": "mfload.api",
-    "align": "mfload.aligning.align",
-    "diff": "mfload.checks.comparing",
-    "doctor": "mfload.checkup.diagnose",
+    "align": "mfload.checking.align",
+    "diff": "mfload.checking.comparing",
+    "doctor": "mfload.diagnostics.doctor",
     "errors": "mfload.errors",
-    "live_bytes": "mfload.devices.live",
+    "live_bytes": "mfload.cuda.live",
     "load": "mfload.api",
-    "load_into": "mfload.into.load_into",
+    "load_into": "mfload.trees.load_into",
     "open": "mfload.api",
     "plan": "mfload.api",
-    "rule": "mfload.mapping",
+    "rule": "mfload.trees",
     "save": "mfload.api",
     "unpack": "mfload.packed",
-    "verify": "mfload.checks.verifying",
+    "verify": "mfload.checking.verifying",
 }
 
 __all__ = [

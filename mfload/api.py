@@ -8,27 +8,27 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mfload import errors, frameworks, mapping
-from mfload.checks.checking import Check
-from mfload.checks.manifest import Manifest
+from mfload import errors, frameworks, trees
+from mfload.checking.manifest import Manifest
+from mfload.checking.observer import Check
+from mfload.deadline import Deadline
 from mfload.formats import checkpoint
+from mfload.gc_paused import collector_paused
 from mfload.index import Index
-from mfload.io.deadline import Deadline
 from mfload.io.route import EngineName
-from mfload.io.source import LocalFile
-from mfload.lazy import LazyCheckpoint
-from mfload.loading import Loader
-from mfload.mapping import Dtypes, Names
-from mfload.pause import collector_paused
-from mfload.placement import Need
-from mfload.preview import Preview
+from mfload.loading.lazy import LazyCheckpoint
+from mfload.loading.session import Loader
+from mfload.mesh import load as sharded
+from mfload.mesh.load import Chosen, MeshArguments
+from mfload.options import Exchange, Landing, Options, Unmatched
+from mfload.planning.preview import Preview
+from mfload.planning.requests import Request
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.saving import save as saving
 from mfload.saving.save import Saved
-from mfload.settings import Exchange, Landing, Settings, Unmatched
-from mfload.sharding import load as sharded
-from mfload.sharding.load import Chosen, Request
+from mfload.sources.local import LocalFile
+from mfload.trees import Dtypes, Names
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -45,7 +45,7 @@ def load(
     unmatched: Unmatched = "replicate",
     exchange: Exchange = "auto",
     engine: EngineName = "auto",
-    landing: Landing = "auto",
+    allocator: Landing = "auto",
     max_host_overhead: int | None = None,
     max_device_overhead: int | None = None,
     threads: int | None = None,
@@ -94,7 +94,7 @@ def load(
             say how pinned reads, and "auto" takes gds where it was seen to be real and the page
             cache does not hold the file, else pinned. With "mmap" the framework copies from the
             map to the device.
-        landing: Whose allocator holds the arrays: "mfload", "framework" (arrays that JAX can
+        allocator: Whose allocator holds the arrays: "mfload", "framework" (arrays that JAX can
             donate), or "auto", which is mfload's on the host. On a CUDA device it is XLA's pool
             for JAX, where a small load was seen to work there, the framework's own for TensorFlow
             and Paddle, and mfload's for PyTorch and CuPy.
@@ -132,38 +132,38 @@ def load(
     if mesh is not None or shardings is not None:
 
         def choose() -> Chosen:
-            settings = Settings(
-                engine, landing, max_host_overhead, max_device_overhead, threads, deadline
+            options = Options(
+                engine, allocator, max_host_overhead, max_device_overhead, threads, deadline
             )
-            return _choose(path, names, dtype, settings)
+            return _choose(path, names, dtype, options)
 
         return sharded.load(
             choose,
-            Request(mesh, shardings, unmatched, exchange),
+            MeshArguments(mesh, shardings, unmatched, exchange),
             deadline,
             report=report,
             progress=progress,
             check=None if verify is None else lambda index, infos: Check(verify, index, infos),
             wrong=wrong,
         )
-    settings = Settings(engine, landing, max_host_overhead, max_device_overhead, threads, deadline)
+    options = Options(engine, allocator, max_host_overhead, max_device_overhead, threads, deadline)
     with collector_paused():
         index, sources = _read_index(path, deadline)
-        needs = _needs(index, names, dtype)
+        requests = _needs(index, names, dtype)
     headers = time.perf_counter() - start
     start = time.perf_counter()
     adapter = frameworks.get(framework, device)
-    loader = Loader(index, sources, adapter, settings)
-    check = None if verify is None else Check(verify, index, [need.info for need in needs])
+    loader = Loader(index, sources, adapter, options)
+    check = None if verify is None else Check(verify, index, [request.info for request in requests])
     if report is not None:
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
-    total = sum(need.info.nbytes for need in needs)
+    total = sum(request.info.nbytes for request in requests)
     with shown(progress, total) as advance:
-        witness = None if check is None else check.witness
-        arrays = loader.load(needs, report=report, advance=advance, witness=witness)
+        observer = None if check is None else check.observer
+        arrays = loader.load(requests, report=report, advance=advance, observer=observer)
     if check is not None:
         check.settle(arrays, report)
-    return dict(zip([need.info.name for need in needs], arrays, strict=True))
+    return dict(zip([request.info.name for request in requests], arrays, strict=True))
 
 
 def open(
@@ -193,7 +193,7 @@ def open(
     Raises:
         MfloadError: As `load` does.
     """
-    Settings(engine, threads=threads)
+    Options(engine, threads=threads)
     with collector_paused():
         index, sources = _read_index(path, Deadline(timeout))
     adapter = frameworks.get(framework, device)
@@ -214,7 +214,7 @@ def plan(
     unmatched: Unmatched = "replicate",
     exchange: Exchange = "auto",
     engine: EngineName = "auto",
-    landing: Landing = "auto",
+    allocator: Landing = "auto",
     max_host_overhead: int | None = None,
     max_device_overhead: int | None = None,
     threads: int | None = None,
@@ -232,15 +232,15 @@ def plan(
         MfloadError: As `load` does.
     """
     deadline = Deadline(timeout)
-    settings = Settings(engine, landing, max_host_overhead, max_device_overhead, threads, deadline)
+    options = Options(engine, allocator, max_host_overhead, max_device_overhead, threads, deadline)
     # What nobody says is "numpy" too.
     whose = framework if framework != "numpy" or (mesh is None and shardings is None) else "jax"
     _check(whose, device, mesh, shardings, unmatched, exchange)
     if mesh is not None or shardings is not None:
-        request = Request(mesh, shardings, unmatched, exchange)
-        return sharded.preview(_choose(path, names, dtype, settings), request)
+        arguments = MeshArguments(mesh, shardings, unmatched, exchange)
+        return sharded.preview(_choose(path, names, dtype, options), arguments)
     index, sources = _read_index(path, deadline)
-    loader = Loader(index, sources, frameworks.get(framework, device), settings)
+    loader = Loader(index, sources, frameworks.get(framework, device), options)
     return loader.preview(_needs(index, names, dtype))
 
 
@@ -275,10 +275,10 @@ def abstract(
         MfloadError: As `load` does.
     """
     _check("jax", None, mesh, shardings, unmatched, "auto")
-    chosen = _choose(path, names, dtype, Settings(deadline=Deadline(timeout)))
+    chosen = _choose(path, names, dtype, Options(deadline=Deadline(timeout)))
     if mesh is None and shardings is None:
         return sharded.abstract(chosen, None)
-    return sharded.abstract(chosen, Request(mesh, shardings, unmatched, "auto"))
+    return sharded.abstract(chosen, MeshArguments(mesh, shardings, unmatched, "auto"))
 
 
 def save(
@@ -360,9 +360,9 @@ def _check(
         )
 
 
-def _choose(path: Path, names: Names, dtype: Dtypes, settings: Settings) -> Chosen:
-    index, sources = _read_index(path, settings.deadline)
-    return Chosen(index, sources, _needs(index, names, dtype), settings)
+def _choose(path: Path, names: Names, dtype: Dtypes, options: Options) -> Chosen:
+    index, sources = _read_index(path, options.deadline)
+    return Chosen(index, sources, _needs(index, names, dtype), options)
 
 
 def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:
@@ -372,12 +372,12 @@ def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]
     )
 
 
-def _needs(index: Index, names: Names, dtype: Dtypes) -> list[Need]:
+def _needs(index: Index, names: Names, dtype: Dtypes) -> list[Request]:
     if dtype is None:
-        return [Need(info, info.dtype) for info in mapping.select(index, names)]
-    needs: list[Need] = []
-    for info in mapping.select(index, names):
+        return [Request(info, info.dtype) for info in trees.select(index, names)]
+    requests: list[Request] = []
+    for info in trees.select(index, names):
         with errors.about(file=index.files[info.pieces[0].source]):
-            wanted, checked = mapping.target(info, dtype)
-        needs.append(Need(info, wanted, None, checked))
-    return needs
+            wanted, checked = trees.target(info, dtype)
+        requests.append(Request(info, wanted, None, checked))
+    return requests

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mfload.devices.memory import DeviceBuffer
+from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import DType
 
 CPU = 1

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from mfload.io import allotting
+from mfload.saving import allotting
 
 CALLS = ("open", "pwritev", "fsync", "link", "replace", "unlink", "fchmod")
 

@@ -30,8 +30,8 @@ def main() -> int:
     """The exit status, 1 where a suite failed; tells of those, and of what was left out."""
     told: list[str] = []
     failed = 0
-    for suite, needs in NEEDS.items():
-        missing = [name for name in needs if find_spec(name) is None]
+    for suite, requests in NEEDS.items():
+        missing = [name for name in requests if find_spec(name) is None]
         if missing:
             told.append(f"{suite}: SKIPPED, not installed: {', '.join(missing)}")
             continue

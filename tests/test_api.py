@@ -142,7 +142,7 @@ def test_what_would_lose_values_has_to_be_asked_for_by_name(tmp_path: Path) -> N
     ("option", "value"),
     [
         ("engine", "fast"), ("engine", ""), ("engine", None), ("engine", 3),
-        ("landing", "elsewhere"), ("landing", None),
+        ("allocator", "elsewhere"), ("allocator", None),
         ("threads", 0), ("threads", -1), ("threads", 1.5), ("threads", "2"), ("threads", True),
         ("timeout", 0), ("timeout", -1), ("timeout", float("nan")), ("timeout", "1"),
         ("max_host_overhead", -1), ("max_host_overhead", 1), ("max_host_overhead", "1G"),
@@ -202,7 +202,7 @@ def test_open_and_plan_know_the_arguments_of_load() -> None:
         (
             mfload.open,
             shown
-            | {"names", "dtype", "landing", "max_host_overhead", "max_device_overhead"}
+            | {"names", "dtype", "allocator", "max_host_overhead", "max_device_overhead"}
             | {"mesh", "shardings", "unmatched", "exchange"},
         ),
     ):

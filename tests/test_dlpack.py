@@ -15,7 +15,7 @@ from devices.fake import FakeDevice
 from hypothesis import given, strategies as st
 
 from mfload import dlpack
-from mfload.devices import memory
+from mfload.cuda import memory
 from mfload.dlpack import View, capsule, data_address
 from mfload.dtypes import TABLE
 from mfload.io import buffers

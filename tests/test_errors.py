@@ -242,7 +242,7 @@ VALUES: list[Any] = [
     re.compile(b"x"), re.compile("a"), range(3), (0, 0), (0, 0, 0), (True,), ..., (..., ...),
     object(), slice(None), slice("x"), slice(None, None, 0), slice(2**70),
 ]  # fmt: skip
-ARGUMENTS = ["framework", "device", "names", "dtype", "engine", "landing", "max_host_overhead",
+ARGUMENTS = ["framework", "device", "names", "dtype", "engine", "allocator", "max_host_overhead",
              "threads", "timeout"]  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def _documented() -> list[Any]:
         if inspect.ismodule(thing):
             continue
         found.append(pytest.param(thing, id=name))
-    opened = importlib.import_module("mfload.lazy")
+    opened = importlib.import_module("mfload.loading.lazy")
     for kind in (opened.LazyCheckpoint, opened.TensorSlice):
         for name, method in vars(kind).items():
             if callable(method) and (not name.startswith("_") or name == "__getitem__"):

@@ -17,8 +17,8 @@ import samples
 from safetensors.numpy import save_file
 
 import mfload
-from mfload import dtypes, errors, frameworks, settings
-from mfload.frameworks.adapter import Form
+from mfload import dtypes, errors, frameworks
+from mfload.frameworks.base import Form
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.io import buffers, probes
 
@@ -56,7 +56,7 @@ def test_memory_beside_the_result_is_bounded(
     loaded = mfload.load(large, framework="numpy", report=report, **options)
     held = sum(spec.nbytes for spec in preview.plan.buffers)
     assert report.peak_bytes - held <= preview.overhead_bytes
-    assert preview.overhead_bytes <= (limit or settings.OVERHEAD)
+    assert preview.overhead_bytes <= (limit or options.OVERHEAD)
     # What is held for the result is the result, and a page at most for each tensor.
     assert 0 <= held - report.result_bytes <= 4096 * len(loaded)
     if dtype is None:
@@ -126,7 +126,7 @@ def test_a_failure_in_a_late_wave_leaves_nothing(
 
 
 def test_landing_in_memory_of_the_framework(path: Path) -> None:
-    loaded = mfload.load(path, framework="numpy", landing="framework", dtype={"layer.1": "int32"})
+    loaded = mfload.load(path, framework="numpy", allocator="framework", dtype={"layer.1": "int32"})
     assert mfload.live_bytes() == 0
     samples.assert_same(loaded, {**MODEL, "layer.1.q": MODEL["layer.1.q"].astype(np.int32)})
     assert all(array.flags.writeable for array in loaded.values())
@@ -141,7 +141,7 @@ def test_what_has_no_type_lands_with_us_and_says_so(
         [("f4", "F4", (4, 6), bytes(range(12))), ("u8", "U8", (5,), bytes(range(5)))],
     )
     report = mfload.Report()
-    loaded = mfload.load(path, framework="numpy", landing="framework", report=report)
+    loaded = mfload.load(path, framework="numpy", allocator="framework", report=report)
     assert len(report.notes) == 1
     assert "1 tensors land in mfload's memory: numpy" in report.notes[0]
     assert loaded["f4"].tobytes() == bytes(range(12))
@@ -287,7 +287,7 @@ def test_a_load_in_waves_that_does_not_fit_never_begins(
 
     asked: list[int] = []
     monkeypatch.setattr(frameworks, "get", lambda *_: Half())
-    monkeypatch.setattr("mfload.rooms.check_host", asked.append)
+    monkeypatch.setattr("mfload.loading.rooms.check_host", asked.append)
     copied = [a.nbytes for a in MODEL.values() if a.dtype != np.float32]
     mfload.load(path, framework="numpy", max_host_overhead=max(copied))
     assert asked[0] == sum(array.nbytes for array in MODEL.values())

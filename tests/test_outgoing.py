@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as arrays
 
 from mfload import dtypes, errors, packed
 from mfload.frameworks import giving
-from mfload.frameworks.outgoing import outgoing
+from mfload.saving.export import outgoing
 
 ROOT = Path(__file__).parents[1]
 

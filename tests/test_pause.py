@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from mfload import pause
-from mfload.pause import collector_paused
+from mfload import gc_paused
+from mfload.gc_paused import collector_paused
 
 
 def test_the_collector_waits_and_goes_on() -> None:
@@ -45,7 +45,7 @@ def test_a_fork_while_another_thread_is_inside_leaves_the_child_whole(locked: bo
     def work() -> None:
         with collector_paused():
             if locked:
-                with pause._lock:
+                with gc_paused._lock:
                     inside.set()
                     release.wait(30)
             else:

@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mfload
-from mfload import dtypes, errors, placement
+from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
-from mfload.placement import Axis, Need
+from mfload.planning.requests import Axis, Request, Selection, select
 
 
 def _info(shape: tuple[int, ...], dtype: str = "F32") -> TensorInfo:
@@ -23,7 +23,7 @@ def _info(shape: tuple[int, ...], dtype: str = "F32") -> TensorInfo:
     return TensorInfo("w", row, shape, (Piece(0, 64, row.size_of(shape) or 0),))
 
 
-def _rebuild(shape: tuple[int, ...], selection: placement.Selection | None) -> Any:
+def _rebuild(shape: tuple[int, ...], selection: Selection | None) -> Any:
     """The elements that a selection takes, by their numbers."""
     grid = np.arange(int(np.prod(shape))).reshape(shape)
     if selection is None:
@@ -39,19 +39,19 @@ def _rebuild(shape: tuple[int, ...], selection: placement.Selection | None) -> A
 def test_a_selection_takes_what_numpy_takes(case: tuple[tuple[int, ...], Any]) -> None:
     shape, index = case
     info = _info(shape)
-    selection = placement.select(info, index)
+    selection = select(info, index)
     expected = np.arange(int(np.prod(shape))).reshape(shape)[index]
-    need = Need(info, info.dtype, selection)
-    assert need.shape == expected.shape
-    assert need.nbytes == expected.size * 4
+    request = Request(info, info.dtype, selection)
+    assert request.shape == expected.shape
+    assert request.nbytes == expected.size * 4
     assert np.array_equal(_rebuild(shape, selection), expected)
 
 
 def test_all_of_a_tensor_is_no_selection() -> None:
     for index in (..., (), slice(None), (slice(None), ...), (slice(0, 99), slice(-99, 7))):
-        assert placement.select(_info((5, 7)), index) is None
-    assert placement.select(_info(()), ()) is None
-    assert placement.select(_info((5, 7)), (slice(None, None, -1),)) == (Axis(4, 5, -1), Axis(0, 7))
+        assert select(_info((5, 7)), index) is None
+    assert select(_info(()), ()) is None
+    assert select(_info((5, 7)), (slice(None, None, -1),)) == (Axis(4, 5, -1), Axis(0, 7))
 
 
 class _One:
@@ -96,7 +96,7 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("index", REFUSED.values(), ids=REFUSED.keys())
 def test_what_does_not_fit_is_refused_by_name(index: Any) -> None:
     with pytest.raises(errors.SliceError) as info:
-        placement.select(_info((5, 7)), index)
+        select(_info((5, 7)), index)
     assert info.value.tensor == "w"
     assert "[5, 7]" in str(info.value)
     assert info.value.found == repr(index)
@@ -110,21 +110,21 @@ def test_integers_of_other_kinds_are_integers() -> None:
 
     taken = (Axis(2, 1, 1, drop=True), Axis(5, 1, 1, drop=True))
     for index in ((2, 5), (np.int64(2), np.uint8(5)), (np.array(2), Five()), (-3, -2)):
-        assert placement.select(_info((5, 7)), index) == taken
+        assert select(_info((5, 7)), index) == taken
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
 def test_packed_elements_are_taken_in_whole_blocks(dtype: str) -> None:
     block = dtypes.TABLE[dtype].elements
     info = _info((3, 4 * block), dtype)
-    taken = placement.select(info, (1, slice(block, 3 * block)))
+    taken = select(info, (1, slice(block, 3 * block)))
     assert taken is not None
-    assert Need(info, info.dtype, taken).nbytes == 2 * info.dtype.nbytes
+    assert Request(info, info.dtype, taken).nbytes == 2 * info.dtype.nbytes
     for last in (0, slice(1, block + 1), slice(0, block + 1), slice(0, 4 * block, 2)):
         with pytest.raises(errors.SliceError, match="whole blocks"):
-            placement.select(info, (slice(None), last))
+            select(info, (slice(None), last))
     with pytest.raises(errors.SliceError, match="whole blocks"):
-        placement.select(_info((2 * block, 3), dtype), 0)
+        select(_info((2 * block, 3), dtype), 0)
 
 
 # What safetensors.safe_open's slices take, mfload's take to the same result; what they refuse,

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mfload import arrangement, dtypes, placement, planning
+from mfload import dtypes
 from mfload.index import Piece, TensorInfo
-from mfload.io.blocks import Costs
 from mfload.io.pread import place as put
-from mfload.placement import Need
+from mfload.planning import layout, planner
+from mfload.planning.blocks import Costs
+from mfload.planning.requests import Request, select
 
 _STORED = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F4", "F6_E2M3"]
 _TARGETS = {"I16": ["I32", "F32"], "F32": ["F64", "BF16"], "BF16": ["F32"], "BOOL": ["U8"]}
@@ -29,7 +30,7 @@ class Case:
     """Needs of files in memory, the options of a plan, and what must come out."""
 
     files: list[bytes]
-    needs: list[Need]
+    requests: list[Request]
     expected: list[bytes]
     options: dict[str, Any]
 
@@ -85,13 +86,13 @@ def cases(draw: Any) -> Case:
             rows.append((info, array))
             data += raw
         files.append(data + draw(st.binary(max_size=9)))
-    needs: list[Need] = []
+    requests: list[Request] = []
     expected: list[bytes] = []
     for info, array in draw(st.lists(st.sampled_from(rows), min_size=0, max_size=8)):
         index = _index(draw, info.shape, info.dtype.elements)
         target = draw(st.sampled_from([info.dtype.name, *_TARGETS.get(info.dtype.name, [])]))
         dtype = dtypes.TABLE[target]
-        needs.append(Need(info, dtype, placement.select(info, index)))
+        requests.append(Request(info, dtype, select(info, index)))
         taken = _cut(array, index, info.dtype.elements)
         if dtype is not info.dtype:
             with np.errstate(all="ignore"):
@@ -104,7 +105,7 @@ def cases(draw: Any) -> Case:
         "separate": frozenset(draw(st.sets(st.integers(0, 8)))),
         "mapped": {n: len(files[n]) for n in mapped},
     }
-    return Case(files, needs, expected, options)
+    return Case(files, requests, expected, options)
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Done:
     writes: list[Any]
 
 
-def carry_out(plan: planning.Plan, files: list[bytes]) -> Done:
+def carry_out(plan: planner.Plan, files: list[bytes]) -> Done:
     """A reader that knows no system calls."""
     done = Done([], [])
     for spec in plan.buffers:
@@ -142,12 +143,12 @@ def carry_out(plan: planning.Plan, files: list[bytes]) -> Done:
 @given(cases())
 @settings(max_examples=300)
 def test_a_plan_gives_what_numpy_gives_and_writes_each_byte_once(case: Case) -> None:
-    plan = planning.make(case.needs, **case.options)
+    plan = planner.make(case.requests, **case.options)
     done = carry_out(plan, case.files)
     covered = [np.zeros_like(writes) for writes in done.writes]
-    for (need, buffer, at), expected in zip(plan.places, case.expected, strict=True):
-        assert done.memory[buffer][at : at + need.nbytes].tobytes() == expected
-        covered[buffer][at : at + need.nbytes] += 1
+    for (request, buffer, at), expected in zip(plan.places, case.expected, strict=True):
+        assert done.memory[buffer][at : at + request.nbytes].tobytes() == expected
+        covered[buffer][at : at + request.nbytes] += 1
     for spec, writes, cover in zip(plan.buffers, done.writes, covered, strict=True):
         if spec.source is None:
             # One need a byte, one write a byte, and nothing in between.
@@ -159,7 +160,7 @@ def test_a_plan_gives_what_numpy_gives_and_writes_each_byte_once(case: Case) -> 
 
 @given(cases())
 def test_blocks_are_bounded_and_skip_long_gaps(case: Case) -> None:
-    plan = planning.make(case.needs, **case.options)
+    plan = planner.make(case.requests, **case.options)
     costs = case.options["costs"]
     for block in plan.blocks:
         assert 0 < block.nbytes <= costs.block
@@ -177,32 +178,32 @@ def test_blocks_are_bounded_and_skip_long_gaps(case: Case) -> None:
 
 @given(cases())
 def test_a_plan_is_pure(case: Case) -> None:
-    needs = list(case.needs)
+    requests = list(case.requests)
     refuse = mock.Mock(side_effect=AssertionError("a plan touched the system"))
     with mock.patch.multiple(os, open=refuse, stat=refuse, preadv=refuse, pread=refuse):
-        first = planning.make(needs, **case.options)
-        second = planning.make(needs, **case.options)
+        first = planner.make(requests, **case.options)
+        second = planner.make(requests, **case.options)
     assert first == second
-    assert needs == case.needs
+    assert requests == case.requests
 
 
 @given(cases())
 def test_alignment_is_held(case: Case) -> None:
-    for need, buffer, at in planning.make(case.needs, **case.options).places:
-        dtype = need.dtype
+    for request, buffer, at in planner.make(case.requests, **case.options).places:
+        dtype = request.dtype
         align = case.options["alignment"] or max(1, dtype.nbytes // dtype.elements)
-        assert at % align == 0, (need, buffer)
+        assert at % align == 0, (request, buffer)
 
 
 @given(cases(), st.sampled_from([5000, 9000]), st.sampled_from([1, 50]))
 def test_buffers_are_bounded_unless_one_tensor_is_larger(
     case: Case, limit: int, small: int
 ) -> None:
-    with mock.patch.multiple(arrangement, BUFFER=limit, _SMALL=small):
-        plan = planning.make(case.needs, **case.options)
+    with mock.patch.multiple(layout, BUFFER=limit, _SMALL=small):
+        plan = planner.make(case.requests, **case.options)
     held: dict[int, list[int]] = {}
-    for need, buffer, _ in plan.places:
-        held.setdefault(buffer, []).append(need.nbytes)
+    for request, buffer, _ in plan.places:
+        held.setdefault(buffer, []).append(request.nbytes)
     for number, spec in enumerate(plan.buffers):
         if spec.source is None and spec.nbytes > limit + 4096:
             # At most a page of it leads to the tensor's place.
@@ -212,26 +213,26 @@ def test_buffers_are_bounded_unless_one_tensor_is_larger(
 
 def test_a_tensor_that_overflows_a_buffer_begins_the_next() -> None:
     size = 3 << 20
-    needs = _whole([size] * 50, start=40)
-    plan = planning.make(needs, alignment=64)
-    assert [spec.nbytes <= arrangement.BUFFER for spec in plan.buffers] == [True] * 3
+    requests = _whole([size] * 50, start=40)
+    plan = planner.make(requests, alignment=64)
+    assert [spec.nbytes <= layout.BUFFER for spec in plan.buffers] == [True] * 3
     assert len({place.buffer for place in plan.places}) == 3
     # Two halves fill a buffer, wherever in a page they have to begin.
-    halves = planning.make(_whole([32 << 20] * 4, start=40), alignment=64)
+    halves = planner.make(_whole([32 << 20] * 4, start=40), alignment=64)
     assert [spec.nbytes for spec in halves.buffers] == [(64 << 20) + 40 // 64 * 64] * 2
-    large = planning.make(_whole([100, arrangement.BUFFER + 5000, 100], start=40), alignment=64)
+    large = planner.make(_whole([100, layout.BUFFER + 5000, 100], start=40), alignment=64)
     sizes = [spec.nbytes for spec in large.buffers]
     assert sizes[0] < 5000
-    assert arrangement.BUFFER + 5000 <= sizes[1] < arrangement.BUFFER + 9200
+    assert layout.BUFFER + 5000 <= sizes[1] < layout.BUFFER + 9200
 
 
-def _whole(sizes: list[int], start: int) -> list[Need]:
-    needs: list[Need] = []
+def _whole(sizes: list[int], start: int) -> list[Request]:
+    requests: list[Request] = []
     for n, size in enumerate(sizes):
         info = TensorInfo(f"t{n}", dtypes.TABLE["U8"], (size,), (Piece(0, start, size),))
-        needs.append(Need(info, info.dtype))
+        requests.append(Request(info, info.dtype))
         start += size
-    return needs
+    return requests
 
 
 @given(
@@ -242,10 +243,10 @@ def _whole(sizes: list[int], start: int) -> list[Need]:
 def test_large_tensors_lie_just_below_their_file_offset_mod_a_page(
     sizes: list[int], start: int, alignment: int | None
 ) -> None:
-    plan = planning.make(_whole(sizes, start), alignment=alignment)
-    for need, _, at in plan.places:
-        if need.nbytes >= 64 << 10:
-            difference = (at - need.info.pieces[0].offset) % 4096
+    plan = planner.make(_whole(sizes, start), alignment=alignment)
+    for request, _, at in plan.places:
+        if request.nbytes >= 64 << 10:
+            difference = (at - request.info.pieces[0].offset) % 4096
             assert difference == 0 or difference >= 4096 - 64
 
 
@@ -253,8 +254,8 @@ def test_large_tensors_lie_just_below_their_file_offset_mod_a_page(
 def test_tensors_at_the_alignment_of_their_data_start_are_one_read(
     start: int, units: list[int]
 ) -> None:
-    plan = planning.make(_whole([unit * 64 for unit in units], start * 8), alignment=64)
-    first = plan.places[0].need.info.pieces[0].offset
+    plan = planner.make(_whole([unit * 64 for unit in units], start * 8), alignment=64)
+    first = plan.places[0].request.info.pieces[0].offset
     at = first // 64 * 64
     if first % 64 == 0:
         # Where the file is as aligned as memory has to be, nothing is moved apart.
@@ -264,7 +265,7 @@ def test_tensors_at_the_alignment_of_their_data_start_are_one_read(
 
 
 @st.composite
-def slices(draw: Any) -> tuple[Need, Any, int]:
+def slices(draw: Any) -> tuple[Request, Any, int]:
     """A need of one tensor of several pages, the bytes it wants, and the file's size."""
     dtype = dtypes.TABLE[draw(st.sampled_from(["U8", "I16", "F32", "F64"]))]
     shape = draw(
@@ -282,31 +283,31 @@ def slices(draw: Any) -> tuple[Need, Any, int]:
     wanted = np.zeros(start + size, np.bool_)
     for byte in range(dtype.nbytes):
         wanted[places + byte] = True
-    return Need(info, dtype, placement.select(info, index)), wanted, start + size
+    return Request(info, dtype, select(info, index)), wanted, start + size
 
 
 @given(slices(), st.sampled_from([16 << 20, 16 << 10]))
 @settings(max_examples=200)
 def test_no_page_is_read_that_holds_nothing_asked_for(
-    case: tuple[Need, Any, int], block: int
+    case: tuple[Request, Any, int], block: int
 ) -> None:
-    need, wanted, _ = case
-    plan = planning.make([need], costs=Costs(block=block))
+    request, wanted, _ = case
+    plan = planner.make([request], costs=Costs(block=block))
     seen = np.zeros_like(wanted)
     for each in plan.blocks:
         seen[each.offset : each.offset + each.nbytes] = True
         for page in range(each.offset // 4096, -(-(each.offset + each.nbytes) // 4096)):
             assert wanted[page * 4096 : (page + 1) * 4096].any()
     assert not (wanted & ~seen).any()
-    assert plan.wanted_bytes == need.nbytes == wanted.sum()
+    assert plan.wanted_bytes == request.nbytes == wanted.sum()
     assert plan.read_bytes - plan.wanted_bytes == seen.sum() - wanted.sum()
 
 
 def test_figures_count_what_is_read_over() -> None:
-    needs = _whole([100, 50, 100], start=64)
-    plan = planning.make([needs[0], needs[2]])
+    requests = _whole([100, 50, 100], start=64)
+    plan = planner.make([requests[0], requests[2]])
     assert (plan.read_bytes, plan.wanted_bytes, plan.result_bytes) == (250, 200, 200)
-    apart = planning.make([needs[0], needs[2]], costs=Costs(merge_gap=50))
+    apart = planner.make([requests[0], requests[2]], costs=Costs(merge_gap=50))
     assert (len(apart.blocks), apart.read_bytes) == (2, 200)
     assert apart.buffer_bytes >= 200
     assert apart.mapped_bytes == 0
@@ -315,27 +316,27 @@ def test_figures_count_what_is_read_over() -> None:
 def test_neighbours_in_two_files_are_two_reads() -> None:
     # The second file's tensor begins at the byte where the first file's ends.
     ends, begins = (
-        Need(TensorInfo(name, dtypes.TABLE["U8"], (64,), (Piece(source, offset, 64),)), row)
+        Request(TensorInfo(name, dtypes.TABLE["U8"], (64,), (Piece(source, offset, 64),)), row)
         for name, source, offset, row in (
             ("ends", 0, 64, dtypes.TABLE["U8"]),
             ("begins", 1, 128, dtypes.TABLE["U8"]),
         )
     )
-    plan = planning.make([ends, begins])
+    plan = planner.make([ends, begins])
     assert plan.places[1].at == plan.places[0].at + 64
     assert [(block.source, block.offset) for block in plan.blocks] == [(0, 64), (1, 128)]
 
 
 def test_only_what_suits_a_map_is_mapped() -> None:
     first, odd, last = (
-        Need(TensorInfo(name, dtypes.TABLE["F32"], (4,), (Piece(0, offset, 16),)), dtype)
+        Request(TensorInfo(name, dtypes.TABLE["F32"], (4,), (Piece(0, offset, 16),)), dtype)
         for name, offset, dtype in (
             ("first", 64, dtypes.TABLE["F32"]),
             ("odd", 80, dtypes.TABLE["F32"]),
             ("cast", 128, dtypes.TABLE["F64"]),
         )
     )
-    plan = planning.make([first, odd, last], alignment=64, mapped={0: 144})
+    plan = planner.make([first, odd, last], alignment=64, mapped={0: 144})
     assert plan.mapped_bytes == 16
     assert plan.places[0].at == 64
     assert (plan.wanted_bytes, plan.read_bytes) == (32, 64)
@@ -343,14 +344,14 @@ def test_only_what_suits_a_map_is_mapped() -> None:
 
 
 def test_separate_needs_begin_a_buffer_each() -> None:
-    plan = planning.make(_whole([10, 20, 30], start=41), separate=frozenset({1}))
+    plan = planner.make(_whole([10, 20, 30], start=41), separate=frozenset({1}))
     place = plan.places[1]
     assert (place.at, plan.buffers[place.buffer].nbytes) == (0, 20)
     assert place.buffer not in {plan.places[0].buffer, plan.places[2].buffer}
 
 
 def test_the_tensors_of_a_block_are_named() -> None:
-    plan = planning.make(_whole([100, 50, 100], start=64), costs=Costs(block=128))
+    plan = planner.make(_whole([100, 50, 100], start=64), costs=Costs(block=128))
     assert [plan.tensors_of(block) for block in plan.blocks] == [["t0"], ["t0", "t1", "t2"], ["t2"]]
 
 
@@ -361,7 +362,7 @@ def test_bfloat16_is_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_nothing_and_empty_tensors_read_nothing(count: int) -> None:
-    plan = planning.make(_whole([0] * count, start=64))
+    plan = planner.make(_whole([0] * count, start=64))
     assert plan.blocks == ()
     assert len(plan.places) == count
     assert plan.read_bytes == plan.result_bytes == 0

@@ -13,7 +13,7 @@ import pytest
 import samples
 
 import mfload
-from mfload.io import blocks
+from mfload.planning import blocks
 from mfload.progress import shown
 
 MODEL = samples.model()
@@ -22,7 +22,7 @@ MODEL = samples.model()
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     small = blocks.Costs(block=64 << 10)
-    monkeypatch.setattr("mfload.overheads.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.loading.overheads.Costs", lambda **_: small)
     return samples.save(tmp_path / "model.safetensors", MODEL)
 
 

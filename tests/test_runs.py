@@ -7,28 +7,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mfload import dtypes, placement, runs
+from mfload import dtypes
 from mfload.index import Piece, TensorInfo
-from mfload.io.blocks import Costs, Segment
-from mfload.placement import Need
+from mfload.planning import ranges
+from mfload.planning.blocks import Costs, Segment
+from mfload.planning.requests import Request, select
 
 COSTS = Costs()
 
 
-def _need(shape: tuple[int, ...], index: Any, dtype: str = "F32", to: str | None = None) -> Need:
+def _need(shape: tuple[int, ...], index: Any, dtype: str = "F32", to: str | None = None) -> Request:
     row = dtypes.TABLE[dtype]
     info = TensorInfo("w", row, shape, (Piece(3, 1000, row.size_of(shape) or 0),))
-    return Need(info, dtypes.TABLE[to or dtype], placement.select(info, index))
+    return Request(info, dtypes.TABLE[to or dtype], select(info, index))
 
 
-def _ranges(need: Need, costs: Costs = COSTS) -> list[tuple[int, int]]:
-    return [(s.offset, s.nbytes) for _, s in runs.segments(need, 0, 0, costs)]
+def _ranges(request: Request, costs: Costs = COSTS) -> list[tuple[int, int]]:
+    return [(s.offset, s.nbytes) for _, s in ranges.segments(request, 0, 0, costs)]
 
 
 def test_a_whole_tensor_is_one_plain_segment() -> None:
-    need = _need((10, 20), ...)
-    assert list(runs.segments(need, 5, 64, COSTS)) == [(3, Segment(1000, 800, 5, 64))]
-    assert runs.contiguous(need) == 1000
+    request = _need((10, 20), ...)
+    assert list(ranges.segments(request, 5, 64, COSTS)) == [(3, Segment(1000, 800, 5, 64))]
+    assert ranges.contiguous(request) == 1000
 
 
 @pytest.mark.parametrize(
@@ -44,9 +45,9 @@ def test_a_whole_tensor_is_one_plain_segment() -> None:
     ],
 )
 def test_what_lies_together_is_contiguous(index: Any, offset: int) -> None:
-    need = _need((10, 20), index)
-    assert runs.contiguous(need) == offset
-    assert _ranges(need) == [(offset, need.nbytes)]
+    request = _need((10, 20), index)
+    assert ranges.contiguous(request) == offset
+    assert _ranges(request) == [(offset, request.nbytes)]
 
 
 @pytest.mark.parametrize(
@@ -54,35 +55,35 @@ def test_what_lies_together_is_contiguous(index: Any, offset: int) -> None:
     [slice(None, None, 2), (slice(None), slice(0, 19)), slice(None, None, -1), (slice(None), 3)],
 )
 def test_what_lies_apart_or_backwards_is_not(index: Any) -> None:
-    assert runs.contiguous(_need((10, 20), index)) is None
+    assert ranges.contiguous(_need((10, 20), index)) is None
 
 
 def test_a_conversion_is_never_contiguous() -> None:
-    need = _need((10, 20), ..., to="F64")
-    assert runs.contiguous(need) is None
-    ((_, segment),) = runs.segments(need, 0, 0, COSTS)
+    request = _need((10, 20), ..., to="F64")
+    assert ranges.contiguous(request) is None
+    ((_, segment),) = ranges.segments(request, 0, 0, COSTS)
     assert segment.copy is not None
     assert (segment.copy.source, segment.copy.target) == (np.dtype("f4"), np.dtype("f8"))
 
 
 def test_columns_far_apart_are_read_one_by_one() -> None:
     # Rows of 8 KiB: the gap between the columns is more than a page.
-    need = _need((50, 2048), (slice(None), slice(8, 16)))
-    assert _ranges(need) == [(1000 + row * 8192 + 32, 32) for row in range(50)]
-    assert all(s.copy is None for _, s in runs.segments(need, 0, 0, COSTS))
+    request = _need((50, 2048), (slice(None), slice(8, 16)))
+    assert _ranges(request) == [(1000 + row * 8192 + 32, 32) for row in range(50)]
+    assert all(s.copy is None for _, s in ranges.segments(request, 0, 0, COSTS))
 
 
 def test_columns_within_a_page_are_read_over() -> None:
-    need = _need((50, 512), (slice(None), slice(8, 16)))
-    assert _ranges(need) == [(1000 + 32, 49 * 2048 + 32)]
+    request = _need((50, 512), (slice(None), slice(8, 16)))
+    assert _ranges(request) == [(1000 + 32, 49 * 2048 + 32)]
     # One byte less than the gap, and they are read apart.
-    assert len(_ranges(need, Costs(merge_gap=2048 - 32))) == 50
-    assert len(_ranges(need, Costs(merge_gap=2048 - 32 + 1))) == 1
+    assert len(_ranges(request, Costs(merge_gap=2048 - 32))) == 50
+    assert len(_ranges(request, Costs(merge_gap=2048 - 32 + 1))) == 1
 
 
 def test_a_span_longer_than_a_block_is_cut_by_rows() -> None:
-    need = _need((1000, 512), (slice(None), slice(8, 16)))
-    ranges = _ranges(need, Costs(block=10_000))
+    request = _need((1000, 512), (slice(None), slice(8, 16)))
+    ranges = _ranges(request, Costs(block=10_000))
     assert all(length <= 10_000 for _, length in ranges)
     # Five rows: 4 * 2048 + 32 bytes.
     assert ranges[0] == (1032, 4 * 2048 + 32)
@@ -90,27 +91,27 @@ def test_a_span_longer_than_a_block_is_cut_by_rows() -> None:
 
 
 def test_a_row_longer_than_a_block_is_cut_within() -> None:
-    need = _need((2, 100_000), ..., to="F64")
-    ranges = _ranges(need, Costs(block=4096))
+    request = _need((2, 100_000), ..., to="F64")
+    ranges = _ranges(request, Costs(block=4096))
     assert all(length <= 4096 for _, length in ranges)
     assert sum(length for _, length in ranges) == 800_000
 
 
 def test_steps_backwards_start_at_the_last_byte() -> None:
-    need = _need((10,), slice(None, None, -1), "U8")
-    ((_, segment),) = runs.segments(need, 0, 0, COSTS)
+    request = _need((10,), slice(None, None, -1), "U8")
+    ((_, segment),) = ranges.segments(request, 0, 0, COSTS)
     assert (segment.offset, segment.nbytes) == (1000, 10)
     assert segment.copy is not None
     assert (segment.copy.start, segment.copy.strides) == (9, (-1,))
 
 
 def test_nothing_is_read_for_nothing() -> None:
-    assert list(runs.segments(_need((10, 20), slice(3, 3)), 0, 0, COSTS)) == []
-    assert list(runs.segments(_need((0, 20), ...), 0, 0, COSTS)) == []
+    assert list(ranges.segments(_need((10, 20), slice(3, 3)), 0, 0, COSTS)) == []
+    assert list(ranges.segments(_need((0, 20), ...), 0, 0, COSTS)) == []
 
 
 def test_packed_elements_move_as_bytes() -> None:
-    need = _need((4, 64), (slice(None, None, 2), slice(8, 24)), "F4")
-    ((_, segment),) = runs.segments(need, 0, 0, COSTS)
+    request = _need((4, 64), (slice(None, None, 2), slice(8, 24)), "F4")
+    ((_, segment),) = ranges.segments(request, 0, 0, COSTS)
     assert (segment.offset, segment.nbytes) == (1004, 64 + 8)
-    assert segment.wanted == need.nbytes == 16
+    assert segment.wanted == request.nbytes == 16

@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mfload import dtypes, errors, placement, planning, scatter, transfer
-from mfload.arrangement import BufferSpec
+from mfload import dtypes, errors
+from mfload.deadline import Deadline
 from mfload.index import Box, Piece, TensorInfo
 from mfload.io import buffers, route
-from mfload.io.blocks import Costs, stored
-from mfload.io.deadline import Deadline
 from mfload.io.pread import place as put
-from mfload.io.source import LocalFile
-from mfload.placement import Need
+from mfload.loading import execute
+from mfload.planning import planner, scatter
+from mfload.planning.blocks import Costs, stored
+from mfload.planning.layout import BufferSpec
+from mfload.planning.requests import Request, boxed, select
+from mfload.sources.local import LocalFile
 
 _STORED = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F4", "F6_E2M3"]
 _TARGETS = {"I16": ["I32", "F32"], "F32": ["F64", "BF16"], "BF16": ["F32"], "BOOL": ["U8"]}
@@ -34,7 +36,7 @@ class Case:
     """A file in memory, needs of its tensors, what must come out, and how to plan."""
 
     file: bytes
-    needs: list[Need]
+    requests: list[Request]
     expected: list[bytes]
     wanted: Any
     costs: Costs
@@ -77,7 +79,7 @@ def _array(raw: bytes, info: TensorInfo) -> Any:
 def cases(draw: Any, most: int = 12) -> Case:
     """A few tensors, each wanted in several boxes."""
     data = draw(st.binary(min_size=9, max_size=80))
-    needs: list[Need] = []
+    requests: list[Request] = []
     expected: list[bytes] = []
     wanted: list[int] = []
     for number in range(draw(st.integers(1, 3))):
@@ -100,7 +102,7 @@ def cases(draw: Any, most: int = 12) -> Case:
                 ends[-1] = (ends[-1][0] * dtype.elements, ends[-1][1] * dtype.elements)
             targets = [dtype.name] * 3 + _TARGETS.get(dtype.name, [])
             to = dtypes.TABLE[draw(st.sampled_from(targets))]
-            needs.append(Need(info, to, placement.boxed(info, tuple(ends))))
+            requests.append(Request(info, to, boxed(info, tuple(ends))))
             if to is not dtype:
                 with np.errstate(all="ignore"):
                     part = np.asarray(part).astype(to.numpy)
@@ -109,7 +111,7 @@ def cases(draw: Any, most: int = 12) -> Case:
         places = np.flatnonzero(touched.reshape(-1))[:, None] * dtype.nbytes + len(data)
         wanted += (places + np.arange(dtype.nbytes)).reshape(-1).tolist()
         data += raw + draw(st.binary(max_size=5))
-    order = draw(st.permutations(range(len(needs))))
+    order = draw(st.permutations(range(len(requests))))
     costs = Costs(
         block=draw(st.integers(16, 400)),
         merge_gap=draw(st.sampled_from([0, 1, 2, 5, 17, 60, 10_000])),
@@ -119,7 +121,7 @@ def cases(draw: Any, most: int = 12) -> Case:
     flags[wanted] = True
     return Case(
         data,
-        [needs[n] for n in order],
+        [requests[n] for n in order],
         [expected[n] for n in order],
         flags,
         costs,
@@ -128,14 +130,14 @@ def cases(draw: Any, most: int = 12) -> Case:
     )
 
 
-def _plan(case: Case) -> planning.Plan:
+def _plan(case: Case) -> planner.Plan:
     with mock.patch.object(scatter, "_LONG", case.long):
-        return planning.make(case.needs, costs=case.costs, alignment=case.alignment)
+        return planner.make(case.requests, costs=case.costs, alignment=case.alignment)
 
 
-def _hold(case: Case, plan: planning.Plan, memory: list[Any]) -> None:
-    for (need, buffer, at), expected in zip(plan.places, case.expected, strict=True):
-        assert memory[buffer][at : at + need.nbytes].tobytes() == expected
+def _hold(case: Case, plan: planner.Plan, memory: list[Any]) -> None:
+    for (request, buffer, at), expected in zip(plan.places, case.expected, strict=True):
+        assert memory[buffer][at : at + request.nbytes].tobytes() == expected
 
 
 @given(cases())
@@ -189,7 +191,7 @@ def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
 
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
         with mock.patch.object(os, "preadv", preadv):
-            transfer.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
+            execute.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
         _hold(case, plan, memory)
         if engine == "pread":
             assert got == plan.read_bytes
@@ -199,7 +201,7 @@ def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
 @pytest.mark.parametrize("engine", ["pread", "direct"])
 @pytest.mark.parametrize(
     ("rows", "columns", "gap"),
-    [(1, 8, 4096), (2, 4, 4096), (8, 1, 4096), (1, 2, 4096), (1, 2, planning.MESH_GAP)],
+    [(1, 8, 4096), (2, 4, 4096), (8, 1, 4096), (1, 2, 4096), (1, 2, planner.MESH_GAP)],
 )
 def test_shards_of_some_megabytes(
     tmp_path: Path, engine: Any, rows: int, columns: int, gap: int
@@ -213,28 +215,30 @@ def test_shards_of_some_megabytes(
     cuts = [[(n * length // k, (n + 1) * length // k) for n in range(k)]
             for length, k in zip(shape, (rows, 1, columns), strict=True)]  # fmt: skip
     boxes = list(itertools.product(*cuts))
-    needs = [Need(info, info.dtype, placement.boxed(info, box)) for box in boxes]
-    plan = planning.make(needs, alignment=64, costs=Costs(merge_gap=gap))
+    requests = [Request(info, info.dtype, boxed(info, box)) for box in boxes]
+    plan = planner.make(requests, alignment=64, costs=Costs(merge_gap=gap))
     memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
     legs = route.choose([(source, source.size)], engine)
-    transfer.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
-    for (need, buffer, at), box in zip(plan.places, boxes, strict=True):
+    execute.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
+    for (request, buffer, at), box in zip(plan.places, boxes, strict=True):
         part = array[tuple(slice(*ends) for ends in box)]
-        assert memory[buffer][at : at + need.nbytes].tobytes() == part.tobytes()
+        assert memory[buffer][at : at + request.nbytes].tobytes() == part.tobytes()
     del memory
     assert plan.read_bytes == plan.wanted_bytes == array.nbytes
 
 
-def _need(shape: tuple[int, ...], box: Box | None = None, to: str = "U16", at: int = 100) -> Need:
+def _need(
+    shape: tuple[int, ...], box: Box | None = None, to: str = "U16", at: int = 100
+) -> Request:
     row = dtypes.TABLE["U16"]
     info = TensorInfo("w", row, shape, (Piece(0, at, math.prod(shape) * 2),))
-    selection = None if box is None else placement.boxed(info, box)
-    return Need(info, dtypes.TABLE[to], selection, checked=to != "U16")
+    selection = None if box is None else boxed(info, box)
+    return Request(info, dtypes.TABLE[to], selection, checked=to != "U16")
 
 
 def test_columns_are_few_blocks_and_not_a_segment_a_row() -> None:
-    needs = [_need((5000, 800), ((0, 5000), (n * 100, n * 100 + 100))) for n in range(8)]
-    plan = planning.make(needs)
+    requests = [_need((5000, 800), ((0, 5000), (n * 100, n * 100 + 100))) for n in range(8)]
+    plan = planner.make(requests)
     assert len(plan.blocks) == 4
     assert all(len(block.segments) == 8 for block in plan.blocks)
     assert plan.staged <= Costs().staged
@@ -244,47 +248,47 @@ def test_columns_are_few_blocks_and_not_a_segment_a_row() -> None:
 def test_long_runs_go_straight_unless_several_want_them() -> None:
     shape, half = (20, 1 << 18), 1 << 17
     columns = [_need(shape, ((0, 20), (n * half, n * half + half))) for n in range(2)]
-    assert planning.make(columns).staged == 0
-    twice = planning.make([*columns, *columns])
+    assert planner.make(columns).staged == 0
+    twice = planner.make([*columns, *columns])
     assert 0 < len(twice.blocks) <= 10
     assert all(len(block.segments) == 4 for block in twice.blocks)
 
 
 def test_columns_of_one_half_are_read_over_up_to_the_gap() -> None:
     half = [_need((50, 4000), ((0, 50), (n * 1000, n * 1000 + 1000))) for n in range(2)]
-    exact = planning.make(half, costs=Costs(merge_gap=4000))
+    exact = planner.make(half, costs=Costs(merge_gap=4000))
     assert exact.read_bytes == exact.wanted_bytes == 50 * 4000
-    over = planning.make(half, costs=Costs(merge_gap=4001))
+    over = planner.make(half, costs=Costs(merge_gap=4001))
     assert len(over.blocks) == 1
     assert (over.read_bytes, over.wanted_bytes) == (50 * 8000 - 4000, 50 * 4000)
 
 
 def test_rows_of_many_small_tensors_are_few_reads() -> None:
-    needs = [
+    requests = [
         _need((8, 64), ((n, n + 1), (0, 64)), at=1024 * tensor)
         for tensor in range(1000)
         for n in range(8)
     ]
-    together = planning.make(needs)
+    together = planner.make(requests)
     assert len(together.blocks) == 1
     assert len(together.blocks[0].segments) == 1
-    apart = planning.make(needs, separate=frozenset(range(len(needs))))
+    apart = planner.make(requests, separate=frozenset(range(len(requests))))
     assert len(apart.blocks) == 1
     assert not apart.staged
     # In any order of the devices.
-    assert len(planning.make(needs[::-1]).blocks[0].segments) == 1
+    assert len(planner.make(requests[::-1]).blocks[0].segments) == 1
 
 
 def test_copies_of_many_small_tensors_are_few_reads() -> None:
-    needs = [_need((512,), at=1024 * tensor) for tensor in range(4000) for _ in range(8)]
-    plan = planning.make(needs)
+    requests = [_need((512,), at=1024 * tensor) for tensor in range(4000) for _ in range(8)]
+    plan = planner.make(requests)
     assert plan.read_bytes == plan.wanted_bytes == 4000 * 1024
     assert len(plan.blocks) == 2
-    assert len({(place.buffer, place.at) for place in plan.places}) == len(needs)
+    assert len({(place.buffer, place.at) for place in plan.places}) == len(requests)
 
 
 def test_a_large_run_beside_columns_needs_no_slot() -> None:
-    plan = planning.make([_need((4 << 20,), at=0), _need((10, 10), ((0, 10), (0, 5)), at=8 << 20)])
+    plan = planner.make([_need((4 << 20,), at=0), _need((10, 10), ((0, 10), (0, 5)), at=8 << 20)])
     assert [block.staged for block in plan.blocks] == [False, True]
     assert plan.staged == 190
 
@@ -296,20 +300,18 @@ def test_steps_and_boxes_of_one_tensor_do_not_disturb_each_other() -> None:
         (slice(None), slice(0, 10)), (slice(None, None, 3), slice(1, 9, 2)), (4, slice(2, 5)),
         (slice(None), slice(10, 20)), (slice(None, None, -1),), ..., (3, 3),
     ]  # fmt: skip
-    needs = [
-        Need(whole.info, whole.dtype, placement.select(whole.info, index)) for index in indices
-    ]
-    plan = planning.make(needs)
+    requests = [Request(whole.info, whole.dtype, select(whole.info, index)) for index in indices]
+    plan = planner.make(requests)
     memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
     for block in plan.blocks:
         put(data.reshape(-1).view(np.uint8), 0, block, memory)
-    for (need, buffer, at), index in zip(plan.places, indices, strict=True):
-        assert memory[buffer][at : at + need.nbytes].tobytes() == data[index].tobytes()
+    for (request, buffer, at), index in zip(plan.places, indices, strict=True):
+        assert memory[buffer][at : at + request.nbytes].tobytes() == data[index].tobytes()
 
 
 def test_a_value_that_does_not_fit_names_its_tensor() -> None:
-    needs = [_need((10, 10), ((0, 10), (0, 5)), "I8", 0), _need((10, 10), at=0)]
-    plan = planning.make(needs)
+    requests = [_need((10, 10), ((0, 10), (0, 5)), "I8", 0), _need((10, 10), at=0)]
+    plan = planner.make(requests)
     memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
     data = np.full(100, 200, np.uint16).view(np.uint8)
     (block,) = plan.blocks
@@ -323,29 +325,29 @@ def test_tensors_of_one_shape_are_not_mixed_up() -> None:
     left, right = ((0, 10), (0, 7)), ((0, 10), (5, 10))
     asked = [(0, left, "U16"), (0, right, "U16"), (200, left, "U32"), (200, right, "U16"),
              (400, right, "U16"), (400, left, "U16"), (600, left, "U16")]  # fmt: skip
-    needs = [_need((10, 10), box, to, at) for at, box, to in asked]
-    plan = planning.make(needs)
+    requests = [_need((10, 10), box, to, at) for at, box, to in asked]
+    plan = planner.make(requests)
     memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
     for block in plan.blocks:
         put(data.view(np.uint8), 0, block, memory)
-    for (need, buffer, at), (offset, box, _) in zip(plan.places, asked, strict=True):
+    for (request, buffer, at), (offset, box, _) in zip(plan.places, asked, strict=True):
         part = data[offset // 2 :][:100].reshape(10, 10)[tuple(slice(*ends) for ends in box)]
-        expected = part.astype(need.dtype.numpy).tobytes()
-        assert memory[buffer][at : at + need.nbytes].tobytes() == expected
+        expected = part.astype(request.dtype.numpy).tobytes()
+        assert memory[buffer][at : at + request.nbytes].tobytes() == expected
 
 
 def test_steps_and_conversions_pass_through_small_slots_too() -> None:
     whole = _need((9000, 1000))
-    steps = placement.select(whole.info, (slice(None), slice(None, None, 2)))
-    for need in (Need(whole.info, whole.dtype, steps), _need((9000, 1000), to="F32")):
-        assert 0 < planning.make([need]).staged <= Costs().staged
+    steps = select(whole.info, (slice(None), slice(None, None, 2)))
+    for request in (Request(whole.info, whole.dtype, steps), _need((9000, 1000), to="F32")):
+        assert 0 < planner.make([request]).staged <= Costs().staged
 
 
 def test_places_may_be_given() -> None:
-    needs = [_need((4, 8), ((0, 4), (n * 2, n * 2 + 2)), at=0) for n in range(4)]
+    requests = [_need((4, 8), ((0, 4), (n * 2, n * 2 + 2)), at=0) for n in range(4)]
     given_places = [(1, 48), (0, 0), (1, 0), (1, 16)]
     specs = [BufferSpec(16), BufferSpec(64)]
-    plan = planning.make(needs, given=given_places, specs=specs)
+    plan = planner.make(requests, given=given_places, specs=specs)
     assert plan.buffers == tuple(specs)
     assert [(place.buffer, place.at) for place in plan.places] == given_places
     data = np.arange(32, dtype=np.uint16).reshape(4, 8)
@@ -358,8 +360,8 @@ def test_places_may_be_given() -> None:
 
 def test_a_witness_is_shown_shared_bytes_once() -> None:
     data = np.arange(100, dtype=np.uint8)
-    needs = [_need((10, 5), ((0, 10), (n, n + 2)), at=0) for n in (3, 1, 0)]
-    (block,) = planning.make([*needs, *needs]).blocks
+    requests = [_need((10, 5), ((0, 10), (n, n + 2)), at=0) for n in (3, 1, 0)]
+    (block,) = planner.make([*requests, *requests]).blocks
     shown = [(at, part.tobytes()) for at, part in stored(block, [], data)]
     assert b"".join(part for _, part in shown) == data.tobytes()
     assert [at for at, _ in shown] == sorted(at for at, _ in shown)

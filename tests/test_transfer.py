@@ -17,9 +17,11 @@ import pytest
 import samples
 
 import mfload
-from mfload import arrangement, errors, landing, planning, rooms
-from mfload.io import blocks, buffers, probes
+from mfload import errors
+from mfload.io import buffers, probes
 from mfload.io.engine import on_host
+from mfload.loading import allocate, rooms
+from mfload.planning import blocks, layout, planner
 
 MODEL = samples.model()
 
@@ -133,7 +135,7 @@ def test_time_runs_out_though_bytes_keep_coming(
 ) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros(24 << 20, np.uint8)})
     small = blocks.Costs(block=1 << 20)
-    monkeypatch.setattr("mfload.overheads.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.loading.overheads.Costs", lambda **_: small)
     seen: list[int] = []
 
     def slow(done: int, _: int) -> None:
@@ -161,8 +163,8 @@ def test_an_error_of_the_callback_is_the_callers(path: Path) -> None:
         assert mfload.live_bytes() == 0
 
 
-def _plan(nbytes: int) -> planning.Plan:
-    return planning.Plan((), (arrangement.BufferSpec(nbytes),), (), 0)
+def _plan(nbytes: int) -> planner.Plan:
+    return planner.Plan((), (layout.BufferSpec(nbytes),), (), 0)
 
 
 def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,23 +176,23 @@ def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     # Little loads are not worth the question, and maps take no memory.
     monkeypatch.setattr(probes, "memory_room", lambda: (0, "test machine"))
     rooms.check_host((64 << 20) - 1)
-    assert planning.Plan((), (arrangement.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
+    assert planner.Plan((), (layout.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
     monkeypatch.setattr(probes, "memory_room", lambda: None)
     rooms.check_host(1 << 40)
 
 
 def test_lent_memory_is_used_as_it_is() -> None:
     lent = np.zeros(10, np.uint8)
-    plan = planning.Plan((), (arrangement.BufferSpec(5), arrangement.BufferSpec(10)), (), 0)
+    plan = planner.Plan((), (layout.BufferSpec(5), layout.BufferSpec(10)), (), 0)
 
     class Lender:
-        def memory(self, number: int, spec: arrangement.BufferSpec) -> Any:
+        def memory(self, number: int, spec: layout.BufferSpec) -> Any:
             return lent if number == 1 else None
 
         def array(self, number: int) -> Any:
             return None
 
-    memory = landing.allocate(plan, [Lender(), landing.OwnMemory(plan, ())])
+    memory = allocate.allocate(plan, [Lender(), allocate.OwnMemory(plan, ())])
     assert memory[1] is lent
     assert memory[0].size == buffers.live_bytes() == 5
 
@@ -199,10 +201,10 @@ INTERRUPTED = """
     import gc, os, signal, sys, threading, time
     import mfload
     from mfload.io import blocks
-    import mfload.overheads
+    import mfload.loading.overheads
 
     path, threads, timeout, progress = sys.argv[1], *map(int, sys.argv[2:])
-    mfload.overheads.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    mfload.loading.overheads.Costs = lambda **_: blocks.Costs(block=64 << 10)
     real = os.preadv
     reads = 0
 

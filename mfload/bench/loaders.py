@@ -49,7 +49,7 @@ class Loader:
         label: What it is called in tables and plots.
         framework: Whose arrays it gives.
         load: The call to measure.
-        needs: Modules that must be there, beside the framework.
+        requests: Modules that must be there, beside the framework.
         mapped: Whether the arrays are views of the file in the page cache, nothing copied.
         env: Environment that it is run with.
     """
@@ -58,7 +58,7 @@ class Loader:
     label: str
     framework: str
     load: Load
-    needs: tuple[str, ...]
+    requests: tuple[str, ...]
     mapped: bool = False
     env: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -69,7 +69,7 @@ class Loader:
 
     def missing(self) -> list[str]:
         """The modules it needs that are not installed."""
-        return [name for name in (self.framework, *self.needs) if find_spec(name) is None]
+        return [name for name in (self.framework, *self.requests) if find_spec(name) is None]
 
 
 def _mfload(request: Request, *, framework: Any, engine: Any) -> Arrays:
@@ -141,8 +141,8 @@ def _theirs(name: str, label: str, framework: str, *, mapped: bool = False) -> L
     return Loader(f"safetensors-{name}", label, framework, load, ("safetensors",), mapped=mapped)
 
 
-def _into_torch(name: str, label: str, load: Load, needs: str, **env: str) -> Loader:
-    return Loader(name, label, "torch", load, (needs,), env=env)
+def _into_torch(name: str, label: str, load: Load, requests: str, **env: str) -> Loader:
+    return Loader(name, label, "torch", load, (requests,), env=env)
 
 
 _pread = partial(_safetensors, module="torch", backend="pread")

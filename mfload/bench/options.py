@@ -11,7 +11,7 @@ from mfload.bench import loaders
 from mfload.bench.loaders import LOADERS, Loader
 from mfload.bench.touch import SPAN
 from mfload.io.route import ENGINES
-from mfload.mapping import Names
+from mfload.trees import Names
 
 CASES = ("warm", "cold")
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mfload import errors, mapping
+from mfload import errors, trees
 from mfload.bench import extents
 from mfload.bench.extents import Extent
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
 from mfload.io import probes
-from mfload.mapping import Names
 from mfload.report import human
+from mfload.trees import Names
 
 _SHARE = 0.35
 """Of the memory left: the page cache holds the bytes once, and a loader may hold them twice."""
@@ -74,8 +74,8 @@ def choose(path: str | os.PathLike[str], names: Names, max_bytes: int) -> Chosen
         MfloadError: The checkpoint can't be read, or no tensor fits.
     """
     index, _ = checkpoint.read(path)
-    wanted = [row for row in mapping.select(index, names) if row.dtype.known]
-    unknown = len(mapping.select(index, names)) - len(wanted)
+    wanted = [row for row in trees.select(index, names) if row.dtype.known]
+    unknown = len(trees.select(index, names)) - len(wanted)
     notes = [f"{unknown} tensors left out: mfload does not know their dtypes"] if unknown else []
     if not any(row.nbytes for row in wanted):
         raise errors.UsageError("nothing to measure: no tensor holds any bytes", file=path)

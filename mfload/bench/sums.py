@@ -12,7 +12,7 @@ from mfload import errors
 from mfload.bench.extents import Extent
 from mfload.bench.touch import PAGE
 from mfload.index import TensorInfo
-from mfload.io import source
+from mfload.sources import local
 
 _BLOCK = 16 << 20
 
@@ -79,7 +79,7 @@ def _fill(path: str, at: int, into: Any) -> None:
             while done < len(into):
                 got = os.preadv(fd, [into[done:]], at + done)
                 if not got:
-                    raise source.shrunk(path, at + len(into), at + done)
+                    raise local.shrunk(path, at + len(into), at + done)
                 done += got
         finally:
             os.close(fd)

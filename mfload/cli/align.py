@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mfload.aligning import align as aligning
+from mfload.checking import align as aligning
 from mfload.cli import options
 from mfload.cli.output import print_json, print_pairs
 from mfload.cli.progress import bar

@@ -19,7 +19,7 @@ from mfload.cli.failures import AfterResultError
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.steps import steps
 from mfload.cli.text import clean
-from mfload.formats import finding
+from mfload.formats import discovery
 
 EPILOG = "Example: mfload bench model/ --frameworks jax,torch --plot bench.png"
 _QUICK_BYTES, _MOST_BYTES = 512 << 20, 4 << 30
@@ -103,7 +103,7 @@ def _check_targets(out: Path | None, picture: Path | None, path: str) -> None:
     """Refuses, before minutes are spent, what could not be written or must not be."""
     if out is None and picture is None:
         return
-    found = finding.find(path)
+    found = discovery.find(path)
     files = [*found.files, *([found.name] if found.name else [])]
     if out is not None:
         outputs.check(out, files)

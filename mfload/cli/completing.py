@@ -26,9 +26,9 @@ def engines(incomplete: str) -> list[str]:
 
 def landings(incomplete: str) -> list[str]:
     """Whose memory arrays can land in."""
-    from mfload.settings import LANDINGS
+    from mfload.options import ALLOCATORS
 
-    return _starting(incomplete, LANDINGS)
+    return _starting(incomplete, ALLOCATORS)
 
 
 def dtypes(incomplete: str) -> list[str]:
@@ -50,15 +50,15 @@ def names(incomplete: str) -> list[str]:
 
 
 def _names() -> list[str]:
-    from mfload.formats import checkpoint, finding
-    from mfload.io.source import LocalFile
+    from mfload.formats import checkpoint, discovery
+    from mfload.sources.local import LocalFile
 
     # The parser gives up on an option without its value, so it knows no path by now. These are
     # the variables in which shells hand over the line.
     line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
     path = next(word for word in shlex.split(line)[2:] if os.path.exists(word))
     size = 0
-    for file in finding.find(path).files:
+    for file in discovery.find(path).files:
         # Not by `open`, which waits at a FIFO for somebody to write.
         size += int.from_bytes(LocalFile(file).read(0, 8), "little")
     if size > _MOST_BYTES:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from mfload.checks import comparing
-from mfload.checks.difference import HEADS
+from mfload.checking import comparing
+from mfload.checking.difference import HEADS
 from mfload.cli import exits, options
 from mfload.cli.output import print_json, print_pairs, print_table, write
 from mfload.cli.progress import bar

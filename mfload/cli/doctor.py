@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from mfload.checkup.diagnose import doctor
 from mfload.cli import exits, options
 from mfload.cli.output import print_json, print_table, write
+from mfload.diagnostics.doctor import doctor
 
 EPILOG = "Example: mfload doctor model/"
 

@@ -24,7 +24,7 @@ def command(
     names: options.Names = None,
     dtype: options.Dtypes = None,
     engine: options.Engine = "auto",
-    landing: options.Landing = "auto",
+    allocator: options.Landing = "auto",
     max_host_overhead: options.Overhead = None,
     max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
@@ -46,7 +46,7 @@ def command(
     stage, and the engine of each file with the reason for it. With --repeat, the first load may
     read from the disk what the later ones find in the page cache.
     """
-    chosen: Any = {"engine": engine, "landing": landing}
+    chosen: Any = {"engine": engine, "allocator": allocator}
     reports: list[Report] = []
     for number in range(repeat):
         report = Report()

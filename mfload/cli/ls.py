@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mfload import errors, mapping
+from mfload import errors, trees
 from mfload.cli import listing, options
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.text import clean
 from mfload.formats import checkpoint
+from mfload.gc_paused import collector_paused
 from mfload.index import Index, TensorInfo
-from mfload.pause import collector_paused
 from mfload.report import human
 
 EPILOG = "Example: mfload ls model/ --names 'q_proj' --larger-than 64MiB --sort size"
@@ -72,7 +72,7 @@ def command(
     with collector_paused():
         index, sources = checkpoint.read(path)
         rows = listing.select(
-            mapping.select(index, names),
+            trees.select(index, names),
             index,
             dtype=dtype or (),
             shard=shard,

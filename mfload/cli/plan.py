@@ -18,7 +18,7 @@ def command(
     names: options.Names = None,
     dtype: options.Dtypes = None,
     engine: options.Engine = "auto",
-    landing: options.Landing = "auto",
+    allocator: options.Landing = "auto",
     max_host_overhead: options.Overhead = None,
     max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
@@ -29,7 +29,7 @@ def command(
 
     Prints what would be read, how and into what memory, for this machine as it is now.
     """
-    given: Any = {"engine": engine, "landing": landing}
+    given: Any = {"engine": engine, "allocator": allocator}
     preview = api.plan(
         path,
         framework=framework,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from mfload import errors
-from mfload.checks import verifying
+from mfload.checking import verifying
 from mfload.cli import exits, options
 from mfload.cli.output import print_json, print_pairs
 from mfload.cli.progress import bar

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 
 from mfload import errors
-from mfload.formats import finding, safetensors, surroundings
-from mfload.formats.finding import Found, Path
+from mfload.formats import discovery, safetensors, surroundings
+from mfload.formats.discovery import Found, Path
 from mfload.index import Index, TensorInfo
-from mfload.io.source import LocalFile
+from mfload.sources.local import LocalFile
 
 _TRIES = 5
 
@@ -51,11 +51,11 @@ def _settled(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
     tries = 0
     while True:
         tries += 1
-        before = finding.state(path)
+        before = discovery.state(path)
         try:
-            return _read(finding.find(path))
+            return _read(discovery.find(path))
         except (errors.SourceError, errors.FormatError):
-            if tries == _TRIES or finding.state(path) == before:
+            if tries == _TRIES or discovery.state(path) == before:
                 raise
 
 

@@ -14,10 +14,10 @@ import struct
 from typing import Any
 
 from mfload import dtypes, errors
-from mfload.formats import sniffing, strict_json
+from mfload.formats import hints, strict_json
 from mfload.formats.strict_json import brief
 from mfload.index import Piece, TensorInfo
-from mfload.io.source import LocalFile
+from mfload.sources.local import LocalFile
 
 MAX_HEADER = 100_000_000
 """Longest header in bytes that the reference reader takes."""
@@ -43,7 +43,7 @@ def read(file: LocalFile, source: int = 0) -> tuple[list[TensorInfo], dict[str, 
     try:
         return _read(file, source)
     except errors.HeaderError as error:
-        raise sniffing.explain(error, file) from None
+        raise hints.explain(error, file) from None
 
 
 def _read(file: LocalFile, source: int) -> tuple[list[TensorInfo], dict[str, str] | None]:

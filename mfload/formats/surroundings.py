@@ -14,9 +14,9 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 
-from mfload import errors, spelling
-from mfload.formats import sniffing
-from mfload.io.source import LocalFile
+from mfload import errors, suggestions
+from mfload.formats import hints
+from mfload.sources.local import LocalFile
 
 _MANY = 2000
 _SOME = 64
@@ -123,7 +123,7 @@ def _seeming(path: str) -> str | None:
     """What one file seems to be; what is no regular file is not opened."""
     with contextlib.suppress(errors.MfloadError, OSError):
         if stat.S_ISREG(os.stat(path).st_mode):
-            what = sniffing.of(LocalFile(path))
+            what = hints.of(LocalFile(path))
             return (
                 None if what is None else f"{_printed(os.path.basename(path))} seems to be {what}"
             )
@@ -159,7 +159,7 @@ def _near(path: str, asked: str) -> Iterator[str]:
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)
     # Names of files have their ends in common: those are no likeness.
-    close = spelling.close(name, _listed(parent or ".", _MANY), cutoff=0.8)
+    close = suggestions.close(name, _listed(parent or ".", _MANY), cutoff=0.8)
     if close:
         yield f"close to it are {', '.join(_printed(each) for each in close)}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):

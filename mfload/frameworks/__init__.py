@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import cast
 
-from mfload import errors, spelling
+from mfload import errors, suggestions
 from mfload.frameworks import several
-from mfload.frameworks.adapter import Adapter
+from mfload.frameworks.base import Adapter
 
 _ALIASES = {
     "np": "numpy",
@@ -32,6 +32,16 @@ _EXTRAS = {
     "cupy": ("cupy", "pip install 'mfload[cuda13]'"),
 }
 
+_FOLDERS = {
+    "store": "mesh",
+    "mesh": "mesh",
+    "placing": "mesh",
+    "processes": "mesh",
+    "sharding": "mesh",
+    "transforms": "trees",
+    "trees": "trees",
+}
+
 NAMES = tuple(_EXTRAS)
 
 
@@ -45,7 +55,7 @@ def resolve(name: str) -> str:
     if found not in _EXTRAS:
         spelled = {each: each for each in NAMES} | _ALIASES
         raise errors.UsageError(
-            f"unknown framework{spelling.meant(name, spelled)}",
+            f"unknown framework{suggestions.meant(name, spelled)}",
             expected=" | ".join(NAMES),
             found=name,
         )
@@ -101,7 +111,8 @@ def module(name: str, part: str = "adapter") -> ModuleType:
             f"{name} is not installed; {command}", expected=package, found="no such module"
         )
     try:
-        return importlib.import_module(f"mfload.frameworks.{name}_{part}")
+        folder = _FOLDERS.get(part, "frameworks")
+        return importlib.import_module(f"mfload.{folder}.{name}_{part}")
     except ImportError as error:
         raise errors.FrameworkMissingError(
             f"{name} is there and can't be imported; {command}", expected=package, found=str(error)

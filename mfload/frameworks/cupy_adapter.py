@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from mfload.devices import finding
-from mfload.devices.device import Device
+from mfload.cuda import finding
+from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import adapter, giving, ground
-from mfload.placement import Need
+from mfload.frameworks import base, giving, ground
+from mfload.planning.requests import Request
 
 OLDEST = "14.2"  # The first whose streams leave those of others alone; bfloat16 came with 14.0.
 
@@ -35,8 +35,8 @@ class CupyAdapter(ground.Landing):
     readonly_maps = False
     on_host = False
     # CuPy takes bfloat16 through ml_dtypes and exports wrong codes for the 8-bit floats.
-    forms = adapter.forms(adapter.COMMON | {"BF16": "bfloat16"})
-    lendable = adapter.lendable(forms)
+    forms = base.forms(base.COMMON | {"BF16": "bfloat16"})
+    lendable = base.lendable(forms)
 
     def __init__(self, cupy: Any, number: int, land: Device) -> None:
         super().__init__(land)
@@ -67,29 +67,29 @@ class CupyAdapter(ground.Landing):
             host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
             return self._cupy.asarray(host)
 
-    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Arrays of CuPy's own pool, one for each need."""
-        lent: list[adapter.Lent] = []
+        lent: list[base.Lent] = []
         with self._current():
-            for need in needs:
-                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-                as_bytes = self.forms[need.dtype.name].how == "bytes"
-                array = self._cupy.empty(shape, name if as_bytes else need.dtype.numpy)
-                memory = adapter.memory_at(array, array.data.ptr, need.nbytes, self.devices[0])
-                lent.append(adapter.Lent(array, memory))
+            for request in requests:
+                name, shape = base.lent_as(self.forms[request.dtype.name], request)
+                as_bytes = self.forms[request.dtype.name].how == "bytes"
+                array = self._cupy.empty(shape, name if as_bytes else request.dtype.numpy)
+                memory = base.memory_at(array, array.data.ptr, request.nbytes, self.devices[0])
+                lent.append(base.Lent(array, memory))
             # CuPy gives memory that was let go of to whoever asks next on the same stream, where
             # kernels that were started before may still use it.
             self._cupy.cuda.get_current_stream().synchronize()
         return lent
 
-    def pool(self, number: int) -> adapter.Pool | None:
+    def pool(self, number: int) -> base.Pool | None:
         """What CuPy's pool has of the device (see `adapter.Adapter`)."""
         with self._current():
             kept = self._cupy.get_default_memory_pool().free_bytes()
-        return adapter.Pool(
+        return base.Pool(
             self.devices[number].room().free + kept,
             "cupy.get_default_memory_pool().free_all_blocks() gives back the "
-            f"{kept} bytes that CuPy keeps for itself, and landing='framework' uses them",
+            f"{kept} bytes that CuPy keeps for itself, and allocator='framework' uses them",
         )
 
 
@@ -101,16 +101,16 @@ def make(device: object) -> CupyAdapter:
     """
     finding.count()  # Asked first because the import takes seconds and tells less.
     cupy: Any = importlib.import_module("cupy")
-    adapter.check_version("cupy", cupy.__version__, OLDEST)
+    base.check_version("cupy", cupy.__version__, OLDEST)
     if isinstance(device, cupy.cuda.Device):
         device = f"cuda:{cast(Any, device).id}"
-    kind, number = adapter.split_device("cuda:0" if device is None else str(device))
+    kind, number = base.split_device("cuda:0" if device is None else str(device))
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
-        raise adapter.no_device("CuPy", device, error) from error
+        raise base.no_device("CuPy", device, error) from error
     if kind not in ("cuda", "gpu") or (number or 0) >= count:
-        raise adapter.no_device("CuPy", device, f"{count} CUDA devices")
+        raise base.no_device("CuPy", device, f"{count} CUDA devices")
     return CupyAdapter(cupy, number or 0, finding.find(number or 0))
 
 

@@ -7,11 +7,11 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from mfload import errors
-from mfload.devices.device import Device
-from mfload.devices.memory import DeviceBuffer
-from mfload.frameworks import adapter
-from mfload.frameworks.adapter import Whose
-from mfload.placement import Need
+from mfload.cuda.device import Device
+from mfload.cuda.memory import DeviceBuffer
+from mfload.frameworks import base
+from mfload.frameworks.base import Whose
+from mfload.planning.requests import Request
 
 
 class Landing:
@@ -29,23 +29,23 @@ class Landing:
         self.notes = notes
 
     @property
-    def landing(self) -> Whose:
+    def allocator(self) -> Whose:
         """Whose memory is the better one on such a device (see `adapter.Adapter`)."""
         return "mfload"
 
-    def assign(self, needs: Sequence[Need]) -> Sequence[Need]:
+    def assign(self, requests: Sequence[Request]) -> Sequence[Request]:
         """What is to be loaded where such tensors are wanted (see `adapter.Adapter`)."""
-        return needs
+        return requests
 
     def results(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """What a user gets for each tensor (see `adapter.Adapter`)."""
         return arrays
 
-    def lands(self, need: Need) -> int | None:
+    def lands(self, request: Request) -> int | None:
         """The number of the device that a need lands on (see `adapter.Adapter`)."""
         return 0 if self.devices else None
 
-    def pool(self, number: int) -> adapter.Pool | None:
+    def pool(self, number: int) -> base.Pool | None:
         """What the framework's allocator has of a device (see `adapter.Adapter`)."""
         return None
 
@@ -79,7 +79,7 @@ def device_to_land_on(number: int) -> tuple[Device | None, tuple[str, ...]]:
     Returns:
         The device and no notes; none, and a note that says why, where it is not to be had.
     """
-    from mfload.devices import finding
+    from mfload.cuda import finding
 
     try:
         return finding.find(number), ()

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mfload import dtypes, errors
-from mfload.devices import finding
-from mfload.devices.device import Device
+from mfload.cuda import finding
+from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule
-from mfload.frameworks import adapter, giving, ground, jax_lending, seams
-from mfload.frameworks.adapter import Whose
+from mfload.frameworks import base, giving, ground, jax_lending, private_api
+from mfload.frameworks.base import Whose
 from mfload.frameworks.jax_context import undisturbed
 from mfload.frameworks.jax_devices import better, land_on, pool_of
-from mfload.placement import Need
+from mfload.planning.requests import Request
 
 OLDEST = "0.5.3"
 _ALIGNMENT = 64
@@ -46,7 +46,7 @@ class JaxAdapter(ground.Landing):
     name = "jax"
     alignment = _ALIGNMENT
     readonly_maps = False
-    forms = adapter.forms(
+    forms = base.forms(
         {
             name: row.numpy.name
             for name, row in dtypes.TABLE.items()
@@ -56,7 +56,7 @@ class JaxAdapter(ground.Landing):
         | {"BOOL": "bool"},
         {"F4": "float4_e2m1fn"} if hasattr(jnp, "float4_e2m1fn") else None,
     )
-    lendable = adapter.lendable(forms)
+    lendable = base.lendable(forms)
 
     def __init__(
         self, device: Any, land: Device | None = None, notes: tuple[str, ...] = ()
@@ -67,10 +67,10 @@ class JaxAdapter(ground.Landing):
         # The way of views in host memory.
         self._take: Callable[[View], Any] = self._send
         if self.on_host:
-            self._take = seams.jax_capsule_importer(device) or self._take_public
+            self._take = private_api.jax_capsule_importer(device) or self._take_public
 
     @property
-    def landing(self) -> Whose:
+    def allocator(self) -> Whose:
         """Whose memory is the better one on the device (see `adapter.Adapter`).
 
         The first answer for a device takes a try on it (`seams.jax_lends_on`), also where it is
@@ -78,7 +78,7 @@ class JaxAdapter(ground.Landing):
         """
         return better([(self._device, land) for land in self.devices])
 
-    def pool(self, number: int) -> adapter.Pool | None:
+    def pool(self, number: int) -> base.Pool | None:
         """What XLA's allocator has of the device (see `adapter.Adapter`)."""
         return pool_of(self._device, self.devices[number])
 
@@ -119,19 +119,19 @@ class JaxAdapter(ground.Landing):
             unpacked = given.view(jnp.float4_e2m1fn).reshape(view.shape)
             return jax.block_until_ready(unpacked)
 
-    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Arrays in XLA's own memory, which a jitted function can take over (donation)."""
         land = self.devices[0] if self.devices else None
-        return lend(needs, [(self._device, None, land)] * len(needs))
+        return lend(requests, [(self._device, None, land)] * len(requests))
 
 
 def lend(
-    needs: Sequence[Need], spots: Sequence[tuple[Any, str | None, Device | None]]
-) -> list[adapter.Lent]:
+    requests: Sequence[Request], spots: Sequence[tuple[Any, str | None, Device | None]]
+) -> list[base.Lent]:
     """Arrays in XLA's own memory.
 
     Args:
-        needs: What they are to hold.
+        requests: What they are to hold.
         spots: For each the `jax.Device`, which of its memories (None for the default), and the
             device to land on; None for the host.
 
@@ -139,13 +139,13 @@ def lend(
         MemoryLimitError: A device has no room for them.
     """
     wanted: list[jax_lending.Wanted] = []
-    for need, (device, memory, _) in zip(needs, spots, strict=True):
-        name, shape = adapter.lent_as(JaxAdapter.forms[need.dtype.name], need)
+    for request, (device, memory, _) in zip(requests, spots, strict=True):
+        name, shape = base.lent_as(JaxAdapter.forms[request.dtype.name], request)
         wanted.append(jax_lending.Wanted(device, memory, name, shape))
-    lent: list[adapter.Lent] = []
-    for array, need, spot in zip(jax_lending.allocate(wanted), needs, spots, strict=True):
-        address = array.unsafe_buffer_pointer() if need.nbytes else 0
-        lent.append(adapter.Lent(array, adapter.memory_at(array, address, need.nbytes, spot[2])))
+    lent: list[base.Lent] = []
+    for array, request, spot in zip(jax_lending.allocate(wanted), requests, spots, strict=True):
+        address = array.unsafe_buffer_pointer() if request.nbytes else 0
+        lent.append(base.Lent(array, base.memory_at(array, address, request.nbytes, spot[2])))
     return lent
 
 
@@ -182,7 +182,7 @@ def make(device: object) -> JaxAdapter:
     Raises:
         DeviceError: There is no such device.
     """
-    adapter.check_version("jax", jax.__version__, OLDEST)
+    base.check_version("jax", jax.__version__, OLDEST)
     if isinstance(device, jax.Device):
         return _at(device)
     if device is None:
@@ -194,13 +194,13 @@ def make(device: object) -> JaxAdapter:
         raise errors.DeviceError(
             "not a device", expected="a jax.Device or its name", found=repr(device)
         )
-    platform, number = adapter.split_device(device)
+    platform, number = base.split_device(device)
     try:
         there = jax.local_devices(backend=platform)
     except RuntimeError as error:
-        raise adapter.no_device("JAX", device, _no_platform(platform, error)) from error
+        raise base.no_device("JAX", device, _no_platform(platform, error)) from error
     if (number or 0) >= len(there):
-        raise adapter.no_device("JAX", device, there)
+        raise base.no_device("JAX", device, there)
     return _at(there[number or 0])
 
 

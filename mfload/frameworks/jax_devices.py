@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mfload.devices.device import Device
-from mfload.frameworks import adapter, ground, seams
-from mfload.frameworks.adapter import Whose
+from mfload.cuda.device import Device
+from mfload.frameworks import base, ground, private_api
+from mfload.frameworks.base import Whose
 
 
 def land_on(device: Any) -> tuple[Device | None, tuple[str, ...]]:
@@ -20,12 +20,12 @@ def land_on(device: Any) -> tuple[Device | None, tuple[str, ...]]:
 
 def better(pairs: Sequence[tuple[Any, Device]]) -> Whose:
     """Whose memory is the better one on devices, each a `jax.Device` and the same to land on."""
-    if pairs and all(seams.jax_lends_on(device, land) for device, land in pairs):
+    if pairs and all(private_api.jax_lends_on(device, land) for device, land in pairs):
         return "framework"
     return "mfload"
 
 
-def pool_of(device: Any, land: Device) -> adapter.Pool:
+def pool_of(device: Any, land: Device) -> base.Pool:
     """What XLA's allocator has of a `jax.Device`, which is the device to land on."""
     # Where XLA does not know a number, it says -1.
     told = {name: n for name, n in (device.memory_stats() or {}).items() if n >= 0}
@@ -35,9 +35,9 @@ def pool_of(device: Any, land: Device) -> adapter.Pool:
         if "pool_bytes" in told:
             # What it has not set aside yet, others may have taken.
             free = min(free, told["pool_bytes"] - told["bytes_in_use"] + land.room().free)
-    return adapter.Pool(
+    return base.Pool(
         free,
-        "landing='framework' lands in what JAX has set aside for itself; before JAX starts, "
+        "allocator='framework' lands in what JAX has set aside for itself; before JAX starts, "
         "XLA_PYTHON_CLIENT_PREALLOCATE=false has it set nothing aside, and "
         "XLA_PYTHON_CLIENT_MEM_FRACTION says how much of the device it may have",
     )

@@ -9,8 +9,8 @@ import numpy as np
 
 from mfload import dtypes
 from mfload.dlpack import View
-from mfload.frameworks import adapter, giving, ground
-from mfload.placement import Need
+from mfload.frameworks import base, giving, ground
+from mfload.planning.requests import Request
 
 OLDEST = "2.0"
 
@@ -22,31 +22,31 @@ class NumpyAdapter(ground.Landing):
     alignment = None
     readonly_maps = True
     on_host = True
-    forms = adapter.forms(
+    forms = base.forms(
         {name: row.numpy.name for name, row in dtypes.TABLE.items() if row.numpy is not None}
     )
-    lendable = adapter.lendable(forms)
+    lendable = base.lendable(forms)
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """An array for each view, in order."""
         make = np.ndarray
         return [make(shape, dtype.numpy, memory, at) for _, dtype, shape, memory, at, _ in views]
 
-    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """NumPy's own allocations, one for each need."""
-        lent: list[adapter.Lent] = []
-        for need in needs:
-            _, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-            array = np.empty(shape, need.dtype.numpy or np.uint8)
-            lent.append(adapter.Lent(array, array.reshape(-1).view(np.uint8)))
+        lent: list[base.Lent] = []
+        for request in requests:
+            _, shape = base.lent_as(self.forms[request.dtype.name], request)
+            array = np.empty(shape, request.dtype.numpy or np.uint8)
+            lent.append(base.Lent(array, array.reshape(-1).view(np.uint8)))
         return lent
 
 
 def make(device: object) -> NumpyAdapter:
     """The adapter; NumPy knows the host alone."""
-    adapter.check_version("numpy", np.__version__, OLDEST)
+    base.check_version("numpy", np.__version__, OLDEST)
     if device is not None and str(device) not in ("cpu", "host"):
-        raise adapter.no_device("NumPy", device, "cpu")
+        raise base.no_device("NumPy", device, "cpu")
     return NumpyAdapter()
 
 

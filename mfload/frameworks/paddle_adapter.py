@@ -22,17 +22,17 @@ import numpy as np
 import paddle
 
 from mfload import dtypes, errors
-from mfload.devices.device import Device
+from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import adapter, giving, ground, seams
-from mfload.frameworks.adapter import Whose
-from mfload.placement import Need
+from mfload.frameworks import base, giving, ground, private_api
+from mfload.frameworks.base import Whose
+from mfload.planning.requests import Request
 
 OLDEST = "3.0"
 
 # The NumPy dtype under which Paddle takes the memory of each dtype; "uint16" is bfloat16.
 _TAKEN = {
-    **{name: kind for name, kind in adapter.COMMON.items() if name not in ("U16", "U32", "U64")},
+    **{name: kind for name, kind in base.COMMON.items() if name not in ("U16", "U32", "U64")},
     "BF16": "uint16",
 }
 # What it takes under another name and is told afterwards; older versions lack some.
@@ -60,11 +60,11 @@ class PaddleAdapter(ground.Landing):
     name = "paddle"
     alignment = 64
     readonly_maps = False
-    forms = adapter.forms(
-        {name: adapter.COMMON.get(name, "bfloat16") for name in _TAKEN}
+    forms = base.forms(
+        {name: base.COMMON.get(name, "bfloat16") for name in _TAKEN}
         | {name: kind for name, (_, kind) in _RENAMED.items()}
     )
-    lendable = adapter.lendable(forms)
+    lendable = base.lendable(forms)
 
     def __init__(self, place: Any, land: Device | None = None, notes: tuple[str, ...] = ()) -> None:
         super().__init__(land, notes)
@@ -72,10 +72,10 @@ class PaddleAdapter(ground.Landing):
         if land is not None:
             self.landings = frozenset(("framework",))
         self.on_host = isinstance(place, paddle.CPUPlace)
-        self._take: Callable[[Any], Any] = seams.paddle_constructor(paddle) or self._copy
+        self._take: Callable[[Any], Any] = private_api.paddle_constructor(paddle) or self._copy
 
     @property
-    def landing(self) -> Whose:
+    def allocator(self) -> Whose:
         """Whose memory is the better one on the device (see `adapter.Adapter`)."""
         return "framework"
 
@@ -93,8 +93,8 @@ class PaddleAdapter(ground.Landing):
             raise errors.UsageError(
                 "Paddle can't take memory of others on a device without losing track of it",
                 tensor=view.name,
-                expected="landing='framework'",
-                found="landing='mfload'",
+                expected="allocator='framework'",
+                found="allocator='mfload'",
             )
         taken, kind = _RENAMED.get(view.dtype.name) or (_TAKEN[view.dtype.name], None)
         array = np.ndarray(view.shape, taken, view.memory, view.at)
@@ -105,34 +105,34 @@ class PaddleAdapter(ground.Landing):
     def _copy(array: Any) -> Any:
         return paddle.to_tensor(array, place=paddle.CPUPlace())
 
-    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Tensors of Paddle's own allocator, one for each need."""
         land = self.devices[0] if self.devices else None
         place = paddle.CPUPlace() if land is None else self._place
-        lent: list[adapter.Lent] = []
+        lent: list[base.Lent] = []
         with _making_at(place):
-            for need in needs:
-                name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-                made, kind = _RENAMED.get(need.dtype.name) or (name, None)
+            for request in requests:
+                name, shape = base.lent_as(self.forms[request.dtype.name], request)
+                made, kind = _RENAMED.get(request.dtype.name) or (name, None)
                 tensor = paddle.empty(list(shape), dtype=made)
                 if kind is not None:
                     tensor = tensor.view(getattr(paddle, kind))
-                address = tensor.data_ptr() if need.nbytes else 0
-                memory = adapter.memory_at(tensor, address, need.nbytes, land)
-                lent.append(adapter.Lent(tensor, memory))
+                address = tensor.data_ptr() if request.nbytes else 0
+                memory = base.memory_at(tensor, address, request.nbytes, land)
+                lent.append(base.Lent(tensor, memory))
         if not self.on_host:
             # Kernels that were started before may still use memory that Paddle gave away again.
             paddle.device.synchronize(place)
         return lent
 
-    def pool(self, number: int) -> adapter.Pool | None:
+    def pool(self, number: int) -> base.Pool | None:
         """What Paddle's allocator has of the device (see `adapter.Adapter`)."""
         if self.on_host:
             return None
         place = self._place
         reserved = paddle.device.cuda.memory_reserved(place)
         kept = reserved - paddle.device.cuda.memory_allocated(place)
-        return adapter.Pool(
+        return base.Pool(
             self.devices[number].room().free + kept,
             "let go of tensors that are no longer needed, and end other processes on the device",
         )
@@ -162,14 +162,14 @@ def make(device: object) -> PaddleAdapter:
     Raises:
         DeviceError: There is no such device.
     """
-    adapter.check_version("paddle", paddle.__version__, OLDEST)
+    base.check_version("paddle", paddle.__version__, OLDEST)
     if device is None:
         return _at(paddle.get_device())
     return _at(device if isinstance(device, str) else str(device))
 
 
 def _at(name: str) -> PaddleAdapter:
-    kind, number = adapter.split_device(name.removeprefix("Place(").removesuffix(")"))
+    kind, number = base.split_device(name.removeprefix("Place(").removesuffix(")"))
     if kind == "cpu":
         return PaddleAdapter(paddle.CPUPlace())
     if kind in ("gpu", "cuda"):
@@ -180,7 +180,7 @@ def _at(name: str) -> PaddleAdapter:
             rocm = paddle.is_compiled_with_rocm()
             found = (None, ()) if rocm else ground.device_to_land_on(number or 0)
             return PaddleAdapter(place, *found)
-    raise adapter.no_device("Paddle", name, paddle.device.get_available_device())
+    raise base.no_device("Paddle", name, paddle.device.get_available_device())
 
 
 def give(name: str, array: Any) -> giving.Outgoing:

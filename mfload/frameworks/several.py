@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mfload import errors
-from mfload.devices.device import Device
+from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.frameworks import ground
-from mfload.frameworks.adapter import Adapter, Lent, Pool, Whose
-from mfload.placement import Need
+from mfload.frameworks.base import Adapter, Lent, Pool, Whose
+from mfload.planning.requests import Request
 
 _SHOWN = 10
 
@@ -50,12 +50,12 @@ class SeveralAdapter(ground.Landing):
             self.landings = frozenset.intersection(*(part.landings for part in self._landing))
 
     @property
-    def landing(self) -> Whose:
+    def allocator(self) -> Whose:
         """Whose memory is the better one on all of the devices (see `adapter.Adapter`)."""
-        whose = {part.landing for part in self._landing}
+        whose = {part.allocator for part in self._landing}
         return "framework" if whose == {"framework"} else "mfload"
 
-    def assign(self, needs: Sequence[Need]) -> list[Need]:
+    def assign(self, requests: Sequence[Request]) -> list[Request]:
         """A need for each device that is to have a tensor (see `adapter.Adapter`).
 
         Raises:
@@ -63,10 +63,12 @@ class SeveralAdapter(ground.Landing):
         """
         if self._rules is None:
             every = range(len(self._parts))
-            return [need._replace(devices=(number,)) for need in needs for number in every]
-        numbers = [self._ruled(need.info.name) for need in needs]
+            return [request._replace(devices=(number,)) for request in requests for number in every]
+        numbers = [self._ruled(request.info.name) for request in requests]
         missing = [
-            need.info.name for need, number in zip(needs, numbers, strict=True) if number is None
+            request.info.name
+            for request, number in zip(requests, numbers, strict=True)
+            if number is None
         ]
         if missing:
             names = ", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
@@ -76,8 +78,8 @@ class SeveralAdapter(ground.Landing):
                 found=names,
             )
         return [
-            need._replace(devices=(number,))
-            for need, number in zip(needs, numbers, strict=True)
+            request._replace(devices=(number,))
+            for request, number in zip(requests, numbers, strict=True)
             if number is not None
         ]
 
@@ -92,18 +94,18 @@ class SeveralAdapter(ground.Landing):
         count = len(self._parts)
         return [alone[at : at + count] for at in range(0, len(alone), count)]
 
-    def copies(self, need: Need) -> bool:
+    def copies(self, request: Request) -> bool:
         """Whether a need is copied out of mfload's memory (see `adapter.Placing`)."""
-        return self.forms[need.dtype.name].how == "copy" or not self._part(need).on_host
+        return self.forms[request.dtype.name].how == "copy" or not self._part(request).on_host
 
-    def lends(self, need: Need) -> bool:
+    def lends(self, request: Request) -> bool:
         """Whether a need must land in the framework's memory (see `adapter.Placing`)."""
         return False
 
-    def lands(self, need: Need) -> int | None:
+    def lands(self, request: Request) -> int | None:
         """The number of the device that a need lands on (see `adapter.Adapter`)."""
-        part = self._part(need)
-        number = part.lands(need)
+        part = self._part(request)
+        number = part.lands(request)
         return None if number is None else self.devices.index(part.devices[number])
 
     def pool(self, number: int) -> Pool | None:
@@ -118,16 +120,16 @@ class SeveralAdapter(ground.Landing):
             made.update(zip(at, ((array,) for array in arrays), strict=True))
         return [made[n] for n in range(len(views))]
 
-    def lend(self, needs: Sequence[Need]) -> list[Lent]:
+    def lend(self, requests: Sequence[Request]) -> list[Lent]:
         """Tuples of one array of the framework's own allocator, one for each need."""
         made: dict[int, Lent] = {}
-        for number, at in self._by_part(need.devices for need in needs):
-            lent = self._parts[number].lend([needs[n] for n in at])
+        for number, at in self._by_part(request.devices for request in requests):
+            lent = self._parts[number].lend([requests[n] for n in at])
             made.update(zip(at, (Lent((each.array,), each.memory) for each in lent), strict=True))
-        return [made[n] for n in range(len(needs))]
+        return [made[n] for n in range(len(requests))]
 
-    def _part(self, need: Need) -> Adapter:
-        (number,) = need.devices
+    def _part(self, request: Request) -> Adapter:
+        (number,) = request.devices
         return self._parts[number]
 
     def _by_part(self, devices: Iterable[tuple[int, ...]]) -> list[tuple[int, list[int]]]:

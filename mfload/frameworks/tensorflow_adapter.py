@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from mfload import errors
-from mfload.devices.device import Device
+from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule, data_address
-from mfload.frameworks import adapter, giving, ground
-from mfload.frameworks.adapter import Whose
-from mfload.placement import Need
+from mfload.frameworks import base, giving, ground
+from mfload.frameworks.base import Whose
+from mfload.planning.requests import Request
 
 OLDEST = "2.19"
 
@@ -46,11 +46,11 @@ class TensorflowAdapter(ground.Landing):
     name = "tensorflow"
     alignment = 64
     readonly_maps = False
-    forms = adapter.forms(
-        adapter.COMMON | {"BF16": "bfloat16"},
+    forms = base.forms(
+        base.COMMON | {"BF16": "bfloat16"},
         {key: name for key, name in _COPIED.items() if hasattr(tf.dtypes.experimental, name)},
     )
-    lendable = adapter.lendable(forms)
+    lendable = base.lendable(forms)
 
     def __init__(
         self,
@@ -72,20 +72,20 @@ class TensorflowAdapter(ground.Landing):
             )
 
     @property
-    def landing(self) -> Whose:
+    def allocator(self) -> Whose:
         """Whose memory is the better one on the device (see `adapter.Adapter`)."""
         return "framework"
 
-    def lands(self, need: Need) -> int | None:
+    def lands(self, request: Request) -> int | None:
         """The number of the device that a need lands on (see `adapter.Adapter`)."""
         # The 8-bit floats are imported from NumPy arrays alone.
-        return None if self.forms[need.dtype.name].how == "copy" else super().lands(need)
+        return None if self.forms[request.dtype.name].how == "copy" else super().lands(request)
 
-    def pool(self, number: int) -> adapter.Pool | None:
+    def pool(self, number: int) -> base.Pool | None:
         """What TensorFlow's allocator has of the device: it does not say (see `Adapter`)."""
-        return adapter.Pool(
+        return base.Pool(
             None,
-            "landing='framework' lands in what TensorFlow has set aside for itself; before it "
+            "allocator='framework' lands in what TensorFlow has set aside for itself; before it "
             "starts, tf.config.experimental.set_memory_growth has it set aside what it needs alone",
         )
 
@@ -102,17 +102,17 @@ class TensorflowAdapter(ground.Landing):
         there = self.on_host or ground.on_device(view.memory)
         return tensor if there else tf.identity(tensor)
 
-    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Tensors of TensorFlow's own allocator, one for each need."""
         land = self.devices[0] if self.devices else None
-        lent: list[adapter.Lent] = []
-        for need in needs:
-            _, shape = adapter.lent_as(self.forms[need.dtype.name], need)
-            tensor = self._empty(need.dtype.name, shape)
+        lent: list[base.Lent] = []
+        for request in requests:
+            _, shape = base.lent_as(self.forms[request.dtype.name], request)
+            tensor = self._empty(request.dtype.name, shape)
             # Not tensor.numpy(), which is a copy.
             address = data_address(tf.experimental.dlpack.to_dlpack(tensor))
-            memory = adapter.memory_at(tensor, address, need.nbytes, land)
-            lent.append(adapter.Lent(tensor, memory))
+            memory = base.memory_at(tensor, address, request.nbytes, land)
+            lent.append(base.Lent(tensor, memory))
         if not self.on_host:
             # Kernels that were started before may still use memory that was given away again.
             tf.test.experimental.sync_devices()
@@ -132,7 +132,7 @@ def make(device: object) -> TensorflowAdapter:
     Raises:
         DeviceError: There is no such device.
     """
-    adapter.check_version("tensorflow", tf.__version__, OLDEST)
+    base.check_version("tensorflow", tf.__version__, OLDEST)
     local = _local()
     if device is None:
         # The name of a tensor's device is the one way to learn the default, which is not
@@ -141,7 +141,7 @@ def make(device: object) -> TensorflowAdapter:
     wanted = _whole(str(getattr(device, "name", device)), local)
     there = [_whole(each.name, local) for each in tf.config.list_logical_devices()]
     if wanted not in there:
-        raise adapter.no_device("TensorFlow", device, there)
+        raise base.no_device("TensorFlow", device, there)
     return _at(wanted, local)
 
 
@@ -179,7 +179,7 @@ def _whole(name: str, local: str) -> str:
         DeviceError: It is no device name.
     """
     where, _, short = name.rpartition("/")
-    kind, number = adapter.split_device(re.sub("^device:", "", short, flags=re.IGNORECASE))
+    kind, number = base.split_device(re.sub("^device:", "", short, flags=re.IGNORECASE))
     if where:
         try:
             process = tf.DeviceSpec.from_string(where)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.utils import dlpack
 
-from mfload.devices.device import Device
+from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
-from mfload.frameworks import adapter, giving, ground
-from mfload.placement import Need
+from mfload.frameworks import base, giving, ground
+from mfload.planning.requests import Request
 
 OLDEST = "2.4"
 
@@ -60,10 +60,10 @@ class TorchAdapter(ground.Landing):
     alignment = None
     readonly_maps = False
     # Older versions lack the youngest types: what is not there arrives as bytes.
-    forms = adapter.forms(
-        {key: name for key, name in (adapter.COMMON | _OWN).items() if hasattr(torch, name)}
+    forms = base.forms(
+        {key: name for key, name in (base.COMMON | _OWN).items() if hasattr(torch, name)}
     )
-    lendable = adapter.lendable(forms)
+    lendable = base.lendable(forms)
 
     def __init__(
         self, device: Any, land: Device | None = None, notes: tuple[str, ...] = ()
@@ -88,32 +88,32 @@ class TorchAdapter(ground.Landing):
             return dlpack.from_dlpack(capsule(view))
         return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
 
-    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
+    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Tensors of torch's own allocator, one for each need."""
         land = self.devices[0] if self.devices else None
-        lent: list[adapter.Lent] = []
-        for need in needs:
-            name, shape = adapter.lent_as(self.forms[need.dtype.name], need)
+        lent: list[base.Lent] = []
+        for request in requests:
+            name, shape = base.lent_as(self.forms[request.dtype.name], request)
             where = "cpu" if land is None else self._device
             with ground.refusals("torch", torch.cuda.OutOfMemoryError):
                 tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
-            memory = adapter.memory_at(tensor, tensor.data_ptr(), need.nbytes, land)
-            lent.append(adapter.Lent(tensor, memory))
+            memory = base.memory_at(tensor, tensor.data_ptr(), request.nbytes, land)
+            lent.append(base.Lent(tensor, memory))
         if self._device.type == "cuda":
             # Torch gives memory that was let go of to whoever asks next on the same stream,
             # where kernels that were started before may still use it.
             torch.cuda.current_stream(self._device).synchronize()
         return lent
 
-    def pool(self, number: int) -> adapter.Pool | None:
+    def pool(self, number: int) -> base.Pool | None:
         """What torch's caching allocator has of the device (see `adapter.Adapter`)."""
         if self._device.type != "cuda":
             return None
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return adapter.Pool(
+        return base.Pool(
             self.devices[number].room().free + kept,
             f"torch.cuda.empty_cache() gives back the {kept} bytes that torch keeps for itself, "
-            "and landing='framework' uses them",
+            "and allocator='framework' uses them",
         )
 
 
@@ -123,7 +123,7 @@ def make(device: object) -> TorchAdapter:
     Raises:
         DeviceError: There is no such device.
     """
-    adapter.check_version("torch", torch.__version__, OLDEST)
+    base.check_version("torch", torch.__version__, OLDEST)
     if device is None:
         # Not torch.get_default_device(), which older versions get wrong inside `with device:`.
         return _at(torch.empty(0).device)
@@ -131,7 +131,7 @@ def make(device: object) -> TorchAdapter:
         # That of a tensor has a number, where "cuda" says none.
         wanted = torch.empty(0, device=device).device  # pyright: ignore
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        raise adapter.no_device("torch", device, str(error).splitlines()[0]) from error
+        raise base.no_device("torch", device, str(error).splitlines()[0]) from error
     return _at(wanted)
 
 
@@ -143,7 +143,7 @@ def _at(device: Any) -> TorchAdapter:
 
 _ROWS = {
     getattr(torch, name): TABLE[key]
-    for key, name in (adapter.COMMON | _OWN).items()
+    for key, name in (base.COMMON | _OWN).items()
     if hasattr(torch, name)
 }
 # Of the width of each item, and known to NumPy in every version.

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mfload.io import probes
-from mfload.io.blocks import Block, Segment, Slot
 from mfload.io.buffers import PAGE
 from mfload.io.pread import PreadReader, place, read_into
-from mfload.io.source import LocalFile, OpenFile
+from mfload.planning.blocks import Block, Segment, Slot
+from mfload.sources.local import LocalFile, OpenFile
 
 log = logging.getLogger("mfload")
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from mfload.io.blocks import Block, Reader, Witness, stored
 from mfload.io.buffers import WorkerSlot
+from mfload.planning.blocks import Block, Observer, Reader, stored
 
 # Small blocks are reported together: a queue costs more than a small read.
 _WORTH_A_WORD = 1 << 20
@@ -230,7 +230,7 @@ class HostWorker:
     Args:
         open_reader: Opens the reader of a source by its number.
         memory: The destination buffers.
-        witness: Sees what came. Blocks are taken in the order of their submission, so a witness
+        observer: Sees what came. Blocks are taken in the order of their submission, so a witness
             may wait for the ones before.
     """
 
@@ -238,12 +238,12 @@ class HostWorker:
         self,
         open_reader: Callable[[int], Reader],
         memory: list[Any],
-        witness: Witness | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.block: Block | None = None
         self._readers = Opened(open_reader)
         self._memory = memory
-        self._witness = witness
+        self._witness = observer
         self._slot = WorkerSlot()
         self._tally = Tally()
 
@@ -272,10 +272,10 @@ def on_host(
     open_reader: Callable[[int], Reader],
     memory: list[Any],
     threads: int,
-    witness: Witness | None = None,
+    observer: Observer | None = None,
 ) -> ThreadEngine:
     """The engine of buffers in host memory (see `HostWorker`)."""
-    return ThreadEngine([Crew(lambda: HostWorker(open_reader, memory, witness), threads)])
+    return ThreadEngine([Crew(lambda: HostWorker(open_reader, memory, observer), threads)])
 
 
 class _Closable(Protocol):

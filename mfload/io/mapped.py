@@ -17,7 +17,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.io import advise
-from mfload.io.source import LocalFile, OpenFile, shrunk
+from mfload.sources.local import LocalFile, OpenFile, shrunk
 
 # A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}

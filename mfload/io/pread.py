@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.io.blocks import Block, Segment, Slot
 from mfload.io.buffers import PAGE
-from mfload.io.source import LocalFile, OpenFile, shrunk
+from mfload.planning.blocks import Block, Segment, Slot
+from mfload.sources.local import LocalFile, OpenFile, shrunk
 
 # Linux takes 1024 (UIO_MAXIOV); POSIX promises 16.
 _IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)

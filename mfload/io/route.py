@@ -9,9 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from mfload import errors, spelling
+from mfload import errors, suggestions
 from mfload.io import buffers, probes
-from mfload.io.source import LocalFile, OpenFile
+from mfload.sources.local import LocalFile, OpenFile
 
 EngineName = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
 ENGINES = ("auto", "mmap", "pread", "direct", "pinned", "gds")
@@ -72,7 +72,7 @@ def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, .
         UsageError: There is no such engine.
     """
     if engine not in ENGINES:
-        meant = spelling.meant(engine, ENGINES)
+        meant = suggestions.meant(engine, ENGINES)
         raise errors.UsageError(
             f"unknown engine{meant}", expected=" | ".join(ENGINES), found=engine
         )

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.formats.finding import INDEX_SUFFIX, SUFFIX
-from mfload.formats.layout import REPLACED
+from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
 from mfload.formats.safetensors import MAX_HEADER
-from mfload.io.source import LocalFile
+from mfload.saving.layout import REPLACED
 from mfload.saving.targets import Place
+from mfload.sources.local import LocalFile
 
 
 class Found(NamedTuple):

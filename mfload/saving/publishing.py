@@ -28,13 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mfload import errors
-from mfload.formats import layout
-from mfload.formats.finding import INDEX_SUFFIX
-from mfload.io import folders
-from mfload.io.drafts import Draft
-from mfload.io.folders import Folder
-from mfload.saving import existing, renaming, targets
+from mfload.formats.discovery import INDEX_SUFFIX
+from mfload.saving import existing, folders, layout, renaming, targets
+from mfload.saving.drafts import Draft
 from mfload.saving.existing import Found
+from mfload.saving.folders import Folder
 from mfload.saving.renaming import Change
 
 log = logging.getLogger("mfload")

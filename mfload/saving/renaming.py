@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mfload import errors
-from mfload.io.drafts import Draft
-from mfload.io.folders import Folder
+from mfload.saving.drafts import Draft
+from mfload.saving.folders import Folder
 
 # What file systems say that have no hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)

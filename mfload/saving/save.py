@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.formats import layout, options
-from mfload.formats.layout import Layout
-from mfload.frameworks.outgoing import Outgoing, outgoing
+from mfload.formats import options
+from mfload.gc_paused import collector_paused
 from mfload.io import probes
-from mfload.io.drafts import BLOCK, Draft
-from mfload.io.writers import Job, Writers
-from mfload.pause import collector_paused
 from mfload.progress import Progress, shown
 from mfload.report import html_table, human, table
+from mfload.saving import layout
+from mfload.saving.drafts import BLOCK, Draft
+from mfload.saving.export import Outgoing, outgoing
+from mfload.saving.layout import Layout
 from mfload.saving.publishing import Target
+from mfload.saving.writers import Job, Writers
 
 # Writes past the page cache wait for the disk, not for a core.
 _THREADS = 4

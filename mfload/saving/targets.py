@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mfload import errors
-from mfload.formats.finding import INDEX_SUFFIX, SUFFIX
+from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
 
 _DEFAULT = "model" + SUFFIX
 _KINDS = {

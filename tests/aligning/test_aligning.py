@@ -25,10 +25,10 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.aligning import align as aligning, rewriting
-from mfload.checks.manifest import Manifest
+from mfload.checking import align as aligning, rewriting
+from mfload.checking.manifest import Manifest
 from mfload.io import buffers
-from mfload.io.drafts import Draft
+from mfload.saving.drafts import Draft
 
 MODEL = samples.model()
 
@@ -36,7 +36,7 @@ MODEL = samples.model()
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mfload.aligning.rewriting.BLOCK", 64 << 10)
+        patch.setattr("mfload.checking.rewriting.BLOCK", 64 << 10)
         yield
 
 

@@ -39,14 +39,15 @@ from benchmarks.gpu_given import landings
 from benchmarks.gpu_plan import COLD, FAST, PLAIN, SWEEP, WARM, Plan
 from benchmarks.gpu_rounds import Rounds, Step
 from benchmarks.gpu_tasks import Way
-from mfload import frameworks, overheads
+from mfload import frameworks
 from mfload.bench import machine
 from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
 from mfload.bench.results import Results
 from mfload.bench.runner import Bed
-from mfload.devices import slots
+from mfload.cuda import slots
 from mfload.frameworks.torch_adapter import TorchAdapter
 from mfload.io import probes
+from mfload.loading import overheads
 
 ROOT = gpu_run.ROOT
 MADE_UP = {"name": "Made-up GPU of a test", "memory": 48 << 30, "pci": "0000:00:00.0",
@@ -280,9 +281,9 @@ def test_ways_have_names() -> None:
 
 def test_a_ring_is_varied_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = types.SimpleNamespace(SLOT=1, DEPTH=2)
-    monkeypatch.setitem(sys.modules, "mfload.devices.slots", ring)
+    monkeypatch.setitem(sys.modules, "mfload.cuda.slots", ring)
     beside = types.SimpleNamespace(_LEAST_SLOT=1)
-    monkeypatch.setitem(sys.modules, "mfload.overheads", beside)
+    monkeypatch.setitem(sys.modules, "mfload.loading.overheads", beside)
     gpu_tasks.find(f"cpu/{Way('numpy', slot=4).name}")
     assert (ring.SLOT, ring.DEPTH, beside._LEAST_SLOT) == (4 << 20, 2, 4 << 20)
     gpu_tasks.find(f"cpu/{Way('numpy', depth=8).name}")

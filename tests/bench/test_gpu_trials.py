@@ -35,7 +35,7 @@ from mfload.bench import child
 from mfload.bench.process import environment
 from mfload.bench.runner import Bed
 from mfload.bench.touch import PAGE, touch
-from mfload.devices.asking import Answer
+from mfload.io.subprocess_probe import Answer
 
 # What is known of the GPU --------------------------------------------------------------------
 

@@ -20,10 +20,10 @@ import samples
 
 import mfload
 from mfload import dtypes, errors, frameworks
-from mfload.checks.manifest import Manifest, TensorEntry
-from mfload.frameworks.adapter import Form
+from mfload.checking.manifest import Manifest, TensorEntry
+from mfload.frameworks.base import Form
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.io import blocks
+from mfload.planning import blocks
 
 MODEL = samples.model()
 BLOCK = 64 << 10  # So that "wide" takes 19 blocks, and "embed" 6.
@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "converted": {"dtype": "float64", "threads": 8},
     "converted by one": {"dtype": "bfloat16", "threads": 1},
     "converted past the cache": {"dtype": "float64", "engine": "direct", "threads": 3},
-    "into the framework's memory": {"landing": "framework", "threads": 3},
+    "into the framework's memory": {"allocator": "framework", "threads": 3},
     "with a deadline": {"timeout": 60.0, "threads": 3},
     "in one thread, and watched": {"threads": 1, "progress": lambda done, total: None},
 }
@@ -47,8 +47,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small = blocks.Costs(block=BLOCK)
-    monkeypatch.setattr("mfload.overheads.Costs", lambda **_: small)
-    monkeypatch.setattr("mfload.transfer._MAPPED_BLOCK", BLOCK)
+    monkeypatch.setattr("mfload.loading.overheads.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.loading.execute._MAPPED_BLOCK", BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -261,11 +261,11 @@ def test_nobody_waits_for_a_reader_that_hangs_or_fails(
 
 INTERRUPTED = """
     import os, sys, threading, time
-    import mfload, mfload.overheads
+    import mfload, mfload.loading.overheads
     from mfload.io import blocks
 
     path = sys.argv[1]
-    mfload.overheads.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    mfload.loading.overheads.Costs = lambda **_: blocks.Costs(block=64 << 10)
     real, lock, reads = os.preadv, threading.Lock(), 0
 
     def slow(*args):

@@ -16,11 +16,11 @@ import xxhash
 from hypothesis import given, strategies as st
 
 from mfload import dtypes, errors
-from mfload.checks import checksums
-from mfload.checks.checksums import Witness
+from mfload.checking import checksums
+from mfload.checking.checksums import Observer
 from mfload.index import Piece, TensorInfo
-from mfload.io.blocks import Block, Segment, stored
 from mfload.io.engine import on_host
+from mfload.planning.blocks import Block, Segment, stored
 
 
 def _row(name: str, start: int, nbytes: int, source: int = 0) -> TensorInfo:
@@ -55,7 +55,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
 ) -> None:
     size, rows, cuts = layout
     data = _data(size, seed)
-    witness = Witness(rows, {0: size} if whole else None)
+    observer = Observer(rows, {0: size} if whole else None)
     blocks = [Block(0, a, b - a, ()) for a, b in itertools.pairwise(cuts)]
     delays = random.Random(seed)
 
@@ -67,7 +67,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
 
         def close(self) -> None: ...
 
-    engine = on_host(lambda _: Reader(), [], threads, witness)
+    engine = on_host(lambda _: Reader(), [], threads, observer)
     engine.submit(blocks)
     left = len(blocks)
     while left:
@@ -78,19 +78,19 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
     assert engine.close(10)
     for row in rows:
         part = data[row.pieces[0].offset :][: row.nbytes]
-        assert witness.tensor(row.name) == xxhash.xxh3_128_hexdigest(part.tobytes())
+        assert observer.tensor(row.name) == xxhash.xxh3_128_hexdigest(part.tobytes())
     if whole:
-        assert witness.file(0) == hashlib.sha256(data.tobytes()).hexdigest()
-    assert witness.complete(0)
+        assert observer.file(0) == hashlib.sha256(data.tobytes()).hexdigest()
+    assert observer.complete(0)
 
 
 def test_a_range_waits_for_the_ones_before() -> None:
     data = _data(30)
-    witness = Witness([_row("a", 0, 30)])
+    observer = Observer([_row("a", 0, 30)])
     order: list[int] = []
 
     def late(start: int) -> None:
-        witness.saw(0, start, data[start : start + 10], _never)
+        observer.saw(0, start, data[start : start + 10], _never)
         order.append(start)
 
     threads = [threading.Thread(target=late, args=(start,)) for start in (20, 10)]
@@ -98,21 +98,21 @@ def test_a_range_waits_for_the_ones_before() -> None:
         thread.start()
         time.sleep(0.05)
     assert order == []
-    assert not witness.complete(0)
+    assert not observer.complete(0)
     with pytest.raises(AssertionError, match="not all bytes"):
-        witness.tensor("a")
+        observer.tensor("a")
     late(0)
     for thread in threads:
         thread.join(10)
     assert sorted(order) == [0, 10, 20]
-    assert witness.tensor("a") == xxhash.xxh3_128_hexdigest(data.tobytes())
+    assert observer.tensor("a") == xxhash.xxh3_128_hexdigest(data.tobytes())
 
 
 def test_who_waits_when_all_is_given_up_goes() -> None:
-    witness = Witness([_row("a", 0, 30)], {0: 30})
+    observer = Observer([_row("a", 0, 30)], {0: 30})
     stop = threading.Event()
     waiting = threading.Thread(
-        target=witness.saw, args=(0, 10, _data(10), stop.is_set), daemon=True
+        target=observer.saw, args=(0, 10, _data(10), stop.is_set), daemon=True
     )
     waiting.start()
     time.sleep(0.05)
@@ -121,9 +121,9 @@ def test_who_waits_when_all_is_given_up_goes() -> None:
     waiting.join(5)
     assert not waiting.is_alive()
     with pytest.raises(AssertionError):
-        witness.tensor("a")
+        observer.tensor("a")
     with pytest.raises(AssertionError, match="only 0 of 30"):
-        witness.file(0)
+        observer.file(0)
 
 
 def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
             raise ZeroDivisionError
 
     monkeypatch.setattr(checksums, "tensor_hash", lambda: Failing)
-    witness = Witness([_row("a", 0, 100)])
+    observer = Observer([_row("a", 0, 100)])
 
     class Reader:
         def fill(self, block: Block, memory: Any, slot: Any) -> Any:
@@ -144,7 +144,7 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
 
         def close(self) -> None: ...
 
-    engine = on_host(lambda _: Reader(), [], 4, witness)
+    engine = on_host(lambda _: Reader(), [], 4, observer)
     engine.submit([Block(0, at, 10, ()) for at in range(0, 100, 10)])
     done = engine.complete(10)
     assert done is not None
@@ -153,29 +153,29 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bytes_shown_twice_are_a_fault_and_no_digest() -> None:
-    witness = Witness([_row("a", 0, 30)])
-    witness.saw(0, 0, _data(10), _never)
+    observer = Observer([_row("a", 0, 30)])
+    observer.saw(0, 0, _data(10), _never)
     with pytest.raises(AssertionError, match="twice"):
-        witness.saw(0, 5, _data(10), _never)
+        observer.saw(0, 5, _data(10), _never)
 
 
 def test_files_and_empty_tensors_and_others_bytes() -> None:
-    witness = Witness([_row("a", 8, 4, source=1), _row("none", 12, 0, source=1)])
-    witness.saw(0, 0, _data(100), _never)  # Of a source that holds none of them.
-    witness.saw(1, 0, _data(8), _never)
-    assert witness.tensor("none") == xxhash.xxh3_128_hexdigest(b"")
+    observer = Observer([_row("a", 8, 4, source=1), _row("none", 12, 0, source=1)])
+    observer.saw(0, 0, _data(100), _never)  # Of a source that holds none of them.
+    observer.saw(1, 0, _data(8), _never)
+    assert observer.tensor("none") == xxhash.xxh3_128_hexdigest(b"")
     with pytest.raises(AssertionError):
-        witness.tensor("a")
-    witness.saw(1, 8, np.arange(4, dtype=np.uint8), _never)
-    assert witness.tensor("a") == xxhash.xxh3_128_hexdigest(bytes(range(4)))
-    empty = Witness(files={0: 0})
+        observer.tensor("a")
+    observer.saw(1, 8, np.arange(4, dtype=np.uint8), _never)
+    assert observer.tensor("a") == xxhash.xxh3_128_hexdigest(bytes(range(4)))
+    empty = Observer(files={0: 0})
     assert empty.file(0) == hashlib.sha256().hexdigest()
 
 
 def test_the_published_digest_of_some_bytes() -> None:
     # From the algorithm's own test vectors: nothing, with seed 0.
-    witness = Witness([_row("none", 0, 0)])
-    assert witness.tensor("none") == "99aa06d3014798d86001c324468d497f"
+    observer = Observer([_row("none", 0, 0)])
+    assert observer.tensor("none") == "99aa06d3014798d86001c324468d497f"
 
 
 def test_without_the_package_the_error_says_what_to_install(
@@ -183,9 +183,9 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'mfload\[verify\]'"):
-        Witness([_row("a", 0, 1)])
+        Observer([_row("a", 0, 1)])
     # SHA-256 takes no package.
-    Witness(files={0: 1})
+    Observer(files={0: 1})
 
 
 def test_what_was_stored_is_shown_segment_by_segment() -> None:

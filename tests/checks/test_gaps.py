@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from mfload import dtypes, packed
-from mfload.checks import gaps
-from mfload.checks.gaps import Gap
+from mfload.checking import gaps
+from mfload.checking.gaps import Gap
 
 NAMES = list(dtypes.TABLE)
 REAL = [name for name in NAMES if name != "C64"]

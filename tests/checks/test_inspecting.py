@@ -12,8 +12,8 @@ import pytest
 import samples
 
 from mfload import errors
-from mfload.checks import inspecting
-from mfload.checks.inspecting import Inspected, Problem
+from mfload.checking import inspecting
+from mfload.checking.inspecting import Inspected, Problem
 
 NAMES = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 TOTAL = 3 * 8 * 4

@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checks import manifest
-from mfload.checks.manifest import FileEntry, Manifest, TensorEntry
+from mfload.checking import manifest
+from mfload.checking.manifest import FileEntry, Manifest, TensorEntry
 
 _hex = st.sampled_from("0123456789abcdef")
 _names = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mfload import errors
-from mfload.checks import published
-from mfload.checks.published import Sum
+from mfload.checking import published
+from mfload.checking.published import Sum
 
 A = hashlib.sha256(b"a").hexdigest()
 B = hashlib.sha256(b"b").hexdigest()

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mfload import errors
-from mfload.checks import streaming
-from mfload.checks.streaming import Range
+from mfload.checking import streaming
+from mfload.checking.streaming import Range
+from mfload.deadline import Deadline
 from mfload.io import buffers
-from mfload.io.deadline import Deadline
-from mfload.io.source import LocalFile
+from mfload.sources.local import LocalFile
 
 
 class _Seen:

@@ -17,8 +17,8 @@ from hypothesis import given, settings, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checks import streaming
-from mfload.checks.manifest import Manifest
+from mfload.checking import streaming
+from mfload.checking.manifest import Manifest
 
 MODEL = samples.model()
 
@@ -49,7 +49,7 @@ def shards(tmp_path: Path) -> Path:
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(streaming.look.__kwdefaults__, "block", 64 << 10)
-        patch.setattr("mfload.checks.pairing.PART", 64 << 10)
+        patch.setattr("mfload.checking.pairing.PART", 64 << 10)
         yield
 
 

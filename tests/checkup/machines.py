@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mfload.checkup.findings import Finding
-from mfload.devices.system import System
+from mfload.cuda.system import System
+from mfload.diagnostics.findings import Finding
 
 
 def machine(root: Path, files: dict[str, str]) -> System:

@@ -17,7 +17,7 @@ import samples
 
 import mfload
 from mfload import errors
-from mfload.devices.asking import Answer, ask
+from mfload.io.subprocess_probe import Answer, ask
 
 
 def _probe(folder: Path, code: str) -> None:
@@ -105,7 +105,7 @@ def test_a_probe_outlives_its_parent_for_a_moment_only(probes: Path) -> None:
                 pass
         """,
     )
-    asks = "from mfload.devices.asking import ask; ask('made_up_probe', timeout=1000)"
+    asks = "from mfload.io.subprocess_probe import ask; ask('made_up_probe', timeout=1000)"
     quick = asks.replace("timeout=1000", "timeout=1")
     for code, dies in ((quick, True), (asks, False)):
         parent = subprocess.Popen([sys.executable, "-c", code])

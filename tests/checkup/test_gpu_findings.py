@@ -19,12 +19,12 @@ from checkup.machines import CARD, ONE, machine, named
 
 import mfload
 from mfload import errors
-from mfload.checkup import cufile, diagnose, gpus, packages, probe_cupy
-from mfload.devices import gds
-from mfload.devices.asking import Answer
-from mfload.devices.mounts import Mount
-from mfload.devices.system import System
+from mfload.cuda import gds
+from mfload.cuda.mounts import Mount
+from mfload.cuda.system import System
+from mfload.diagnostics import cufile, doctor, gpus, packages, probe_cupy
 from mfload.io.route import Leg
+from mfload.io.subprocess_probe import Answer
 
 EXT4 = Mount("ext4", frozenset({"rw", "data=ordered"}), "259:1")
 UDEV = {"run/udev/data/x": "", "proc/version": "Linux version 6.8"}
@@ -279,7 +279,7 @@ def test_what_cupy_is_asked(result: Any, compiling: str | None) -> None:
 def test_a_cupy_that_can_not_be_imported(tmp_path: Path) -> None:
     (tmp_path / "cupy.py").write_text("raise OSError('libnvrtc is not there')")
     done = subprocess.run(
-        [sys.executable, "-c", "from mfload.checkup import probe_cupy; probe_cupy.main()"],
+        [sys.executable, "-c", "from mfload.diagnostics import probe_cupy; probe_cupy.main()"],
         env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}, capture_output=True, timeout=60,
     )  # fmt: skip
     assert json.loads(done.stdout) == {"error": "libnvrtc is not there"}
@@ -319,7 +319,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return Answer(ONE)
         return Answer({"version": "14.2", "compiling": None})
 
-    monkeypatch.setattr(diagnose, "ask", ask)
+    monkeypatch.setattr(doctor, "ask", ask)
     return asked
 
 
@@ -348,7 +348,7 @@ def test_without_a_path_cufile_is_not_tried(
     monkeypatch.setattr(gds, "verdict", None)
     found = mfload.doctor()
     assert found.onto_device == ()
-    assert "mfload.checkup.probe_cuda" in card
+    assert "mfload.diagnostics.probe_cuda" in card
 
 
 @pytest.mark.parametrize("part", ["host", "gpus", "cufile", "versions", "disk"])
@@ -359,7 +359,7 @@ def test_a_look_that_fails_is_a_finding(
         yield from ()
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(getattr(diagnose, part), "look", look)
+    monkeypatch.setattr(getattr(doctor, part), "look", look)
     path = samples.save(tmp_path / "m.safetensors", {"w": np.zeros(8, np.float32)})
     found = mfload.doctor(path)
     assert "ZeroDivisionError: oh" in named(found.findings, "the rest").found
@@ -369,7 +369,7 @@ def test_a_look_that_fails_is_a_finding(
     "data", [{}, {"devices": None}, {"driver": "13"}, {"driver": "13", "devices": [{"name": "G"}]}]
 )
 def test_answers_of_no_sense_are_no_crash(monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
-    monkeypatch.setattr(diagnose, "ask", lambda *_, **__: Answer(data))
+    monkeypatch.setattr(doctor, "ask", lambda *_, **__: Answer(data))
     found = mfload.doctor().findings
     assert named(found, "driver").level == "trouble"
     assert "please report this" not in [each.advice for each in found]
@@ -389,7 +389,7 @@ def cufile_there(
         return real(path, device, root=system.root, **how)
 
     monkeypatch.setattr(gds, "verdict", verdict)
-    monkeypatch.setattr("mfload.devices.cufile.installed", lambda: True)
+    monkeypatch.setattr("mfload.cuda.cufile.installed", lambda: True)
     gds.forget()
     yield system
     gds.forget()
@@ -446,7 +446,7 @@ def test_no_bound_on_questions(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(timeout)
         return Answer({"error": "no", "missing": True})
 
-    monkeypatch.setattr(diagnose, "ask", ask)
+    monkeypatch.setattr(doctor, "ask", ask)
     for timeout in (float("inf"), None, 1e300):
         mfload.doctor(timeout=timeout)
     assert given == [None] * 3

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from checkup.machines import CARD, ONE, machine, named
 
-from mfload.checkup import disk, gpus, host, probe_cuda, versions
-from mfload.devices.asking import Answer
-from mfload.devices.mounts import mount
-from mfload.devices.system import System
+from mfload.cuda.mounts import mount
+from mfload.cuda.system import System
+from mfload.diagnostics import disk, gpus, host, probe_cuda, versions
+from mfload.io.subprocess_probe import Answer
 
 
 def test_a_bare_tree_is_no_trouble(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_options_reach_the_library(run: Run, model: Path, name: str) -> None:
     assert by_name["result_bytes"] == asked("--dtype", "float64")["result_bytes"]
     assert asked("--dtype", "steps=complex64")["result_bytes"] == whole
     assert asked("--names", "bias", "--dtype", "bias=bf16")["result_bytes"] == 32
-    assert asked("--landing", "mfload")["result_bytes"] == whole
+    assert asked("--allocator", "mfload")["result_bytes"] == whole
     assert (
         asked("--max-host-overhead", "8MiB", "--timeout", "60", "--device", "cpu")["tensors"] == 6
     )

@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as arrays
 
 import mfload
 from mfload import errors
-from mfload.frameworks.outgoing import Outgoing, outgoing
+from mfload.saving.export import Outgoing, outgoing
 
 NAMES = {**material.COMMON, **material.FLOATS8, "F4": "float4_e2m1fn",
          "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}  # fmt: skip

@@ -20,13 +20,13 @@ from devices.fake import FakeDevice
 from leaks import left
 
 from mfload import dtypes, errors, frameworks
-from mfload.devices import finding, memory
-from mfload.devices.device import ALIGNMENT, Device, Rows
+from mfload.cuda import finding, memory
+from mfload.cuda.device import ALIGNMENT, Device, Rows
 from mfload.dlpack import View
-from mfload.frameworks.adapter import Adapter
+from mfload.frameworks.base import Adapter
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
-from mfload.placement import Need
+from mfload.planning.requests import Request
 
 
 class Ground(NamedTuple):
@@ -41,11 +41,11 @@ class Ground(NamedTuple):
     device: Device
 
 
-def need(row: Stored, devices: tuple[int, ...] = ()) -> Need:
+def request(row: Stored, devices: tuple[int, ...] = ()) -> Request:
     """What asks for the whole of a tensor as it is stored."""
     dtype = dtypes.TABLE[row.dtype]
     info = TensorInfo(row.name, dtype, row.shape, (Piece(0, 0, len(row.raw)),))
-    return Need(info, dtype, devices=devices)
+    return Request(info, dtype, devices=devices)
 
 
 def write(device: Device, parts: Sequence[tuple[Any, int, bytes]]) -> None:
@@ -79,7 +79,7 @@ def wrapped(ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = (
 def lent(ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = ()) -> list[Any]:
     """Arrays in memory of the framework's."""
     before = memory.live_bytes()
-    given = ground.adapter.lend([need(row, devices) for row in rows])
+    given = ground.adapter.lend([request(row, devices) for row in rows])
     assert [each.memory.nbytes for each in given] == [len(row.raw) for row in rows]
     assert {each.memory.device for each in given} <= {ground.device}
     assert memory.live_bytes() == before  # None of it is ours.
@@ -104,13 +104,13 @@ class LandingConformance:
         look: What looks into arrays of the framework.
         stays: Dtypes that land on the host all the same.
         landings: Whose memory arrays can lie in.
-        landing: Whose is the better one.
+        allocator: Whose is the better one.
     """
 
     look: ClassVar[Conformance]
     stays: ClassVar[frozenset[str]] = frozenset()
     landings: ClassVar[tuple[str, ...]] = ("mfload", "framework")
-    landing: ClassVar[str] = "mfload"
+    allocator: ClassVar[str] = "mfload"
 
     def adapter(self, land: Device) -> Adapter:
         """An adapter for the CPU that lands on a device."""
@@ -133,7 +133,7 @@ class LandingConformance:
         device.assert_clean()
 
     def rows(self, ground: Ground, rows: Sequence[Stored]) -> list[Stored]:
-        return [row for row in rows if ground.adapter.lands(need(row)) is not None]
+        return [row for row in rows if ground.adapter.lands(request(row)) is not None]
 
     def check(self, rows: Sequence[Stored], arrays: Sequence[Any]) -> None:
         loaded = {row.name: array for row, array in zip(rows, arrays, strict=True)}
@@ -144,10 +144,10 @@ class LandingConformance:
     def test_what_lands(self, ground: Ground) -> None:
         adapter = ground.adapter
         assert list(adapter.devices) == [ground.device]
-        landing = {row.name for row in self.rows(ground, material.aligned())}
-        assert landing == BITS.keys() - self.stays
+        allocator = {row.name for row in self.rows(ground, material.aligned())}
+        assert allocator == BITS.keys() - self.stays
         assert adapter.landings == frozenset(self.landings)
-        assert adapter.landing == self.landing
+        assert adapter.allocator == self.allocator
         assert adapter.notes == ()
 
     def test_the_pool(self, ground: Ground) -> None:
@@ -159,7 +159,7 @@ class LandingConformance:
     def test_the_host_alone(self) -> None:
         adapter = frameworks.get(self.look.framework, "cpu")
         assert list(adapter.devices) == []
-        assert {adapter.lands(need(row)) for row in material.aligned()} == {None}
+        assert {adapter.lands(request(row)) for row in material.aligned()} == {None}
 
     # Memory of ours.
 
@@ -209,7 +209,7 @@ class LandingConformance:
     def test_memory_of_ours_is_refused_where_it_can_not_be_had(self, ground: Ground) -> None:
         if "mfload" in self.landings:
             pytest.skip("it can be had")
-        with pytest.raises(errors.UsageError, match="landing='framework'") as caught:
+        with pytest.raises(errors.UsageError, match="allocator='framework'") as caught:
             wrapped(ground, [material.stored("w", "F32", (3,))])
         assert caught.value.tensor == "w"
 
@@ -228,19 +228,19 @@ class LandingConformance:
 
     def test_all_that_lands_has_a_place(self, ground: Ground) -> None:
         """What can't be lent lands in memory of ours, where that can be."""
-        landing = {row.dtype for row in self.rows(ground, material.aligned())}
+        allocator = {row.dtype for row in self.rows(ground, material.aligned())}
         if isinstance(ground.device, FakeDevice) or "mfload" not in self.landings:
-            assert landing <= ground.adapter.lendable | self.look.copied.keys()
+            assert allocator <= ground.adapter.lendable | self.look.copied.keys()
         assert {"F16", "BF16", "F32"} <= ground.adapter.lendable
 
     def test_lent_bytes_keep_the_array(self, ground: Ground) -> None:
         row = material.stored("w", "F32", (1 << 10, 64))
-        (given,) = ground.adapter.lend([need(row)])
+        (given,) = ground.adapter.lend([request(row)])
         held = given.memory
         assert held.owner is given.array
         del given
         gc.collect()
-        churn = ground.adapter.lend([need(row)] * 4)
+        churn = ground.adapter.lend([request(row)] * 4)
         write(ground.device, [(held, 0, row.raw)])
         back = np.empty(held.nbytes, np.uint8)
         stream = ground.device.stream()
@@ -252,7 +252,7 @@ class LandingConformance:
 
     # A whole load.
 
-    @pytest.mark.parametrize("landing", ["auto", "mfload", "framework"])
+    @pytest.mark.parametrize("allocator", ["auto", "mfload", "framework"])
     @pytest.mark.parametrize("engine", ["auto", "pread", "direct"])
     def test_loading(
         self,
@@ -260,12 +260,12 @@ class LandingConformance:
         zoo: Any,
         monkeypatch: pytest.MonkeyPatch,
         engine: str,
-        landing: str,
+        allocator: str,
     ) -> None:
         monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
         for start in (8, 40):
             path, rows = zoo(start)
-            loaded = self.look.load(path, engine=engine, landing=landing)
+            loaded = self.look.load(path, engine=engine, allocator=allocator)
             self.look.assert_loaded(loaded, rows)
             del loaded
             assert left() == 0
@@ -276,9 +276,9 @@ class LandingConformance:
         """A framework may write to what is given away, also where the memory is ours."""
         monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
         path, rows = zoo(8)
-        for landing in self.landings:
-            loaded = self.look.load(path, landing=landing)
-            again = self.look.load(path, landing=landing)
+        for allocator in self.landings:
+            loaded = self.look.load(path, allocator=allocator)
+            again = self.look.load(path, allocator=allocator)
             disjoint(
                 (self.look.address(arrays[row.name]), len(row.raw))
                 for row in self.rows(ground, rows)

@@ -33,7 +33,7 @@ from mfload import errors, frameworks
 from mfload.io import buffers
 
 ENGINES = ("pread", "direct", "mmap", "auto")
-LANDINGS = ("mfload", "framework")
+ALLOCATORS = ("mfload", "framework")
 STARTS = (0, 8, 13, 40)
 """Where the data begins mod 64: real files have 8, 32 and 40, odd ones are legal."""
 
@@ -180,11 +180,11 @@ class Conformance:
         assert {name: tuple(form) for name, form in forms.items()} == stated
 
     @pytest.mark.parametrize("start", STARTS)
-    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("allocator", ALLOCATORS)
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_round_trip(self, zoo: Any, engine: str, landing: str, start: int) -> None:
+    def test_round_trip(self, zoo: Any, engine: str, allocator: str, start: int) -> None:
         path, rows = zoo(start)
-        self.assert_loaded(self.load(path, engine=engine, landing=landing), rows)
+        self.assert_loaded(self.load(path, engine=engine, allocator=allocator), rows)
 
     def test_round_trip_of_the_reference_writer(self, folder: Path) -> None:
         rows = [
@@ -223,19 +223,19 @@ class Conformance:
         }
         rows = [Stored(name, name, a.shape, a.tobytes()) for name, a in numbers.items()]
         path = save(folder / "wide.safetensors", rows)
-        for landing in LANDINGS:
-            self.assert_loaded(self.load(path, landing=landing), rows)
+        for allocator in ALLOCATORS:
+            self.assert_loaded(self.load(path, allocator=allocator), rows)
 
     # Memory.
 
-    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("allocator", ALLOCATORS)
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_arrays_outlive_everything(self, folder: Path, engine: str, landing: str) -> None:
+    def test_arrays_outlive_everything(self, folder: Path, engine: str, allocator: str) -> None:
         rows = material.zoo()
-        path = save(folder / f"gone-{engine}-{landing}.safetensors", rows, 8)
+        path = save(folder / f"gone-{engine}-{allocator}.safetensors", rows, 8)
         opened = self.open(path, engine=engine)
         first = opened.get_tensor(rows[0].name)
-        loaded = self.load(path, engine=engine, landing=landing)
+        loaded = self.load(path, engine=engine, allocator=allocator)
         opened.close()
         del opened
         path.unlink()
@@ -284,7 +284,7 @@ class Conformance:
     def test_landing_in_the_framework(self, aligned: Any, allocated: list[range]) -> None:
         path, rows = aligned
         report = mfload.Report()
-        loaded = self.load(path, landing="framework", engine="pread", report=report)
+        loaded = self.load(path, allocator="framework", engine="pread", report=report)
         inside = [
             row.name
             for row in rows
@@ -300,7 +300,7 @@ class Conformance:
         row = material.stored("large", "F32", (5 << 20, 2))
         path = save(folder / "large.safetensors", [row], 8)
         for engine in ("pread", "direct"):
-            loaded = self.load(path, landing="framework", engine=engine)
+            loaded = self.load(path, allocator="framework", engine=engine)
             self.assert_loaded(loaded, [row])
             assert mfload.live_bytes() == 0
         path.unlink()
@@ -318,15 +318,15 @@ class Conformance:
         assert mfload.live_bytes() == 0
 
     @pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
-    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("allocator", ALLOCATORS)
     def test_a_flipped_bit_is_found(
-        self, aligned: Any, tmp_path: Path, engine: str, landing: str
+        self, aligned: Any, tmp_path: Path, engine: str, allocator: str
     ) -> None:
         pytest.importorskip("xxhash")
         path, rows = aligned
         manifest = tmp_path / "checksums.json"
         assert mfload.verify(path, checksums="write", manifest=manifest).ok
-        options: dict[str, Any] = {"engine": engine, "landing": landing, "verify": manifest}
+        options: dict[str, Any] = {"engine": engine, "allocator": allocator, "verify": manifest}
         report = mfload.Report()
         assert len(self.load(path, report=report, **options)) == len(rows)
         assert report.notes[-1] == f"{len(rows)} tensors verified against the manifest"
@@ -512,8 +512,8 @@ class Conformance:
         ]
         path = save(folder / f"cast-{stored}-{ours}.safetensors", rows, 8)
         cast = Stored("w", ours, (33, 5), numbers.astype(target).tobytes())
-        for landing in LANDINGS:
-            loaded = self.load(path, dtype=wanted, landing=landing)
+        for allocator in ALLOCATORS:
+            loaded = self.load(path, dtype=wanted, allocator=allocator)
             self.assert_loaded(loaded, [cast, *rows[1:]])
 
     def test_conversion_to_a_dtype_of_the_framework(self, folder: Path) -> None:
@@ -647,14 +647,14 @@ class WritableConformance(Conformance):
         """Writes something else to every element, in place."""
         raise NotImplementedError
 
-    @pytest.mark.parametrize("landing", LANDINGS)
+    @pytest.mark.parametrize("allocator", ALLOCATORS)
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_writing_in_place(self, aligned: Any, engine: str, landing: str) -> None:
+    def test_writing_in_place(self, aligned: Any, engine: str, allocator: str) -> None:
         path, rows = aligned
         before = path.read_bytes()
-        loaded = self.load(path, engine=engine, landing=landing)
+        loaded = self.load(path, engine=engine, allocator=allocator)
         written = [row for row in rows if row.dtype in ("U8", "I16", "I32", "F32", "F64")]
-        if engine in self.refusing and landing == "mfload":
+        if engine in self.refusing and allocator == "mfload":
             for row in written:
                 with pytest.raises(ValueError, match="read-only"):
                     self.overwrite(loaded[row.name])

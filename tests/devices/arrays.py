@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from mfload import frameworks
-from mfload.devices.memory import DeviceBuffer
+from mfload.cuda.memory import DeviceBuffer
 from mfload.dlpack import View
-from mfload.frameworks import adapter
+from mfload.frameworks import base
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.placement import Need
+from mfload.planning.requests import Request
 
 
 class Arrays(NumpyAdapter):
@@ -34,22 +34,22 @@ class Arrays(NumpyAdapter):
         *devices: Any,
         on_host: Sequence[str] = (),
         copies: Sequence[str] = (),
-        pool: adapter.Pool | None = None,
+        pool: base.Pool | None = None,
     ) -> None:
         super().__init__(None)
         self.devices = devices
         self._held = on_host
         self._pool = pool
         if copies:
-            self.forms = {**self.forms, **{n: adapter.Form("copy", "") for n in copies}}
-            self.lendable = adapter.lendable(self.forms)
+            self.forms = {**self.forms, **{n: base.Form("copy", "") for n in copies}}
+            self.lendable = base.lendable(self.forms)
 
-    def lands(self, need: Need) -> int | None:
-        if need.dtype.name in self._held:
+    def lands(self, request: Request) -> int | None:
+        if request.dtype.name in self._held:
             return None
-        return need.devices[0] if need.devices else 0
+        return request.devices[0] if request.devices else 0
 
-    def pool(self, number: int) -> adapter.Pool | None:
+    def pool(self, number: int) -> base.Pool | None:
         return self._pool
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
@@ -61,29 +61,29 @@ class Arrays(NumpyAdapter):
             made.append((array,) * len(view.devices) if view.devices else array)
         return made
 
-    def lend(self, needs: Sequence[Need]) -> list[adapter.Lent]:
-        lent: list[adapter.Lent] = []
-        for need, one in zip(needs, super().lend(needs), strict=True):
-            number = self.lands(need)
+    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
+        lent: list[base.Lent] = []
+        for request, one in zip(requests, super().lend(requests), strict=True):
+            number = self.lands(request)
             if number is None:
-                lent.append(one._replace(array=(one.array,)) if need.devices else one)
+                lent.append(one._replace(array=(one.array,)) if request.devices else one)
                 continue
             device = self.devices[number]
             address = one.memory.ctypes.data
-            memory = DeviceBuffer(device, address, need.nbytes, one.memory, own=False)
-            array = (one.array,) if need.devices else one.array
-            lent.append(adapter.Lent(array, memory))
+            memory = DeviceBuffer(device, address, request.nbytes, one.memory, own=False)
+            array = (one.array,) if request.devices else one.array
+            lent.append(base.Lent(array, memory))
         return lent
 
 
 def _over(view: View) -> Any:
     memory: Any = view.memory
     if isinstance(memory, DeviceBuffer):
-        memory = adapter.memory_at(memory, memory.address, memory.nbytes)
+        memory = base.memory_at(memory, memory.address, memory.nbytes)
     shape = view.dtype.storage_shape(view.shape) if view.dtype.numpy is None else view.shape
     return np.ndarray(shape, view.dtype.numpy or np.uint8, memory, view.at)
 
 
-def take(monkeypatch: pytest.MonkeyPatch, made: adapter.Adapter) -> None:
-    """Has mfload find this adapter, whatever framework is asked for."""
+def take(monkeypatch: pytest.MonkeyPatch, made: base.Adapter) -> None:
+    """Has mfload find this base, whatever framework is asked for."""
     monkeypatch.setattr(frameworks, "get", lambda *_: made)

@@ -10,7 +10,7 @@ import pytest
 from devices.entered import entered
 from devices.stub_kvikio import Kvikio
 
-from mfload.devices import finding
+from mfload.cuda import finding
 
 
 @pytest.fixture

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from mfload import errors
-from mfload.devices import conversions, memory
-from mfload.devices.device import ALIGNMENT, Rows
-from mfload.devices.memory import DeviceBuffer
+from mfload.cuda import conversions, memory
+from mfload.cuda.device import ALIGNMENT, Rows
+from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import TABLE
 from mfload.io import buffers
-from mfload.io.blocks import Copy
+from mfload.planning.blocks import Copy
 
 NUMPY = [row.numpy for row in TABLE.values() if row.numpy is not None]
-drawn = settings(
+drawn = options(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25
 )
 

@@ -15,9 +15,9 @@ from devices.entered import entered
 from devices.queues import Mark, Mode, Queue, Queues, Span
 
 from mfload import errors
-from mfload.devices.device import ALIGNMENT, Room, Rows
-from mfload.devices.memory import DeviceBuffer
-from mfload.io.blocks import Copy
+from mfload.cuda.device import ALIGNMENT, Room, Rows
+from mfload.cuda.memory import DeviceBuffer
+from mfload.planning.blocks import Copy
 
 _PAGE = 4096
 _lock = threading.RLock()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from devices.fake import FakeDevice
 
-from mfload.devices import conversions
+from mfload.cuda import conversions
 from mfload.dtypes import TABLE
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

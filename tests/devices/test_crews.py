@@ -17,12 +17,12 @@ from devices.queues import MODES
 from hypothesis import given, strategies as st
 
 import mfload
-from mfload import loading, placement
-from mfload.checks.checking import Check
-from mfload.devices import slots, staged
+from mfload.checking.observer import Check
+from mfload.cuda import slots, staged
 from mfload.formats import checkpoint
-from mfload.placement import Need
-from mfload.settings import Settings
+from mfload.loading import session
+from mfload.options import Options
+from mfload.planning.requests import Request, select
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +50,10 @@ def _devices(count: int, mode: Any = "lazy", **how: Any) -> list[FakeDevice]:
     return [FakeDevice(name=f"fake:{n}", mode=mode, seed=n, **how) for n in range(count)]
 
 
-def _columns(info: Any, count: int) -> list[Need]:
+def _columns(info: Any, count: int) -> list[Request]:
     step = info.shape[1] // count
     return [
-        Need(info, info.dtype, placement.select(info, (..., slice(n * step, (n + 1) * step))),
+        Request(info, info.dtype, select(info, (..., slice(n * step, (n + 1) * step))),
              devices=(n,))
         for n in range(count)
     ]  # fmt: skip
@@ -66,12 +66,14 @@ def test_all_crews_read(tmp_path: Path, workers: list[int], way: str) -> None:
     index, sources = checkpoint.read(path)
     info = index["w"]
     there = _devices(6)
-    needs = (
-        _columns(info, 6) if way == "columns" else [Need(info, info.dtype, devices=tuple(range(6)))]
+    requests = (
+        _columns(info, 6)
+        if way == "columns"
+        else [Request(info, info.dtype, devices=tuple(range(6)))]
     )
-    loader = loading.Loader(index, sources, arrays.Arrays(*there), Settings(threads=6))
+    loader = session.Loader(index, sources, arrays.Arrays(*there), Options(threads=6))
     report = mfload.Report(stages={})
-    found = loader.load(needs, report=report)
+    found = loader.load(requests, report=report)
     expected = np.split(whole, 6, 1) if way == "columns" else [whole]
     for parts, right in zip(found, expected, strict=True):
         assert all(samples.same(part, np.ascontiguousarray(right)) for part in parts)
@@ -87,13 +89,13 @@ def test_no_more_readers_than_were_asked_for(
     whole = samples.numbers((512, 6 * 512), np.float32)
     path = samples.save(tmp_path / "m.safetensors", {"w": whole})
     index, sources = checkpoint.read(path)
-    settings = Settings(threads=threads, max_host_overhead=2 << 20)
-    loader = loading.Loader(index, sources, arrays.Arrays(*_devices(6)), settings)
-    needs = _columns(index["w"], 6)
-    stated = loader.preview(needs)
+    options = Options(threads=threads, max_host_overhead=2 << 20)
+    loader = session.Loader(index, sources, arrays.Arrays(*_devices(6)), options)
+    requests = _columns(index["w"], 6)
+    stated = loader.preview(requests)
     report = mfload.Report(stages={})
     done: list[int] = []
-    found = loader.load(needs, report=report, advance=done.append)
+    found = loader.load(requests, report=report, advance=done.append)
     assert len(workers) <= threads
     assert report.peak_bytes <= stated.overhead_bytes <= 2 << 20
     assert sum(done) == whole.nbytes
@@ -110,8 +112,8 @@ def test_a_witness_sees_bytes_in_order(tmp_path: Path, threads: int) -> None:
     mfload.verify(path, checksums="write")
     index, sources = checkpoint.read(path)
     check = Check(tmp_path / "m.checksums.json", index, [index["w"]])
-    loader = loading.Loader(index, sources, arrays.Arrays(*_devices(2)), Settings(threads=threads))
-    found = loader.load(_columns(index["w"], 2), witness=check.witness)
+    loader = session.Loader(index, sources, arrays.Arrays(*_devices(2)), Options(threads=threads))
+    found = loader.load(_columns(index["w"], 2), observer=check.observer)
     check.settle(found, None)
     assert samples.same(found[1][0], np.ascontiguousarray(whole[:, 4096:]))
     del found
@@ -147,8 +149,8 @@ def test_a_slot_waits_for_the_slowest_device(tmp_path: Path, mode: Any) -> None:
 
     for there in ([Quick(name="a"), FakeDevice(name="b", mode=mode)],
                   [FakeDevice(name="a", mode=mode), Quick(name="b")]):  # fmt: skip
-        loader = loading.Loader(index, sources, arrays.Arrays(*there), Settings(threads=1))
-        (found,) = loader.load([Need(index["w"], index["w"].dtype, devices=(0, 1))])
+        loader = session.Loader(index, sources, arrays.Arrays(*there), Options(threads=1))
+        (found,) = loader.load([Request(index["w"], index["w"].dtype, devices=(0, 1))])
         assert all(samples.same(each, whole) for each in found)
         for device in there:
             device.assert_clean(result=True)
@@ -161,7 +163,7 @@ def test_a_load_in_the_callers_thread_leaves_it_where_it_is(
     path = samples.save(tmp_path / "m.safetensors", {"w": np.arange(3)})
     before = os.sched_getaffinity(0)
     seen: list[Any] = []
-    monkeypatch.setattr("mfload.devices.numa.cpus", lambda pci: frozenset([min(before)]))
+    monkeypatch.setattr("mfload.cuda.numa.cpus", lambda pci: frozenset([min(before)]))
     real = slots.Ring.take
 
     def take(self: Any) -> Any:
@@ -195,7 +197,7 @@ def test_boxes_of_all_widths(tmp_path_factory: Any, data: st.DataObject) -> None
     info = index["w"]
     known = data.draw(st.booleans())
     there = _devices(3, data.draw(st.sampled_from(MODES)), converts=lambda *_: known)
-    wants: list[tuple[Need, Any]] = []
+    wants: list[tuple[Request, Any]] = []
     for _ in range(data.draw(st.integers(1, 6))):
         cuts: list[slice] = []
         for length in shape:
@@ -206,18 +208,18 @@ def test_boxes_of_all_widths(tmp_path_factory: Any, data: st.DataObject) -> None
         target = data.draw(st.sampled_from([info.dtype.name, info.dtype.name, *TARGETS]))
         row = _row(target)
         numbers = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
-        need = Need(info, row, placement.select(info, tuple(cuts)), devices=tuple(numbers))
+        request = Request(info, row, select(info, tuple(cuts)), devices=tuple(numbers))
         with np.errstate(all="ignore"):
             right = whole[tuple(cuts)]
             right = right if row is info.dtype else right.astype(row.numpy)
-        wants.append((need, np.ascontiguousarray(right).reshape(right.shape)))
+        wants.append((request, np.ascontiguousarray(right).reshape(right.shape)))
     limit = data.draw(st.sampled_from([None, 4 << 20]))
-    settings = Settings(threads=data.draw(st.integers(1, 2)), max_host_overhead=limit)
-    loader = loading.Loader(index, sources, arrays.Arrays(*there), settings)
-    needs = [need for need, _ in wants]
-    stated = loader.preview(needs)
+    options = Options(threads=data.draw(st.integers(1, 2)), max_host_overhead=limit)
+    loader = session.Loader(index, sources, arrays.Arrays(*there), options)
+    requests = [request for request, _ in wants]
+    stated = loader.preview(requests)
     report = mfload.Report(stages={})
-    found = loader.load(needs, report=report)
+    found = loader.load(requests, report=report)
     for (_, right), parts in zip(wants, found, strict=True):
         assert all(samples.same(part, right) for part in parts)
     assert report.peak_bytes <= stated.overhead_bytes
@@ -240,14 +242,14 @@ def test_what_is_put_in_order_takes_turns(tmp_path: Path) -> None:
     index, sources = checkpoint.read(path)
     for mode in MODES:
         device = FakeDevice(mode=mode, converts=lambda *_: False)
-        needs = [Need(info, _row("F32")) for info in index.tensors.values()]
-        settings = Settings(threads=1, max_host_overhead=1 << 20)
-        loader = loading.Loader(index, sources, arrays.Arrays(device), settings)
-        stated = loader.preview(needs)
+        requests = [Request(info, _row("F32")) for info in index.tensors.values()]
+        options = Options(threads=1, max_host_overhead=1 << 20)
+        loader = session.Loader(index, sources, arrays.Arrays(device), options)
+        stated = loader.preview(requests)
         report = mfload.Report(stages={})
-        found = loader.load(needs, report=report)
-        for need, array in zip(needs, found, strict=True):
-            assert samples.same(array, model[need.info.name].astype(np.float32))
+        found = loader.load(requests, report=report)
+        for request, array in zip(requests, found, strict=True):
+            assert samples.same(array, model[request.info.name].astype(np.float32))
         assert report.peak_bytes <= stated.overhead_bytes <= 1 << 20
         device.assert_clean(result=True)
         del found, array
@@ -258,14 +260,14 @@ def test_one_tensor_in_several_dtypes(tmp_path: Path) -> None:
     path = samples.save(tmp_path / "m.safetensors", {"w": whole})
     index, sources = checkpoint.read(path)
     device = FakeDevice(converts=lambda *_: False)
-    needs = [Need(index["w"], _row(name)) for name in ("F16", "F32", "F64", "BF16")]
-    settings = Settings(threads=1, max_host_overhead=2 << 20)
+    requests = [Request(index["w"], _row(name)) for name in ("F16", "F32", "F64", "BF16")]
+    options = Options(threads=1, max_host_overhead=2 << 20)
     report = mfload.Report(stages={})
-    found = loading.Loader(index, sources, arrays.Arrays(device), settings).load(
-        needs, report=report
+    found = session.Loader(index, sources, arrays.Arrays(device), options).load(
+        requests, report=report
     )
-    for need, array in zip(needs, found, strict=True):
-        assert samples.same(array, whole.astype(need.dtype.numpy))
+    for request, array in zip(requests, found, strict=True):
+        assert samples.same(array, whole.astype(request.dtype.numpy))
     assert report.peak_bytes <= 2 << 20
     del found, array
 

@@ -19,10 +19,10 @@ from devices.stub_kvikio import Kvikio
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mfload import errors
-from mfload.devices import cufile, cufile_errors
-from mfload.devices.memory import DeviceBuffer
-from mfload.io.blocks import Block
-from mfload.io.source import LocalFile
+from mfload.cuda import cufile, cufile_errors
+from mfload.cuda.memory import DeviceBuffer
+from mfload.planning.blocks import Block
+from mfload.sources.local import LocalFile
 
 NBYTES = 5 * 4096 + 321
 

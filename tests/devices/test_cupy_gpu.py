@@ -13,9 +13,9 @@ import pytest
 from conformance.suite import no_gpu
 from devices.contract import Contract, download, flat, noise, pinned, streams, upload
 
-from mfload.devices import conversions, finding
-from mfload.devices.device import Rows
-from mfload.devices.memory import live_bytes
+from mfload.cuda import conversions, finding
+from mfload.cuda.device import Rows
+from mfload.cuda.memory import live_bytes
 from mfload.dtypes import TABLE
 from mfload.io import buffers
 

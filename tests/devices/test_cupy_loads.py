@@ -17,9 +17,9 @@ from devices.queues import MODES
 
 import mfload
 from mfload import errors
-from mfload.devices import slots
-from mfload.devices.cupy_device import CupyDevice
-from mfload.devices.live import live_bytes
+from mfload.cuda import slots
+from mfload.cuda.cupy_device import CupyDevice
+from mfload.cuda.live import live_bytes
 
 MODEL = samples.model()
 CALLS = [

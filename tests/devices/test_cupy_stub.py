@@ -21,11 +21,11 @@ from devices.cupy_stub import CUDADriverError, CUDARuntimeError, Machine
 from devices.queues import MODES
 
 from mfload import errors
-from mfload.devices import memory as counted
-from mfload.devices.cupy_device import CupyDevice
-from mfload.devices.device import Rows
+from mfload.cuda import memory as counted
+from mfload.cuda.cupy_device import CupyDevice
+from mfload.cuda.device import Rows
 from mfload.io import buffers
-from mfload.io.blocks import Copy
+from mfload.planning.blocks import Copy
 
 F4, F2 = np.dtype("f4"), np.dtype("f2")
 

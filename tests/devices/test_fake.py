@@ -14,10 +14,10 @@ from devices.fake import FakeDevice
 from devices.queues import MODES
 
 from mfload import errors
-from mfload.devices.device import Rows
-from mfload.devices.memory import DeviceBuffer
+from mfload.cuda.device import Rows
+from mfload.cuda.memory import DeviceBuffer
 from mfload.io import buffers
-from mfload.io.blocks import Copy
+from mfload.planning.blocks import Copy
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,8 +18,8 @@ from devices.queues import MODES
 
 import mfload
 from mfload import errors
-from mfload.devices import slots
-from mfload.devices.live import live_bytes
+from mfload.cuda import slots
+from mfload.cuda.live import live_bytes
 from mfload.io import pread
 from mfload.io.pread import PreadReader
 

@@ -19,7 +19,7 @@ import pytest
 from devices.cupy_stub import Machine
 
 from mfload import errors
-from mfload.devices import finding
+from mfload.cuda import finding
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from conformance.suite import no_gpu
 
-from mfload.devices import cufile, cufile_json, finding, gds, mounts, probe_cufile
-from mfload.devices.asking import Answer
-from mfload.devices.system import System
-from mfload.io.blocks import Block
-from mfload.io.source import LocalFile
+from mfload.cuda import cufile, cufile_json, finding, gds, mounts, probe_cufile
+from mfload.cuda.system import System
+from mfload.io.subprocess_probe import Answer
+from mfload.planning.blocks import Block
+from mfload.sources.local import LocalFile
 
 
 class Place(NamedTuple):
@@ -72,8 +72,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     calls: list[tuple[str, ...]] = []
 
     def ask(*arguments: str, timeout: float | None, environment: dict[str, str]) -> Answer:
-        settings = json.loads(Path(environment["CUFILE_ENV_PATH_JSON"]).read_text())
-        assert settings["properties"]["allow_compat_mode"] is False
+        options = json.loads(Path(environment["CUFILE_ENV_PATH_JSON"]).read_text())
+        assert options["properties"]["allow_compat_mode"] is False
         assert environment["KVIKIO_COMPAT_MODE"] == "OFF"
         calls.append(arguments)
         return Answer({"same": True, "direct": 1, "posix": 0, "nvidia_fs": True})
@@ -157,7 +157,7 @@ def test_a_probe_is_asked_once_for_each_device_and_disk(
     assert gds.verdict(file, Place(), root=root, cold=1000).real  # It is known by now.
     assert gds.verdict(file, Place("cuda:1", (2, 1)), root=root).real
     real = os.path.realpath(file)
-    assert asked == [("mfload.devices.probe_cufile", real, n, str(root)) for n in "01"]
+    assert asked == [("mfload.cuda.probe_cufile", real, n, str(root)) for n in "01"]
     assert "looked at" in gds.verdict(tmp_path / "none", Place(), root=root).why
 
 
@@ -431,10 +431,10 @@ PARTS = """
         kvikio.before_read = act
         if knobs.get("fails"):
             kvikio.fails = {"open": RuntimeError("cuFile error at: x:1: " + knobs["fails"])}
-        finding = types.ModuleType("mfload.devices.finding")
+        finding = types.ModuleType("mfload.cuda.finding")
         finding.count = lambda: 1
         finding.find = lambda number: FakeDevice((2, number), f"cuda:{number}")
-        sys.modules["mfload.devices.finding"] = finding
+        sys.modules["mfload.cuda.finding"] = finding
         def status(*_):
             return types.SimpleNamespace(error=0)
         def table(answer):

@@ -17,15 +17,16 @@ from devices.queues import MODES
 from hypothesis import given, strategies as st
 
 import mfload
-from mfload import errors, loading, placement
-from mfload.devices import memory, numa, slots
-from mfload.devices.slots import Ring
-from mfload.devices.staged import StagedWorker
+from mfload import errors
+from mfload.cuda import memory, numa, slots
+from mfload.cuda.slots import Ring
+from mfload.cuda.staged import StagedWorker
 from mfload.formats import checkpoint
-from mfload.frameworks.adapter import Pool
+from mfload.frameworks.base import Pool
 from mfload.io import buffers
-from mfload.placement import Need
-from mfload.settings import Settings
+from mfload.loading import session
+from mfload.options import Options
+from mfload.planning.requests import Request, select
 
 MODEL = samples.model()
 
@@ -52,25 +53,25 @@ def _settled(device: FakeDevice) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ["auto", "pinned", "pread", "direct", "gds"])
-@pytest.mark.parametrize("landing", ["auto", "mfload", "framework"])
+@pytest.mark.parametrize("allocator", ["auto", "mfload", "framework"])
 def test_bit_for_bit(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
     small_slots: None,
     mode: Any,
     engine: Any,
-    landing: Any,
+    allocator: Any,
 ) -> None:
     device = FakeDevice(mode=mode)
     arrays.take(monkeypatch, arrays.Arrays(device))
     report = mfload.Report()
-    found = _load(path, engine=engine, landing=landing, threads=3, report=report)
+    found = _load(path, engine=engine, allocator=allocator, threads=3, report=report)
     samples.assert_same(found, MODEL)
     device.assert_clean(result=True)
     assert {engine for _, engine, _ in report.route} == {"pinned"}
     assert report.read_bytes == sum(a.nbytes for a in MODEL.values())
     assert device.nbytes["copy_in"] == report.read_bytes
-    if landing != "framework":
+    if allocator != "framework":
         assert report.device_peak_bytes >= report.result_bytes
     del found
     _settled(device)
@@ -131,24 +132,24 @@ def test_parts_of_tensors(tmp_path_factory: Any, data: st.DataObject) -> None:
     mode = data.draw(st.sampled_from(MODES))
     there = [FakeDevice(mode=mode, name=f"fake:{n}", seed=n) for n in range(3)]
     index, sources = checkpoint.read(path)
-    wants: list[tuple[Need, Any]] = []
+    wants: list[tuple[Request, Any]] = []
     for name in data.draw(st.lists(st.sampled_from(["w", "w", "v"]), min_size=1, max_size=4)):
         at = data.draw(_index(model[name].shape))
         info = index[name]
         numbers = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
-        need = Need(info, info.dtype, placement.select(info, at), devices=tuple(numbers))
-        wants.append((need, model[name][at]))
-    settings = Settings(threads=data.draw(st.integers(1, 3)))
+        request = Request(info, info.dtype, select(info, at), devices=tuple(numbers))
+        wants.append((request, model[name][at]))
+    options = Options(threads=data.draw(st.integers(1, 3)))
     report = mfload.Report(stages={})
-    loader = loading.Loader(index, sources, arrays.Arrays(*there), settings)
-    found = loader.load([need for need, _ in wants], report=report)
-    for (need, expected), tuple_ in zip(wants, found, strict=True):
-        assert len(tuple_) == len(need.devices)
+    loader = session.Loader(index, sources, arrays.Arrays(*there), options)
+    found = loader.load([request for request, _ in wants], report=report)
+    for (request, expected), tuple_ in zip(wants, found, strict=True):
+        assert len(tuple_) == len(request.devices)
         for array in tuple_:
             assert samples.same(array, np.ascontiguousarray(expected).reshape(expected.shape))
     for device in there:
         device.assert_clean(result=True)
-    boxes = [need for need, _ in wants if all(a.step == 1 for a in need.selection or ())]
+    boxes = [request for request, _ in wants if all(a.step == 1 for a in request.selection or ())]
     if len(boxes) == len(wants):
         assert report.read_bytes <= sum(array.nbytes for array in model.values())
 
@@ -156,12 +157,12 @@ def test_parts_of_tensors(tmp_path_factory: Any, data: st.DataObject) -> None:
 def test_replicas_are_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = [FakeDevice(name=f"fake:{n}") for n in range(4)]
     index, sources = checkpoint.read(path)
-    needs = [Need(info, info.dtype, devices=(0, 1, 2, 3)) for info in index.tensors.values()]
+    requests = [Request(info, info.dtype, devices=(0, 1, 2, 3)) for info in index.tensors.values()]
     report = mfload.Report(stages={})
-    loader = loading.Loader(index, sources, arrays.Arrays(*there), Settings(threads=4))
-    found = loader.load(needs, report=report)
-    for need, replicas in zip(needs, found, strict=True):
-        assert all(samples.same(each, MODEL[need.info.name]) for each in replicas)
+    loader = session.Loader(index, sources, arrays.Arrays(*there), Options(threads=4))
+    found = loader.load(requests, report=report)
+    for request, replicas in zip(requests, found, strict=True):
+        assert all(samples.same(each, MODEL[request.info.name]) for each in replicas)
     total = sum(array.nbytes for array in MODEL.values())
     assert report.read_bytes == total
     assert [device.nbytes["copy_in"] for device in there] == [total] * 4
@@ -187,9 +188,9 @@ def test_each_device_has_readers_of_its_own(
     monkeypatch.setattr(Ring, "take", take)
     index, sources = checkpoint.read(path)
     infos = list(index.tensors.values())
-    needs = [Need(info, info.dtype, devices=(n % 2,)) for n, info in enumerate(infos)]
-    loader = loading.Loader(index, sources, arrays.Arrays(*there), Settings(threads=2))
-    found = loader.load(needs)
+    requests = [Request(info, info.dtype, devices=(n % 2,)) for n, info in enumerate(infos)]
+    loader = session.Loader(index, sources, arrays.Arrays(*there), Options(threads=2))
+    found = loader.load(requests)
     assert all(samples.same(one, MODEL[i.name]) for (one,), i in zip(found, infos, strict=True))
     assert seen == {f"fake:{n}": {near[f"0000:0{n}:00.0"]} for n in range(2)}
     assert frozenset(os.sched_getaffinity(0)) == frozenset(cores)
@@ -270,7 +271,7 @@ def test_a_load_that_does_not_fit_never_begins(path: Path, monkeypatch: pytest.M
     assert not device.calls["allocate"]
     arrays.take(monkeypatch, arrays.Arrays(device, pool=Pool(total - 1, "give it more")))
     with pytest.raises(errors.MemoryLimitError, match=r"memory that numpy has.*give it more"):
-        _load(path, landing="framework")
+        _load(path, allocator="framework")
     _settled(device)
 
 

@@ -14,8 +14,8 @@ import pytest
 from devices.fake import FakeDevice
 
 import mfload
-from mfload.devices import memory
-from mfload.devices.memory import DeviceBuffer
+from mfload.cuda import memory
+from mfload.cuda.memory import DeviceBuffer
 from mfload.io import buffers
 
 

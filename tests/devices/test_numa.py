@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mfload.devices import numa
+from mfload.cuda import numa
 
 PCI = "0000:3b:00.0"
 

@@ -22,19 +22,20 @@ from devices.stub_kvikio import Kvikio
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
-from mfload import dtypes, errors, loading, placement
-from mfload.devices import finding, gds, memory, slots
-from mfload.devices.asking import Answer
-from mfload.devices.gds import Verdict
-from mfload.devices.past import PastHost
-from mfload.devices.placing import Placer
-from mfload.devices.ways import Ways
+from mfload import dtypes, errors
+from mfload.cuda import finding, gds, memory, slots
+from mfload.cuda.copies import Ways
+from mfload.cuda.gds import Verdict
+from mfload.cuda.past import PastHost
+from mfload.cuda.placing import Placer
+from mfload.deadline import Deadline
 from mfload.formats import checkpoint
 from mfload.io import buffers, probes
-from mfload.io.blocks import Block, Copy, Segment
-from mfload.io.deadline import Deadline
-from mfload.placement import Need
-from mfload.settings import Settings
+from mfload.io.subprocess_probe import Answer
+from mfload.loading import session
+from mfload.options import Options
+from mfload.planning.blocks import Block, Copy, Segment
+from mfload.planning.requests import Request, select
 
 MODEL = samples.model()
 VERDICT = gds.verdict
@@ -253,7 +254,7 @@ def test_parts_of_tensors(
         for n in range(3)
     ]
     index, sources = checkpoint.read(path)
-    wants: list[tuple[Need, Any]] = []
+    wants: list[tuple[Request, Any]] = []
     for name in data.draw(st.lists(st.sampled_from(["w", "w", "w", "v"]), min_size=1, max_size=4)):
         at = data.draw(_index(model[name].shape))
         expected, dtype = model[name][at], index[name].dtype
@@ -261,16 +262,16 @@ def test_parts_of_tensors(
             dtype = dtypes.lookup(data.draw(st.sampled_from([*FLOATS])))
             expected = expected.astype(dtype.numpy)
         numbers = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
-        selection = placement.select(index[name], at)
-        need = Need(index[name], dtype, selection, devices=tuple(numbers))
-        wants.append((need, expected))
-    how = Settings(engine="gds", threads=data.draw(st.integers(1, 3)))
+        selection = select(index[name], at)
+        request = Request(index[name], dtype, selection, devices=tuple(numbers))
+        wants.append((request, expected))
+    how = Options(engine="gds", threads=data.draw(st.integers(1, 3)))
     report = mfload.Report(stages={})
-    loader = loading.Loader(index, sources, arrays.Arrays(*there), how)
+    loader = session.Loader(index, sources, arrays.Arrays(*there), how)
     reads = len(kvikio.reads)
-    found = loader.load([need for need, _ in wants], report=report)
-    for (need, expected), tuple_ in zip(wants, found, strict=True):
-        assert len(tuple_) == len(need.devices)
+    found = loader.load([request for request, _ in wants], report=report)
+    for (request, expected), tuple_ in zip(wants, found, strict=True):
+        assert len(tuple_) == len(request.devices)
         for array in tuple_:
             assert samples.same(array, np.ascontiguousarray(expected).reshape(expected.shape))
     for device in there:
@@ -279,8 +280,8 @@ def test_parts_of_tensors(
     past = len(kvikio.reads) > reads
     assert past or by_host or not report.read_bytes
     # What is copied as it lies, or with a stride, never sees the host.
-    boxes = all(a.step == 1 for need, _ in wants for a in (need.selection or ())[1:])
-    forward = all(a.step > 0 for need, _ in wants for a in (need.selection or ()))
+    boxes = all(a.step == 1 for request, _ in wants for a in (request.selection or ())[1:])
+    forward = all(a.step > 0 for request, _ in wants for a in (request.selection or ()))
     if knows and boxes and forward and len(shape) < 3:
         assert not by_host
 
@@ -441,7 +442,7 @@ class TestLooks:
         monkeypatch.setattr(gds, "ask", ask)
         monkeypatch.setattr(gds, "verdict", verdict)
         monkeypatch.setattr(gds, "without", lambda _: iter(()))
-        monkeypatch.setattr("mfload.devices.cufile.installed", lambda: True)
+        monkeypatch.setattr("mfload.cuda.cufile.installed", lambda: True)
         gds.forget()
         yield given
         gds.forget()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mfload import errors
-from mfload.devices.slots import Ring
-from mfload.io.blocks import Block
+from mfload.cuda.slots import Ring
+from mfload.planning.blocks import Block
 
 OLD, NEW = (Block(0, at, 8, ()) for at in (0, 8))
 

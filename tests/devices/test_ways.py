@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, strategies as st
 
-from mfload.devices.device import Rows
-from mfload.devices.ways import rows
-from mfload.io.blocks import Copy
+from mfload.cuda.copies import rows
+from mfload.cuda.device import Rows
+from mfload.planning.blocks import Copy
 
 
 @given(st.data())

@@ -12,8 +12,9 @@ import reference
 from hypothesis import strategies as st
 
 from mfload import dtypes, errors
-from mfload.formats import layout, safetensors
-from mfload.formats.layout import Entry, lay_out, split
+from mfload.formats import safetensors
+from mfload.saving import layout
+from mfload.saving.layout import Entry, lay_out, split
 
 TABLE = dtypes.TABLE
 NAMES = st.text(max_size=12).filter(lambda name: name != "__metadata__")

@@ -14,7 +14,7 @@ import reference
 from mfload import dtypes, errors
 from mfload.formats import safetensors
 from mfload.index import Piece
-from mfload.io.source import LocalFile
+from mfload.sources.local import LocalFile
 
 
 def parse(header: dict[str, Any], data: int, **options: Any) -> Any:

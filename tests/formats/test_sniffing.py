@@ -26,9 +26,9 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.formats import sniffing
-from mfload.formats.sniffing import Look
-from mfload.io.source import LocalFile
+from mfload.formats import hints
+from mfload.formats.hints import Look
+from mfload.sources.local import LocalFile
 
 
 def _said(path: Path) -> str:
@@ -282,7 +282,7 @@ def test_a_file_that_goes_away_keeps_its_first_error(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 20)
     file = LocalFile(path)
     path.unlink()
-    error = sniffing.explain(errors.HeaderError("first", file=path), file)
+    error = hints.explain(errors.HeaderError("first", file=path), file)
     assert error.message == "first"
 
 
@@ -300,16 +300,16 @@ def test_any_bytes(raw: bytes, kind: str) -> None:
         b"\xde",
     ]
     for start in starts:
-        said = sniffing.seems(_look(start + raw, kind))
+        said = hints.seems(_look(start + raw, kind))
         assert said is None or (said.isprintable() and len(said) < 300)
 
 
 def test_a_valid_file_is_called_nothing(tmp_path: Path) -> None:
     path = samples.save(tmp_path / "x.safetensors", samples.model())
-    assert sniffing.of(LocalFile(path)) is None
+    assert hints.of(LocalFile(path)) is None
 
 
 def test_a_character_cut_in_two_at_the_end_of_the_look() -> None:
     raw = b"x" * 4095 + "é".encode() + b"y" * 100
-    assert "text that begins" in (sniffing.seems(_look(raw)) or "")
-    assert sniffing.seems(_look(b"x" * 100 + b"\xc3")) is None
+    assert "text that begins" in (hints.seems(_look(raw)) or "")
+    assert hints.seems(_look(b"x" * 100 + b"\xc3")) is None

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance.allocator import Ground, LandingConformance
 from conformance.giving import kind, read
-from conformance.landing import Ground, LandingConformance
 from conformance.material import COMMON, stored
 from conformance.suite import Conformance, assert_documented, no_gpu
 from devices.entered import entered
@@ -21,14 +21,14 @@ from devices.fake import FakeDevice
 
 import mfload
 from mfload import dtypes, errors, frameworks
-from mfload.devices.device import Device
+from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.frameworks import cupy_adapter
-from mfload.frameworks.adapter import Adapter
-from mfload.frameworks.outgoing import outgoing
+from mfload.frameworks.base import Adapter
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
-from mfload.placement import Need
+from mfload.planning.requests import Request
+from mfload.saving.export import outgoing
 
 
 class Look(Conformance):
@@ -96,7 +96,7 @@ class TestLanding(LandingConformance):
         self.on_a_gpu(ground)
         super().test_no_two_arrays_share_bytes(ground, zoo, monkeypatch)
 
-    @pytest.mark.parametrize("landing", ["auto", "mfload", "framework"])
+    @pytest.mark.parametrize("allocator", ["auto", "mfload", "framework"])
     @pytest.mark.parametrize("engine", ["auto", "pread", "direct"])
     def test_loading(
         self,
@@ -104,11 +104,11 @@ class TestLanding(LandingConformance):
         zoo: Any,
         monkeypatch: pytest.MonkeyPatch,
         engine: str,
-        landing: str,
+        allocator: str,
     ) -> None:
-        if landing == "framework":
+        if allocator == "framework":
             self.on_a_gpu(ground)
-        super().test_loading(ground, zoo, monkeypatch, engine, landing)
+        super().test_loading(ground, zoo, monkeypatch, engine, allocator)
 
 
 class Full(MemoryError):
@@ -143,12 +143,12 @@ class TestItsOwnMemory:
         raise Full("Out of memory allocating 512 bytes")
 
     def test_lent(self, device: FakeDevice) -> None:
-        need = Need(TensorInfo("w", self.F32, (4,), (Piece(0, 0, 16),)), self.F32)
+        request = Request(TensorInfo("w", self.F32, (4,), (Piece(0, 0, 16),)), self.F32)
         array = SimpleNamespace(data=SimpleNamespace(ptr=4096))
-        (lent,) = self.make(device, empty=lambda *_: array).lend([need])
+        (lent,) = self.make(device, empty=lambda *_: array).lend([request])
         assert (lent.array, lent.memory.address, lent.memory.nbytes) == (array, 4096, 16)
         with pytest.raises(errors.MemoryLimitError, match=r"CuPy has no room.*512 bytes"):
-            self.make(device, empty=self.full).lend([need])
+            self.make(device, empty=self.full).lend([request])
 
     def test_copied_from_the_host(self, device: FakeDevice) -> None:
         view = View("w", self.F32, (2,), np.arange(8, dtype=np.uint8), 0)

@@ -25,9 +25,9 @@ from conformance.suite import ENGINES, ROOT, Conformance, no_gpu
 
 import mfload
 from mfload import errors, frameworks
-from mfload.devices import finding
-from mfload.frameworks import jax_adapter, seams
-from mfload.frameworks.outgoing import outgoing
+from mfload.cuda import finding
+from mfload.frameworks import jax_adapter, private_api
+from mfload.saving.export import outgoing
 
 
 class JaxConformance(Conformance):
@@ -55,7 +55,7 @@ class TestJax(JaxConformance):
         # Otherwise the class below tests the same thing again. Older versions have no such
         # module, and take the public way.
         pytest.importorskip("jaxlib._jax")
-        assert seams.jax_capsule_importer(jax.devices("cpu")[0]) is not None
+        assert private_api.jax_capsule_importer(jax.devices("cpu")[0]) is not None
 
 
 class TestJaxPublicWay(JaxConformance):
@@ -63,7 +63,7 @@ class TestJaxPublicWay(JaxConformance):
 
     @pytest.fixture(autouse=True)
     def no_seam(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(seams, "jax_capsule_importer", lambda device: None)
+        monkeypatch.setattr(private_api, "jax_capsule_importer", lambda device: None)
 
     @pytest.mark.parametrize("number", [0, 5])
     def test_devices(self, aligned: Any, number: int) -> None:
@@ -89,28 +89,28 @@ class TestSeam:
     ) -> None:
         module = pytest.importorskip("jaxlib._jax")
         monkeypatch.setattr(module, "dlpack_managed_tensor_to_buffer", private)
-        assert seams.jax_capsule_importer(jax.devices("cpu")[0]) is None
+        assert private_api.jax_capsule_importer(jax.devices("cpu")[0]) is None
 
     def test_what_is_gone_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = pytest.importorskip("jaxlib._jax")
         monkeypatch.delattr(module, "dlpack_managed_tensor_to_buffer")
-        assert seams.jax_capsule_importer(jax.devices("cpu")[0]) is None
+        assert private_api.jax_capsule_importer(jax.devices("cpu")[0]) is None
 
 
 class TestDevices:
-    @pytest.mark.parametrize("landing", ["mfload", "framework"])
+    @pytest.mark.parametrize("allocator", ["mfload", "framework"])
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("number", [0, 1, 7])
-    def test_placement(self, aligned: Any, engine: str, landing: str, number: int) -> None:
+    def test_placement(self, aligned: Any, engine: str, allocator: str, number: int) -> None:
         path, rows = aligned
         device = jax.devices("cpu")[number]
         for given in (f"cpu:{number}", device):
             loaded = mfload.load(
-                path, framework="jax", device=given, engine=engine, landing=landing
+                path, framework="jax", device=given, engine=engine, allocator=allocator
             )
             assert {x for array in loaded.values() for x in array.devices()} == {device}
             TestJax().assert_loaded(loaded, rows)
-        if landing == "mfload" and engine == "pread":
+        if allocator == "mfload" and engine == "pread":
             gc.collect()
             aliased = sum(len(row.raw) for row in rows if row.dtype != "F4")
             assert mfload.live_bytes() >= aliased
@@ -132,18 +132,18 @@ class TestDevices:
 class TestWide:
     """64-bit types where `jax_enable_x64` is off, as it is unless somebody says otherwise."""
 
-    @pytest.mark.parametrize("landing", ["mfload", "framework"])
+    @pytest.mark.parametrize("allocator", ["mfload", "framework"])
     @pytest.mark.parametrize("seam", [True, False])
     def test_exact(
-        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, seam: bool, landing: str
+        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, seam: bool, allocator: str
     ) -> None:
         assert not jax.config.jax_enable_x64
         if not seam:
-            monkeypatch.setattr(seams, "jax_capsule_importer", lambda device: None)
+            monkeypatch.setattr(private_api, "jax_capsule_importer", lambda device: None)
         numbers = np.array([2**40, -(2**63), 2**63 - 1], np.int64)
         rows = [material.Stored("n", "I64", (3,), numbers.tobytes())]
         path = save(tmp_path / "n.safetensors", rows)
-        array = mfload.load(path, framework="jax", landing=landing)["n"]
+        array = mfload.load(path, framework="jax", allocator=allocator)["n"]
         assert array.dtype == np.int64
         assert np.asarray(array).tolist() == numbers.tolist()
         assert int(array[0]) == 2**40
@@ -158,7 +158,7 @@ class TestDonation:
             before = numbers.astype(kind)
             row = material.Stored("w", dtype, (128, 64), before.tobytes())
             path = save(tmp_path / f"{dtype}.safetensors", [row])
-            array = mfload.load(path, framework="jax", landing="framework")["w"]
+            array = mfload.load(path, framework="jax", allocator="framework")["w"]
             address = array.unsafe_buffer_pointer()
             new = step(array)
             assert new.unsafe_buffer_pointer() == address
@@ -179,8 +179,8 @@ class TestDonation:
     def test_loads_of_one_shape_share_no_memory(self, tmp_path: Any) -> None:
         rows = [material.stored(f"w{n}", "F32", (64, 64), n) for n in range(4)]
         path = save(tmp_path / "w.safetensors", rows)
-        first = mfload.load(path, framework="jax", landing="framework")
-        second = mfload.load(path, framework="jax", landing="framework")
+        first = mfload.load(path, framework="jax", allocator="framework")
+        second = mfload.load(path, framework="jax", allocator="framework")
         everything = [*first.values(), *second.values()]
         assert len({array.unsafe_buffer_pointer() for array in everything}) == 8
         TestJax().assert_loaded(first, rows)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import material
-from conformance.landing import Ground, LandingConformance, lent, need, wrapped, write
+from conformance.allocator import Ground, LandingConformance, lent, request, wrapped, write
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
@@ -19,13 +19,14 @@ from leaks import left
 from test_jax import JaxConformance
 
 from mfload import dtypes, errors
-from mfload.devices import memory
-from mfload.devices.device import Device
+from mfload.cuda import memory
+from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import jax_adapter, jax_devices, jax_lending, jax_mesh, seams
-from mfload.frameworks.adapter import Adapter
-from mfload.frameworks.jax_sharding import Spot
+from mfload.frameworks import jax_adapter, jax_devices, jax_lending, private_api
+from mfload.frameworks.base import Adapter
 from mfload.io import buffers
+from mfload.mesh import jax_mesh
+from mfload.mesh.jax_sharding import Spot
 
 
 def cpu(number: int) -> Any:
@@ -34,7 +35,7 @@ def cpu(number: int) -> Any:
 
 class TestJaxLanding(LandingConformance):
     look = JaxConformance()
-    landing = "framework"
+    allocator = "framework"
 
     def adapter(self, land: Device) -> Adapter:
         return jax_adapter.JaxAdapter(cpu(0), land)
@@ -160,12 +161,12 @@ class TestOnAMesh:
     def test_what_lands_where(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
         row = material.stored("w", "F32", (4, 8))
         assert [device.name for device in mesh.devices] == ["fake:4", "fake:1", "fake:2"]
-        assert [mesh.lands(need(row, (n,))) for n in range(5)] == [0, None, 1, 2, None]
-        assert mesh.lands(need(row)) is None
-        assert mesh.landing == "framework"
+        assert [mesh.lands(request(row, (n,))) for n in range(5)] == [0, None, 1, 2, None]
+        assert mesh.lands(request(row)) is None
+        assert mesh.allocator == "framework"
         assert mesh.notes == ("said",)
-        assert mesh.copies(need(material.stored("f", "F4", (4, 8)), (0,)))
-        assert not mesh.copies(need(row, (0,)))
+        assert mesh.copies(request(material.stored("f", "F4", (4, 8)), (0,)))
+        assert not mesh.copies(request(row, (0,)))
         pool = mesh.pool(1)
         assert pool is not None
         assert pool.free is None
@@ -188,9 +189,9 @@ class TestOnAMesh:
         # 24 layers of three shapes and one tensor besides, on three devices.
         shapes = [(2, 3), (5,), (4, 4)] * 24 + [(7, 7)]
         rows = [material.stored(f"w{n}", "F32", shape, n) for n, shape in enumerate(shapes)]
-        needs = [need(row, (spot,)) for spot in (0, 2, 3) for row in rows]
+        requests = [request(row, (spot,)) for spot in (0, 2, 3) for row in rows]
         jax_lending._maker.cache_clear()
-        given = mesh.lend(needs)
+        given = mesh.lend(requests)
         assert jax_lending._maker.cache_info().misses == 2
         by_device: dict[Any, list[tuple[Any, int, bytes]]] = {}
         for each, row in zip(given, rows * 3, strict=True):
@@ -207,17 +208,17 @@ class TestTrial:
 
     def test_all_is_well(self) -> None:
         land = FakeDevice()
-        assert seams.jax_lends_on(cpu(0), land)
+        assert private_api.jax_lends_on(cpu(0), land)
         streams = land.calls["stream"]
         assert streams > 0
-        assert seams.jax_lends_on(cpu(0), land)  # Known by now.
+        assert private_api.jax_lends_on(cpu(0), land)  # Known by now.
         assert land.calls["stream"] == streams
         land.assert_clean()
 
     def test_one_program_is_compiled(self, caplog: pytest.LogCaptureFixture) -> None:
         jax_lending._maker.cache_clear()
         with jax.log_compiles():
-            assert seams.jax_lends_on(cpu(0), FakeDevice())
+            assert private_api.jax_lends_on(cpu(0), FakeDevice())
         finished = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
         assert len(finished) == 1
 
@@ -232,9 +233,9 @@ class TestTrial:
         land = FakeDevice()
         with monkeypatch.context() as patch:
             patch.setattr(jax_lending, "allocate", full)
-            assert not seams.jax_lends_on(cpu(0), land)
+            assert not private_api.jax_lends_on(cpu(0), land)
         assert "no room" in caplog.text
-        assert seams.jax_lends_on(cpu(0), land)
+        assert private_api.jax_lends_on(cpu(0), land)
 
     @pytest.mark.parametrize("verb", ["stream", "pin", "copy_in", "synchronize"])
     def test_a_device_that_fails(self, verb: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,15 +246,15 @@ class TestTrial:
         land.assert_clean()
 
     def test_writes_that_nobody_sees(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(seams, "_write", lambda *_: None)
-        assert not seams.jax_lends_on(cpu(0), FakeDevice())
+        monkeypatch.setattr(private_api, "_write", lambda *_: None)
+        assert not private_api.jax_lends_on(cpu(0), FakeDevice())
 
     def test_writes_that_go_too_far(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", "mfload")
         made: list[Any] = []
-        real, allocate = seams._write, jax_lending.allocate
+        real, allocate = private_api._write, jax_lending.allocate
         monkeypatch.setattr(
             jax_lending, "allocate", lambda rows: made.extend(allocate(rows)) or made
         )
@@ -263,9 +264,9 @@ class TestTrial:
             beside = made[0].unsafe_buffer_pointer()
             real(land, memory.DeviceBuffer(land, beside, 4, made[0], own=False), source[:4].copy())
 
-        monkeypatch.setattr(seams, "_write", twice)
+        monkeypatch.setattr(private_api, "_write", twice)
         land = FakeDevice()
-        assert not seams.jax_lends_on(cpu(0), land)
+        assert not private_api.jax_lends_on(cpu(0), land)
         assert "in another" in caplog.text
 
     def test_one_that_fails_speaks_for_all(self) -> None:
@@ -277,11 +278,11 @@ class TestTrial:
     def test_arrays_that_share_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         allocate = jax_lending.allocate
         monkeypatch.setattr(jax_lending, "allocate", lambda rows: allocate(rows[:1]) * 2)
-        assert not seams.jax_lends_on(cpu(0), FakeDevice())
+        assert not private_api.jax_lends_on(cpu(0), FakeDevice())
 
     def test_no_pointers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jax_lending, "allocate", lambda rows: [object()] * 2)
-        assert not seams.jax_lends_on(cpu(0), FakeDevice())
+        assert not private_api.jax_lends_on(cpu(0), FakeDevice())
 
 
 class Told:
@@ -324,7 +325,7 @@ class TestLandOn:
 
     def test_nvidia_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: Sequence[int] = []
-        from mfload.devices import finding
+        from mfload.cuda import finding
 
         land = FakeDevice()
         monkeypatch.setattr(finding, "find", lambda number: asked.append(number) or land)
@@ -347,7 +348,7 @@ def test_a_real_gpu_gives_its_memory() -> None:
     land, notes = jax_devices.land_on(device)
     if land is None:
         pytest.skip(f"nothing lands: {notes}")
-    assert seams.jax_lends_on(device, land)
+    assert private_api.jax_lends_on(device, land)
     pool = jax_devices.pool_of(device, land)
     assert pool.free is not None
     wanted = jax_lending.Wanted(device, None, "int8", (pool.free * 2,))

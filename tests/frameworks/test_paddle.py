@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from conformance import material
+from conformance.allocator import LandingConformance, request
 from conformance.giving import GivingConformance, give, read
-from conformance.landing import LandingConformance, need
 from conformance.material import BITS, COMMON, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
 from devices.fake import FakeDevice
@@ -20,8 +20,8 @@ from hypothesis.extra import numpy as arrays
 
 import mfload
 from mfload import errors
-from mfload.devices.device import Device
-from mfload.frameworks.adapter import Adapter
+from mfload.cuda.device import Device
+from mfload.frameworks.base import Adapter
 
 with warnings.catch_warnings():
     # Paddle looks for a compiler cache when it is imported, and for setuptools' old parts.
@@ -60,14 +60,14 @@ class TestPaddle(WritableConformance):
         array.fill_(1)
 
     @pytest.mark.parametrize("engine", ENGINES)
-    @pytest.mark.parametrize("landing", ["mfload", "framework"])
+    @pytest.mark.parametrize("allocator", ["mfload", "framework"])
     def test_u16_is_never_taken_for_bfloat16(
-        self, tmp_path: Any, engine: str, landing: str
+        self, tmp_path: Any, engine: str, allocator: str
     ) -> None:
         numbers = np.array([[0x3F80, 0x4000], [1, 65535]], np.uint16)
         row = material.Stored("n", "U16", (2, 2), numbers.tobytes())
         path = save(tmp_path / "n.safetensors", [row], 8)
-        tensor = mfload.load(path, framework="paddle", engine=engine, landing=landing)["n"]
+        tensor = mfload.load(path, framework="paddle", engine=engine, allocator=allocator)["n"]
         assert tensor.dtype == paddle.uint8
         assert mfload.unpack(tensor, "U16", (2, 2)).tolist() == numbers.tolist()
         with mfload.open(path, framework="paddle", engine=engine) as opened:
@@ -112,8 +112,8 @@ class TestPaddle(WritableConformance):
             material.Stored("w", "F32", numbers.shape, numbers.tobytes()),
         ]
         path = save(tmp_path / "w.safetensors", rows, 8)
-        for landing in ("mfload", "framework"):
-            tensor = mfload.load(path, framework="paddle", landing=landing)["w"]
+        for allocator in ("mfload", "framework"):
+            tensor = mfload.load(path, framework="paddle", allocator=allocator)["w"]
             product = paddle.matmul(tensor, tensor, transpose_y=True).numpy()
             np.testing.assert_allclose(product, numbers @ numbers.T, 1e-3, 1e-4)
 
@@ -131,7 +131,7 @@ def test_the_public_way_gives_the_same(tmp_path: Any, monkeypatch: pytest.Monkey
         material.stored("u", "U64", (2,), 4),
     ]
     path = save(tmp_path / "w.safetensors", rows)
-    monkeypatch.setattr("mfload.frameworks.seams.paddle_constructor", lambda _: None)
+    monkeypatch.setattr("mfload.frameworks.private_api.paddle_constructor", lambda _: None)
     loaded = mfload.load(path, framework="paddle")
     assert mfload.live_bytes() == 0  # Copies: nothing of ours is held.
     TestPaddle().assert_loaded(loaded, rows)
@@ -140,7 +140,7 @@ def test_the_public_way_gives_the_same(tmp_path: Any, monkeypatch: pytest.Monkey
 class TestPaddleLanding(LandingConformance):
     look = TestPaddle()
     landings = ("framework",)
-    landing = "framework"
+    allocator = "framework"
 
     def adapter(self, land: Device) -> Adapter:
         return paddle_adapter.PaddleAdapter(paddle.CPUPlace(), land)
@@ -155,7 +155,7 @@ class TestPaddleLanding(LandingConformance):
         pool = adapter.pool(0)
         assert pool is not None
         assert pool.free == 1200
-        adapter.lend([need(material.stored("w", "U8", (3,)))])
+        adapter.lend([request(material.stored("w", "U8", (3,)))])
         assert told == ["gpu:3", "cpu", place]
 
     def test_new_tensors_lie_where_they_did(self, monkeypatch: pytest.MonkeyPatch) -> None:

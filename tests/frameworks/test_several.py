@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import material
-from conformance.landing import Ground, disjoint, lent, need, wrapped
+from conformance.allocator import Ground, disjoint, lent, request, wrapped
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
@@ -22,7 +22,7 @@ from test_jax import JaxConformance
 import mfload
 from mfload import errors, frameworks
 from mfload.frameworks import several
-from mfload.frameworks.adapter import Pool
+from mfload.frameworks.base import Pool
 from mfload.frameworks.jax_adapter import JaxAdapter
 from mfload.frameworks.torch_adapter import TorchAdapter
 
@@ -42,8 +42,8 @@ class TestAssigning:
     def test_a_list(self) -> None:
         adapter = frameworks.get("jax", ["cpu:3", cpu(0), "cpu:5"])
         assert (adapter.name, adapter.on_host, list(adapter.devices)) == ("jax", True, [])
-        needs = adapter.assign([need(row) for row in rows("a", "b")])
-        assert [(each.info.name, each.devices) for each in needs] == [
+        requests = adapter.assign([request(row) for row in rows("a", "b")])
+        assert [(each.info.name, each.devices) for each in requests] == [
             (name, (n,)) for name in "ab" for n in range(3)
         ]
         assert adapter.results([(n,) for n in range(6)]) == [[0, 1, 2], [3, 4, 5]]
@@ -53,24 +53,24 @@ class TestAssigning:
         adapter = frameworks.get("flax", table)
         assert isinstance(adapter, several.SeveralAdapter)
         names = ("embed", "layers.0.embed", "head", "model.Layers.1")
-        needs = adapter.assign([need(row) for row in rows(*names)])
-        assert [each.devices for each in needs] == [(0,), (1,), (0,), (1,)]
+        requests = adapter.assign([request(row) for row in rows(*names)])
+        assert [each.devices for each in requests] == [(0,), (1,), (0,), (1,)]
         assert adapter.results([(n,) for n in range(4)]) == [0, 1, 2, 3]
 
     def test_one_device_is_as_it_was(self) -> None:
         adapter = frameworks.get("jax", "cpu:2")
-        needs = [need(row) for row in rows("a")]
+        requests = [request(row) for row in rows("a")]
         assert isinstance(adapter, JaxAdapter)
-        assert adapter.assign(needs) == needs
+        assert adapter.assign(requests) == requests
         assert adapter.results([7]) == [7]
 
     def test_names_without_a_rule(self) -> None:
         adapter = frameworks.get("jax", {"^a": "cpu:0"})
         with pytest.raises(errors.DeviceError, match="no rule for 2 tensors") as caught:
-            adapter.assign([need(row) for row in rows("a", "b", "ba")])
+            adapter.assign([request(row) for row in rows("a", "b", "ba")])
         assert caught.value.found == "b, ba"
         with pytest.raises(errors.DeviceError) as caught:
-            adapter.assign([need(row) for row in rows(*(f"b{n}" for n in range(30)))])
+            adapter.assign([request(row) for row in rows(*(f"b{n}" for n in range(30)))])
         assert str(caught.value.found).endswith("b9, …")
 
     @pytest.mark.parametrize("nothing", [[], (), {}])
@@ -116,12 +116,12 @@ class TestLanding:
     ) -> None:
         (row,) = rows("w")
         assert list(adapter.devices) == [lands[1], lands[0]]
-        assert [adapter.lands(need(row, (n,))) for n in range(4)] == [0, None, 1, 0]
+        assert [adapter.lands(request(row, (n,))) for n in range(4)] == [0, None, 1, 0]
         assert adapter.notes == ("a", "b")
-        assert adapter.landing == "framework"
-        assert adapter.copies(need(material.stored("f", "F4", (4, 8)), (0,)))
-        assert not adapter.copies(need(row, (1,)))
-        assert not adapter.lends(need(row, (1,)))
+        assert adapter.allocator == "framework"
+        assert adapter.copies(request(material.stored("f", "F4", (4, 8)), (0,)))
+        assert not adapter.copies(request(row, (1,)))
+        assert not adapter.lends(request(row, (1,)))
 
     def test_pools(self, adapter: several.SeveralAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(JaxAdapter, "pool", lambda self, n: Pool(None, self.devices[n].name))
@@ -144,8 +144,8 @@ class TestLanding:
     def test_needs_of_all_at_once(
         self, lands: Sequence[FakeDevice], adapter: several.SeveralAdapter
     ) -> None:
-        needs = adapter.assign([need(row) for row in rows("a", "b")])
-        given = adapter.lend([each for each in needs if each.devices != (1,)])
+        requests = adapter.assign([request(row) for row in rows("a", "b")])
+        given = adapter.lend([each for each in requests if each.devices != (1,)])
         where = [each.array[0].device for each in given]
         assert where == [cpu(5), cpu(2), cpu(5)] * 2
         assert [each.memory.device.name for each in given[:3]] == ["fake:5", "fake:2", "fake:5"]
@@ -153,24 +153,24 @@ class TestLanding:
     def test_whose_memory(self, lands: Sequence[FakeDevice]) -> None:
         first, second = lands
         mixed = several.SeveralAdapter([TorchAdapter(CPU, first), TorchAdapter(CPU, second)])
-        assert mixed.landing == "mfload"
+        assert mixed.allocator == "mfload"
         assert mixed.landings == {"mfload", "framework"}
         odd = TorchAdapter(CPU, first)
         odd.landings = frozenset(("framework",))
         parts = [odd, TorchAdapter(CPU), TorchAdapter(CPU, second)]
         assert several.SeveralAdapter(parts).landings == {"framework"}
         unlike = several.SeveralAdapter([JaxAdapter(cpu(2), first), TorchAdapter(CPU, second)])
-        assert [part.landing for part in unlike._parts] == ["framework", "mfload"]
-        assert unlike.landing == "mfload"
+        assert [part.allocator for part in unlike._parts] == ["framework", "mfload"]
+        assert unlike.allocator == "mfload"
 
 
 class TestLoading:
     def test_a_list(self, aligned: Any) -> None:
         path, stored = aligned
-        for landing in ("mfload", "framework"):
+        for allocator in ("mfload", "framework"):
             report = mfload.Report()
             loaded = mfload.load(
-                path, framework="jax", device=["cpu:1", "cpu:6"], landing=landing, report=report
+                path, framework="jax", device=["cpu:1", "cpu:6"], allocator=allocator, report=report
             )
             for n, number in enumerate((1, 6)):
                 arrays = {name: each[n] for name, each in loaded.items()}
@@ -180,15 +180,15 @@ class TestLoading:
             # Read once for both.
             assert report.read_bytes < 1.5 * sum(len(row.raw) for row in stored)
 
-    @pytest.mark.parametrize("landing", ["mfload", "framework"])
+    @pytest.mark.parametrize("allocator", ["mfload", "framework"])
     def test_one_device_twice(
-        self, aligned: Any, landing: Any, monkeypatch: pytest.MonkeyPatch
+        self, aligned: Any, allocator: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         land = FakeDevice((1, 2))
         adapter = several.SeveralAdapter([JaxAdapter(cpu(2), land), JaxAdapter(cpu(2), land)])
         monkeypatch.setattr(frameworks, "get", lambda *_: adapter)
         path, stored = aligned
-        loaded = mfload.load(path, framework="jax", landing=landing)
+        loaded = mfload.load(path, framework="jax", allocator=allocator)
         # XLA may write to each of them when it is donated.
         disjoint(
             (LOOK.address(array), len(row.raw)) for row in stored for array in loaded[row.name]

@@ -15,17 +15,17 @@ import pytest
 import safetensors.tensorflow
 import tensorflow as tf
 from conformance import material
+from conformance.allocator import LandingConformance, request
 from conformance.giving import GivingConformance, give, read
-from conformance.landing import LandingConformance, need
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ROOT, Conformance, no_gpu
 from devices.fake import FakeDevice
 
 import mfload
 from mfload import errors
-from mfload.devices.device import Device
+from mfload.cuda.device import Device
 from mfload.frameworks import tensorflow_adapter
-from mfload.frameworks.adapter import Adapter
+from mfload.frameworks.base import Adapter
 from mfload.frameworks.tensorflow_adapter import TensorflowAdapter
 
 # A second CPU, to see that tensors go where they are sent.
@@ -68,8 +68,8 @@ class TestTensorflow(Conformance):
             material.Stored("h", "BF16", short.shape, short.tobytes()),
         ]
         path = save(tmp_path / "w.safetensors", rows, 8)
-        for landing in ("mfload", "framework"):
-            loaded = mfload.load(path, framework="tf", landing=landing)
+        for allocator in ("mfload", "framework"):
+            loaded = mfload.load(path, framework="tf", allocator=allocator)
             np.testing.assert_allclose(
                 tf.matmul(loaded["w"], loaded["w"], transpose_b=True), numbers @ numbers.T, 1e-3
             )
@@ -98,11 +98,11 @@ class TestTensorflow(Conformance):
 
     def test_the_second_cpu(self, aligned: Any) -> None:
         path, rows = aligned
-        for landing in ("mfload", "framework"):
+        for allocator in ("mfload", "framework"):
             for device in ("cpu:1", "/device:CPU:1"):
                 names = [row.name for row in rows if row.dtype in ("F32", "I32", "BF16", "F4")]
                 loaded = mfload.load(
-                    path, framework="tf", device=device, landing=landing, names=names
+                    path, framework="tf", device=device, allocator=allocator, names=names
                 )
                 assert {x.device.rsplit("/")[-1] for x in loaded.values()} == {"device:CPU:1"}
                 self.assert_loaded(loaded, [row for row in rows if row.name in names])
@@ -158,7 +158,7 @@ def test_lent_tensors_are_not_shared(tmp_path: Any) -> None:
     rows = [material.stored(f"w{n}", "F32", (3,), n) for n in range(4)]
     rows += [material.stored(f"s{n}", "F32", (), n) for n in range(4)]
     path = save(tmp_path / "w.safetensors", rows)
-    loaded = mfload.load(path, framework="tf", landing="framework")
+    loaded = mfload.load(path, framework="tf", allocator="framework")
     TestTensorflow().assert_loaded(loaded, rows)
     assert len({TestTensorflow().address(x) for x in loaded.values()}) == 8
 
@@ -180,11 +180,11 @@ remote = "/job:worker/replica:0/task:0/device:CPU:0"
 here = mfload.load(sys.argv[1], framework="tf")
 for landing in ("mfload", "framework"):
     for device in (remote, "/job:worker/task:0/cpu:0"):
-        there = mfload.load(sys.argv[1], framework="tf", device=device, landing=landing)
+        there = mfload.load(sys.argv[1], framework="tf", device=device, allocator=landing)
         assert {x.device for x in there.values()} == {remote}
     with tf.device(remote):
-        default = mfload.load(sys.argv[1], framework="tf", landing=landing)
-        back = mfload.load(sys.argv[1], framework="tf", landing=landing, device="cpu")
+        default = mfload.load(sys.argv[1], framework="tf", allocator=landing)
+        back = mfload.load(sys.argv[1], framework="tf", allocator=landing, device="cpu")
     assert {x.device for x in default.values()} == {remote}
     assert {x.device for x in back.values()} == {"/job:localhost/replica:0/task:0/device:CPU:0"}
 given = outgoing(there)
@@ -203,7 +203,7 @@ os._exit(0)  # The server has no end of its own.
 class TestTensorflowLanding(LandingConformance):
     look = TestTensorflow()
     stays = frozenset(TestTensorflow.copied)
-    landing = "framework"
+    allocator = "framework"
 
     def adapter(self, land: Device) -> Adapter:
         local = tensorflow_adapter._local()
@@ -230,7 +230,7 @@ class TestTensorflowLanding(LandingConformance):
         monkeypatch.setattr(tf.test.experimental, "sync_devices", lambda: asked.append("wait"))
         adapter = TensorflowAdapter(f"{local}/device:CPU:1", local, FakeDevice())
         rows = [material.stored("w", "BF16", (3,)), material.stored("b", "F32", (2, 0))]
-        given = adapter.lend([need(row) for row in rows])
+        given = adapter.lend([request(row) for row in rows])
         assert {each.array.backing_device for each in given} == {f"{local}/device:CPU:1"}
         assert asked == ["wait"]
 
@@ -242,7 +242,7 @@ class TestTensorflowLanding(LandingConformance):
 
         monkeypatch.setattr(tf.raw_ops, "Empty", empty)
         with pytest.raises(errors.MemoryLimitError, match="no room"):
-            adapter.lend([need(material.stored("w", "U8", (3,)))])
+            adapter.lend([request(material.stored("w", "U8", (3,)))])
 
     def test_which_gpu_of_all_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Three are seen out of four, and the last of them is two.

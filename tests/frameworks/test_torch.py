@@ -11,8 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 from conformance import material
+from conformance.allocator import Ground, LandingConformance, lent, request, wrapped
 from conformance.giving import GivingConformance, give, read
-from conformance.landing import Ground, LandingConformance, lent, need, wrapped
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
 from devices.fake import FakeDevice
@@ -21,10 +21,10 @@ from hypothesis.extra import numpy as arrays
 
 import mfload
 from mfload import errors
-from mfload.devices import finding
-from mfload.devices.device import Device
+from mfload.cuda import finding
+from mfload.cuda.device import Device
 from mfload.frameworks import torch_adapter
-from mfload.frameworks.adapter import Adapter
+from mfload.frameworks.base import Adapter
 
 
 class TestTorch(WritableConformance):
@@ -114,7 +114,7 @@ class TestTorchLanding(LandingConformance):
                             or made(shape, dtype=dtype))  # fmt: skip
         stream = SimpleNamespace(synchronize=lambda: asked.append("wait"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        adapter.lend([need(material.stored("w", "U8", (3,)))] * 2)
+        adapter.lend([request(material.stored("w", "U8", (3,)))] * 2)
         assert asked == [3, gpu, gpu, "wait"]
 
     def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:

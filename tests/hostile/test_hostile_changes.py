@@ -12,8 +12,9 @@ import pytest
 import reference
 
 import mfload
-from mfload import errors, landing
+from mfload import errors
 from mfload.formats import checkpoint
+from mfload.loading import allocate
 
 SIZE = 3 << 20
 
@@ -101,14 +102,14 @@ def test_after_the_plan_and_before_the_read(
     change: Callable[[Path], None], engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "f.safetensors")
-    true = landing.allocate
+    true = allocate.allocate
 
-    def allocate(*args: Any) -> Any:
+    def slow(*args: Any) -> Any:
         found = true(*args)
         change(path)
         return found
 
-    monkeypatch.setattr(landing, "allocate", allocate)
+    monkeypatch.setattr(allocate, "allocate", slow)
     with pytest.raises(errors.SourceError) as caught:
         mfload.load(path, framework="numpy", engine=engine)
     assert caught.value.file == str(path)

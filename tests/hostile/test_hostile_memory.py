@@ -20,7 +20,7 @@ import gc, resource, sys, threading
 import mfload
 from mfload import errors
 path, room, engine, landing = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
-options = dict(framework="numpy", engine=engine, landing=landing)
+options = dict(framework="numpy", engine=engine, allocator=landing)
 mfload.load(path, names=["small"], **options)  # All that is imported late.
 with open("/proc/self/statm") as file:
     mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -47,12 +47,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("landing", ["mfload", "framework"])
+@pytest.mark.parametrize("allocator", ["mfload", "framework"])
 @pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
-def test_cap_on_memory(engine: str, landing: str, large: Path) -> None:
+def test_cap_on_memory(engine: str, allocator: str, large: Path) -> None:
     room = 4 << 20
     done = subprocess.run(
-        [sys.executable, "-c", _CAPPED, str(large), str(room), engine, landing],
+        [sys.executable, "-c", _CAPPED, str(large), str(room), engine, allocator],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     error, left, after = done.stdout.splitlines()

@@ -18,8 +18,8 @@ import samples
 import watch
 
 import mfload
-from mfload import arrangement, errors
-from mfload.io import blocks
+from mfload import errors
+from mfload.planning import blocks, layout
 
 MODEL = samples.model()
 # These lie apart in the file: a map has several ranges of them to bring in.
@@ -84,7 +84,7 @@ class EngineSuite:
     def many_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks small enough that a small file has many, whatever the threads do."""
         small = blocks.Costs(block=64 << 10)
-        monkeypatch.setattr("mfload.overheads.Costs", lambda **_: small)
+        monkeypatch.setattr("mfload.loading.overheads.Costs", lambda **_: small)
 
     def load(self, path: Any, **options: Any) -> dict[str, Any]:
         return mfload.load(path, framework="numpy", engine=self.engine, **options)
@@ -326,4 +326,4 @@ class EngineSuite:
         kept = loaded.pop("odd")
         loaded.clear()
         assert samples.same(kept, MODEL["odd"])
-        assert mfload.live_bytes() <= arrangement.BUFFER
+        assert mfload.live_bytes() <= layout.BUFFER

@@ -25,9 +25,10 @@ import pytest
 from hypothesis import strategies as st
 
 from mfload import errors
-from mfload.io import allotting, buffers, folders, probes
+from mfload.io import buffers, probes
 from mfload.io.buffers import PAGE
-from mfload.io.drafts import BLOCK, Draft
+from mfload.saving import allotting, folders
+from mfload.saving.drafts import BLOCK, Draft
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="Linux alone")
 

@@ -16,7 +16,7 @@ import watch
 import mfload
 from mfload import errors
 from mfload.io import advise, mapped
-from mfload.io.source import LocalFile
+from mfload.sources.local import LocalFile
 
 
 @pytest.fixture

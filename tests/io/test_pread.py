@@ -15,9 +15,9 @@ import watch
 import mfload
 from mfload import errors
 from mfload.io import pread
-from mfload.io.blocks import Block, Copy, Segment
 from mfload.io.buffers import WorkerSlot
-from mfload.io.source import LocalFile
+from mfload.planning.blocks import Block, Copy, Segment
+from mfload.sources.local import LocalFile
 
 MODEL = samples.model()
 

@@ -15,7 +15,7 @@ import watch
 import mfload
 from mfload import errors
 from mfload.io import probes, route
-from mfload.io.source import LocalFile
+from mfload.sources.local import LocalFile
 
 LARGE = samples.numbers((9 << 20,), np.uint8)
 

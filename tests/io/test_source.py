@@ -12,7 +12,7 @@ import pytest
 import watch
 
 from mfload import errors
-from mfload.io.source import Identity, LocalFile, OpenFile
+from mfload.sources.local import Identity, LocalFile, OpenFile
 
 
 @pytest.fixture

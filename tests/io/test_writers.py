@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mfload import errors
-from mfload.io import writers
-from mfload.io.writers import Job, Writers
+from mfload.saving import writers
+from mfload.saving.writers import Job, Writers
 
 
 class FakeDraft:

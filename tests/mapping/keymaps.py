@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-import mfload.mapping
+import mfload.trees
 
-rule = mfload.mapping.rule
+rule = mfload.trees.rule
 
 # Layer 10 comes after layer 2, and not before it.
 LAYERS, EXPERTS = 12, 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload.index import Box
-from mfload.mapping import geometry
+from mfload.trees import geometry
 
 Shape = tuple[int, ...]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keymaps import CASES, HEAD, Arrays
 
-from mfload import dtypes, mapping
+from mfload import dtypes, trees
 from mfload.index import Box, Index, Piece, TensorInfo
 
 
@@ -18,9 +18,9 @@ def _index(stored: Arrays) -> Index:
     return Index(("file",), rows)
 
 
-def _aims(leaves: Arrays) -> list[mapping.Aim]:
+def _aims(leaves: Arrays) -> list[trees.Aim]:
     return [
-        mapping.Aim(name, leaf.shape, dtypes.resolve(leaf.dtype)) for name, leaf in leaves.items()
+        trees.Aim(name, leaf.shape, dtypes.resolve(leaf.dtype)) for name, leaf in leaves.items()
     ]
 
 
@@ -37,7 +37,7 @@ def _boxes(shape: tuple[int, ...]) -> list[Box]:
 @pytest.mark.parametrize("case", CASES)
 def test_every_box_is_what_numpy_makes(case: str) -> None:
     stored, key_map, expected = CASES[case]()
-    matched = mapping.match(_index(stored), _aims(expected), key_map)
+    matched = trees.match(_index(stored), _aims(expected), key_map)
     assert list(matched.recipes) == list(expected)
     assert not matched.passed
     for name, leaf in expected.items():
@@ -48,7 +48,7 @@ def test_every_box_is_what_numpy_makes(case: str) -> None:
             arrays = [
                 stored[s.info.name][tuple(slice(*dim) for dim in s.box)] for s in pull.sources
             ]
-            made = mapping.evaluate(pull.program, arrays, np)
+            made = trees.evaluate(pull.program, arrays, np)
             wanted = leaf[tuple(slice(*dim) for dim in box)]
             assert made.dtype == wanted.dtype
             assert np.array_equal(
@@ -63,7 +63,7 @@ def test_every_box_is_what_numpy_makes(case: str) -> None:
 
 def test_maps_for_a_family_say_what_they_did_not_need() -> None:
     stored, key_map, expected = CASES["tunix llama"]()
-    matched = mapping.match(_index(stored), _aims(expected), key_map)
+    matched = trees.match(_index(stored), _aims(expected), key_map)
     (note,) = matched.notes
     assert "did nothing" in note
     assert "norm" in note

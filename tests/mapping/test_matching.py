@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mfload import dtypes, errors, mapping
+from mfload import dtypes, errors, trees
 from mfload.index import Index, Piece, TensorInfo
 
-rule = mapping.rule
+rule = trees.rule
 Shape = tuple[int, ...]
 
 
@@ -25,16 +25,16 @@ def _index(**tensors: Shape | tuple[Shape, str]) -> Index:
     return Index(("file",), rows)
 
 
-def _aims(leaves: dict[str, Any]) -> list[mapping.Aim]:
+def _aims(leaves: dict[str, Any]) -> list[trees.Aim]:
     found = []
     for name, value in leaves.items():
         shape, dtype = (value, "F32") if not value or isinstance(value[0], int) else value
-        found.append(mapping.Aim(name, shape, dtypes.TABLE[dtype]))
+        found.append(trees.Aim(name, shape, dtypes.TABLE[dtype]))
     return found
 
 
 def _match(index: Index, leaves: dict[str, Any], key_map: Any = None, **more: Any) -> Any:
-    return mapping.match(index, _aims(leaves), key_map, **more)
+    return trees.match(index, _aims(leaves), key_map, **more)
 
 
 def _problems(index: Index, leaves: dict[str, Any], key_map: Any = None, **more: Any) -> list[str]:
@@ -75,11 +75,11 @@ def test_strict_is_about_names_alone() -> None:
 
 def test_an_optional_leaf_may_be_missing_and_may_be_there() -> None:
     row = dtypes.TABLE["U32"]
-    aims = [mapping.Aim("a", (2,), dtypes.TABLE["F32"]), mapping.Aim("rng", (4,), row, True)]
-    assert mapping.match(_index(a=(2,)), aims).passed == ("rng",)
-    assert mapping.match(_index(a=(2,), rng=((4,), "U32")), aims).passed == ()
+    aims = [trees.Aim("a", (2,), dtypes.TABLE["F32"]), trees.Aim("rng", (4,), row, True)]
+    assert trees.match(_index(a=(2,)), aims).passed == ("rng",)
+    assert trees.match(_index(a=(2,), rng=((4,), "U32")), aims).passed == ()
     with pytest.raises(errors.MappingError, match="wrong shape"):
-        mapping.match(_index(a=(2,), rng=((2,), "U32")), aims)
+        trees.match(_index(a=(2,), rng=((2,), "U32")), aims)
 
 
 def test_everything_wrong_is_told_at_once() -> None:
@@ -161,7 +161,7 @@ def test_everything_wrong_is_told_at_once() -> None:
          "wrong dtype: t: I32 to F32: scale= makes floats of floats, or of integers up to 16 bits"),
     ],
 )  # fmt: skip
-def test_what_is_said(tensors: Any, leaf: Any, line: mapping.Rule, expected: str) -> None:
+def test_what_is_said(tensors: Any, leaf: Any, line: trees.Rule, expected: str) -> None:
     assert _problems(_index(**tensors), {"t": leaf}, {r"l\.(\w+)": line}, strict=False) == [
         expected
     ]
@@ -440,7 +440,7 @@ def test_a_split_of_every_layer_is_stacked() -> None:
 def test_leaves_of_one_name_are_a_problem() -> None:
     aims = _aims({"a": (2,)})
     with pytest.raises(errors.MappingError, match="several leaves have this name"):
-        mapping.match(_index(a=(2,)), [*aims, aims[0]._replace(shape=(3,))])
+        trees.match(_index(a=(2,)), [*aims, aims[0]._replace(shape=(3,))])
 
 
 def test_a_hundred_thousand_names_and_fifty_rules_take_seconds() -> None:
@@ -455,8 +455,8 @@ def test_a_hundred_thousand_names_and_fifty_rules_take_seconds() -> None:
             r"\3", transpose=(1, 0), stack=(1, 2)
         ),
     }
-    aims = [mapping.Aim(name, (50, 1000, 4, 8), row) for name in ("up", "down")]
+    aims = [trees.Aim(name, (50, 1000, 4, 8), row) for name in ("up", "down")]
     with pytest.raises(errors.MappingError) as info:
-        mapping.match(index, [*aims, mapping.Aim("x", (1,), row)], key_map)
+        trees.match(index, [*aims, trees.Aim("x", (1,), row)], key_map)
     assert len(info.value.problems) == 50
     assert re.search("1 missing, 49 unused rule", str(info.value))

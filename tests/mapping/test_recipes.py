@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mfload import dtypes, mapping
+from mfload import dtypes, trees
 from mfload.index import Box, Index, Piece, TensorInfo
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ def _bits(array: Any) -> Array:
 class Plan(NamedTuple):
     """What a rule does, in the forms that the rule and NumPy take."""
 
-    rule: mapping.Rule
+    rule: trees.Rule
     split: tuple[int, tuple[int, ...]] | None
     part: int
     joined: int
@@ -135,7 +135,7 @@ def _plans(draw: st.DrawFn) -> Plan:
     ways = itertools.product(*(range(n) for n in stack), texts)
     names = {".".join(["w", *(str(7 + 2 * i) for i in way[:-1]), way[-1]]): shape for way in ways}
     targets = [f"t{n}" for n in range(len(split[1]))] if split else "t0"
-    rule = mapping.rule(
+    rule = trees.rule(
         targets,
         transpose=transpose,
         reshape=reshape,
@@ -169,14 +169,14 @@ def test_a_box_is_what_whole_arrays_have_there(plan: Plan, seed: int, data: st.D
     places = _whole(plan, stored)
     expected = _numbers(plan, places)
     pattern = r"w" + r"\.(\d+)" * len(plan.stack) + r"\.(\w)"
-    aim = mapping.Aim(f"t{plan.part}", expected.shape, None)
-    matched = mapping.match(_index(stored), [aim], {pattern: plan.rule}, strict=False)
+    aim = trees.Aim(f"t{plan.part}", expected.shape, None)
+    matched = trees.match(_index(stored), [aim], {pattern: plan.rule}, strict=False)
     recipe = matched.recipes[aim.name]
     assert recipe.dtype.name == (plan.cast or plan.dtype)
     for box in (tuple((0, size) for size in expected.shape), _box(data, expected.shape)):
         pull = recipe.pull(box)
         arrays = [_landed(source, stored) for source in pull.sources]
-        made = mapping.evaluate(pull.program, arrays, np)
+        made = trees.evaluate(pull.program, arrays, np)
         wanted = expected[tuple(slice(*dim) for dim in box)]
         assert made.shape == wanted.shape
         assert made.dtype == wanted.dtype
@@ -184,7 +184,7 @@ def test_a_box_is_what_whole_arrays_have_there(plan: Plan, seed: int, data: st.D
         _check_bytes(plan, stored, pull, box)
 
 
-def _check_bytes(plan: Plan, stored: dict[str, Array], pull: mapping.Pull, box: Box) -> None:
+def _check_bytes(plan: Plan, stored: dict[str, Array], pull: trees.Pull, box: Box) -> None:
     """Where the elements that are wanted are a box of a stored tensor, no others are read."""
     numbers, at = {}, 0
     for name, array in stored.items():
@@ -239,7 +239,7 @@ def _lines(draw: st.DrawFn, shape: tuple[int, ...], number: int) -> Line:
         reshape = draw(_factors(math.prod(shape)))
     if form == "rule":
         scale = draw(st.sampled_from([None, 0.1, -3.0]))
-        value: Any = mapping.rule(
+        value: Any = trees.rule(
             names if len(names) > 1 else names[0],
             transpose=transpose,
             reshape=reshape,
@@ -269,35 +269,35 @@ def test_each_target_of_a_list_is_made_as_by_itself(data: st.DataObject) -> None
                 expected[name] = np.stack(list(made.values()))
             else:
                 expected |= {f"{name}.{n}": array for n, array in made.items()}
-    aims = [mapping.Aim(name, array.shape, None) for name, array in expected.items()]
+    aims = [trees.Aim(name, array.shape, None) for name, array in expected.items()]
     values = [line.value for line in lines]
     index = _index(stored)
-    recipes = mapping.match(index, aims, {r"l\.(\d+)": values}).recipes
+    recipes = trees.match(index, aims, {r"l\.(\d+)": values}).recipes
     assert list(recipes) == list(expected)
     # As with a map for each line, which leaves the others' targets alone.
     alone: dict[str, Any] = {}
     for value in values:
-        alone |= mapping.match(index, aims, {r"l\.(\d+)": value}, strict=False).recipes
+        alone |= trees.match(index, aims, {r"l\.(\d+)": value}, strict=False).recipes
     assert recipes == alone
     for name, array in expected.items():
         box = _box(data, array.shape)
         pull = recipes[name].pull(box)
-        result = mapping.evaluate(pull.program, [_landed(s, stored) for s in pull.sources], np)
+        result = trees.evaluate(pull.program, [_landed(s, stored) for s in pull.sources], np)
         wanted = array[tuple(slice(*dim) for dim in box)]
         assert result.shape == wanted.shape
         assert np.array_equal(_bits(result), _bits(wanted))
 
 
 def _one_pull(
-    rule: mapping.Rule, shape: tuple[int, ...], aim: tuple[int, ...], *boxes: Box
-) -> list[mapping.Pull]:
+    rule: trees.Rule, shape: tuple[int, ...], aim: tuple[int, ...], *boxes: Box
+) -> list[trees.Pull]:
     index = _index({"w": np.zeros(shape, np.float32)})
-    matched = mapping.match(index, [mapping.Aim("t", aim, None)], {"w": rule})
+    matched = trees.match(index, [trees.Aim("t", aim, None)], {"w": rule})
     return [matched.recipes["t"].pull(box) for box in boxes]
 
 
 def test_heads_on_several_devices_take_their_columns_alone() -> None:
-    rule = mapping.rule("t", transpose=(1, 0), reshape=(6, 4, 8))
+    rule = trees.rule("t", transpose=(1, 0), reshape=(6, 4, 8))
     boxes = [((0, 6), (n, n + 2), (0, 8)) for n in (0, 2)]
     one, other = _one_pull(rule, (32, 6), (6, 4, 8), *boxes)
     assert [pull.sources[0].box for pull in (one, other)] == [
@@ -311,7 +311,7 @@ def test_heads_on_several_devices_take_their_columns_alone() -> None:
 
 
 def test_parts_of_heads_are_cut_from_all_of_them() -> None:
-    rule = mapping.rule("t", reshape=(4, 8))
+    rule = trees.rule("t", reshape=(4, 8))
     (pull,) = _one_pull(rule, (32,), (4, 8), ((1, 3), (2, 4)))
     assert pull.sources[0].box == ((8, 24),)
     (pull,) = _one_pull(rule, (32,), (4, 8), ((1, 2), (2, 4)))
@@ -320,9 +320,9 @@ def test_parts_of_heads_are_cut_from_all_of_them() -> None:
 
 def test_only_layers_and_parts_in_the_box_are_read() -> None:
     stored = {f"l.{n}.{p}": np.zeros((2, 3), np.float32) for n in range(10) for p in "kqv"}
-    rule = mapping.rule("t", concat=(0, 2, ("q", "k", "v")), stack=1)
-    aim = mapping.Aim("t", (10, 6, 3), None)
-    matched = mapping.match(_index(stored), [aim], {r"l\.(\d+)\.(\w)": rule})
+    rule = trees.rule("t", concat=(0, 2, ("q", "k", "v")), stack=1)
+    aim = trees.Aim("t", (10, 6, 3), None)
+    matched = trees.match(_index(stored), [aim], {r"l\.(\d+)\.(\w)": rule})
     pull = matched.recipes["t"].pull(((4, 6), (3, 6), (0, 3)))
     assert [(s.info.name, s.box[0]) for s in pull.sources] == [
         ("l.4.k", (1, 2)), ("l.4.v", (0, 2)), ("l.5.k", (1, 2)), ("l.5.v", (0, 2)),
@@ -330,7 +330,7 @@ def test_only_layers_and_parts_in_the_box_are_read() -> None:
 
 
 def test_steps_with_equal_fields_are_not_equal() -> None:
-    from mfload.mapping import programs
+    from mfload.trees import programs
 
     take = programs.Take(0)
     assert programs.Transposed(take, (0,)) != programs.Reshaped(take, (0,))
@@ -339,9 +339,9 @@ def test_steps_with_equal_fields_are_not_equal() -> None:
 def test_low_precision_is_rounded_once() -> None:
     array = np.array([1.0078125, 3.0], ml_dtypes.bfloat16)
     index = _index({"w": array})
-    rule = mapping.rule("t", scale=1.0009765625)
-    recipe = mapping.match(index, [mapping.Aim("t", (2,), None)], {"w": rule}).recipes["t"]
-    made = mapping.evaluate(recipe.pull(((0, 2),)).program, [array], np)
+    rule = trees.rule("t", scale=1.0009765625)
+    recipe = trees.match(index, [trees.Aim("t", (2,), None)], {"w": rule}).recipes["t"]
+    made = trees.evaluate(recipe.pull(((0, 2),)).program, [array], np)
     assert (
         made.tolist()
         == (array.astype(np.float32) * np.float32(1.0009765625)).astype(ml_dtypes.bfloat16).tolist()
@@ -355,11 +355,11 @@ def test_stored_in_two_dtypes_and_stacked(scale: float | None) -> None:
         "l.0": np.ones(2, ml_dtypes.float8_e5m2),
         "l.1": np.ones(2, ml_dtypes.float8_e4m3fn),
     }
-    rule = mapping.rule("t", stack=1, scale=scale)
-    aim = mapping.Aim("t", (2, 2), dtypes.TABLE["BF16"])
-    recipe = mapping.match(_index(stored), [aim], {r"l\.(\d)": rule}).recipes["t"]
+    rule = trees.rule("t", stack=1, scale=scale)
+    aim = trees.Aim("t", (2, 2), dtypes.TABLE["BF16"])
+    recipe = trees.match(_index(stored), [aim], {r"l\.(\d)": rule}).recipes["t"]
     pull = recipe.pull(((0, 2), (0, 2)))
-    made = mapping.evaluate(pull.program, list(stored.values()), np)
+    made = trees.evaluate(pull.program, list(stored.values()), np)
     assert made.dtype == ml_dtypes.bfloat16
     assert made.tolist() == [[scale or 1] * 2] * 2
 
@@ -367,7 +367,7 @@ def test_stored_in_two_dtypes_and_stacked(scale: float | None) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0)])
 def test_small_tensors_pass(shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, np.float32)
-    recipe = mapping.match(_index({"t": array}), [mapping.Aim("t", shape, None)]).recipes["t"]
+    recipe = trees.match(_index({"t": array}), [trees.Aim("t", shape, None)]).recipes["t"]
     assert recipe.plain
     pull = recipe.pull(tuple((0, size) for size in shape))
-    assert mapping.evaluate(pull.program, [array], np) is array
+    assert trees.evaluate(pull.program, [array], np) is array

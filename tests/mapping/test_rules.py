@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mfload import errors, mapping
-from mfload.mapping import arguments, keymaps, lookup
+from mfload import errors, trees
+from mfload.trees import arguments, keymaps, lookup
 
-rule = mapping.rule
+rule = trees.rule
 
 
 class Transform(Enum):
@@ -23,14 +23,14 @@ class Transform(Enum):
     HEADS = ((2, 0, 1), (4, 8, 6), True)
 
 
-def _read(value: Any, key: Any = r"(\w+)\.(?P<n>\d)") -> mapping.Rule:
+def _read(value: Any, key: Any = r"(\w+)\.(?P<n>\d)") -> trees.Rule:
     ((pattern, (found,)),) = keymaps.read({key: value})
     assert isinstance(pattern, re.Pattern)
     return found
 
 
-def _fields(found: mapping.Rule) -> dict[str, Any]:
-    plain = mapping.Rule(())
+def _fields(found: trees.Rule) -> dict[str, Any]:
+    plain = trees.Rule(())
     values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
     return {name: value for name, value in values.items() if value != getattr(plain, name)}
 

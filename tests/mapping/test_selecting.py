@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mfload import dtypes, errors, mapping
+from mfload import dtypes, errors, trees
 from mfload.index import Index, Piece, TensorInfo
 
 NAMES = ["b.weight", "a.weight", "a.bias", "c"]
@@ -22,8 +22,8 @@ def _info(name: str, dtype: str = "F32") -> TensorInfo:
 INDEX = Index(("file",), {name: _info(name) for name in NAMES})
 
 
-def _chosen(names: mapping.Names) -> list[str]:
-    return [row.name for row in mapping.select(INDEX, names)]
+def _chosen(names: trees.Names) -> list[str]:
+    return [row.name for row in trees.select(INDEX, names)]
 
 
 def test_names_are_chosen_in_the_order_of_the_file() -> None:
@@ -58,7 +58,7 @@ def test_senseless_names_are_refused(names: Any) -> None:
 
 
 def _target(stored: str, dtype: Any, name: str = "w") -> str:
-    return mapping.target(_info(name, stored), dtype)[0].name
+    return trees.target(_info(name, stored), dtype)[0].name
 
 
 FLOATS = ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
@@ -78,14 +78,14 @@ def test_a_float_dtype_takes_floats_alone(to: str) -> None:
 def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
     held = np.can_cast(dtypes.TABLE[stored].numpy, dtypes.TABLE[to].numpy, "safe")
     if held:
-        assert mapping.target(_info("w", stored), to) == (dtypes.TABLE[to], False)
+        assert trees.target(_info("w", stored), to) == (dtypes.TABLE[to], False)
         return
     with pytest.raises(errors.LossyCastError, match="ask for it by name") as info:
         _target(stored, to)
     assert (info.value.tensor, info.value.found) == ("w", stored)
     assert to in str(info.value)
     # By name it is asked for, and checked value by value.
-    assert mapping.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
+    assert trees.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
 
 
 @pytest.mark.parametrize("stored", FLOATS)
@@ -93,7 +93,7 @@ def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
 def test_floats_become_integers_only_by_name(stored: str, to: str) -> None:
     with pytest.raises(errors.LossyCastError):
         _target(stored, to)
-    assert mapping.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
+    assert trees.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
 
 
 @pytest.mark.parametrize("stored", ["F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"])
@@ -123,7 +123,7 @@ def test_complex_numbers_stay_complex() -> None:
 
 def test_the_first_matching_pattern_counts() -> None:
     table = {r"bias$": "F64", r"^a\.": "BF16", re.compile("C", re.I): "F16"}
-    targets = {name: mapping.target(INDEX[name], table)[0].name for name in NAMES}
+    targets = {name: trees.target(INDEX[name], table)[0].name for name in NAMES}
     assert targets == {"b.weight": "F32", "a.weight": "BF16", "a.bias": "F64", "c": "F16"}
     with pytest.raises(errors.UsageError, match="regular expression"):
         _target("F32", {"(": "F64"})

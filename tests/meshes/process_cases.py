@@ -31,9 +31,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 import mfload
 from mfload import errors
 from mfload.formats import checkpoint
-from mfload.frameworks import jax_processes
 from mfload.io import buffers
-from mfload.sharding import choosing, party, rounds
+from mfload.mesh import choosing, group, jax_processes, rounds
 
 SPECS: dict[str, Any] = {
     "rows": P(("a", "b"), None),
@@ -484,7 +483,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
         except errors.MfloadError as error:
             ended[name] = f"{type(error).__name__}: {error}"
 
-    asked, asks = threading.Event(), party.Turn.__init__
+    asked, asks = threading.Event(), group.Turn.__init__
 
     def ask(*given: Any) -> None:
         asks(*given)
@@ -492,7 +491,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
 
     first = threading.Thread(target=load, name="first")
     second = threading.Thread(target=load, name="second", kwargs=options if world.rank else {})
-    checkpoint.read, party.Turn.__init__ = read, ask
+    checkpoint.read, group.Turn.__init__ = read, ask
     try:
         first.start()
         assert asked.wait(60)  # In this order everywhere, or the first fails with the second.
@@ -500,7 +499,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
         for thread in (first, second):
             thread.join()
     finally:
-        checkpoint.read, party.Turn.__init__ = true, asks
+        checkpoint.read, group.Turn.__init__ = true, asks
     return ended
 
 

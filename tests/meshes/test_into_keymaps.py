@@ -112,8 +112,8 @@ def test_the_same_on_one_device(tmp_path):
 
 
 @pytest.mark.parametrize("shardings", [P("x", "y"), P(), None])
-@pytest.mark.parametrize("landing", ["auto", "framework"])
-def test_leaves_of_one_tensor_are_arrays_of_their_own(tmp_path, landing, shardings):
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
+def test_leaves_of_one_tensor_are_arrays_of_their_own(tmp_path, allocator, shardings):
     """One may be given away, and the other is still there."""
     stored = np.random.default_rng(0).standard_normal((64, 32), np.float32)
     shape = jax.ShapeDtypeStruct(stored.shape, stored.dtype)
@@ -125,7 +125,7 @@ def test_leaves_of_one_tensor_are_arrays_of_their_own(tmp_path, landing, shardin
         mapping={"w": lines},
         mesh=None if shardings is None else MESH,
         shardings=shardings,
-        landing=landing,
+        allocator=allocator,
     )
     double = jax.jit(lambda array: array * 2, donate_argnums=0)
     assert (np.asarray(double(made["embed"])) == stored * 2).all()

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload import errors
-from mfload.into import slabs
+from mfload.trees import slabs
 
 W = np.arange(128 * 256, dtype=np.float32).reshape(128, 256)
 V = (np.arange(64 * 512).reshape(64, 512) % 251 - 125).astype(ml_dtypes.bfloat16)
@@ -42,7 +42,7 @@ def target() -> dict[str, Any]:
 def test_donated_leaves_are_reused(path: Path, target: Any, spec: P) -> None:
     mesh = shards.mesh((2, 4))
     made = mfload.load_into(
-        target, path, mapping=MAP, mesh=mesh, shardings=spec, landing="framework"
+        target, path, mapping=MAP, mesh=mesh, shardings=spec, allocator="framework"
     )
     # None of it is ours, so that what becomes of it is JAX's affair.
     assert mfload.live_bytes() == 0
@@ -89,11 +89,11 @@ def test_a_part_of_a_tensor_lands_as_it_is(tmp_path: Path) -> None:
     shards.assert_sharded(made["b"], W[64:], NamedSharding(mesh, P(("x", "y"))))
 
 
-@pytest.mark.parametrize("landing", ["auto", "framework"])
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
 @pytest.mark.parametrize("engine", ["pread", "direct"])
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P("y"), P()])
 def test_a_transformed_tensor_larger_than_the_cap(
-    tmp_path: Path, spec: P, engine: Any, landing: Any
+    tmp_path: Path, spec: P, engine: Any, allocator: Any
 ) -> None:
     whole = np.arange(1024 * 4096, dtype=np.float32).reshape(1024, 4096)
     path = samples.save(tmp_path / "a.safetensors", {"w": whole})
@@ -106,7 +106,7 @@ def test_a_transformed_tensor_larger_than_the_cap(
         mesh=mesh,
         shardings=spec,
         engine=engine,
-        landing=landing,
+        allocator=allocator,
         max_host_overhead=4 << 20,
         threads=2,
         report=report,

@@ -71,9 +71,9 @@ def words(name: str, info: Any) -> P:
 
 @pytest.mark.parametrize("shardings", [rows, columns, grid, words])
 def test_embeddings_on_eight_devices(folder, example, batch, shardings):
-    settings = json.loads((folder / "config.json").read_text())
+    options = json.loads((folder / "config.json").read_text())
     names = [field.name for field in dataclasses.fields(example.Config)]
-    config = example.Config(**{name: settings[name] for name in names})
+    config = example.Config(**{name: options[name] for name in names})
     checkpoint = folder / "model.safetensors"
     whole = safetensors.numpy.load_file(checkpoint)
     target = nnx.eval_shape(lambda: example.SentenceEncoder(config))

@@ -71,7 +71,7 @@ def loads(draw: st.DrawFn) -> Any:
 
 @settings(max_examples=40, deadline=None)
 @given(loads(), st.sampled_from(["auto", "framework"]))
-def test_any_rule_on_any_mesh(load: Any, landing: Any) -> None:
+def test_any_rule_on_any_mesh(load: Any, allocator: Any) -> None:
     whole, arguments, result, sharding, cap = load
     with tempfile.TemporaryDirectory() as folder:
         path = samples.save(
@@ -81,7 +81,7 @@ def test_any_rule_on_any_mesh(load: Any, landing: Any) -> None:
             {"w": jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)},
             path,
             mapping={r"w(\d)": mfload.rule("w", **arguments)},
-            landing=landing,
+            allocator=allocator,
             max_host_overhead=cap,
             threads=1,
         )
@@ -138,7 +138,7 @@ def test_casts_that_would_wrap_are_refused(one: Path, cast: str, fits: bool) -> 
         {"shardings": [("w",)]},
         {"unmatched": "drop"},
         {"exchange": "twice"},
-        {"landing": "jax"},
+        {"allocator": "jax"},
         {"engine": "fast"},
         {"strict": "yes"},
         {"dtype": "float33"},
@@ -204,7 +204,7 @@ def test_every_float_is_rounded_once(
         result = (whole.T if apart else whole).astype(dtypes[1])
     with jax.enable_x64(True):
         target = {"w": jax.ShapeDtypeStruct(result.shape, dtypes[1], sharding=sharding)}
-    made = mfload.load_into(target, path, mapping={"w": rule}, landing="framework")
+    made = mfload.load_into(target, path, mapping={"w": rule}, allocator="framework")
     shards.assert_sharded(made["w"], result, sharding)
 
 
@@ -225,10 +225,10 @@ def test_any_name_of_a_shared_variable_is_one_for_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="jax.set_mesh came with JAX 0.7")
-@pytest.mark.parametrize("landing", ["auto", "framework"])
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y"), P(None, ("x", "y"))])
 def test_nothing_of_the_mesh_that_is_set_gets_in_the_way(
-    tmp_path: Path, spec: Any, landing: Any
+    tmp_path: Path, spec: Any, allocator: Any
 ) -> None:
     """Parts that one device makes alone, and arrays on one device or another mesh."""
     parts = {name: samples.numbers((16, 24), np.float32, n) for n, name in enumerate("qkv")}
@@ -241,9 +241,9 @@ def test_nothing_of_the_mesh_that_is_set_gets_in_the_way(
             SingleDeviceSharding(jax.devices()[3]),
         ):
             target = {"w": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=home)}
-            made = mfload.load_into(target, path, mapping={"([qkv])": rule}, landing=landing)
+            made = mfload.load_into(target, path, mapping={"([qkv])": rule}, allocator=allocator)
             shards.assert_sharded(made["w"], whole, home)
-            loaded = mfload.load(path, framework="jax", shardings=home, landing=landing)
+            loaded = mfload.load(path, framework="jax", shardings=home, allocator=allocator)
             shards.assert_sharded(loaded["q"], parts["q"], home)
-        alone = mfload.load(path, framework="jax", landing=landing)["k"]
+        alone = mfload.load(path, framework="jax", allocator=allocator)["k"]
         assert samples.same(np.asarray(alone), parts["k"])

@@ -23,8 +23,8 @@ from samples import numbers, save
 
 import mfload
 from mfload import errors
-from mfload.frameworks import flax_axes, jax_trees
-from mfload.frameworks.flax_trees import Axes
+from mfload.trees import flax_axes, jax_trees
+from mfload.trees.flax_trees import Axes
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

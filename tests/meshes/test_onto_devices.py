@@ -15,8 +15,8 @@ from devices.fake import FakeDevice
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
-from mfload.devices import memory, slots
-from mfload.frameworks import jax_mesh
+from mfload.cuda import memory, slots
+from mfload.mesh import jax_mesh
 
 MODEL = {
     "w": samples.numbers((64, 48), np.float32, 1),
@@ -59,13 +59,13 @@ def there(
     assert memory.live_bytes() == 0
 
 
-@pytest.mark.parametrize("landing", ["auto", "framework", "mfload"])
+@pytest.mark.parametrize("allocator", ["auto", "framework", "mfload"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_any_spec(path: Path, there: Any, spec: P, landing: Any) -> None:
+def test_any_spec(path: Path, there: Any, spec: P, allocator: Any) -> None:
     mesh = shards.mesh((2, 4))
     report = mfload.Report()
     loaded = mfload.load(
-        path, framework="jax", mesh=mesh, shardings=[("^w$|cube", spec)], landing=landing,
+        path, framework="jax", mesh=mesh, shardings=[("^w$|cube", spec)], allocator=allocator,
         report=report,
     )  # fmt: skip
     shardings = {n: NamedSharding(mesh, spec if n in ("w", "cube") else P()) for n in MODEL}
@@ -78,7 +78,7 @@ def test_any_spec(path: Path, there: Any, spec: P, landing: Any) -> None:
     held = sum(s.data.nbytes for a in loaded.values() for s in a.addressable_shards)
     assert moved >= held
     assert report.tensors == len(MODEL)
-    if landing == "mfload":
+    if allocator == "mfload":
         # Each of the eight has memory of its own.
         addresses = {s.data.unsafe_buffer_pointer() for s in loaded["row"].addressable_shards}
         assert len(addresses) == 8

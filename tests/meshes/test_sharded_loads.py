@@ -36,7 +36,7 @@ def _load(path: Any, **options: Any) -> dict[str, Any]:
     return mfload.load(path, framework="jax", **options)
 
 
-@pytest.mark.parametrize("landing", ["auto", "framework"])
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [
@@ -57,10 +57,10 @@ def _load(path: Any, **options: Any) -> dict[str, Any]:
         ((3,), P(None, "x")),
     ],
 )
-def test_a_matrix_on_a_mesh(path: Path, shape: Any, spec: P, landing: Any) -> None:
+def test_a_matrix_on_a_mesh(path: Path, shape: Any, spec: P, allocator: Any) -> None:
     mesh = shards.mesh(shape)
     report = mfload.Report()
-    loaded = _load(path, mesh=mesh, shardings=[("^w$", spec)], landing=landing, report=report)
+    loaded = _load(path, mesh=mesh, shardings=[("^w$", spec)], allocator=allocator, report=report)
     shardings = {name: NamedSharding(mesh, spec if name == "w" else P()) for name in MODEL}
     shards.assert_loaded(loaded, MODEL, shardings)
     assert report.read_bytes == sum(array.nbytes for array in MODEL.values())
@@ -198,8 +198,8 @@ def test_wide_types_stay_wide(path: Path, x64: bool) -> None:
     jax.config.update("jax_enable_x64", x64)
     try:
         mesh = shards.mesh()
-        for landing in ("auto", "framework"):
-            loaded = _load(path, mesh=mesh, shardings={"wide": P(None, "x")}, landing=landing)
+        for allocator in ("auto", "framework"):
+            loaded = _load(path, mesh=mesh, shardings={"wide": P(None, "x")}, allocator=allocator)
             shards.assert_sharded(loaded["wide"], MODEL["wide"], NamedSharding(mesh, P(None, "x")))
             assert loaded["scalar"].dtype == np.float64
             del loaded
@@ -207,13 +207,13 @@ def test_wide_types_stay_wide(path: Path, x64: bool) -> None:
         jax.config.update("jax_enable_x64", False)
 
 
-@pytest.mark.parametrize("landing", ["auto", "framework"])
-def test_elements_that_share_a_byte_stay_together(tmp_path: Path, landing: Any) -> None:
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
+def test_elements_that_share_a_byte_stay_together(tmp_path: Path, allocator: Any) -> None:
     raw = samples.numbers((4, 16), np.uint8, 9).tobytes()
     rows = [("f4", "F4", (4, 32), raw), ("f6", "F6_E2M3", (2, 32), raw[:48])]
     path = samples.save_raw(tmp_path / "a.safetensors", rows)
     mesh = shards.mesh((2, 4))
-    options: dict[str, Any] = {"mesh": mesh, "landing": landing}
+    options: dict[str, Any] = {"mesh": mesh, "allocator": allocator}
     # How whole tensors of these arrive is tested with the adapter.
     whole = {name: np.array(array) for name, array in _load(path).items()}
     for spec in (P("x"), P(None, "y"), P("x", "y"), P()):

@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P(("x", "y")), P("x"), P()])
 def test_donated_shards_are_reused(path: Path, spec: P) -> None:
     mesh = shards.mesh((2, 4))
-    loaded = mfload.load(path, framework="jax", mesh=mesh, shardings=spec, landing="framework")
+    loaded = mfload.load(path, framework="jax", mesh=mesh, shardings=spec, allocator="framework")
     # None of it is ours, so that what becomes of it is JAX's affair.
     assert mfload.live_bytes() == 0
     before = {name: shards.pointers(array) for name, array in loaded.items()}
@@ -52,7 +52,7 @@ def test_donated_shards_are_reused(path: Path, spec: P) -> None:
 
 def test_replicas_in_the_frameworks_memory_are_read_once(path: Path) -> None:
     report = mfload.Report()
-    options: dict[str, Any] = {"mesh": shards.mesh(), "landing": "framework"}
+    options: dict[str, Any] = {"mesh": shards.mesh(), "allocator": "framework"}
     loaded = mfload.load(path, framework="jax", report=report, **options)
     nbytes = sum(array.nbytes for array in MODEL.values())
     assert (report.read_bytes, report.result_bytes) == (nbytes, 8 * nbytes)
@@ -93,10 +93,10 @@ def test_other_kinds_of_memory_are_landed_in(path: Path) -> None:
     shards.assert_loaded(loaded, MODEL, dict.fromkeys(MODEL, sharding))
 
 
-@pytest.mark.parametrize("landing", ["auto", "framework"])
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
 @pytest.mark.parametrize("engine", ["pread", "direct"])
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P("y"), P()])
-def test_a_tensor_larger_than_the_cap(tmp_path: Path, spec: P, engine: Any, landing: Any) -> None:
+def test_a_tensor_larger_than_the_cap(tmp_path: Path, spec: P, engine: Any, allocator: Any) -> None:
     whole = samples.numbers((1024, 4096), np.float32, 3)
     path = samples.save(tmp_path / "a.safetensors", {"w": whole})
     cap = 1 << 20
@@ -104,14 +104,14 @@ def test_a_tensor_larger_than_the_cap(tmp_path: Path, spec: P, engine: Any, land
         "mesh": shards.mesh((2, 4)),
         "shardings": spec,
         "engine": engine,
-        "landing": landing,
+        "allocator": allocator,
         "max_host_overhead": cap,
         "threads": 2,
     }
     preview = mfload.plan(path, **options)
     buffers.peak_bytes(reset=True)
     loaded = mfload.load(path, framework="jax", **options)
-    held = buffers.peak_bytes() - (0 if landing == "framework" else whole.nbytes)
+    held = buffers.peak_bytes() - (0 if allocator == "framework" else whole.nbytes)
     assert held <= preview.peak_bytes
     assert preview.overhead_bytes <= cap
     # What leads to a tensor's place in its buffer comes on top.

@@ -19,8 +19,8 @@ from hypothesis import given, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
-from mfload import planning
-from mfload.io import blocks, buffers
+from mfload.io import buffers
+from mfload.planning import blocks, planner
 
 DTYPES = [np.uint8, np.bool_, np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.complex64]
 MESHES = [(8,), (4,), (3,), (1,), (2, 4), (4, 2), (2, 3), (1, 5), (2, 2, 2), (2, 1, 3)]
@@ -83,29 +83,29 @@ def small_blocks(nbytes: int, gap: int) -> Iterator[None]:
     kept = blocks.Costs.__new__.__defaults__
     block, _, concurrency, _ = kept
     blocks.Costs.__new__.__defaults__ = (min(block, nbytes), gap, concurrency, nbytes // 2)
-    real, planning.MESH_GAP = planning.MESH_GAP, gap
+    real, planner.MESH_GAP = planner.MESH_GAP, gap
     try:
         yield
     finally:
         blocks.Costs.__new__.__defaults__ = kept
-        planning.MESH_GAP = real
+        planner.MESH_GAP = real
 
 
 @given(
     made=jobs(),
-    landing=st.sampled_from(["auto", "framework"]),
+    allocator=st.sampled_from(["auto", "framework"]),
     block=st.sampled_from([256, 4096, 1 << 20]),
     gap=st.sampled_from([0, 16, 4096, 64 << 10]),
     threads=st.sampled_from([1, 3]),
     convert=st.booleans(),
 )
 def test_every_shard_is_its_slice(
-    made: Any, landing: Any, block: int, gap: int, threads: int, convert: bool
+    made: Any, allocator: Any, block: int, gap: int, threads: int, convert: bool
 ) -> None:
     arrays, shardings = made
     options: dict[str, Any] = {
         "shardings": shardings,
-        "landing": landing,
+        "allocator": allocator,
         "threads": threads,
         "engine": "pread",
         "dtype": {"t[02]": "complex64", "t1": "float64"} if convert else None,
@@ -134,6 +134,6 @@ def test_every_shard_is_its_slice(
     # Whatever the gap, a whole tensor leaves nothing to read over, and nothing is read twice.
     everywhere = sum(array.nbytes for array in arrays.values())
     assert figures["read_bytes"] - figures["over_read_bytes"] <= everywhere
-    held = 0 if landing == "framework" else figures["result_bytes"]
+    held = 0 if allocator == "framework" else figures["result_bytes"]
     assert peak - held <= figures["peak_bytes"]
     assert report.result_bytes == figures["result_bytes"]

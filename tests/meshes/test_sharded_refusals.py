@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload import errors
-from mfload.frameworks import jax_sharding
+from mfload.mesh import jax_sharding
 
 MODEL = {
     "w": np.zeros((6, 8), np.float32),
@@ -27,7 +27,7 @@ MODEL = {
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = samples.save(tmp_path / "model.safetensors", MODEL)
-    monkeypatch.setattr("mfload.transfer.run", lambda *_, **__: pytest.fail("data was read"))
+    monkeypatch.setattr("mfload.loading.execute.run", lambda *_, **__: pytest.fail("data was read"))
     return made
 
 
@@ -178,7 +178,7 @@ def test_parts_cannot_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     mfload.verify(path, checksums="write")
     manifest = path.with_name("model.checksums.json")
     # Shardings that leave something out need several processes.
-    monkeypatch.setattr("mfload.sharding.job.Job.whole", property(lambda _: False))
+    monkeypatch.setattr("mfload.mesh.job.Job.whole", property(lambda _: False))
     with pytest.raises(errors.UsageError, match="whole tensors"):
         mfload.load(path, framework="jax", mesh=shards.mesh(), verify=manifest)
 

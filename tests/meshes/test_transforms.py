@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from mfload import dtypes, errors
-from mfload.frameworks import jax_transforms
-from mfload.frameworks.jax_transforms import Transforms
-from mfload.mapping import programs
+from mfload.trees import jax_transforms, programs
+from mfload.trees.jax_transforms import Transforms
 
 DEVICES = jax.devices()
 TURNED = programs.Transposed(programs.Take(0), (1, 0))

@@ -23,12 +23,11 @@ from test_saving_kill import memory
 import mfload
 from mfload import errors
 from mfload.formats import checkpoint, safetensors
-from mfload.io import folders
-from mfload.io.drafts import Draft
-from mfload.io.source import LocalFile
-from mfload.saving import publishing
+from mfload.saving import folders, publishing
+from mfload.saving.drafts import Draft
 from mfload.saving.publishing import Target
 from mfload.saving.targets import Place
+from mfload.sources.local import LocalFile
 
 __all__ = ["memory"]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 
 import mfload
 from mfload import dtypes, errors
-from mfload.io import buffers, drafts
-from mfload.saving import save as saving
+from mfload.io import buffers
+from mfload.saving import drafts, save as saving
 
 KINDS = [row.numpy for row in dtypes.TABLE.values() if row.numpy is not None]
 NAMES = st.text(max_size=12).filter(lambda name: name != "__metadata__")

@@ -227,7 +227,7 @@ class TestFullDisk:
         mfload.save(OLD, disk, max_shard_size=9000)
         before = {path.name: path.read_bytes() for path in disk.iterdir()}
         if not allots:
-            monkeypatch.setattr("mfload.io.allotting._fallocate", lambda: None)
+            monkeypatch.setattr("mfload.saving.allotting._fallocate", lambda: None)
         big = {f"w{n}": np.ones(1 << 20, np.uint8) for n in range(6)}
         free = os.statvfs(disk).f_bavail
         with pytest.raises(errors.WriteError) as caught:

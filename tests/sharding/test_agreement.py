@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.io.deadline import Deadline
-from mfload.sharding import agreement, liveness, party as parties, verdicts
+from mfload.deadline import Deadline
+from mfload.mesh import fingerprints, group as parties, heartbeat, outcome
 
 STEPS = 3
 KINDS = ("post", "error", "verdict")
@@ -34,7 +34,7 @@ def enter(
     seconds: float | None = None,
     steps: int = STEPS,
 ) -> str:
-    with agreement.together(range(count), rank, board, Deadline(seconds)) as party:
+    with fingerprints.together(range(count), rank, board, Deadline(seconds)) as party:
         for step in range(steps):
             act(step)
             party.agree(f"step {step}", prints(step))
@@ -43,7 +43,7 @@ def enter(
 
 
 def test_one_process_needs_no_board() -> None:
-    with agreement.together([3], 3, None, Deadline(None)) as party:
+    with fingerprints.together([3], 3, None, Deadline(None)) as party:
         party.agree("anything", "x")
         party.watch("anything")
 
@@ -51,7 +51,7 @@ def test_one_process_needs_no_board() -> None:
 def test_a_process_that_takes_no_part() -> None:
     with (
         pytest.raises(errors.UsageError, match="takes no part"),
-        agreement.together([0, 1], 2, boards.MemoryBoard(boards.Memory()), Deadline(None)),
+        fingerprints.together([0, 1], 2, boards.MemoryBoard(boards.Memory()), Deadline(None)),
     ):
         pass
 
@@ -172,8 +172,8 @@ def test_who_loads_alone_times_out_and_the_latecomer_hears_of_it() -> None:
 
 def test_a_dead_process_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = boards.Memory()
-    boards.MemoryBoard(memory).post("mfload/at/1", liveness.Place("its name").text())
-    monkeypatch.setattr(liveness, "alive", lambda who: who != "its name")
+    boards.MemoryBoard(memory).post("mfload/at/1", heartbeat.Place("its name").text())
+    monkeypatch.setattr(heartbeat, "alive", lambda who: who != "its name")
     start = time.monotonic()
     with pytest.raises(errors.ProcessError, match="process 1 is gone"):
         enter(0, boards.MemoryBoard(memory), 2)
@@ -189,7 +189,7 @@ def test_watching_tells_of_an_error_elsewhere() -> None:
         enter(0, boards.MemoryBoard(memory), 2, act=lambda step: 1 / (1 - step), steps=1)
 
     def watches() -> None:
-        with agreement.together([0, 1], 1, boards.MemoryBoard(memory), Deadline(None)) as party:
+        with fingerprints.together([0, 1], 1, boards.MemoryBoard(memory), Deadline(None)) as party:
             party.agree("step 0", "same")
             raise party.failure("the exchange")
 
@@ -208,7 +208,9 @@ def test_the_first_verdict_counts() -> None:
     def decide(key: str, text: str) -> str:
         if not came:
             came.append(key)
-            with agreement.together([0, 1], 1, boards.MemoryBoard(memory), Deadline(0.2)) as party:
+            with fingerprints.together(
+                [0, 1], 1, boards.MemoryBoard(memory), Deadline(0.2)
+            ) as party:
                 party.agree("step 0", "same")
                 came.append("goes on")
                 raise Broken
@@ -217,7 +219,7 @@ def test_the_first_verdict_counts() -> None:
     late.decide = lambda key, text: _without(Broken, lambda: decide(key, text), true, key, text)
 
     def goes_on() -> None:
-        with agreement.together([0, 1], 0, late, Deadline(0.05)) as party:
+        with fingerprints.together([0, 1], 0, late, Deadline(0.05)) as party:
             party.agree("step 0", "same")
             came.append("goes on too")
 
@@ -244,9 +246,7 @@ def test_a_failure_is_settled_at_once() -> None:
 
     with pytest.raises(Broken):
         enter(0, boards.MemoryBoard(memory), 2, act=act)
-    assert [verdicts.read(t).kind for k, t in memory.texts.items() if "/verdict/" in k] == [
-        "failed"
-    ]
+    assert [outcome.read(t).kind for k, t in memory.texts.items() if "/verdict/" in k] == ["failed"]
 
 
 def test_who_leaves_says_which_turn_was_the_last() -> None:
@@ -282,59 +282,62 @@ def test_a_board_that_fails_leaves_the_error() -> None:
 
 
 def test_alive() -> None:
-    me = liveness.identity()
-    assert liveness.alive(me) is True
+    me = heartbeat.identity()
+    assert heartbeat.alive(me) is True
     host, pid, started = me.split()
-    assert liveness.alive(f"{host} {pid} {int(started) - 1}") is False
-    assert liveness.alive(f"elsewhere {pid} {started}") is None
+    assert heartbeat.alive(f"{host} {pid} {int(started) - 1}") is False
+    assert heartbeat.alive(f"elsewhere {pid} {started}") is None
     for text in ("", "x", "? 1 2 3", f"{host} x y"):
-        assert liveness.alive(text) is None
+        assert heartbeat.alive(text) is None
 
 
 def test_a_zombie_is_not_alive() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
-        host, _, _ = liveness.identity().split()
-        started = liveness._started(child.pid)
+        host, _, _ = heartbeat.identity().split()
+        started = heartbeat._started(child.pid)
         who = f"{host} {child.pid} {started}"
-        assert liveness.alive(who) is True
+        assert heartbeat.alive(who) is True
         child.kill()
         end = time.monotonic() + 5
-        while liveness.alive(who) and time.monotonic() < end:
+        while heartbeat.alive(who) and time.monotonic() < end:
             time.sleep(0.01)
-        assert liveness.alive(who) is False  # Nobody has asked for its exit status yet.
+        assert heartbeat.alive(who) is False  # Nobody has asked for its exit status yet.
 
 
 @given(st.lists(st.text(max_size=30), max_size=200), st.integers(0, 3))
 def test_fingerprints(lines: list[str], repeat: int) -> None:
-    text = agreement.fingerprint(lines * 10**repeat)
+    text = fingerprints.fingerprint(lines * 10**repeat)
     assert len(text.encode()) < 100_000
-    assert text == agreement.fingerprint(lines * 10**repeat)
+    assert text == fingerprints.fingerprint(lines * 10**repeat)
 
 
 def test_fingerprints_of_many_lines_differ() -> None:
     lines = [f"tensor {n}" for n in range(5000)]
     other = [*lines[:-2], "another", lines[-1]]
-    posts = {0: ("files", agreement.fingerprint(lines)), 1: ("files", agreement.fingerprint(other))}
-    verdict: Any = verdicts.compare(posts, lambda text: text)
+    posts = {
+        0: ("files", fingerprints.fingerprint(lines)),
+        1: ("files", fingerprints.fingerprint(other)),
+    }
+    verdict: Any = outcome.compare(posts, lambda text: text)
     assert verdict.kind == "differ"
     assert "tensor 4999" in verdict.problems[0]
-    assert verdicts.read(verdict.text()) == verdict
+    assert outcome.read(verdict.text()) == verdict
 
 
 def test_circles_of_processes_that_wait_for_each_other() -> None:
-    all_, two = liveness.Place().asked("all", (0, 1, 2)), liveness.Place().asked("two", (0, 1))
-    free = liveness.Place()
+    all_, two = heartbeat.Place().asked("all", (0, 1, 2)), heartbeat.Place().asked("two", (0, 1))
+    free = heartbeat.Place()
     # Process 1 will begin the load of all once it has ended its own, or process 0 has begun that.
-    assert liveness.circle({0: all_, 1: two, 2: all_}, 0) == (0, 1)
-    assert liveness.circle({0: all_, 1: two, 2: all_}, 2) == ()
-    assert liveness.circle({0: _then_two(all_), 1: two, 2: all_}, 0) == ()
+    assert heartbeat.circle({0: all_, 1: two, 2: all_}, 0) == (0, 1)
+    assert heartbeat.circle({0: all_, 1: two, 2: all_}, 2) == ()
+    assert heartbeat.circle({0: _then_two(all_), 1: two, 2: all_}, 0) == ()
     # A load that another thread has asked for is not begun before its turn.
-    assert liveness.circle({0: all_.asked("two", (0, 1)), 1: two, 2: all_}, 0) == (0, 1)
-    assert liveness.circle({0: all_, 1: free, 2: all_}, 0) == ()
-    assert liveness.read(all_.text()) == all_
+    assert heartbeat.circle({0: all_.asked("two", (0, 1)), 1: two, 2: all_}, 0) == (0, 1)
+    assert heartbeat.circle({0: all_, 1: free, 2: all_}, 0) == ()
+    assert heartbeat.read(all_.text()) == all_
 
 
-def _then_two(place: liveness.Place) -> liveness.Place:
+def _then_two(place: heartbeat.Place) -> heartbeat.Place:
     return place.left(place.loads[0], {}).asked("two", (0, 1))
 
 
@@ -357,7 +360,7 @@ def test_a_load_without_a_group_fails_one_that_waits_for_that_process() -> None:
     made = [boards.MemoryBoard(memory), boards.MemoryBoard(memory)]
 
     def loses() -> None:
-        with agreement.together((), 1, made[1], Deadline(None)):
+        with fingerprints.together((), 1, made[1], Deadline(None)):
             raise Broken
 
     waits, lost = boards.all_at_once([lambda: enter(0, made[0], 2), loses])

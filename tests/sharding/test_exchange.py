@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from mfload import dtypes, errors, placement
+from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
-from mfload.placement import Need
-from mfload.sharding import choosing, cutting, exchange, schedule as schedules
+from mfload.mesh import choosing, cutting, exchange, schedule as schedules
+from mfload.planning.requests import Request, boxed, select
 
 KINDS = ("U8", "BF16", "F32", "F64", "F4", "F6_E2M3")
 
@@ -48,18 +48,18 @@ def boxes(draw: st.DrawFn, info: TensorInfo) -> Box:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> dict[int, list[Need]]:
+def worlds(draw: st.DrawFn) -> dict[int, list[Request]]:
     """Needs of some processes, of any boxes whatever."""
     infos = draw(tensors())
-    made: dict[int, list[Need]] = {}
+    made: dict[int, list[Request]] = {}
     for rank in draw(st.lists(st.integers(0, 9), min_size=2, max_size=5, unique=True)):
-        each: list[Need] = []
+        each: list[Request] = []
         for info in infos:
             widen = info.dtype.name == "BF16" and draw(st.booleans())
             dtype = dtypes.TABLE["F64"] if widen else info.dtype
             for _ in range(draw(st.integers(0, 3))):
                 box = draw(boxes(info))
-                each.append(Need(info, dtype, placement.boxed(info, box)))
+                each.append(Request(info, dtype, boxed(info, box)))
         made[rank] = each
     return made
 
@@ -82,12 +82,12 @@ def cut_out(info: TensorInfo, box: Box, data: Any) -> Any:
 @settings(max_examples=150)
 @given(worlds(), st.sampled_from((4096, 8192)))
 def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
-    needs: dict[int, list[Need]], width: int
+    requests: dict[int, list[Request]], width: int
 ) -> None:
-    schedule = exchange.make(needs, width)
-    again = exchange.make(dict(reversed(list(needs.items()))), width)
+    schedule = exchange.make(requests, width)
+    again = exchange.make(dict(reversed(list(requests.items()))), width)
     assert schedule.digest() == again.digest()
-    held = {need.info.name: need.info for each in needs.values() for need in each}
+    held = {request.info.name: request.info for each in requests.values() for request in each}
     data = {name: content(info) for name, info in held.items()}
     readers = {name: np.full(array.shape[:-1], -1) for name, array in data.items()}
     results = {
@@ -115,8 +115,8 @@ def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
             if goal.dtype is not goal.info.dtype:
                 whole = np.repeat(whole, goal.dtype.nbytes // goal.info.dtype.nbytes, axis=-1)
             assert results[rank, number].tobytes() == whole.tobytes()
-        wanted = {n for goal in goals for n in goal.needs}
-        assert wanted == {n for n, need in enumerate(needs[rank]) if need.nbytes}
+        wanted = {n for goal in goals for n in goal.requests}
+        assert wanted == {n for n, request in enumerate(requests[rank]) if request.nbytes}
     _check_rows(schedule)
 
 
@@ -138,15 +138,15 @@ def _check_rows(schedule: schedules.Schedule) -> None:
 def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
     info = tensor("w", "U8", (4000,))
     ends = (4000, 3999, 3998)
-    each = [Need(info, info.dtype, placement.boxed(info, ((0, end),))) for end in ends]
-    schedule = exchange.make({0: [Need(info, info.dtype)], 1: each, 2: each}, 4096)
+    each = [Request(info, info.dtype, boxed(info, ((0, end),))) for end in ends]
+    schedule = exchange.make({0: [Request(info, info.dtype)], 1: each, 2: each}, 4096)
     _check_rows(schedule)
     assert sum(p.nbytes for p in schedule.parcels() if p.taker == 2) == sum(ends)
 
 
-def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int, list[Need]]:
+def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int, list[Request]]:
     """Needs as a mesh makes them: equal blocks, devices of a process next to each other."""
-    made: dict[int, list[Need]] = {rank: [] for rank in range(processes)}
+    made: dict[int, list[Request]] = {rank: [] for rank in range(processes)}
     places = list(itertools.product(*map(range, grid)))
     for number, place in enumerate(places):
         box = tuple(
@@ -154,7 +154,7 @@ def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int,
             for n, parts, length in zip(place, grid, info.shape, strict=True)
         )
         rank = number * processes // len(places)
-        made[rank].append(Need(info, info.dtype, placement.boxed(info, box)))
+        made[rank].append(Request(info, info.dtype, boxed(info, box)))
     return made
 
 
@@ -167,13 +167,13 @@ def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int,
 )
 def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, columns: int) -> None:
     info = tensor("w", "F32", (rows, columns))
-    needs = shards(info, grid, processes)
+    requests = shards(info, grid, processes)
     if grid == (1, 1):
-        needs = {rank: [Need(info, info.dtype)] for rank in range(processes)}
+        requests = {rank: [Request(info, info.dtype)] for rank in range(processes)}
     assume(rows % grid[0] == 0 and columns % grid[1] == 0)
-    schedule = exchange.make(needs, schedules.width(processes, 256 << 20))
+    schedule = exchange.make(requests, schedules.width(processes, 256 << 20))
     for rank in range(processes):
-        found = choosing.expected(needs, rank, "once")
+        found = choosing.expected(requests, rank, "once")
         ahead = max(8192, info.nbytes / 32 / processes)
         assert found.read_bytes - found.over_read_bytes <= info.nbytes / processes + ahead
         assert found.over_read_bytes < 16384
@@ -196,16 +196,19 @@ def test_rows_keep_within_the_overhead(count: int, overhead: int) -> None:
 
 def test_parts_keep_within_a_limit() -> None:
     infos = [tensor(f"t{n}", "U8", (100,), 100 * n) for n in range(10)]
-    needs = {0: [Need(i, i.dtype) for i in infos], 1: [Need(i, i.dtype) for i in infos[::2]]}
-    parts = exchange.parts(needs, 250)
+    requests = {
+        0: [Request(i, i.dtype) for i in infos],
+        1: [Request(i, i.dtype) for i in infos[::2]],
+    }
+    parts = exchange.parts(requests, 250)
     for part in parts:
-        assert sum(needs[0][n].nbytes for n in part[0]) <= 250
+        assert sum(requests[0][n].nbytes for n in part[0]) <= 250
     assert [n for part in parts for n in part[0]] == list(range(10))
     assert [n for part in parts for n in part[1]] == list(range(5))
 
 
 class TestChoosing:
-    def columns(self) -> dict[int, list[Need]]:
+    def columns(self) -> dict[int, list[Request]]:
         return shards(tensor("w", "F32", (1024, 1024)), (1, 8), 2)
 
     def test_never_and_one_process(self) -> None:
@@ -225,14 +228,14 @@ class TestChoosing:
             assert found.read_bytes <= 0.55 * (4 << 20)
 
     def test_rows_are_never_exchanged(self) -> None:
-        needs = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 2)
-        assert choosing.expected(needs, 1, "auto", platform="gpu").exchange == "never"
+        requests = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 2)
+        assert choosing.expected(requests, 1, "auto", platform="gpu").exchange == "never"
 
     def test_what_has_steps_is_read_by_who_wants_it(self) -> None:
         info = tensor("w", "F32", (16, 16))
-        needs = {r: [Need(info, info.dtype, placement.select(info, slice(None, None, 2)))]
+        requests = {r: [Request(info, info.dtype, select(info, slice(None, None, 2)))]
                  for r in (0, 1)}  # fmt: skip
-        found = choosing.expected(needs, 0, "once")
+        found = choosing.expected(requests, 0, "once")
         assert (found.exchange, found.schedule) == ("never", None)
         assert "steps" in found.note
 

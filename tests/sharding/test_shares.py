@@ -6,8 +6,8 @@ import pytest
 
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
-from mfload.placement import Axis
-from mfload.sharding.shares import Share, Wanted, needs
+from mfload.mesh.shares import Share, Wanted, requests
+from mfload.planning.requests import Axis
 
 ROW = dtypes.TABLE["F32"]
 TOP, BOTTOM, ALL = ((0, 2), (0, 6)), ((2, 4), (0, 6)), ((0, 4), (0, 6))
@@ -23,20 +23,26 @@ def _wanted(*shares: Share, name: str = "w", apart: bool = False) -> Wanted:
 
 
 def test_what_several_devices_hold_is_one_need() -> None:
-    made = needs([_wanted(Share(0, 0, TOP), Share(0, 1, BOTTOM), Share(0, 2, TOP))])
-    assert [(need.devices, need.shape) for need in made[0]] == [((0, 2), (2, 6)), ((1,), (2, 6))]
+    made = requests([_wanted(Share(0, 0, TOP), Share(0, 1, BOTTOM), Share(0, 2, TOP))])
+    assert [(request.devices, request.shape) for request in made[0]] == [
+        ((0, 2), (2, 6)),
+        ((1,), (2, 6)),
+    ]
     assert made[0][0].selection == (Axis(0, 2), Axis(0, 6))
     assert made.keys() == {0}
 
 
 def test_each_device_has_its_own_where_memory_is_its_own() -> None:
     shares = (Share(0, 0, TOP), Share(0, 1, BOTTOM), Share(0, 2, TOP))
-    for made in (needs([_wanted(*shares)], apart=True), needs([_wanted(*shares, apart=True)])):
-        assert [need.devices for need in made[0]] == [(0,), (2,), (1,)]
+    for made in (
+        requests([_wanted(*shares)], apart=True),
+        requests([_wanted(*shares, apart=True)]),
+    ):
+        assert [request.devices for request in made[0]] == [(0,), (2,), (1,)]
 
 
 def test_processes_are_kept_apart() -> None:
-    made = needs(
+    made = requests(
         [
             _wanted(Share(3, 0, TOP), Share(1, 0, TOP), Share(1, 1, BOTTOM), name="a"),
             _wanted(Share(1, 0, ALL), Share(3, 0, ALL), name="b"),
@@ -51,14 +57,14 @@ def test_processes_are_kept_apart() -> None:
 
 def test_the_target_dtype_goes_along() -> None:
     wanted = Wanted(_tensor(), dtypes.TABLE["BF16"], True, (Share(0, 0, TOP),))
-    (need,) = needs([wanted])[0]
-    assert (need.dtype.name, need.checked, need.nbytes) == ("BF16", True, 24)
+    (request,) = requests([wanted])[0]
+    assert (request.dtype.name, request.checked, request.nbytes) == ("BF16", True, 24)
 
 
 def test_a_share_through_a_byte_is_refused() -> None:
     box = ((0, 4), (0, 3))
     wanted = Wanted(_tensor(dtype="F4"), dtypes.TABLE["F4"], False, (Share(0, 0, box),))
     with pytest.raises(errors.ShardingError, match="share a byte") as info:
-        needs([wanted])
+        requests([wanted])
     assert info.value.tensor == "w"
     assert "[0, 3]" in str(info.value.found)

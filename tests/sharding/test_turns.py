@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors, frameworks
-from mfload.io.deadline import Deadline
-from mfload.sharding import agreement, meeting
+from mfload.deadline import Deadline
+from mfload.mesh import barrier, fingerprints
 
 SECONDS = 5.0  # A process that waits in vain is found out by then.
 
@@ -35,7 +35,7 @@ class World:
         """One load of one process, and how it ended; `own` for an error of this process."""
         seconds = 0.01 if fate == "late" else SECONDS
         try:
-            with agreement.together(
+            with fingerprints.together(
                 () if fate == "lost" else ranks, rank, self.boards[rank], Deadline(seconds)
             ) as party:
                 if fate in ("lost", "fails"):
@@ -155,12 +155,12 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     world, me = World(2), threading.local()
     fake = SimpleNamespace(rank=lambda: me.rank, board=lambda: world.boards[me.rank])
     monkeypatch.setattr(frameworks, "module", lambda *_: fake)
-    monkeypatch.setattr(meeting.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(barrier.atexit, "register", lambda *_: None)
 
     def load(rank: int, seconds: float, wrong: Exception | None, nap: float, ranks: Any) -> str:
         me.rank = rank
         try:
-            with meeting.meeting(ranks, Deadline(seconds), wrong) as party:
+            with barrier.meeting(ranks, Deadline(seconds), wrong) as party:
                 time.sleep(nap)
                 party.agree("files", "same")
         except (Broken, errors.MfloadError) as error:
@@ -218,10 +218,10 @@ def test_a_load_inside_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2)
     fake = SimpleNamespace(rank=lambda: 0, board=lambda: world.boards[0])
     monkeypatch.setattr(frameworks, "module", lambda *_: fake)
-    monkeypatch.setattr(meeting.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(barrier.atexit, "register", lambda *_: None)
 
     def load() -> Any:
-        return meeting.meeting((0, 1), Deadline(SECONDS))
+        return barrier.meeting((0, 1), Deadline(SECONDS))
 
     with pytest.raises(errors.UsageError, match="part of another"), load(), load():
         pass

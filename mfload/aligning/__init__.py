@@ -1,1 +1,0 @@
-"""Aligning: a checkpoint written anew, so that it suits zero-copy and direct reads."""

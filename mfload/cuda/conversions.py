@@ -1,0 +1,105 @@
+"""Whether a device converts numbers as NumPy does: it is made to, and the bits are compared."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from mfload.cuda.device import Device, Rows
+from mfload.io import buffers
+from mfload.planning.blocks import Copy
+
+_log = logging.getLogger("mfload")
+_SPREAD = 1 << 16
+
+
+def agrees(device: Device, source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Tries a pair of dtypes on a device, forwards and backwards through memory.
+
+    Args:
+        device: Which.
+        source: Element type as stored.
+        target: Element type as delivered.
+
+    Returns:
+        Whether all results are NumPy's; which NaN becomes which aside. A device that can't is
+        no error but a no, and logged: the host does it then.
+    """
+    try:
+        given = numbers(source)
+        with np.errstate(all="ignore"):
+            wanted = given.astype(target), given[::-1].astype(target)
+        return all(
+            same(made, right)
+            for made, right in zip(_tried(device, given, target), wanted, strict=True)
+        )
+    except Exception as error:  # noqa: BLE001 - compilers, headers, drivers: each has its own.
+        # As text: an error that a log keeps would keep the memory that was tried.
+        said = f"{device.name} does not convert {source} to {target}: {error}"
+        _log.info("%s", said)
+        return False
+
+
+def numbers(dtype: np.dtype[Any]) -> Any:
+    """Values to try: all of them where there are up to 16 bits, else a spread.
+
+    The spread has numbers that narrower types hold, those halfway between, the neighbours of
+    both (where rounding errs), zeros, infinities, NaN, subnormals, and integers of any length.
+    """
+    if dtype == np.bool_:
+        return np.array([False, True])
+    if dtype.kind == "c":
+        parts = numbers(np.dtype(f"f{dtype.itemsize // 2}"))
+        return np.stack([parts, np.roll(parts, 7)], -1).reshape(-1).view(dtype)
+    width = 8 * dtype.itemsize
+    if width <= 16:
+        return np.arange(1 << width, dtype=f"u{dtype.itemsize}").view(dtype)
+    chance = np.random.default_rng(0)
+    bits = chance.integers(0, 1 << width, _SPREAD, np.uint64)
+    cleared = chance.integers(0, width, _SPREAD).astype(np.uint64)
+    # A number that a type with fewer bits holds is halfway between two of one with fewer still.
+    short = bits >> cleared << cleared
+    one = np.uint64(1)
+    found = np.concatenate([bits, short, short + one, short - one])
+    if dtype.kind != "f":
+        small = bits >> cleared
+        found = np.concatenate([found, small, np.uint64(0) - small])
+    return found.astype(f"u{dtype.itemsize}").view(dtype)
+
+
+def same(made: Any, right: Any) -> bool:
+    """Whether two arrays have the same bits but in NaN."""
+    if made.dtype.kind == "c":
+        part = f"f{made.dtype.itemsize // 2}"
+        made, right = made.view(part), right.view(part)
+    unlike = made.view(f"u{made.dtype.itemsize}") != right.view(f"u{made.dtype.itemsize}")
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns where NaN is compared.
+        return not (unlike & ((right == right) | (made == made))).any()
+
+
+def _tried(device: Device, given: Any, target: np.dtype[Any]) -> list[Any]:
+    stage = buffers.allocate(given.nbytes)
+    stage[:] = given.view(np.uint8)
+    unit, count = given.itemsize, given.size
+    here = device.allocate(given.nbytes)
+    there = device.allocate(count * target.itemsize)
+    made: list[Any] = []
+    device.pin(stage)
+    try:
+        stream = device.stream()
+        try:
+            stream.copy_in(here, 0, stage, Rows(1, given.nbytes, given.nbytes))
+            for start, step in ((0, unit), ((count - 1) * unit, -unit)):
+                copy = Copy((count,), (step,), start, given.dtype, target)
+                stream.convert(there, 0, here, 0, copy)
+                back = np.empty(there.nbytes, np.uint8)
+                stream.copy_out(back, there, 0)
+                stream.synchronize()
+                made.append(back.view(target))
+        finally:
+            stream.close()
+    finally:
+        device.unpin(stage)
+    return made

@@ -1,0 +1,1 @@
+"""Loading: one load, from requests to arrays."""

@@ -1,0 +1,200 @@
+"""A checkpoint opened to take tensors and slices from, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from mfload import errors, frameworks
+from mfload.deadline import Deadline
+from mfload.formats import checkpoint
+from mfload.frameworks.base import Adapter
+from mfload.index import Index, TensorInfo
+from mfload.loading.session import Loader
+from mfload.options import Options
+from mfload.planning.requests import Request, select
+from mfload.sources.local import LocalFile
+
+
+class LazyCheckpoint:
+    """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
+
+    It holds no file open and no thread, so it may be shared between threads, inherited by a
+    fork and pickled (with a device given by name). Each request checks that the files are
+    still those whose headers were read.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        sources: Sequence[LocalFile],
+        adapter: Adapter,
+        *,
+        device: object,
+        engine: str,
+        threads: int | None,
+        timeout: float | None,
+    ) -> None:
+        self._index = index
+        self._sources = sources
+        self._adapter = adapter
+        self._arguments = (device, engine, threads, timeout)
+        self._closed = False
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        return sorted(self._index.tensors)
+
+    def offset_keys(self) -> list[str]:
+        """Names of the tensors in the order in which the files hold them."""
+        return list(self._index.tensors)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The free-form strings of the headers, None where there are none."""
+        strings = self._index.metadata
+        return None if strings is None else dict(strings)
+
+    def info(self, name: str) -> TensorInfo:
+        """Name, dtype, shape and whereabouts of a tensor.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        return self._index[name]
+
+    def file_of(self, info: TensorInfo) -> str:
+        """The file that holds a tensor."""
+        return self._index.files[info.pieces[0].source]
+
+    def get_tensor(self, name: str) -> Any:
+        """One tensor.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        return self._load([name])[0]
+
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Several tensors, read together; all of them where no names are given.
+
+        Raises:
+            TensorNotFoundError: A name is missing.
+        """
+        wanted = list(dict.fromkeys(self.offset_keys() if names is None else names))
+        return dict(zip(wanted, self._load(wanted), strict=True))
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor to be indexed: only the bytes that the index needs are read.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        return TensorSlice(self, self._index[name])
+
+    def _load(self, names: list[str]) -> list[Any]:
+        rows = [self._index[name] for name in names]
+        return self._fetch([Request(row, row.dtype) for row in rows])
+
+    def _fetch(self, requests: list[Request]) -> list[Any]:
+        if self._closed:
+            raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
+        _, engine, threads, timeout = self._arguments
+        options = Options(engine, threads=threads, deadline=Deadline(timeout))
+        return Loader(self._index, self._sources, self._adapter, options).load(requests)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def close(self) -> None:
+        """Ends it; arrays taken from it live on."""
+        self._closed = True
+
+    def __enter__(self) -> LazyCheckpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        files = self._index.files
+        where = files[0] if len(files) == 1 else f"{len(files)} files"
+        return f"<mfload checkpoint: {len(self)} tensors in {where}, for {self._adapter.name}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = self._arguments
+        state = self._index.files, self._adapter.name, arguments, self._identities(), self._closed
+        return _reopen, state
+
+    def _identities(self) -> tuple[Any, ...]:
+        return tuple(source.identity for source in self._sources)
+
+
+def _reopen(
+    files: tuple[str, ...],
+    framework: str,
+    arguments: tuple[Any, str, int | None, float | None],
+    identities: tuple[Any, ...],
+    closed: bool,
+) -> LazyCheckpoint:
+    device, engine, threads, timeout = arguments
+    index, sources = Deadline(timeout).bound(
+        lambda: checkpoint.read(list(files)), "reading headers"
+    )
+    for source, identity in zip(sources, identities, strict=True):
+        source.compare(identity)
+    adapter = frameworks.get(framework, device)
+    opened = LazyCheckpoint(
+        index, sources, adapter, device=device, engine=engine, threads=threads, timeout=timeout
+    )
+    if closed:
+        opened.close()
+    return opened
+
+
+class TensorSlice:
+    """A tensor that has not been read. Made by `LazyCheckpoint.get_slice`."""
+
+    def __init__(self, opened: LazyCheckpoint, info: TensorInfo) -> None:
+        self._opened = opened
+        self._info = info
+
+    def get_shape(self) -> list[int]:
+        """Its shape, in elements."""
+        return list(self._info.shape)
+
+    def get_dtype(self) -> str:
+        """Its dtype by the format's name, such as "BF16"."""
+        return self._info.dtype.name
+
+    def __getitem__(self, index: Any) -> Any:
+        """Reads a part.
+
+        Args:
+            index: Ints, slices (steps and negatives too), Ellipsis, or a tuple of these.
+
+        Returns:
+            The part as an array.
+
+        Raises:
+            SliceError: The index does not fit the tensor.
+        """
+        opened = self._opened
+        with errors.about(file=opened.file_of(self._info)):
+            selection = select(self._info, index)
+        request = Request(self._info, self._info.dtype, selection)
+        return opened._fetch([request])[0]  # pyright: ignore[reportPrivateUsage]
+
+    def __repr__(self) -> str:
+        return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"

@@ -1,0 +1,1 @@
+"""Planning: from an index and requests to buffers and reads. Pure."""

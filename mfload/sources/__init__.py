@@ -1,0 +1,1 @@
+"""Sources: bytes by offset."""
