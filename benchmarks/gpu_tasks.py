@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from benchmarks import gpu_ceilings, gpu_memory
+from benchmarks.calls import as_options
 from benchmarks.gpu_memory import HOST, MIB
 from benchmarks.gpu_peers import PEERS
 from mfload.bench.tasks import Found, Job, Task
@@ -164,7 +165,7 @@ class _Loading:
             import mfload
 
             report, keep = Report(), job["path"]
-            arrays = mfload.load(keep, report=report, **self._given)
+            arrays = mfload.load(keep, report=report, **as_options(self._given))
         gpu_memory.synchronize(self._framework, arrays, self._device)
         return arrays, keep, report
 
@@ -174,7 +175,7 @@ class _Loading:
         if report is not None:
             import mfload
 
-            blocks = mfload.plan(path, **self._given).plan.blocks
+            blocks = mfload.plan(path, **as_options(self._given)).plan.blocks
             longest = max((block.nbytes for block in blocks), default=0)
             report.notes += (f"blocks of up to {human(longest)}",) if longest else ()
         spans = gpu_memory.spans(self._framework, arrays)

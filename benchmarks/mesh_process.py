@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO, TypedDict
 
+from benchmarks.calls import as_options
 from benchmarks.mesh_layouts import DEVICES, LAYOUTS
 from benchmarks.mesh_tasks import mesh_of, rules_of, spans_of
 from mfload.bench import memory
@@ -85,7 +86,7 @@ def _measure(job: Job, answers: TextIO) -> Answer:
         "shardings": rules_of(layout),
         "exchange": job["exchange"],
     }
-    jax.block_until_ready(mfload.load(job["warmup"], **given))
+    jax.block_until_ready(mfload.load(job["warmup"], **as_options(given)))
     gc.collect()
     report, counted = mfload.Report(), _Counted()
     print("ready", file=answers)
@@ -94,7 +95,7 @@ def _measure(job: Job, answers: TextIO) -> Answer:
     before = memory.status("VmRSS")
     memory.reset_peak()
     start, cpu = time.perf_counter(), time.process_time()
-    arrays = jax.block_until_ready(mfload.load(job["folder"], report=report, **given))
+    arrays = jax.block_until_ready(mfload.load(job["folder"], report=report, **as_options(given)))
     loaded, cpu_loaded = time.perf_counter(), time.process_time()
     spans, copies = spans_of(arrays)
     touching = time.perf_counter()

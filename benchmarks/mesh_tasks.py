@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.calls import as_options
 from benchmarks.mesh_layouts import DEVICES, LAYOUTS, Layout
 from mfload.bench import ceilings, tasks
 from mfload.bench.tasks import Found, Job, Task
@@ -136,7 +137,7 @@ def _targets(layout: Layout, job: Job) -> Any:
 def _mfload(job: Job, given: Any) -> Arrays:
     import mfload
 
-    return mfload.load(_folder(job), framework="jax", **given)
+    return mfload.load(_folder(job), framework="jax", **as_options(given))
 
 
 def _orbax(job: Job, targets: Any) -> Arrays:

@@ -123,7 +123,13 @@ else:
 # parameters then writes its result where they lay.
 
 # %%
-own = mfload.load(path, framework="jax", mesh=mesh, shardings=shardings, allocator="framework")
+own = mfload.load(
+    path,
+    framework="jax",
+    mesh=mesh,
+    shardings=shardings,
+    options=mfload.Options(allocator="framework"),
+)
 where = [s.data.unsafe_buffer_pointer() for s in own["embed.weight"].addressable_shards]
 halved = jax.jit(lambda tree: jax.tree.map(lambda x: x / 2, tree), donate_argnums=0)(own)
 again = [s.data.unsafe_buffer_pointer() for s in halved["embed.weight"].addressable_shards]

@@ -60,11 +60,11 @@ assert np.array_equal(result, expected)
 # ## Arrays that JAX may give away
 #
 # By default the arrays lie in mfload's memory, and JAX keeps them read-only as it does all of its
-# arrays. `allocator="framework"` fills arrays of JAX's own allocator instead: those can be donated to
-# a jitted function, which then reuses their memory for its result.
-
+# all of its arrays. `options=mfload.Options(allocator="framework")` fills arrays of JAX's own
+# allocator instead: those can be donated to a jitted function, which then reuses their memory
+# for its result.
 # %%
-own = mfload.load(path, framework="jax", allocator="framework")
+own = mfload.load(path, framework="jax", options=mfload.Options(allocator="framework"))
 step = jax.jit(lambda weight: weight * 2, donate_argnums=0)
 doubled = step(own["dense.weight"])
 print(doubled.sum(), own["dense.weight"].is_deleted())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mfload.diagnostics.diagnosis import Diagnosis
     from mfload.diagnostics.doctor import doctor
     from mfload.errors import MfloadError
+    from mfload.options import Options
     from mfload.packed import unpack
     from mfload.report import Report
     from mfload.saving.save import Saved
@@ -35,6 +36,7 @@ _WHERE = {
     "Difference": "mfload.checking.difference",
     "Manifest": "mfload.checking.manifest",
     "MfloadError": "mfload.errors",
+    "Options": "mfload.options",
     "Report": "mfload.report",
     "Saved": "mfload.saving.save",
     "Verification": "mfload.checking.verification",
@@ -60,6 +62,7 @@ __all__ = [
     "Difference",
     "Manifest",
     "MfloadError",
+    "Options",
     "Report",
     "Saved",
     "Verification",

@@ -15,12 +15,11 @@ from mfload.deadline import Deadline
 from mfload.formats import checkpoint
 from mfload.gc_paused import collector_paused
 from mfload.index import Index
-from mfload.io.route import EngineName
 from mfload.loading.lazy import LazyCheckpoint
 from mfload.loading.session import Loader
 from mfload.mesh import load as sharded
 from mfload.mesh.load import Chosen, MeshArguments
-from mfload.options import Exchange, Landing, Options, Unmatched
+from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, check_choice, started
 from mfload.planning.preview import Preview
 from mfload.planning.requests import Request
 from mfload.progress import Progress, shown
@@ -35,24 +34,18 @@ Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 def load(
     path: Path,
-    *,
     framework: str,
+    *,
     device: object = None,
     names: Names = None,
     dtype: Dtypes = None,
     mesh: Any = None,
     shardings: Any = None,
     unmatched: Unmatched = "replicate",
-    exchange: Exchange = "auto",
-    engine: EngineName = "auto",
-    allocator: Landing = "auto",
-    max_host_overhead: int | None = None,
-    max_device_overhead: int | None = None,
-    threads: int | None = None,
-    timeout: float | None = None,
+    verify: str | os.PathLike[str] | Manifest | None = None,
     progress: Progress = False,
     report: Report | None = None,
-    verify: str | os.PathLike[str] | Manifest | None = None,
+    options: Options | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint into arrays of a framework.
 
@@ -83,33 +76,12 @@ def load(
             by `mesh` where it is abstract), or None for replicated. Dims count elements as they
             are stored, also where bytes arrive; elements that share a byte stay together.
         unmatched: What becomes of tensors that no rule matches: "replicate", or "error".
-        exchange: Whether processes read for each other: "never", each reads its own shards;
-            "once", every byte is read by one process and handed on; "auto" decides by how
-            many bytes would be read more than once.
-        engine: "pread" (through the page cache), "direct" (O_DIRECT), "mmap" (a private map
-            of the file: nothing is copied, and a file cut short later kills whoever touches
-            it), or "auto", which takes pread where the page cache holds the file and direct
-            where it does not. Onto a CUDA device: "pinned" (by way of page-locked memory, read
-            as "auto" would), "gds" (past host memory, through cuFile); "pread" and "direct"
-            say how pinned reads, and "auto" takes gds where it was seen to be real and the page
-            cache does not hold the file, else pinned. With "mmap" the framework copies from the
-            map to the device.
-        allocator: Whose allocator holds the arrays: "mfload", "framework" (arrays that JAX can
-            donate), or "auto", which is mfload's on the host. On a CUDA device it is XLA's pool
-            for JAX, where a small load was seen to work there, the framework's own for TensorFlow
-            and Paddle, and mfload's for PyTorch and CuPy.
-        max_host_overhead: Bytes of host memory beside the result; 256 MiB where None, or one
-            tensor where a framework must copy a larger one.
-        max_device_overhead: Bytes of each device's memory beside the result: for slots where
-            bytes come past the host, for elements that are converted there, and for tensors that
-            the framework copies there; 256 MiB where None.
-        threads: Readers at once; chosen where None.
-        timeout: Seconds after which the load gives up; never where None.
-        progress: True for a bar, or a function of (bytes done, bytes in all).
-        report: Filled with what happened.
         verify: A manifest of checksums (see `mfload.verify`), or its path: the bytes are
             compared with it while they come, as they are stored, before any conversion. With
             shardings, on one process whose shards make up whole tensors.
+        progress: True for a bar, or a function of (bytes done, bytes in all).
+        report: Filled with what happened.
+        options: Engine, allocator, memory limits, threads and timeout; see `mfload.Options`.
 
     Returns:
         The arrays by name, in the order of the files. A dtype that the framework lacks
@@ -119,11 +91,13 @@ def load(
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
     start = time.perf_counter()
-    deadline, wrong = Deadline(None), None
+    how, wrong = LoadOptions(), None
+    deadline = how.deadline
     try:
         cleared(report)
-        deadline = Deadline(timeout)
-        _check(framework, device, mesh, shardings, unmatched, exchange)
+        how = started(options)
+        deadline = how.deadline
+        _check(framework, device, mesh, shardings, unmatched)
     except Exception as error:
         # Processes that load together have to hear of it. Without JAX there are none.
         if (mesh is None and shardings is None) or "jax" not in sys.modules:
@@ -132,28 +106,24 @@ def load(
     if mesh is not None or shardings is not None:
 
         def choose() -> Chosen:
-            options = Options(
-                engine, allocator, max_host_overhead, max_device_overhead, threads, deadline
-            )
-            return _choose(path, names, dtype, options)
+            return _choose(path, names, dtype, how)
 
         return sharded.load(
             choose,
-            MeshArguments(mesh, shardings, unmatched, exchange),
+            MeshArguments(mesh, shardings, unmatched, how.exchange),
             deadline,
             report=report,
             progress=progress,
             check=None if verify is None else lambda index, infos: Check(verify, index, infos),
             wrong=wrong,
         )
-    options = Options(engine, allocator, max_host_overhead, max_device_overhead, threads, deadline)
     with collector_paused():
         index, sources = _read_index(path, deadline)
         requests = _needs(index, names, dtype)
     headers = time.perf_counter() - start
     start = time.perf_counter()
     adapter = frameworks.get(framework, device)
-    loader = Loader(index, sources, adapter, options)
+    loader = Loader(index, sources, adapter, how)
     check = None if verify is None else Check(verify, index, [request.info for request in requests])
     if report is not None:
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
@@ -171,9 +141,7 @@ def open(
     framework: str = "numpy",
     device: object = None,
     *,
-    engine: EngineName = "auto",
-    threads: int | None = None,
-    timeout: float | None = None,
+    options: Options | None = None,
 ) -> LazyCheckpoint:
     """Opens a checkpoint to take tensors and slices from; reads headers only.
 
@@ -183,9 +151,7 @@ def open(
         path: As for `load`.
         framework: As for `load`.
         device: As for `load`.
-        engine: As for `load`.
-        threads: As for `load`.
-        timeout: Seconds for the headers, and for each request.
+        options: As for `load`; the timeout counts for the headers, and for each request.
 
     Returns:
         A context manager; usable from several threads, after a fork, and pickled.
@@ -193,32 +159,24 @@ def open(
     Raises:
         MfloadError: As `load` does.
     """
-    Options(engine, threads=threads)
+    how = started(options)
     with collector_paused():
-        index, sources = _read_index(path, Deadline(timeout))
+        index, sources = _read_index(path, how.deadline)
     adapter = frameworks.get(framework, device)
-    return LazyCheckpoint(
-        index, sources, adapter, device=device, engine=engine, threads=threads, timeout=timeout
-    )
+    return LazyCheckpoint(index, sources, adapter, device=device, options=options or Options())
 
 
 def plan(
     path: Path,
-    *,
     framework: str = "numpy",
+    *,
     device: object = None,
     names: Names = None,
     dtype: Dtypes = None,
     mesh: Any = None,
     shardings: Any = None,
     unmatched: Unmatched = "replicate",
-    exchange: Exchange = "auto",
-    engine: EngineName = "auto",
-    allocator: Landing = "auto",
-    max_host_overhead: int | None = None,
-    max_device_overhead: int | None = None,
-    threads: int | None = None,
-    timeout: float | None = None,
+    options: Options | None = None,
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
 
@@ -231,16 +189,15 @@ def plan(
     Raises:
         MfloadError: As `load` does.
     """
-    deadline = Deadline(timeout)
-    options = Options(engine, allocator, max_host_overhead, max_device_overhead, threads, deadline)
+    how = started(options)
     # What nobody says is "numpy" too.
     whose = framework if framework != "numpy" or (mesh is None and shardings is None) else "jax"
-    _check(whose, device, mesh, shardings, unmatched, exchange)
+    _check(whose, device, mesh, shardings, unmatched)
     if mesh is not None or shardings is not None:
-        arguments = MeshArguments(mesh, shardings, unmatched, exchange)
-        return sharded.preview(_choose(path, names, dtype, options), arguments)
-    index, sources = _read_index(path, deadline)
-    loader = Loader(index, sources, frameworks.get(framework, device), options)
+        arguments = MeshArguments(mesh, shardings, unmatched, how.exchange)
+        return sharded.preview(_choose(path, names, dtype, how), arguments)
+    index, sources = _read_index(path, how.deadline)
+    loader = Loader(index, sources, frameworks.get(framework, device), how)
     return loader.preview(_needs(index, names, dtype))
 
 
@@ -252,7 +209,7 @@ def abstract(
     unmatched: Unmatched = "replicate",
     names: Names = None,
     dtype: Dtypes = None,
-    timeout: float | None = None,
+    options: Options | None = None,
 ) -> dict[str, Any]:
     """Says what arrays `load` would make for JAX; reads headers only.
 
@@ -265,7 +222,7 @@ def abstract(
         unmatched: As for `load`.
         names: As for `load`.
         dtype: As for `load`.
-        timeout: Seconds for the headers.
+        options: As for `load`; its timeout counts for the headers.
 
     Returns:
         A `jax.ShapeDtypeStruct` for each name, in the order of the files; with its sharding
@@ -274,8 +231,8 @@ def abstract(
     Raises:
         MfloadError: As `load` does.
     """
-    _check("jax", None, mesh, shardings, unmatched, "auto")
-    chosen = _choose(path, names, dtype, Options(deadline=Deadline(timeout)))
+    _check("jax", None, mesh, shardings, unmatched)
+    chosen = _choose(path, names, dtype, started(options))
     if mesh is None and shardings is None:
         return sharded.abstract(chosen, None)
     return sharded.abstract(chosen, MeshArguments(mesh, shardings, unmatched, "auto"))
@@ -341,11 +298,10 @@ def _check(
     mesh: Any,
     shardings: Any,
     unmatched: str,
-    exchange: str,
 ) -> None:
     """Refuses what makes no sense together."""
     name = frameworks.resolve(framework)
-    sharded.check_choices(unmatched, exchange)
+    check_choice("unmatched", unmatched, UNMATCHED)
     if mesh is None and shardings is None:
         return
     if name != "jax":
@@ -360,7 +316,7 @@ def _check(
         )
 
 
-def _choose(path: Path, names: Names, dtype: Dtypes, options: Options) -> Chosen:
+def _choose(path: Path, names: Names, dtype: Dtypes, options: LoadOptions) -> Chosen:
     index, sources = _read_index(path, options.deadline)
     return Chosen(index, sources, _needs(index, names, dtype), options)
 

@@ -1,74 +1,146 @@
-"""How to load: the arguments of `mfload.load` that say nothing of what."""
+"""`mfload.Options`: how a checkpoint is loaded, the same object for every call."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from mfload import errors, suggestions
 from mfload.deadline import Deadline
-from mfload.io.route import ENGINES
 
-Landing = Literal["auto", "mfload", "framework"]
+Engine = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
+Allocator = Literal["auto", "mfload", "framework"]
 Exchange = Literal["auto", "never", "once"]
-EXCHANGES = ("auto", "never", "once")
 Unmatched = Literal["replicate", "error"]
-UNMATCHED = ("replicate", "error")
-ALLOCATORS = ("auto", "mfload", "framework")
+ENGINES: tuple[str, ...] = get_args(Engine)
+ALLOCATORS: tuple[str, ...] = get_args(Allocator)
+EXCHANGES: tuple[str, ...] = get_args(Exchange)
+UNMATCHED: tuple[str, ...] = get_args(Unmatched)
 
 OVERHEAD = 256 << 20
-"""Bytes beside the result that a load may hold where nobody says otherwise."""
+"""Default of both memory limits, in bytes beside the result."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Checked once, so that nothing further down the street need doubt them.
+    """How a checkpoint is loaded. Every field is validated when the object is made.
 
     Attributes:
-        engine: As for `mfload.load`, and so are those that follow.
-        allocator: See there.
-        max_host_overhead: See there.
-        max_device_overhead: See there.
-        threads: See there.
-        deadline: What `timeout=` became.
-        merge_gap: Unwanted bytes that are rather read over than skipped; None for what the
-            sources say.
-        by_host: Whether arrays come by way of host memory, wherever they are to be.
+        engine: How bytes are read. "pread" reads through the page cache, "direct" past it
+            (O_DIRECT), "mmap" maps the file privately and copies nothing: a file truncated later
+            kills the process that touches it. "auto" takes pread where the page cache holds the
+            file, else direct. Onto a CUDA device: "pinned" (through page-locked memory) or "gds"
+            (through cuFile); "pread" and "direct" say how pinned memory is filled, and with "mmap"
+            the framework copies from the map.
+        allocator: Whose memory holds the arrays: "mfload", "framework" (JAX can donate such
+            arrays), or "auto": mfload's on the host; on a CUDA device XLA's pool for JAX, the
+            framework's own for TensorFlow and Paddle, mfload's for PyTorch and CuPy.
+        exchange: Whether processes read for each other. "never": each reads its own shards;
+            "once": every byte is read by one process and sent on; "auto": decided by how many
+            bytes would be read more than once.
+        threads: Number of reader threads. Default: chosen from the cores and the engine.
+        timeout: Seconds after which a call raises LoadTimeoutError. Default: never.
+        max_host_overhead: Bytes of host memory beside the result, as a number or a text such as
+            "256MiB". Default: 256 MiB, or one tensor where a framework must copy a larger one.
+        max_device_overhead: The same for the memory of each device.
 
     Raises:
-        UsageError: One makes no sense.
+        UsageError: A value is invalid.
     """
 
-    engine: str = "auto"
-    allocator: str = "auto"
+    engine: Engine = "auto"
+    allocator: Allocator = "auto"
+    exchange: Exchange = "auto"
+    threads: int | None = None
+    timeout: float | None = None
+    max_host_overhead: int | str | None = None
+    max_device_overhead: int | str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("engine", self.engine, ENGINES)
+        check_choice("allocator", self.allocator, ALLOCATORS)
+        check_choice("exchange", self.exchange, EXCHANGES)
+        _check_count("threads", self.threads, 1)
+        Deadline(self.timeout)
+        for name in ("max_host_overhead", "max_device_overhead"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, size(value))
+            _check_count(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions(Options):
+    """Options of one call, with the moment when it must end.
+
+    Attributes:
+        deadline: The moment that `timeout` leads to.
+        merge_gap: Unwanted bytes that are read over rather than skipped. Default: the source's.
+        by_host: Whether arrays pass through host memory, wherever they are to be.
+    """
+
     max_host_overhead: int | None = None
     max_device_overhead: int | None = None
-    threads: int | None = None
     deadline: Deadline = field(default_factory=lambda: Deadline(None))
     merge_gap: int | None = None
     by_host: bool = False
 
-    def __post_init__(self) -> None:
-        if self.allocator not in ALLOCATORS:
-            expected = " | ".join(ALLOCATORS)
-            meant = suggestions.meant(self.allocator, ALLOCATORS)
-            raise errors.UsageError(
-                f"unknown allocator{meant}", expected=expected, found=self.allocator
-            )
-        _check_count("threads", self.threads, 1)
-        _check_count("max_host_overhead", self.max_host_overhead, 0)
-        _check_count("max_device_overhead", self.max_device_overhead, 0)
-        if self.engine not in ENGINES:
-            expected = " | ".join(ENGINES)
-            meant = suggestions.meant(self.engine, ENGINES)
-            raise errors.UsageError(f"unknown engine{meant}", expected=expected, found=self.engine)
+
+def started(options: Options | None, deadline: Deadline | None = None) -> LoadOptions:
+    """The options of a call that begins now.
+
+    Raises:
+        UsageError: `options` is not an Options.
+    """
+    options = Options() if options is None else options
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.UsageError(
+            "options must be an mfload.Options",
+            expected="options=mfload.Options(engine=…, threads=…, …)",
+            found=repr(options),
+        )
+    given = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return LoadOptions(**given, deadline=deadline or Deadline(options.timeout))
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Refuses a value that is not among the known ones.
+
+    Raises:
+        UsageError: It is not; a close name is suggested.
+    """
+    if value not in known:
+        meant = suggestions.meant(value, known) if isinstance(value, str) else ""
+        raise errors.UsageError(f"unknown {name}{meant}", expected=" | ".join(known), found=value)
 
 
 def _check_count(name: str, value: object, least: int) -> None:
     if value is None:
         return
-    # What indexes counts: NumPy's integers do, booleans only by accident.
+    # NumPy's integers count; booleans are ints by accident.
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:  # pyright: ignore
         raise errors.UsageError(
-            name, expected=f"a whole number, {least} or more", found=repr(value)
+            f"{name} must be {least} or more", expected="a whole number", found=repr(value)
         )
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15,
+          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40, "pi": 1 << 50}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?i?)b?", re.IGNORECASE | re.ASCII)
+
+
+def size(text: str) -> int:
+    """Bytes of a size such as 4096, "256MiB", "1.5GB" or "64k"; units with an i are binary.
+
+    Raises:
+        UsageError: It is not a size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].lower() == "i":
+        raise errors.UsageError(
+            "not a size", expected="bytes, or a size such as 256MiB or 1.5GB", found=text
+        )
+    whole, _, part = match[1].partition(".")
+    unit = _UNITS[match[2].lower()]
+    return int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import samples
+from calls import as_options
 
 import mfload
 from mfload import errors
@@ -26,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def _load(path: Any, **options: Any) -> dict[str, Any]:
-    return mfload.load(path, framework="numpy", **options)
+    return mfload.load(path, framework="numpy", **as_options(options))
 
 
 def test_what_safetensors_loads_is_what_is_loaded(path: Path) -> None:

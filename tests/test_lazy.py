@@ -119,7 +119,7 @@ def test_slices_are_numpys(path: Path, engine: Any, data: Any) -> None:
     name = data.draw(st.sampled_from(["embed", "layer.0.q", "odd", "mask", "wide", "scalar"]))
     array = MODEL[name]
     index = data.draw(hnp.basic_indices(array.shape, allow_ellipsis=True))
-    with mfload.open(path, engine=engine) as opened:
+    with mfload.open(path, options=mfload.Options(engine=engine)) as opened:
         assert samples.same(opened.get_slice(name)[index], np.asarray(array[index]))
 
 
@@ -178,7 +178,7 @@ def test_several_threads_share_one(path: Path) -> None:
 
 
 def test_it_survives_a_pickle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = mfload.open(path, engine="direct", threads=2, timeout=60)
+    opened = mfload.open(path, options=mfload.Options(engine="direct", threads=2, timeout=60))
     again = pickle.loads(pickle.dumps(opened))
     assert again.keys() == opened.keys()
     assert again.metadata() == opened.metadata()
@@ -195,7 +195,7 @@ FORKED = """
     import os, sys, threading
     import mfload
 
-    opened = mfload.open(sys.argv[1], engine=sys.argv[2])
+    opened = mfload.open(sys.argv[1], options=mfload.Options(engine=sys.argv[2]))
     part = opened.get_slice("wide")
     expected = opened.get_tensor("embed").tobytes(), part[1, 5:9].tobytes()
 
@@ -274,7 +274,7 @@ def test_arrays_live_on_after_exit_of_all(path: Path) -> None:
 def test_a_load_at_exit_works(path: Path) -> None:
     code = """
         import atexit, sys, mfload
-        opened = mfload.open(sys.argv[1], threads=2)
+        opened = mfload.open(sys.argv[1], options=mfload.Options(threads=2))
         atexit.register(lambda: print(len(opened.get_tensors())))
     """
     found = subprocess.run(
@@ -332,6 +332,6 @@ def test_a_slice_reads_no_page_that_it_does_not_need(
         return got
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with mfload.open(path, engine=engine) as opened:
+    with mfload.open(path, options=mfload.Options(engine=engine)) as opened:
         assert samples.same(opened.get_slice("a")[index], np.asarray(array[index]))
     assert seen == pages

@@ -55,7 +55,7 @@ def test_a_write_reaches_neither_the_file_nor_the_next_request(tmp_path: Path) -
     path = samples.save(tmp_path / "rows.safetensors", {"rows": ROWS})
     before = path.read_bytes()
     for engine in ("mmap", "pread", "direct"):
-        with mfload.open(path, "torch", engine=engine) as opened:
+        with mfload.open(path, "torch", options=mfload.Options(engine=engine)) as opened:
             first = opened.get_tensor("rows")
             first.zero_()
             assert np.array_equal(opened.get_tensor("rows").numpy(), ROWS)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+from calls import as_options
 from safetensors.numpy import save_file
 
 import mfload
@@ -51,9 +52,9 @@ def test_memory_beside_the_result_is_bounded(
     options: dict[str, Any] = {
         "engine": engine, "dtype": dtype, "threads": threads, "max_host_overhead": limit,
     }  # fmt: skip
-    preview = mfload.plan(large, **options)
+    preview = mfload.plan(large, **as_options(options))
     report = mfload.Report()
-    loaded = mfload.load(large, framework="numpy", report=report, **options)
+    loaded = mfload.load(large, framework="numpy", report=report, **as_options(options))
     held = sum(spec.nbytes for spec in preview.plan.buffers)
     assert report.peak_bytes - held <= preview.overhead_bytes
     assert preview.overhead_bytes <= (limit or options.OVERHEAD)
@@ -70,9 +71,13 @@ def test_memory_beside_the_result_is_bounded(
 @pytest.mark.parametrize("limit", [0, 4096, 100_000])
 def test_too_little_overhead_is_refused_with_what_it_takes(path: Path, limit: int) -> None:
     with pytest.raises(errors.UsageError, match="too small") as info:
-        mfload.load(path, framework="numpy", max_host_overhead=limit, threads=2)
+        mfload.load(
+            path, framework="numpy", options=mfload.Options(max_host_overhead=limit, threads=2)
+        )
     least = int(str(info.value.expected).split()[0])
-    loaded = mfload.load(path, framework="numpy", max_host_overhead=least, threads=2)
+    loaded = mfload.load(
+        path, framework="numpy", options=mfload.Options(max_host_overhead=least, threads=2)
+    )
     samples.assert_same(loaded, MODEL)
 
 
@@ -94,7 +99,9 @@ def test_what_a_framework_copies_waits_in_waves(
     monkeypatch.setattr(frameworks, "get", lambda *_: adapter)
     report = mfload.Report()
     limit = MODEL["wide"].nbytes + 1000
-    loaded = mfload.load(path, framework="numpy", max_host_overhead=limit, report=report)
+    loaded = mfload.load(
+        path, framework="numpy", report=report, options=mfload.Options(max_host_overhead=limit)
+    )
     samples.assert_same(loaded, MODEL)
     assert mfload.live_bytes() == 0
     assert 0 < adapter.largest <= limit
@@ -102,7 +109,7 @@ def test_what_a_framework_copies_waits_in_waves(
     assert report.tensors == len(MODEL)
     assert report.aliased_bytes == 0
     with pytest.raises(errors.MemoryLimitError, match="larger than the overhead") as info:
-        mfload.load(path, framework="numpy", max_host_overhead=limit - 2000)
+        mfload.load(path, framework="numpy", options=mfload.Options(max_host_overhead=limit - 2000))
     assert info.value.tensor == "wide"
 
 
@@ -120,13 +127,20 @@ def test_a_failure_in_a_late_wave_leaves_nothing(
 
     monkeypatch.setattr(frameworks, "get", lambda *_: Failing())
     with pytest.raises(RuntimeError, match="fell over") as info:
-        mfload.load(path, framework="numpy", max_host_overhead=MODEL["wide"].nbytes)
+        mfload.load(
+            path, framework="numpy", options=mfload.Options(max_host_overhead=MODEL["wide"].nbytes)
+        )
     assert mfload.live_bytes() == 0
     assert info.value is not None
 
 
 def test_landing_in_memory_of_the_framework(path: Path) -> None:
-    loaded = mfload.load(path, framework="numpy", allocator="framework", dtype={"layer.1": "int32"})
+    loaded = mfload.load(
+        path,
+        framework="numpy",
+        dtype={"layer.1": "int32"},
+        options=mfload.Options(allocator="framework"),
+    )
     assert mfload.live_bytes() == 0
     samples.assert_same(loaded, {**MODEL, "layer.1.q": MODEL["layer.1.q"].astype(np.int32)})
     assert all(array.flags.writeable for array in loaded.values())
@@ -141,7 +155,9 @@ def test_what_has_no_type_lands_with_us_and_says_so(
         [("f4", "F4", (4, 6), bytes(range(12))), ("u8", "U8", (5,), bytes(range(5)))],
     )
     report = mfload.Report()
-    loaded = mfload.load(path, framework="numpy", allocator="framework", report=report)
+    loaded = mfload.load(
+        path, framework="numpy", report=report, options=mfload.Options(allocator="framework")
+    )
     assert len(report.notes) == 1
     assert "1 tensors land in mfload's memory: numpy" in report.notes[0]
     assert loaded["f4"].tobytes() == bytes(range(12))
@@ -151,9 +167,11 @@ def test_what_has_no_type_lands_with_us_and_says_so(
 @pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
 def test_a_preview_comes_true(path: Path, engine: Any) -> None:
     report = mfload.Report()
-    preview = mfload.plan(path, engine=engine)
+    preview = mfload.plan(path, options=mfload.Options(engine=engine))
     assert mfload.live_bytes() == 0
-    loaded = mfload.load(path, framework="numpy", engine=engine, report=report)
+    loaded = mfload.load(
+        path, framework="numpy", report=report, options=mfload.Options(engine=engine)
+    )
     figures = preview.as_dict()
     for name in ("framework", "tensors", "result_bytes", "read_bytes", "over_read_bytes",
                  "mapped_bytes", "threads"):  # fmt: skip
@@ -165,7 +183,7 @@ def test_a_preview_comes_true(path: Path, engine: Any) -> None:
 
 
 def test_a_preview_shows_itself(path: Path) -> None:
-    preview = mfload.plan(path, names=["embed", "odd"], engine="direct")
+    preview = mfload.plan(path, names=["embed", "odd"], options=mfload.Options(engine="direct"))
     text, page = str(preview), preview._repr_html_()
     for part in ("2 numpy tensors", "direct (asked for)", str(path), "unwanted", "overhead"):
         assert part in text
@@ -213,8 +231,8 @@ RSS = """
             return next(int(x.split()[1]) << 10 for x in status if x.startswith("VmHWM"))
     mfload.load(path, framework="numpy", names=["small"])
     before = peak()
-    loaded = mfload.load(path, framework="numpy", engine=engine, threads=2,
-                         dtype={".": dtype} if dtype else None)
+    loaded = mfload.load(path, framework="numpy", dtype={".": dtype} if dtype else None,
+                         options=mfload.Options(engine=engine, threads=2))
     data = sum(array.nbytes for array in loaded.values())
     print(peak() - before - data)
 """
@@ -266,9 +284,9 @@ def test_waves_go_one_way_decided_once(
     report = mfload.Report()
     caplog.set_level("INFO", logger="mfload")
     options = {"framework": "numpy", "max_host_overhead": 3 << 20}
-    expected = mfload.plan(path, **options)
+    expected = mfload.plan(path, **as_options(options))
     caplog.clear()
-    loaded = mfload.load(path, **options, report=report)
+    loaded = mfload.load(path, report=report, **as_options(options))
     samples.assert_same(loaded, written)
     assert [engine for _, engine, _ in report.route] == ["direct"]
     assert [leg.engine for leg in expected.route] == ["direct"]
@@ -289,6 +307,6 @@ def test_a_load_in_waves_that_does_not_fit_never_begins(
     monkeypatch.setattr(frameworks, "get", lambda *_: Half())
     monkeypatch.setattr("mfload.loading.rooms.check_host", asked.append)
     copied = [a.nbytes for a in MODEL.values() if a.dtype != np.float32]
-    mfload.load(path, framework="numpy", max_host_overhead=max(copied))
+    mfload.load(path, framework="numpy", options=mfload.Options(max_host_overhead=max(copied)))
     assert asked[0] == sum(array.nbytes for array in MODEL.values())
     assert len(asked) > 2

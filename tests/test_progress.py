@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+from calls import as_options
 
 import mfload
 from mfload.planning import blocks
@@ -28,7 +29,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _calls(path: Path, **options: Any) -> list[tuple[int, int]]:
     calls: list[tuple[int, int]] = []
-    mfload.load(path, framework="numpy", progress=lambda *call: calls.append(call), **options)
+    mfload.load(
+        path, framework="numpy", progress=lambda *call: calls.append(call), **as_options(options)
+    )
     return calls
 
 
@@ -73,7 +76,12 @@ def test_it_is_told_while_it_happens(tmp_path: Path, threads: int) -> None:
             # The load is not over: its readers are at work, or have more to do.
             assert done < total
 
-    mfload.load(path, framework="numpy", engine="pread", threads=threads, progress=progress)
+    mfload.load(
+        path,
+        framework="numpy",
+        progress=progress,
+        options=mfload.Options(engine="pread", threads=threads),
+    )
     assert len(seen) >= 3
 
 
@@ -82,7 +90,7 @@ def test_a_bar_reaches_its_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for engine in ("pread", "mmap"):
         screen = io.StringIO()
         monkeypatch.setattr(sys, "stderr", screen)
-        mfload.load(path, framework="numpy", progress=True, engine=engine)
+        mfload.load(path, framework="numpy", progress=True, options=mfload.Options(engine=engine))
         monkeypatch.undo()
         assert "100%" in screen.getvalue()
 

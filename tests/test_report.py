@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+from calls import as_options
 
 import mfload
 from mfload.report import Report, html_table, human, table
@@ -24,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 def _report(path: Path, **options: Any) -> tuple[Report, dict[str, Any]]:
     report = mfload.Report()
-    return report, mfload.load(path, framework="numpy", report=report, **options)
+    return report, mfload.load(path, framework="numpy", report=report, **as_options(options))
 
 
 def test_a_report_is_filled(path: Path) -> None:

@@ -127,7 +127,9 @@ def test_where_no_thread_can_be_had_the_work_is_done(
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    samples.assert_same(mfload.load(path, framework="numpy", threads=4), MODEL)
+    samples.assert_same(
+        mfload.load(path, framework="numpy", options=mfload.Options(threads=4)), MODEL
+    )
 
 
 def test_time_runs_out_though_bytes_keep_coming(
@@ -144,7 +146,12 @@ def test_time_runs_out_though_bytes_keep_coming(
         seen.append(done)
 
     with pytest.raises(errors.LoadTimeoutError) as info:
-        mfload.load(path, framework="numpy", timeout=0.5, engine="pread", progress=slow)
+        mfload.load(
+            path,
+            framework="numpy",
+            progress=slow,
+            options=mfload.Options(timeout=0.5, engine="pread"),
+        )
     assert 2 < len(seen) < 20
     assert info.value.file == os.fspath(path)
     for thread in threading.enumerate():
@@ -158,7 +165,9 @@ def test_an_error_of_the_callback_is_the_callers(path: Path) -> None:
 
     for threads in (1, 3):
         with pytest.raises(ZeroDivisionError):
-            mfload.load(path, framework="numpy", progress=fail, threads=threads)
+            mfload.load(
+                path, framework="numpy", progress=fail, options=mfload.Options(threads=threads)
+            )
         assert [t for t in threading.enumerate() if t.name == "mfload-reader"] == []
         assert mfload.live_bytes() == 0
 
@@ -221,8 +230,8 @@ INTERRUPTED = """
 
     def load(timeout=None):
         shown = (lambda done, total: None) if progress else False
-        return mfload.load(path, framework="numpy", threads=threads or None,
-                           timeout=timeout or None, progress=shown, engine="pread")
+        return mfload.load(path, framework="numpy", progress=shown, options=mfload.Options(
+            threads=threads or None, timeout=timeout or None, engine="pread"))
 
     before = sorted(os.listdir("/proc/self/fd"))
     os.preadv = slow

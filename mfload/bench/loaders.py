@@ -78,10 +78,9 @@ def _mfload(request: Request, *, framework: Any, engine: Any) -> Arrays:
     return mfload.load(
         request.path,
         framework=framework,
-        engine=engine,
         names=request.names,
-        threads=request.threads,
         report=request.report,
+        options=mfload.Options(engine=engine, threads=request.threads),
     )
 
 

@@ -18,11 +18,10 @@ from mfload.checking.manifest import (
     check_target,
     sayable,
 )
-from mfload.deadline import Deadline
-from mfload.formats import checkpoint, discovery, options, safetensors
+from mfload.formats import checkpoint, discovery, options as layout_options, safetensors
 from mfload.formats.discovery import Path
 from mfload.index import Index, TensorInfo
-from mfload.options import Options
+from mfload.options import Options, started
 from mfload.progress import Progress, shown
 from mfload.report import html_table, human, table
 from mfload.saving import layout
@@ -78,12 +77,11 @@ def align(
     source: Path | Sequence[Path],
     target: Path | None = None,
     *,
-    align: int = options.ALIGN,
+    align: int = layout_options.ALIGN,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
-    threads: int | None = None,
-    timeout: float | None = None,
     progress: Progress = False,
+    options: Options | None = None,
 ) -> Aligned:
     """Rewrites a checkpoint so that it suits zero-copy and direct reads.
 
@@ -101,10 +99,9 @@ def align(
         max_shard_size: Bytes of tensors a file, as for `save`; where None, each file of the
             source becomes one.
         overwrite: Whether what is there may be replaced.
-        threads: Readers at once; chosen where None.
-        timeout: Seconds after which it gives up; never where None.
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes are read
             twice.
+        options: `threads` and `timeout` of an `mfload.Options`.
 
     Returns:
         What was done.
@@ -119,9 +116,9 @@ def align(
         LoadTimeoutError: The time ran out.
     """
     start = time.perf_counter()
-    deadline = Deadline(timeout)
-    Options(threads=threads)
-    limit, align = options.shard_limit(max_shard_size), options.check_align(align)
+    how = started(options)
+    threads, deadline = how.threads, how.deadline
+    limit, align = layout_options.shard_limit(max_shard_size), layout_options.check_align(align)
     index, sources = deadline.bound(lambda: checkpoint.read(source), "reading headers")
     place = Target(inplace.own_place(source, index) if target is None else target, overwrite)
     layouts = _layouts(index, sources, limit, align)
@@ -135,10 +132,10 @@ def align(
     with place.drafts([made.size for made in layouts]) as drafts:
         # Both passes tell of the same bytes but for the headers.
         with shown(progress, sum(row.nbytes for row in index.tensors.values()) + size) as advance:
-            how: Any = {"threads": threads, "deadline": deadline, "advance": advance}
-            digests = rewriting.copy(sources, index.tensors, drafts, layouts, **how)
+            running: Any = {"threads": threads, "deadline": deadline, "advance": advance}
+            digests = rewriting.copy(sources, index.tensors, drafts, layouts, **running)
             _compare(index, digests, old, known)
-            sums = rewriting.read_back(drafts, layouts, digests, sums=known is not None, **how)
+            sums = rewriting.read_back(drafts, layouts, digests, sums=known is not None, **running)
         total = sum(row.nbytes for made in layouts for row in made.tensors)
         held = [[row.name for row in made.tensors] for made in layouts]
         if known is not None and os.path.lexists(path):

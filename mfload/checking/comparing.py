@@ -15,11 +15,10 @@ from mfload.checking import gaps, pairing
 from mfload.checking.difference import Change, Difference
 from mfload.checking.gaps import Gap
 from mfload.checking.pairing import Pair
-from mfload.deadline import Deadline
 from mfload.formats import checkpoint
 from mfload.formats.discovery import Path
 from mfload.index import Index, TensorInfo
-from mfload.options import Options
+from mfload.options import Options, started
 from mfload.progress import Progress, shown
 from mfload.trees import Names
 
@@ -29,9 +28,8 @@ def diff(
     b: Path | Sequence[Path],
     *,
     names: Names = None,
-    threads: int | None = None,
-    timeout: float | None = None,
     progress: Progress = False,
+    options: Options | None = None,
 ) -> Difference:
     """Compares two checkpoints by value.
 
@@ -43,9 +41,8 @@ def diff(
         a: The one, as for `load`.
         b: The other; it may be sharded and ordered in another way.
         names: Which tensors, as for `load`; what either of them has.
-        threads: Readers at once; chosen where None.
-        timeout: Seconds after which it gives up; never where None.
         progress: True for a bar, or a function of (bytes done, bytes in all).
+        options: `threads` and `timeout` of an `mfload.Options`.
 
     Returns:
         What differs.
@@ -54,8 +51,8 @@ def diff(
         MfloadError: As `load` does.
     """
     start = time.perf_counter()
-    deadline = Deadline(timeout)
-    Options(threads=threads)
+    how = started(options)
+    threads, deadline = how.threads, how.deadline
     (left, ours), (right, theirs) = (
         deadline.bound(lambda path=path: checkpoint.read(path), "reading headers")
         for path in (a, b)

@@ -13,9 +13,8 @@ from mfload.checking.expecting import Checksums, Expecting
 from mfload.checking.manifest import Manifest
 from mfload.checking.published import Sums
 from mfload.checking.verification import Verification
-from mfload.deadline import Deadline
 from mfload.formats.discovery import Path
-from mfload.options import Options
+from mfload.options import Options, started
 from mfload.progress import Progress, shown
 
 
@@ -27,9 +26,8 @@ def verify(
     manifest: str | os.PathLike[str] | Manifest | None = None,
     sha256: Sums = None,
     overwrite: bool = False,
-    threads: int | None = None,
-    timeout: float | None = None,
     progress: Progress = False,
+    options: Options | None = None,
 ) -> Verification:
     """Checks a checkpoint.
 
@@ -48,9 +46,8 @@ def verify(
             `sha256sum` writes it, `{file: digits}`, or "auto" for what the cache of the
             Hugging Face client says. What that says is also looked at when checksums are.
         overwrite: Whether "write" may replace a manifest.
-        threads: Readers at once; chosen where None.
-        timeout: Seconds after which it gives up; never where None.
         progress: True for a bar, or a function of (bytes done, bytes in all).
+        options: `threads` and `timeout` of an `mfload.Options`.
 
     Returns:
         What was found. Damage is a problem in it and no error.
@@ -65,8 +62,8 @@ def verify(
         LoadTimeoutError: The time ran out.
     """
     start = time.perf_counter()
-    deadline = Deadline(timeout)
-    Options(threads=threads)
+    how = started(options)
+    threads, deadline = how.threads, how.deadline
     seen = deadline.bound(lambda: inspecting.inspect(path), "reading headers")
     expecting = Expecting(
         seen, path, checksums=checksums, manifest=manifest, sha256=sha256, overwrite=overwrite

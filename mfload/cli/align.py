@@ -10,6 +10,7 @@ from mfload.checking import align as aligning
 from mfload.cli import options
 from mfload.cli.output import print_json, print_pairs
 from mfload.cli.progress import bar
+from mfload.options import Options
 
 EPILOG = "Example: mfload align model/ aligned/ --max-shard-size 5GB"
 
@@ -51,9 +52,8 @@ def command(
             align=align,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
-            threads=threads,
-            timeout=timeout,
             progress=progress,
+            options=Options(threads=threads, timeout=timeout),
         )
     if as_json:
         print_json(done.as_dict())

@@ -11,6 +11,7 @@ from mfload.checking.difference import HEADS
 from mfload.cli import exits, options
 from mfload.cli.output import print_json, print_pairs, print_table, write
 from mfload.cli.progress import bar
+from mfload.options import Options
 
 EPILOG = "Example: mfload diff base/ finetuned/ --names 'layers\\.0\\.'"
 
@@ -35,7 +36,11 @@ def command(
     """
     with bar("comparing") as progress:
         found = comparing.diff(
-            path, other, names=names, threads=threads, timeout=timeout, progress=progress
+            path,
+            other,
+            names=names,
+            progress=progress,
+            options=Options(threads=threads, timeout=timeout),
         )
     shown = found.tensors if every else found.changed
     if as_json:

@@ -12,6 +12,7 @@ from mfload import api
 from mfload.cli import options
 from mfload.cli.output import print_json, print_pairs, print_table, write
 from mfload.cli.progress import bar
+from mfload.options import Options
 from mfload.report import Report
 
 EPILOG = "Example: mfload load model/ --framework jax --dtype bfloat16 --repeat 3"
@@ -47,6 +48,13 @@ def command(
     read from the disk what the later ones find in the page cache.
     """
     chosen: Any = {"engine": engine, "allocator": allocator}
+    how = Options(
+        **chosen,
+        threads=threads,
+        timeout=timeout,
+        max_host_overhead=max_host_overhead,
+        max_device_overhead=max_device_overhead,
+    )
     reports: list[Report] = []
     for number in range(repeat):
         report = Report()
@@ -57,14 +65,10 @@ def command(
                 device=options.devices(device),
                 names=names,
                 dtype=options.dtypes(dtype),
-                max_host_overhead=max_host_overhead,
-                max_device_overhead=max_device_overhead,
-                threads=threads,
-                timeout=timeout,
                 verify=verify,
                 progress=progress,
                 report=report,
-                **chosen,
+                options=how,
             )
         reports.append(report)
     if as_json:

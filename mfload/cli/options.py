@@ -7,13 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from mfload import errors
-from mfload.cli import completing, text
+from mfload.cli import completing
+from mfload.options import size
 
 
 def _size(value: Any) -> int:
     # Typer hands a default through the parser as well.
     try:
-        return value if isinstance(value, int) else text.size(value)
+        return value if isinstance(value, int) else size(value)
     except errors.UsageError as error:
         raise typer.BadParameter(f"{error.found!r} is no size: {error.expected}") from None
 

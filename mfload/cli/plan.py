@@ -7,6 +7,7 @@ from typing import Any
 from mfload import api
 from mfload.cli import options
 from mfload.cli.output import print_json, print_pairs
+from mfload.options import Options
 
 EPILOG = "Example: mfload plan model/ --framework torch --names 'layers\\.0\\.'"
 
@@ -29,18 +30,21 @@ def command(
 
     Prints what would be read, how and into what memory, for this machine as it is now.
     """
-    given: Any = {"engine": engine, "allocator": allocator}
+    chosen: Any = {"engine": engine, "allocator": allocator}
+    how = Options(
+        **chosen,
+        threads=threads,
+        timeout=timeout,
+        max_host_overhead=max_host_overhead,
+        max_device_overhead=max_device_overhead,
+    )
     preview = api.plan(
         path,
         framework=framework,
         device=options.devices(device),
         names=names,
         dtype=options.dtypes(dtype),
-        max_host_overhead=max_host_overhead,
-        max_device_overhead=max_device_overhead,
-        threads=threads,
-        timeout=timeout,
-        **given,
+        options=how,
     )
     if as_json:
         print_json(preview.as_dict())

@@ -11,6 +11,7 @@ from mfload.checking import verifying
 from mfload.cli import exits, options
 from mfload.cli.output import print_json, print_pairs
 from mfload.cli.progress import bar
+from mfload.options import Options
 
 EPILOG = "Example: mfload verify model/ --checksums check"
 
@@ -69,9 +70,8 @@ def command(
             manifest=manifest,
             sha256=sha256,
             overwrite=overwrite,
-            threads=threads,
-            timeout=timeout,
             progress=progress,
+            options=Options(threads=threads, timeout=timeout),
         )
     if as_json:
         print_json(found.as_dict())

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mfload import errors
 from mfload.frameworks.base import Adapter, Placing, Whose
-from mfload.options import OVERHEAD, Options
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.requests import Request
 
 _HOST = None
 
 
-def lands(request: Request, adapter: Adapter, options: Options) -> int | None:
+def lands(request: Request, adapter: Adapter, options: LoadOptions) -> int | None:
     """The number of the adapter's device in whose memory a need lands, None for the host's."""
     if options.by_host or options.engine == "mmap" or not adapter.devices:
         return _HOST
     return adapter.lands(request)
 
 
-def whose(adapter: Adapter, options: Options) -> Whose:
+def whose(adapter: Adapter, options: LoadOptions) -> Whose:
     """Whose memory needs land in on a device."""
     asked = adapter.allocator if options.allocator == "auto" else options.allocator
     if asked in adapter.landings:
@@ -32,7 +32,7 @@ def whose(adapter: Adapter, options: Options) -> Whose:
     return next(iter(adapter.landings))
 
 
-def lendable(requests: Sequence[Request], adapter: Adapter, options: Options) -> frozenset[int]:
+def lendable(requests: Sequence[Request], adapter: Adapter, options: LoadOptions) -> frozenset[int]:
     """Positions of the needs that land in the framework's own memory."""
     placing = _placing(adapter)
     if options.allocator != "framework" and not adapter.devices and placing is None:
@@ -55,12 +55,12 @@ def _placing(adapter: Adapter) -> Placing | None:
     return adapter if isinstance(adapter, Placing) else None
 
 
-def copied(requests: Sequence[Request], adapter: Adapter, options: Options) -> list[Request]:
+def copied(requests: Sequence[Request], adapter: Adapter, options: LoadOptions) -> list[Request]:
     """The needs that the framework copies out of mfload's memory."""
     return [requests[n] for n in sorted(passing(requests, adapter, options))]
 
 
-def passing(requests: Sequence[Request], adapter: Adapter, options: Options) -> frozenset[int]:
+def passing(requests: Sequence[Request], adapter: Adapter, options: LoadOptions) -> frozenset[int]:
     """Their positions."""
     plain = adapter.on_host and all(form.how != "copy" for form in adapter.forms.values())
     placing = _placing(adapter)
@@ -78,7 +78,7 @@ def passing(requests: Sequence[Request], adapter: Adapter, options: Options) -> 
     return frozenset(n for n, request in enumerate(requests) if copies(request))
 
 
-def groups(requests: Sequence[Request], adapter: Adapter, options: Options) -> list[list[int]]:
+def groups(requests: Sequence[Request], adapter: Adapter, options: LoadOptions) -> list[list[int]]:
     """Groups of needs; what the framework copies never exceeds an overhead in any.
 
     The parts of a tensor stay together where they fit.
@@ -138,7 +138,7 @@ def _runs(requests: Sequence[Request]) -> Iterator[list[int]]:
 
 
 def waiting_bytes(
-    requests: Sequence[Request], adapter: Adapter, options: Options
+    requests: Sequence[Request], adapter: Adapter, options: LoadOptions
 ) -> dict[int | None, int]:
     """The most bytes of tensors that wait at once to be copied by the framework, by where."""
     waiting = copied(requests, adapter, options)
@@ -150,7 +150,7 @@ def waiting_bytes(
 
 
 def waiting_limits(
-    waiting: Sequence[Request], adapter: Adapter, options: Options
+    waiting: Sequence[Request], adapter: Adapter, options: LoadOptions
 ) -> dict[int | None, int]:
     """Bytes of tensors that may wait at once to be copied by the framework, by where.
 
@@ -165,7 +165,7 @@ def waiting_limits(
     return {place: _limit(place, request, adapter, options) for place, request in largest.items()}
 
 
-def _limit(place: int | None, largest: Request, adapter: Adapter, options: Options) -> int:
+def _limit(place: int | None, largest: Request, adapter: Adapter, options: LoadOptions) -> int:
     name = "max_host_overhead" if place is _HOST else "max_device_overhead"
     limit: int | None = getattr(options, name)
     if limit is None:

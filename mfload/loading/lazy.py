@@ -7,12 +7,11 @@ from types import TracebackType
 from typing import Any
 
 from mfload import errors, frameworks
-from mfload.deadline import Deadline
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
 from mfload.index import Index, TensorInfo
 from mfload.loading.session import Loader
-from mfload.options import Options
+from mfload.options import Options, started
 from mfload.planning.requests import Request, select
 from mfload.sources.local import LocalFile
 
@@ -32,14 +31,12 @@ class LazyCheckpoint:
         adapter: Adapter,
         *,
         device: object,
-        engine: str,
-        threads: int | None,
-        timeout: float | None,
+        options: Options,
     ) -> None:
         self._index = index
         self._sources = sources
         self._adapter = adapter
-        self._arguments = (device, engine, threads, timeout)
+        self._arguments = (device, options)
         self._closed = False
 
     def keys(self) -> list[str]:
@@ -99,8 +96,7 @@ class LazyCheckpoint:
     def _fetch(self, requests: list[Request]) -> list[Any]:
         if self._closed:
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
-        _, engine, threads, timeout = self._arguments
-        options = Options(engine, threads=threads, deadline=Deadline(timeout))
+        options = started(self._arguments[1])
         return Loader(self._index, self._sources, self._adapter, options).load(requests)
 
     def __len__(self) -> int:
@@ -144,20 +140,18 @@ class LazyCheckpoint:
 def _reopen(
     files: tuple[str, ...],
     framework: str,
-    arguments: tuple[Any, str, int | None, float | None],
+    arguments: tuple[Any, Options],
     identities: tuple[Any, ...],
     closed: bool,
 ) -> LazyCheckpoint:
-    device, engine, threads, timeout = arguments
-    index, sources = Deadline(timeout).bound(
+    device, options = arguments
+    index, sources = started(options).deadline.bound(
         lambda: checkpoint.read(list(files)), "reading headers"
     )
     for source, identity in zip(sources, identities, strict=True):
         source.compare(identity)
     adapter = frameworks.get(framework, device)
-    opened = LazyCheckpoint(
-        index, sources, adapter, device=device, engine=engine, threads=threads, timeout=timeout
-    )
+    opened = LazyCheckpoint(index, sources, adapter, device=device, options=options)
     if closed:
         opened.close()
     return opened

@@ -13,7 +13,7 @@ from mfload.frameworks.base import Adapter
 from mfload.io import buffers
 from mfload.io.route import Leg
 from mfload.loading import batches
-from mfload.options import OVERHEAD, Options
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Costs
 from mfload.planning.planner import Plan
 from mfload.planning.requests import Request
@@ -56,7 +56,7 @@ class Overheads:
         self,
         requests: Sequence[Request],
         adapter: Adapter,
-        options: Options,
+        options: LoadOptions,
         legs: Sequence[Leg],
         threads: int,
     ) -> None:
@@ -187,7 +187,7 @@ class Overheads:
         return waiting + sum(b.wanted for b in made.blocks if b.staged or self._direct)
 
 
-def devices(requests: Sequence[Request], adapter: Adapter, options: Options) -> list[Device]:
+def devices(requests: Sequence[Request], adapter: Adapter, options: LoadOptions) -> list[Device]:
     """The devices that something lands on."""
     found = (
         {batches.lands(request, adapter, options) for request in requests}

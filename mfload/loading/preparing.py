@@ -12,7 +12,7 @@ from mfload.index import Index
 from mfload.io import probes, route as routing
 from mfload.loading import batches, overheads
 from mfload.loading.overheads import Overheads
-from mfload.options import Options
+from mfload.options import LoadOptions
 from mfload.planning import planner
 from mfload.planning.planner import Plan
 from mfload.planning.preview import Preview
@@ -60,7 +60,7 @@ class Preparation:
         index: Index,
         sources: Sequence[LocalFile],
         adapter: Adapter,
-        options: Options,
+        options: LoadOptions,
         *,
         observed: bool = False,
     ) -> None:
@@ -230,6 +230,6 @@ def _threads(legs: Sequence[routing.Leg], devices: int) -> int:
     return wanted
 
 
-def threads_at_most(options: Options) -> int:
+def threads_at_most(options: LoadOptions) -> int:
     """Readers at once onto the host, at most, whatever files there are."""
     return options.threads or max(min(probes.cores(), _MOST_THREADS), _DIRECT_THREADS)

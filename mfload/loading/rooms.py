@@ -10,7 +10,7 @@ from mfload.frameworks.base import Adapter
 from mfload.io import probes
 from mfload.loading import batches
 from mfload.loading.preparing import Preparation
-from mfload.options import Options
+from mfload.options import LoadOptions
 from mfload.planning.planner import Plan
 from mfload.planning.requests import Request
 from mfload.report import human
@@ -18,7 +18,7 @@ from mfload.report import human
 _WORTH_ASKING = 64 << 20
 
 
-def check(requests: Sequence[Request], adapter: Adapter, options: Options) -> None:
+def check(requests: Sequence[Request], adapter: Adapter, options: LoadOptions) -> None:
     """Refuses a load whose result alone does not fit.
 
     Args:

@@ -19,7 +19,7 @@ from mfload.index import Index
 from mfload.io import buffers
 from mfload.loading import allocate, batches, execute, preparing, rooms, spreading
 from mfload.loading.preparing import Preparation
-from mfload.options import Options
+from mfload.options import LoadOptions
 from mfload.planning.blocks import Observer
 from mfload.planning.planner import Plan
 from mfload.planning.preview import Preview
@@ -57,7 +57,7 @@ class Loader:
     """
 
     def __init__(
-        self, index: Index, sources: Sequence[LocalFile], adapter: Adapter, options: Options
+        self, index: Index, sources: Sequence[LocalFile], adapter: Adapter, options: LoadOptions
     ) -> None:
         self._index = index
         self._sources = sources
@@ -65,7 +65,7 @@ class Loader:
         self._settings = options
 
     @property
-    def options(self) -> Options:
+    def options(self) -> LoadOptions:
         """How it loads."""
         return self._settings
 
@@ -86,7 +86,7 @@ class Loader:
         return self._prepare(units, options).preview()
 
     def _prepare(
-        self, requests: Sequence[Request], options: Options, *, observed: bool = False
+        self, requests: Sequence[Request], options: LoadOptions, *, observed: bool = False
     ) -> Preparation:
         preparing.check(requests, self._index)
         return Preparation(

@@ -11,12 +11,12 @@ from typing import Any
 
 from mfload.frameworks.base import Adapter
 from mfload.loading import batches
-from mfload.options import Options
+from mfload.options import LoadOptions
 from mfload.planning.requests import Request
 
 
 def spread(
-    requests: Sequence[Request], adapter: Adapter, options: Options
+    requests: Sequence[Request], adapter: Adapter, options: LoadOptions
 ) -> tuple[Sequence[Request], Sequence[int]]:
     """The units of needs.
 
@@ -40,7 +40,7 @@ def spread(
     return units, owners
 
 
-def _units(request: Request, adapter: Adapter, options: Options) -> list[Request]:
+def _units(request: Request, adapter: Adapter, options: LoadOptions) -> list[Request]:
     if len(request.devices) < 2:
         return [request]
     alone = [request._replace(devices=(number,)) for number in request.devices]

@@ -12,7 +12,7 @@ from mfload.index import Index
 from mfload.loading.session import Loader
 from mfload.mesh import fetching
 from mfload.mesh.shares import Wanted, requests
-from mfload.options import Options
+from mfload.options import LoadOptions
 from mfload.planning import planner
 from mfload.planning.requests import Request
 from mfload.sources.local import LocalFile
@@ -48,7 +48,7 @@ class Chosen:
     index: Index
     sources: Sequence[LocalFile]
     requests: Sequence[Request]
-    options: Options
+    options: LoadOptions
 
 
 class Job:

@@ -15,7 +15,7 @@ from mfload.cuda import live
 from mfload.index import Index
 from mfload.loading.session import Loader
 from mfload.mesh.shares import Wanted
-from mfload.options import OVERHEAD, Options
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning import planner
 from mfload.planning.requests import Request
 from mfload.report import Report
@@ -51,7 +51,11 @@ class Filling:
     """
 
     def __init__(
-        self, index: Index, sources: Sequence[LocalFile], goals: Sequence[Goal], options: Options
+        self,
+        index: Index,
+        sources: Sequence[LocalFile],
+        goals: Sequence[Goal],
+        options: LoadOptions,
     ) -> None:
         shardings = frameworks.module("jax", "sharding")
         self._jax = frameworks.module("jax", "mesh")

@@ -13,13 +13,12 @@ from mfload.deadline import Deadline
 from mfload.formats import checkpoint
 from mfload.gc_paused import collector_paused
 from mfload.index import Index
-from mfload.io.route import EngineName
 from mfload.loading.session import Loader, let_go
-from mfload.mesh import fetching, load as sharded
+from mfload.mesh import fetching
 from mfload.mesh.barrier import meeting, seen
 from mfload.mesh.fingerprints import fingerprint
 from mfload.mesh.group import Party
-from mfload.options import Exchange, Landing, Options, Unmatched
+from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, check_choice, started
 from mfload.planning.requests import Request
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
@@ -42,15 +41,9 @@ def load_into(
     logical_axis_rules: Any = None,
     dtype: Any = "target",
     strict: bool = True,
-    allocator: Landing = "auto",
-    exchange: Exchange = "auto",
-    engine: EngineName = "auto",
-    max_host_overhead: int | None = None,
-    max_device_overhead: int | None = None,
-    threads: int | None = None,
-    timeout: float | None = None,
     progress: Progress = False,
     report: Report | None = None,
+    options: Options | None = None,
 ) -> Any:
     r"""Loads a checkpoint into a tree of JAX: its names, shapes, dtypes and shardings.
 
@@ -83,16 +76,9 @@ def load_into(
             that none matches get what they hold.
         strict: Whether every leaf must be filled and every stored tensor used. Where False, what
             fits is loaded and the other leaves stay as they are; something must fit.
-        landing: "framework" for arrays that JAX can donate, as for `mfload.load`; what a rule
-            transforms is such in any case.
-        exchange: As for `mfload.load`.
-        engine: As for `mfload.load`.
-        max_host_overhead: Bytes of host memory beside the result; 256 MiB where None.
-        max_device_overhead: As for `mfload.load`.
-        threads: As for `mfload.load`.
-        timeout: As for `mfload.load`.
         progress: As for `mfload.load`.
         report: As for `mfload.load`.
+        options: As for `mfload.load`; what a rule transforms lies in JAX's memory in any case.
 
     Returns:
         A tree of the target's type, with arrays in place. Which leaves stayed as they were is
@@ -111,7 +97,7 @@ def load_into(
     placing = frameworks.module("jax", "placing")
     tree: Any = None
     taking_part: tuple[int, ...] = ()
-    deadline, wrong = Deadline(None), None
+    how, wrong = LoadOptions(), None
     try:
         tree = trees.mould(target)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
@@ -119,18 +105,15 @@ def load_into(
     try:
         taking_part = placing.processes(mesh, shardings, tree.leaves if tree else None)
         cleared(report)
-        deadline = Deadline(timeout)
+        how = started(options)
     except Exception as error:  # noqa: BLE001 - as above
         wrong = wrong or error
     done = Report(processes=len(taking_part))
     try:
-        with meeting(taking_part, deadline, wrong) as party:
-            _check_choices(strict, unmatched, exchange)
-            options = Options(
-                engine, allocator, max_host_overhead, max_device_overhead, threads, deadline
-            )
-            asked = _Asked(mapping, strict, dtype, exchange, where)
-            values = _fill(tree.leaves, path, asked, options, party, progress, done)
+        with meeting(taking_part, how.deadline, wrong) as party:
+            _check_choices(strict, unmatched)
+            asked = _Asked(mapping, strict, dtype, how.exchange, where)
+            values = _fill(tree.leaves, path, asked, how, party, progress, done)
     except BaseException as error:
         let_go(error)
         raise
@@ -163,7 +146,7 @@ def _fill(
     leaves: Sequence[Any],
     path: Path,
     asked: _Asked,
-    options: Options,
+    options: LoadOptions,
     party: Party,
     progress: Progress,
     report: Report,
@@ -191,8 +174,8 @@ def _fill(
     return values
 
 
-def _check_choices(strict: object, unmatched: object, exchange: object) -> None:
-    sharded.check_choices(unmatched, exchange)
+def _check_choices(strict: object, unmatched: object) -> None:
+    check_choice("unmatched", unmatched, UNMATCHED)
     if not isinstance(strict, bool):
         raise errors.UsageError("strict", expected="True or False", found=repr(strict))
 

@@ -9,7 +9,7 @@ from mfload import errors
 from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.loading import preparing
-from mfload.options import Options
+from mfload.options import LoadOptions
 from mfload.planning.requests import Request
 from mfload.sources.local import LocalFile
 from mfload.trees import slabs
@@ -26,7 +26,7 @@ def readers(
     index: Index,
     sources: Sequence[LocalFile],
     adapter: Adapter,
-    options: Options,
+    options: LoadOptions,
 ) -> int:
     """The least overhead that leaves the readers of what waits their slots.
 

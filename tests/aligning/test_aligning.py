@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import safetensors
 import samples
+from calls import as_options
 from hypothesis import given, strategies as st
 
 import mfload
@@ -99,7 +100,7 @@ def _names(directory: Path) -> set[str]:
 @pytest.mark.parametrize("align", [64, 4096])
 def test_one_file(threads: int, align: int, source: Path, target: Path) -> None:
     before = source.read_bytes()
-    done = mfload.align(source, target, align=align, threads=threads)
+    done = mfload.align(source, target, align=align, options=mfload.Options(threads=threads))
     path = target / "model.safetensors"
     assert done.files == (os.fspath(path),)
     assert (done.tensors, done.bytes) == (len(MODEL), path.stat().st_size)
@@ -250,7 +251,7 @@ def test_a_manifest_goes_along(source: Path, target: Path) -> None:
 def test_shards_with_a_manifest(shards: Path) -> None:
     mfload.verify(shards, checksums="write")
     for options in ({}, {"max_shard_size": "300kB"}, {"max_shard_size": "1GB"}):
-        mfload.align(shards, overwrite=True, **options)  # type: ignore[arg-type]
+        mfload.align(shards, overwrite=True, **as_options(options))  # type: ignore[arg-type]
         found = mfload.verify(shards, checksums="check")
         assert found.ok, str(found)
         assert "other files" not in str(found)
@@ -263,7 +264,7 @@ def test_a_source_that_is_damaged_is_not_copied(source: Path, target: Path) -> N
     source.write_bytes(raw)
     for options in ({"target": target}, {"overwrite": True}):
         with pytest.raises(errors.ChecksumError) as info:
-            mfload.align(source, **options)  # type: ignore[arg-type]
+            mfload.align(source, **as_options(options))  # type: ignore[arg-type]
         assert info.value.tensor in MODEL
         assert source.read_bytes() == raw
         assert _names(target) == set()
@@ -287,7 +288,7 @@ def test_what_the_disk_gives_back_is_compared(
     monkeypatch.setattr(Draft, "write", flip)
     for options in ({"target": target}, {"overwrite": True}):
         with pytest.raises(errors.WriteError, match="other bytes") as info:
-            mfload.align(source, **options)  # type: ignore[arg-type]
+            mfload.align(source, **as_options(options))  # type: ignore[arg-type]
         assert info.value.tensor in MODEL
         assert _names(target) == set()
         assert source.read_bytes() == before
@@ -348,7 +349,7 @@ def test_failures_leave_what_was_there(
     else:
         monkeypatch.setattr(aligning.Target, "publish", lambda *_: 1 / 0)
     with pytest.raises((errors.ReadError, ZeroDivisionError)):
-        mfload.align(source, overwrite=True, threads=3)
+        mfload.align(source, overwrite=True, options=mfload.Options(threads=3))
     assert source.read_bytes() == before
     assert _names(source.parent) == names
     assert not [t for t in threading.enumerate() if t.name == "mfload-reader"]
@@ -384,7 +385,7 @@ def test_the_time_runs_out(source: Path, target: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(errors.LoadTimeoutError):
-        mfload.align(source, target, timeout=0.3)
+        mfload.align(source, target, options=mfload.Options(timeout=0.3))
     assert _names(target) == set()
     hung.set()
     for thread in threading.enumerate():
@@ -396,7 +397,7 @@ def test_memory_is_bounded(tmp_path: Path, target: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(rewriting, "BLOCK", 1 << 20)
     source = samples.save(tmp_path / "a.safetensors", {"w": np.zeros(24 << 20, np.uint8)})
     buffers.peak_bytes(reset=True)
-    mfload.align(source, target, threads=2)
+    mfload.align(source, target, options=mfload.Options(threads=2))
     # A slot a reader, and one a write that has to be moved to suit the disk.
     assert buffers.peak_bytes() <= 2 * ((1 << 20) + 8192 + (4 << 20) + 4096) + 2 * (4 << 20)
 
@@ -407,7 +408,7 @@ def test_arguments_that_make_no_sense(source: Path, target: Path) -> None:
     ]  # fmt: skip
     for options in bad:
         with pytest.raises(errors.UsageError):
-            mfload.align(source, target, **options)
+            mfload.align(source, target, **as_options(options))
     with pytest.raises(errors.SourceNotFoundError):
         mfload.align(target / "none.safetensors", target)
     with pytest.raises(errors.TargetError):

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import samples
+from calls import as_options
 
 import mfload
 from mfload import dtypes, errors, frameworks
@@ -86,7 +87,9 @@ def test_a_flipped_bit_is_found(way: str, made: tuple[bytes, Manifest], tmp_path
     path = tmp_path / "m.safetensors"
     path.write_bytes(raw)
     report = mfload.Report()
-    loaded = mfload.load(path, framework="numpy", verify=known, report=report, **WAYS[way])
+    loaded = mfload.load(
+        path, framework="numpy", verify=known, report=report, **as_options(WAYS[way])
+    )
     assert len(loaded) == len(MODEL)
     assert report.notes[-1] == f"{len(MODEL)} tensors verified against the manifest"
     if "dtype" not in WAYS[way]:
@@ -98,7 +101,9 @@ def test_a_flipped_bit_is_found(way: str, made: tuple[bytes, Manifest], tmp_path
         damaged[at] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(errors.ChecksumError) as info:
-            mfload.load(path, framework="numpy", verify=known, report=report, **WAYS[way])
+            mfload.load(
+                path, framework="numpy", verify=known, report=report, **as_options(WAYS[way])
+            )
         # Held by the error or not: no memory is, nor figures of a load that was none.
         assert mfload.live_bytes() == 0, (name, at)
         assert info.value.tensor == name, at
@@ -176,14 +181,14 @@ def test_all_waves_are_looked_at(
     path.write_bytes(raw)
     monkeypatch.setattr(frameworks, "get", lambda *_: _Copying())
     options: dict[str, Any] = {"max_host_overhead": MODEL["wide"].nbytes + 1000, "verify": known}
-    samples.assert_same(mfload.load(path, framework="numpy", **options), MODEL)
+    samples.assert_same(mfload.load(path, framework="numpy", **as_options(options)), MODEL)
     for name, (start, _) in _spans(raw).items():
         if MODEL[name].nbytes:
             damaged = bytearray(raw)
             damaged[start] ^= 1
             path.write_bytes(damaged)
             with pytest.raises(errors.ChecksumError) as info:
-                mfload.load(path, framework="numpy", **options)
+                mfload.load(path, framework="numpy", **as_options(options))
             assert info.value.tensor == name
 
 
@@ -211,7 +216,12 @@ def test_readers_that_overtake_each_other(
 
     monkeypatch.setattr(os, "preadv", slow)
     for options in ({}, {"dtype": "float64"}):
-        mfload.load(path, framework="numpy", engine="pread", threads=8, verify=known, **options)
+        mfload.load(
+            path,
+            framework="numpy",
+            verify=known,
+            **as_options({"engine": "pread", "threads": 8, **options}),
+        )
     assert count > 40
 
 
@@ -248,9 +258,8 @@ def test_nobody_waits_for_a_reader_that_hangs_or_fails(
     start = time.monotonic()
     with pytest.raises(wanted):
         mfload.load(
-            path, framework="numpy", engine="pread", names=["wide"], threads=4, verify=known,
-            **options,
-        )  # fmt: skip
+            path, framework="numpy", names=["wide"], verify=known,
+            **as_options({"engine": "pread", "threads": 4, **options}))  # fmt: skip
     assert time.monotonic() - start < 8
     hung.set()
     for thread in threading.enumerate():
@@ -285,8 +294,8 @@ INTERRUPTED = """
     os.preadv = slow
     start = time.monotonic()
     try:
-        mfload.load(path, framework="numpy", names=["wide"], threads=4, engine="pread",
-                    verify=path + ".json")
+        mfload.load(path, framework="numpy", names=["wide"], verify=path + ".json",
+                    options=mfload.Options(threads=4, engine="pread"))
     except KeyboardInterrupt:
         assert mfload.live_bytes() == 0, mfload.live_bytes()
         assert threading.active_count() == 1, threading.enumerate()

@@ -38,7 +38,7 @@ def test_the_same_stored_otherwise(one: Path, tmp_path: Path) -> None:
         some = {name: MODEL[name] for name in names[n::3]}
         samples.save(directory / f"x{n}.safetensors", some)
     for threads in (1, 5):
-        found = mfload.diff(one, directory, threads=threads)
+        found = mfload.diff(one, directory, options=mfload.Options(threads=threads))
         assert found.same
         assert found.changed == ()
         assert {each.name for each in found.tensors} == set(MODEL)
@@ -55,7 +55,7 @@ def test_values_against_numpy(wanted: Any, threads: int, tmp_path: Path) -> None
     theirs[3:5] = ours[3:5].astype(wanted)
     a = samples.save(tmp_path / "a.safetensors", {"x": np.zeros(3), "w": ours})
     b = samples.save(tmp_path / "b.safetensors", {"w": theirs, "x": np.zeros(3)})
-    (change, same) = mfload.diff(a, b, threads=threads).tensors
+    (change, same) = mfload.diff(a, b, options=mfload.Options(threads=threads)).tensors
     gap = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
     size = np.maximum(np.abs(ours.astype(np.float64)), np.abs(theirs.astype(np.float64)))
     assert change.name == "w"
@@ -182,7 +182,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     b = samples.save(tmp_path / "b.safetensors", {"w": ours.astype(np.float32)})
     monkeypatch.setattr("mfload.checking.pairing.PART", 1 << 20)
     buffers.peak_bytes(reset=True)
-    assert mfload.diff(a, b, threads=2).tensors[0].max_abs == 0
+    assert mfload.diff(a, b, options=mfload.Options(threads=2)).tensors[0].max_abs == 0
     # Two slots a reader: the larger of a part of each, and pages for what is not aligned.
     assert buffers.peak_bytes() <= 2 * ((1 << 20) + (1 << 18) + 4 * 4096)
 
@@ -194,7 +194,7 @@ def test_what_can_t_be_read_is_an_error(one: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.HeaderError):
         mfload.diff(one, tmp_path / "b.safetensors")
     with pytest.raises(errors.UsageError):
-        mfload.diff(one, one, threads=0)
+        mfload.diff(one, one, options=mfload.Options(threads=0))
 
 
 def test_a_file_that_fails_is_named(one: Path, tmp_path: Path,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+from calls import as_options
 from hypothesis import given, settings, strategies as st
 
 import mfload
@@ -71,7 +72,7 @@ def test_headers_alone_read_no_data(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_a_manifest_written_and_checked(threads: int, shards: Path) -> None:
-    written = mfload.verify(shards, checksums="write", threads=threads)
+    written = mfload.verify(shards, checksums="write", options=mfload.Options(threads=threads))
     assert written.ok
     assert written.checked == ("headers", "index", "checksums")
     at = shards / "model.checksums.json"
@@ -84,7 +85,7 @@ def test_a_manifest_written_and_checked(threads: int, shards: Path) -> None:
         assert entry.size == file.stat().st_size
         assert entry.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     assert written.read_bytes == sum(file.stat().st_size for file in files)
-    checked = mfload.verify(shards, checksums="check", threads=threads)
+    checked = mfload.verify(shards, checksums="check", options=mfload.Options(threads=threads))
     assert checked.ok
     assert checked.checked == ("headers", "index", "checksums", "sha256")
     assert checked.read_bytes == written.read_bytes
@@ -123,7 +124,7 @@ def test_any_flipped_bit_is_found(
     size = path.stat().st_size
     _flip(path, data.draw(st.integers(0, size - 1)), 1 << data.draw(st.integers(0, 7)))
     threads = data.draw(st.sampled_from([None, 1, 5]))
-    found = mfload.verify(path, checksums="check", threads=threads)
+    found = mfload.verify(path, checksums="check", options=mfload.Options(threads=threads))
     assert not found.ok
     assert not found
 
@@ -205,7 +206,7 @@ def test_a_file_that_can_t_be_read_is_a_finding(
     _flip(shards / "model-00003-of-00003.safetensors", -1)
     monkeypatch.setattr(os, "preadv", preadv)
     for options in ({"threads": 1}, {"threads": 4}):
-        found = mfload.verify(shards, checksums="check", **options)
+        found = mfload.verify(shards, checksums="check", **as_options(options))
         files = [each.file for each in found.problems]
         assert os.fspath(bad) in files
         assert "Input/output error" in str(found.problems)
@@ -222,7 +223,9 @@ def test_files_that_change_meanwhile_are_findings(shards: Path) -> None:
             os.utime(file, (1, 1))
 
     # Each is opened before the first word of progress.
-    found = mfload.verify(shards, checksums="write", threads=3, progress=change)
+    found = mfload.verify(
+        shards, checksums="write", progress=change, options=mfload.Options(threads=3)
+    )
     assert {each.file for each in found.problems} == {os.fspath(file) for file in files[:2]}
     assert found.manifest is None
 
@@ -266,7 +269,7 @@ def test_a_snapshot_of_the_hubs_cache(tmp_path: Path) -> None:
     assert (snapshot / "model.checksums.json").exists()
     _flip(blob, -1)
     for options in ({"sha256": "auto"}, {"checksums": "write", "overwrite": True}):
-        found = mfload.verify(snapshot, **options)  # type: ignore[arg-type]
+        found = mfload.verify(snapshot, **as_options(options))  # type: ignore[arg-type]
         assert not found.ok
         assert "the name of its blob" in str(found.problems[0])
     # Who asks for what nobody published is told so.
@@ -277,7 +280,7 @@ def test_a_snapshot_of_the_hubs_cache(tmp_path: Path) -> None:
 def test_against_another_that_is_sharded_otherwise(path: Path, shards: Path) -> None:
     for left, right in ((path, shards), (shards, path)):
         for threads in (1, 4):
-            found = mfload.verify(left, against=right, threads=threads)
+            found = mfload.verify(left, against=right, options=mfload.Options(threads=threads))
             assert found.ok
             assert found.checked[-1] == "against"
             assert found.read_bytes == 2 * sum(array.nbytes for array in MODEL.values())
@@ -356,7 +359,7 @@ def test_arguments_that_make_no_sense(path: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     for options in bad:
         with pytest.raises(errors.UsageError):
-            mfload.verify(path, **options)
+            mfload.verify(path, **as_options(options))
     with pytest.raises(errors.SourceNotFoundError):
         mfload.verify(path, checksums="check")
     with pytest.raises(errors.SourceNotFoundError):
@@ -396,7 +399,7 @@ def test_the_time_runs_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", preadv)
     for options in ({"checksums": "write"}, {"against": path}):
         with pytest.raises(errors.LoadTimeoutError):
-            mfload.verify(path, timeout=0.3, **options)  # type: ignore[arg-type]
+            mfload.verify(path, **as_options({"timeout": 0.3, **options}))  # type: ignore[arg-type]
     hung.set()
     for thread in threading.enumerate():
         if thread.name == "mfload-reader":
@@ -446,7 +449,7 @@ def test_close_names_are_told(path: Path) -> None:
     for options in ({}, {"against": path.with_name("model.safetensor")}):
         source = path if options else path.with_name("model.safetensor")
         with pytest.raises(errors.SourceNotFoundError, match=r"close to it are model\.safetensors"):
-            mfload.verify(source, **options)  # type: ignore[arg-type]
+            mfload.verify(source, **as_options(options))  # type: ignore[arg-type]
 
 
 def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import samples
 from hypothesis import example, given, strategies as st
 
-from mfload import errors
+from mfload import errors, options
 from mfload.cli import app, output, text
 
 NASTY = st.one_of(
@@ -126,7 +126,7 @@ def test_columns() -> None:
      ("1.000000000001TB", 10**12 + 1), (" 3 ", 3), ("7Gi", 7 << 30), ("1PB", 10**15)],
 )  # fmt: skip
 def test_sizes_as_typed(typed: str, nbytes: int) -> None:
-    assert text.size(typed) == nbytes
+    assert options.size(typed) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_sizes_as_typed(typed: str, nbytes: int) -> None:
 )
 def test_what_is_no_size(typed: str) -> None:
     with pytest.raises(errors.UsageError, match="not a size"):
-        text.size(typed)
+        options.size(typed)
 
 
 @given(st.integers(0, 10**18))
 def test_bytes_are_taken_as_they_are(nbytes: int) -> None:
-    assert text.size(str(nbytes)) == nbytes
+    assert options.size(str(nbytes)) == nbytes
 
 
 def test_json_takes_what_reports_hold(capsys: pytest.CaptureFixture[str]) -> None:

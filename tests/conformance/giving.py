@@ -142,7 +142,9 @@ class GivingConformance:
         ]
         path = material.save_reference(folder / "given.safetensors", rows)
         for engine in ("pread", "mmap"):
-            loaded = mfload.load(path, framework=self.framework, engine=engine)
+            loaded = mfload.load(
+                path, framework=self.framework, options=mfload.Options(engine=engine)
+            )
             given = {one.name: read(one) for one in outgoing(loaded)}
             assert list(given) == list(loaded)
             for row in rows:
@@ -236,7 +238,7 @@ class GivingConformance:
     def test_nothing_is_kept(self, folder: Path) -> None:
         rows = material.aligned()
         path = material.save(folder / "kept.safetensors", rows)
-        loaded = mfload.load(path, framework=self.framework, engine="pread")
+        loaded = mfload.load(path, framework=self.framework, options=mfload.Options(engine="pread"))
         given = outgoing(loaded)
         held = [one.fetch() for one in given]
         del loaded, given

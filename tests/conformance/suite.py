@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors
 import samples
+from calls import as_options
 from conformance import material
 from conformance.material import Stored, save
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -122,10 +123,10 @@ class Conformance:
     # Helpers.
 
     def load(self, path: Path, **options: Any) -> dict[str, Any]:
-        return mfload.load(path, framework=self.framework, **options)
+        return mfload.load(path, framework=self.framework, **as_options(options))
 
     def open(self, path: Path, **options: Any) -> Any:
-        return mfload.open(path, framework=self.framework, **options)
+        return mfload.open(path, framework=self.framework, **as_options(options))
 
     def expected(self, row: Stored) -> tuple[str, tuple[int, ...], bytes]:
         """Type, shape and bytes of a tensor of the framework."""

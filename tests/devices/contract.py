@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mfload import errors
 from mfload.cuda import conversions, memory
@@ -21,7 +21,7 @@ from mfload.io import buffers
 from mfload.planning.blocks import Copy
 
 NUMPY = [row.numpy for row in TABLE.values() if row.numpy is not None]
-drawn = options(
+drawn = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25
 )
 

@@ -284,7 +284,9 @@ def test_direct_reads_that_begin_and_end_within_pages(
             device = FakeDevice()
             arrays.take(monkeypatch, arrays.Arrays(device))
             report = mfload.Report()
-            found = mfload.load(path, framework="numpy", engine="direct", report=report)
+            found = mfload.load(
+                path, framework="numpy", report=report, options=mfload.Options(engine="direct")
+            )
             assert samples.same(found["w"], whole)
             assert ("O_DIRECT" in report.route[0][2].split(":")[0]) == (unit <= 4096)
             assert not report.notes

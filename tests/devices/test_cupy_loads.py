@@ -61,7 +61,7 @@ def test_bit_for_bit(path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, thr
     machine = Machine(mode=mode)
     land(monkeypatch, machine)
     before = Counter(machine.calls)
-    found = mfload.load(path, framework="numpy", threads=threads)
+    found = mfload.load(path, framework="numpy", options=mfload.Options(threads=threads))
     samples.assert_same(found, MODEL)
     calls = machine.calls - before
     assert calls["eventCreateWithFlags"] <= threads * slots.DEPTH < calls["eventRecord"]
@@ -84,7 +84,7 @@ def test_a_call_fails(path: Path, monkeypatch: pytest.MonkeyPatch, call: str, be
     monkeypatch.setattr(machine, "status", status)
     failed = None
     try:
-        mfload.load(path, framework="numpy", dtype="float16", threads=2)
+        mfload.load(path, framework="numpy", dtype="float16", options=mfload.Options(threads=2))
     except errors.DeviceError as error:
         failed = error.with_traceback(None)
     if failed is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import samples
+from calls import as_options
 from devices import arrays
 from devices.fake import FakeDevice
 from devices.queues import MODES
@@ -39,7 +40,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def _load(path: Path, **how: Any) -> dict[str, Any]:
-    return mfload.load(path, framework="numpy", **{"dtype": "float16", "threads": 2, **how})
+    return mfload.load(
+        path, framework="numpy", **as_options({"dtype": "float16", "threads": 2, **how})
+    )
 
 
 def _settled(device: FakeDevice) -> None:

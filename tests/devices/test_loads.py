@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import samples
+from calls import as_options
 from devices import arrays
 from devices.fake import FakeDevice
 from devices.queues import MODES
@@ -42,7 +43,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _load(path: Path, **how: Any) -> dict[str, Any]:
-    return mfload.load(path, framework="numpy", **how)
+    return mfload.load(path, framework="numpy", **as_options(how))
 
 
 def _settled(device: FakeDevice) -> None:
@@ -233,7 +234,7 @@ def test_overheads_are_held_and_stated(
     arrays.take(monkeypatch, arrays.Arrays(device))
     limits = {"max_host_overhead": 3 << 20, "max_device_overhead": 1 << 20}
     report = mfload.Report()
-    stated = mfload.plan(path, dtype=dtype, threads=2, **limits)
+    stated = mfload.plan(path, dtype=dtype, **as_options({"threads": 2, **limits}))
     found = _load(path, dtype=dtype, threads=2, report=report, **limits)
     assert stated.overhead_bytes <= limits["max_host_overhead"]
     assert report.peak_bytes <= stated.overhead_bytes

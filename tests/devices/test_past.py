@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import samples
+from calls import as_options
 from devices import arrays
 from devices.fake import FakeDevice
 from devices.queues import MODES
@@ -63,7 +64,7 @@ def path(tmp_path: Path) -> Path:
 def _load(path: Path, device: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Any:
     arrays.take(monkeypatch, arrays.Arrays(device))
     report = mfload.Report()
-    found = mfload.load(path, framework="numpy", report=report, threads=2, **how)
+    found = mfload.load(path, framework="numpy", report=report, **as_options({"threads": 2, **how}))
     return found, report
 
 
@@ -201,7 +202,9 @@ class TestRoute:
     ) -> None:
         self._cached(monkeypatch, 1.0)
         report = mfload.Report()
-        found = mfload.load(path, framework="numpy", engine=engine, report=report)
+        found = mfload.load(
+            path, framework="numpy", report=report, options=mfload.Options(engine=engine)
+        )
         samples.assert_same(found, MODEL)
         assert report.route[0][1] == "pread"
         assert report.route[0][2].startswith(f"{engine} asked for, and nothing lands on a device")
@@ -213,7 +216,9 @@ def test_the_overhead_holds_the_slots(
     monkeypatch.setattr(slots, "SLOT", 8 << 20)
     device = FakeDevice((2, 0), "cuda:0")
     arrays.take(monkeypatch, arrays.Arrays(device))
-    stated = mfload.plan(path, engine="gds", threads=2, max_device_overhead=1 << 20)
+    stated = mfload.plan(
+        path, options=mfload.Options(engine="gds", threads=2, max_device_overhead=1 << 20)
+    )
     found, report = _load(path, device, monkeypatch, engine="gds", max_device_overhead=1 << 20)
     samples.assert_same(found, MODEL)
     assert 0 < stated.device_overhead_bytes <= 1 << 20
@@ -329,7 +334,9 @@ def test_a_source_that_failed_is_not_tried_again(
     device = FakeDevice((2, 0), "cuda:0")
     arrays.take(monkeypatch, arrays.Arrays(device))
     report = mfload.Report()
-    found = mfload.load(path, framework="numpy", engine="gds", threads=1, report=report)
+    found = mfload.load(
+        path, framework="numpy", report=report, options=mfload.Options(engine="gds", threads=1)
+    )
     samples.assert_same(found, {name: MODEL[name] for name in found})
     assert len(tried) == 3
     assert len([note for note in report.notes if "fell back" in note]) == 3

@@ -106,7 +106,10 @@ class TestDevices:
         device = jax.devices("cpu")[number]
         for given in (f"cpu:{number}", device):
             loaded = mfload.load(
-                path, framework="jax", device=given, engine=engine, allocator=allocator
+                path,
+                framework="jax",
+                device=given,
+                options=mfload.Options(engine=engine, allocator=allocator),
             )
             assert {x for array in loaded.values() for x in array.devices()} == {device}
             TestJax().assert_loaded(loaded, rows)
@@ -143,7 +146,7 @@ class TestWide:
         numbers = np.array([2**40, -(2**63), 2**63 - 1], np.int64)
         rows = [material.Stored("n", "I64", (3,), numbers.tobytes())]
         path = save(tmp_path / "n.safetensors", rows)
-        array = mfload.load(path, framework="jax", allocator=allocator)["n"]
+        array = mfload.load(path, framework="jax", options=mfload.Options(allocator=allocator))["n"]
         assert array.dtype == np.int64
         assert np.asarray(array).tolist() == numbers.tolist()
         assert int(array[0]) == 2**40
@@ -158,7 +161,9 @@ class TestDonation:
             before = numbers.astype(kind)
             row = material.Stored("w", dtype, (128, 64), before.tobytes())
             path = save(tmp_path / f"{dtype}.safetensors", [row])
-            array = mfload.load(path, framework="jax", allocator="framework")["w"]
+            array = mfload.load(
+                path, framework="jax", options=mfload.Options(allocator="framework")
+            )["w"]
             address = array.unsafe_buffer_pointer()
             new = step(array)
             assert new.unsafe_buffer_pointer() == address
@@ -179,8 +184,8 @@ class TestDonation:
     def test_loads_of_one_shape_share_no_memory(self, tmp_path: Any) -> None:
         rows = [material.stored(f"w{n}", "F32", (64, 64), n) for n in range(4)]
         path = save(tmp_path / "w.safetensors", rows)
-        first = mfload.load(path, framework="jax", allocator="framework")
-        second = mfload.load(path, framework="jax", allocator="framework")
+        first = mfload.load(path, framework="jax", options=mfload.Options(allocator="framework"))
+        second = mfload.load(path, framework="jax", options=mfload.Options(allocator="framework"))
         everything = [*first.values(), *second.values()]
         assert len({array.unsafe_buffer_pointer() for array in everything}) == 8
         TestJax().assert_loaded(first, rows)

@@ -42,13 +42,15 @@ class TestNumpy(WritableConformance):
     @pytest.mark.parametrize("engine", ENGINES)
     def test_only_maps_refuse_writing(self, aligned: Any, engine: str) -> None:
         path, rows = aligned
-        loaded = mfload.load(path, framework="numpy", engine=engine)
+        loaded = mfload.load(path, framework="numpy", options=mfload.Options(engine=engine))
         writable = {name for name, array in loaded.items() if array.flags.writeable}
         assert writable == (set() if engine == "mmap" else {row.name for row in rows})
 
     def test_arrays_are_contiguous_and_aligned_for_their_type(self, zoo: Any) -> None:
         for engine in ENGINES:
-            for array in mfload.load(zoo(13)[0], framework="np", engine=engine).values():
+            for array in mfload.load(
+                zoo(13)[0], framework="np", options=mfload.Options(engine=engine)
+            ).values():
                 assert array.flags.c_contiguous
                 assert array.flags.aligned
 

@@ -67,10 +67,12 @@ class TestPaddle(WritableConformance):
         numbers = np.array([[0x3F80, 0x4000], [1, 65535]], np.uint16)
         row = material.Stored("n", "U16", (2, 2), numbers.tobytes())
         path = save(tmp_path / "n.safetensors", [row], 8)
-        tensor = mfload.load(path, framework="paddle", engine=engine, allocator=allocator)["n"]
+        tensor = mfload.load(
+            path, framework="paddle", options=mfload.Options(engine=engine, allocator=allocator)
+        )["n"]
         assert tensor.dtype == paddle.uint8
         assert mfload.unpack(tensor, "U16", (2, 2)).tolist() == numbers.tolist()
-        with mfload.open(path, framework="paddle", engine=engine) as opened:
+        with mfload.open(path, framework="paddle", options=mfload.Options(engine=engine)) as opened:
             column = opened.get_slice("n")[:, 1]
         assert column.dtype == paddle.uint8
         assert mfload.unpack(column, "uint16", (2,)).tolist() == [0x4000, 65535]
@@ -85,7 +87,7 @@ class TestPaddle(WritableConformance):
         ]
         path = save(tmp_path / "empty.safetensors", rows)
         for order in ("abcd", "dcba", "cabd"):
-            loaded = mfload.load(path, framework="paddle", engine=engine)
+            loaded = mfload.load(path, framework="paddle", options=mfload.Options(engine=engine))
             self.assert_loaded(loaded, rows)
             for name in order:
                 del loaded[name]
@@ -97,7 +99,9 @@ class TestPaddle(WritableConformance):
         path = save(tmp_path / "w.safetensors", [row])
         before = path.read_bytes()
         for engine in ENGINES:
-            weight = mfload.load(path, framework="paddle", engine=engine)["w"]
+            weight = mfload.load(path, framework="paddle", options=mfload.Options(engine=engine))[
+                "w"
+            ]
             weight.stop_gradient = False
             (weight * 3).sum().backward()
             with paddle.no_grad():
@@ -113,7 +117,9 @@ class TestPaddle(WritableConformance):
         ]
         path = save(tmp_path / "w.safetensors", rows, 8)
         for allocator in ("mfload", "framework"):
-            tensor = mfload.load(path, framework="paddle", allocator=allocator)["w"]
+            tensor = mfload.load(
+                path, framework="paddle", options=mfload.Options(allocator=allocator)
+            )["w"]
             product = paddle.matmul(tensor, tensor, transpose_y=True).numpy()
             np.testing.assert_allclose(product, numbers @ numbers.T, 1e-3, 1e-4)
 

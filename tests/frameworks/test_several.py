@@ -170,7 +170,11 @@ class TestLoading:
         for allocator in ("mfload", "framework"):
             report = mfload.Report()
             loaded = mfload.load(
-                path, framework="jax", device=["cpu:1", "cpu:6"], allocator=allocator, report=report
+                path,
+                framework="jax",
+                device=["cpu:1", "cpu:6"],
+                report=report,
+                options=mfload.Options(allocator=allocator),
             )
             for n, number in enumerate((1, 6)):
                 arrays = {name: each[n] for name, each in loaded.items()}
@@ -188,7 +192,7 @@ class TestLoading:
         adapter = several.SeveralAdapter([JaxAdapter(cpu(2), land), JaxAdapter(cpu(2), land)])
         monkeypatch.setattr(frameworks, "get", lambda *_: adapter)
         path, stored = aligned
-        loaded = mfload.load(path, framework="jax", allocator=allocator)
+        loaded = mfload.load(path, framework="jax", options=mfload.Options(allocator=allocator))
         # XLA may write to each of them when it is donated.
         disjoint(
             (LOOK.address(array), len(row.raw)) for row in stored for array in loaded[row.name]

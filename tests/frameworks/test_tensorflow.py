@@ -69,7 +69,7 @@ class TestTensorflow(Conformance):
         ]
         path = save(tmp_path / "w.safetensors", rows, 8)
         for allocator in ("mfload", "framework"):
-            loaded = mfload.load(path, framework="tf", allocator=allocator)
+            loaded = mfload.load(path, framework="tf", options=mfload.Options(allocator=allocator))
             np.testing.assert_allclose(
                 tf.matmul(loaded["w"], loaded["w"], transpose_b=True), numbers @ numbers.T, 1e-3
             )
@@ -102,7 +102,11 @@ class TestTensorflow(Conformance):
             for device in ("cpu:1", "/device:CPU:1"):
                 names = [row.name for row in rows if row.dtype in ("F32", "I32", "BF16", "F4")]
                 loaded = mfload.load(
-                    path, framework="tf", device=device, allocator=allocator, names=names
+                    path,
+                    framework="tf",
+                    device=device,
+                    names=names,
+                    options=mfload.Options(allocator=allocator),
                 )
                 assert {x.device.rsplit("/")[-1] for x in loaded.values()} == {"device:CPU:1"}
                 self.assert_loaded(loaded, [row for row in rows if row.name in names])
@@ -158,7 +162,7 @@ def test_lent_tensors_are_not_shared(tmp_path: Any) -> None:
     rows = [material.stored(f"w{n}", "F32", (3,), n) for n in range(4)]
     rows += [material.stored(f"s{n}", "F32", (), n) for n in range(4)]
     path = save(tmp_path / "w.safetensors", rows)
-    loaded = mfload.load(path, framework="tf", allocator="framework")
+    loaded = mfload.load(path, framework="tf", options=mfload.Options(allocator="framework"))
     TestTensorflow().assert_loaded(loaded, rows)
     assert len({TestTensorflow().address(x) for x in loaded.values()}) == 8
 

@@ -55,7 +55,9 @@ class TestTorch(WritableConformance):
         row = material.Stored("w", "F32", (8, 8), np.ones(64, np.float32).tobytes())
         path = save(tmp_path / "w.safetensors", [row])
         before = path.read_bytes()
-        weight = mfload.load(path, framework="pt", engine=engine)["w"].requires_grad_()
+        weight = mfload.load(path, framework="pt", options=mfload.Options(engine=engine))[
+            "w"
+        ].requires_grad_()
         (weight * 3).sum().backward()
         with torch.no_grad():
             weight -= weight.grad
@@ -65,7 +67,9 @@ class TestTorch(WritableConformance):
     def test_views_of_views(self, aligned: Any) -> None:
         path, rows = aligned
         row = next(row for row in rows if row.dtype == "I32")
-        part = mfload.load(path, framework="torch", engine="pread")["I32"].T[3:, 1:][-1, -1]
+        part = mfload.load(path, framework="torch", options=mfload.Options(engine="pread"))[
+            "I32"
+        ].T[3:, 1:][-1, -1]
         gc.collect()
         assert mfload.live_bytes() > 0
         assert part.item() == int(np.frombuffer(row.raw, np.int32).reshape(row.shape)[-1, -1])

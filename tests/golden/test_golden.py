@@ -46,7 +46,7 @@ def test_numbers(dtype: str, engine: Any) -> None:
     """As worked out from the bytes by the formulas, without NumPy or ml_dtypes."""
     name = f"{dtype.lower()}.safetensors"
     row = EXPECTED[name]["tensors"]["w"]
-    array = mfload.load(HERE / name, framework="numpy", engine=engine)["w"]
+    array = mfload.load(HERE / name, framework="numpy", options=mfload.Options(engine=engine))["w"]
     numbers = mfload.unpack(array, dtype, row["shape"])
     assert numbers.shape == tuple(row["shape"])
     if numbers.dtype.kind in "iu":

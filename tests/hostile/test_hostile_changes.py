@@ -91,7 +91,7 @@ def test_between_header_and_data(
     monkeypatch.setattr(checkpoint, "read", read)
     report = mfload.Report()
     with pytest.raises(errors.SourceError) as caught:
-        mfload.load(path, framework="numpy", engine=engine, report=report)
+        mfload.load(path, framework="numpy", report=report, options=mfload.Options(engine=engine))
     assert caught.value.file == str(path)
     assert report.tensors == 0
 
@@ -111,7 +111,7 @@ def test_after_the_plan_and_before_the_read(
 
     monkeypatch.setattr(allocate, "allocate", slow)
     with pytest.raises(errors.SourceError) as caught:
-        mfload.load(path, framework="numpy", engine=engine)
+        mfload.load(path, framework="numpy", options=mfload.Options(engine=engine))
     assert caught.value.file == str(path)
 
 
@@ -132,7 +132,7 @@ def test_in_the_middle_of_the_read(
 
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(errors.SourceError) as caught:
-        mfload.load(path, framework="numpy", engine="pread")
+        mfload.load(path, framework="numpy", options=mfload.Options(engine="pread"))
     assert calls >= 2
     assert caught.value.file == str(path)
     assert type(caught.value) is errors.SourceChangedError

@@ -149,7 +149,7 @@ def test_a_load_that_the_group_has_no_room_for_is_refused(
     monkeypatch.setattr(probes, "memory_room", lambda: true(root))
     for engine in ("pread", "direct"):
         with pytest.raises(errors.MemoryLimitError, match="control group /job"):
-            mfload.load(large, framework="numpy", engine=engine)  # type: ignore[arg-type]
+            mfload.load(large, framework="numpy", options=mfload.Options(engine=engine))  # type: ignore[arg-type]
     # A part fits, and so does what is not copied.
     assert list(mfload.load(large, framework="numpy", names=["small"])) == ["small"]
-    assert len(mfload.load(large, framework="numpy", engine="mmap")) == 6
+    assert len(mfload.load(large, framework="numpy", options=mfload.Options(engine="mmap"))) == 6

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import samples
 import watch
+from calls import as_options
 
 import mfload
 from mfload import errors
@@ -87,7 +88,9 @@ class EngineSuite:
         monkeypatch.setattr("mfload.loading.overheads.Costs", lambda **_: small)
 
     def load(self, path: Any, **options: Any) -> dict[str, Any]:
-        return mfload.load(path, framework="numpy", engine=self.engine, **options)
+        return mfload.load(
+            path, framework="numpy", **as_options({"engine": self.engine, **options})
+        )
 
     def test_every_byte_arrives(self, path: Path) -> None:
         with watch.nothing_left():
@@ -131,7 +134,10 @@ class EngineSuite:
         samples.assert_same(loaded, expected)
 
     def test_slices(self, path: Path) -> None:
-        with watch.nothing_left(), mfload.open(path, engine=self.engine) as opened:
+        with (
+            watch.nothing_left(),
+            mfload.open(path, options=mfload.Options(engine=self.engine)) as opened,
+        ):
             for name, index in (
                 ("embed", (slice(3, 600, 7), slice(None, 100, 3))),
                 ("embed", (slice(None), 128)),
@@ -159,7 +165,7 @@ class EngineSuite:
     def test_a_file_that_changed_after_its_header_is_refused(
         self, path: Path, change: Callable[[Path], None]
     ) -> None:
-        opened = mfload.open(path, engine=self.engine)
+        opened = mfload.open(path, options=mfload.Options(engine=self.engine))
         change(path)
         with watch.nothing_left():
             self._assert_refused(lambda: opened.get_tensors(), path)
@@ -258,9 +264,9 @@ class EngineSuite:
             with pytest.raises(errors.LoadTimeoutError, match="header"):
                 self.load(path, timeout=0.1)
             with pytest.raises(errors.LoadTimeoutError, match="header"):
-                mfload.open(path, timeout=0.1)
+                mfload.open(path, options=mfload.Options(timeout=0.1))
             with pytest.raises(errors.LoadTimeoutError, match="header"):
-                mfload.plan(path, timeout=0.1)
+                mfload.plan(path, options=mfload.Options(timeout=0.1))
         finally:
             release.set()
         assert watch.wait_for(lambda: not watch.readers())
@@ -268,7 +274,7 @@ class EngineSuite:
     def test_an_open_that_hangs_after_the_header_ends_in_time(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        opened = mfload.open(path, engine=self.engine, timeout=0.1)
+        opened = mfload.open(path, options=mfload.Options(engine=self.engine, timeout=0.1))
         release = threading.Event()
         real = os.open
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import samples
 import watch
+from calls import as_options
 
 import mfload
 from mfload import errors
@@ -26,7 +27,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def _load(path: Path, report: mfload.Report | None = None, **options: Any) -> dict[str, Any]:
-    return mfload.load(path, framework="numpy", engine="direct", report=report, **options)
+    return mfload.load(
+        path, framework="numpy", report=report, **as_options({"engine": "direct", **options})
+    )
 
 
 def test_reads_go_past_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

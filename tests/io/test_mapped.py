@@ -35,7 +35,7 @@ def test_writing_reaches_no_file(path: Path) -> None:
 
 
 def test_numpy_arrays_over_a_map_are_read_only(path: Path) -> None:
-    array = mfload.load(path, framework="numpy", engine="mmap")["a"]
+    array = mfload.load(path, framework="numpy", options=mfload.Options(engine="mmap"))["a"]
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
     assert mfload.live_bytes() == 0
@@ -85,7 +85,7 @@ def test_kernels_that_bring_nothing_in_do_so_on_touch(
         monkeypatch.setattr(advise, "_libc", lambda: None)
     else:
         monkeypatch.setattr(advise, "madvise", old)
-    loaded = mfload.load(path, framework="numpy", engine="mmap")
+    loaded = mfload.load(path, framework="numpy", options=mfload.Options(engine="mmap"))
     assert samples.same(loaded["a"], samples.numbers((5000,), np.float32))
 
 

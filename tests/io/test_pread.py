@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import samples
 import watch
+from calls import as_options
 
 import mfload
 from mfload import errors
@@ -28,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def _load(path: Path, **options: Any) -> dict[str, Any]:
-    return mfload.load(path, framework="numpy", engine="pread", **options)
+    return mfload.load(path, framework="numpy", **as_options({"engine": "pread", **options}))
 
 
 @pytest.mark.parametrize("most", [7, 4096, 100_000])
@@ -88,10 +89,12 @@ def test_systems_that_lack_a_call_load_all_the_same(
     path: Path, monkeypatch: pytest.MonkeyPatch, name: str, engine: Any
 ) -> None:
     monkeypatch.delattr(os, name)
-    loaded = mfload.load(path, framework="numpy", engine=engine, dtype={"layer.1": "int32"})
+    loaded = mfload.load(
+        path, framework="numpy", dtype={"layer.1": "int32"}, options=mfload.Options(engine=engine)
+    )
     expected = {**MODEL, "layer.1.q": MODEL["layer.1.q"].astype(np.int32)}
     samples.assert_same(loaded, expected)
-    with mfload.open(path, engine=engine) as opened:
+    with mfload.open(path, options=mfload.Options(engine=engine)) as opened:
         assert samples.same(opened.get_slice("wide")[:, 5:900:7], MODEL["wide"][:, 5:900:7])
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors.numpy
+from calls import as_options
 from jax.sharding import Mesh, PartitionSpec as P
 
 import mfload
@@ -80,9 +81,8 @@ def load(directory: Path, mesh: Mesh, spec: str, exchange: str, **options: Any) 
         mapping=MAP,
         mesh=mesh,
         shardings=sharding_of(SPECS[spec]),
-        exchange=exchange,
         report=report,
-        **options,
+        **as_options({"exchange": exchange, **options}),
     )
     for array, numbers in zip(jax.tree.leaves(made), jax.tree.leaves(whole), strict=True):
         assert array.shape == numbers.shape
@@ -107,7 +107,10 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
         if rank == 0:
             return {}
         made = mfload.load_into(
-            {"table": leaf}, directory / "model.safetensors", strict=False, timeout=20
+            {"table": leaf},
+            directory / "model.safetensors",
+            strict=False,
+            options=mfload.Options(timeout=20),
         )
         assert made["table"].is_fully_addressable
         return {}
@@ -120,12 +123,14 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
             mapping=rules,
             mesh=mesh,
             strict=rank == 1,
-            timeout=20,
+            options=mfload.Options(timeout=20),
         )
         return {}
     if case == "target":
         target = {"a.b": 1, "a": {"b": 2}} if rank else {"table": jax.ShapeDtypeStruct((8,), "f4")}
-        mfload.load_into(target, directory / "model.safetensors", mesh=mesh, timeout=20)
+        mfload.load_into(
+            target, directory / "model.safetensors", mesh=mesh, options=mfload.Options(timeout=20)
+        )
         return {}
     spec, exchange, *cap = case.split(":")
     options = {"max_host_overhead": int(cap[0])} if cap else {}

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors.numpy
+from calls import as_options
 from jax.sharding import Mesh, PartitionSpec as P
 
 import mfload
@@ -66,7 +67,11 @@ class World:
         """Loads with one spec for all tensors of two dims."""
         shardings = [("^t", spec)] if spec != P() else [("^t", P())]
         return mfload.load(
-            path or self.model, framework="jax", mesh=self.mesh, shardings=shardings, **options
+            path or self.model,
+            framework="jax",
+            mesh=self.mesh,
+            shardings=shardings,
+            **as_options(options),
         )
 
     def own(self) -> Path:
@@ -317,7 +322,7 @@ WRONG: dict[str, dict[str, Any]] = {
 def wrong(world: World, what: str) -> None:
     """An argument of process 1 makes no sense."""
     right = {"framework": "jax", "mesh": world.mesh, "shardings": P(), "timeout": 20}
-    mfload.load(world.model, **right | (WRONG[what] if world.rank == 1 else {}))
+    mfload.load(world.model, **as_options(right | (WRONG[what] if world.rank == 1 else {})))
 
 
 def wrong_into(world: World, what: str) -> None:
@@ -325,7 +330,7 @@ def wrong_into(world: World, what: str) -> None:
     given: dict[str, Any] = {"mesh": world.mesh, "strict": False, "timeout": 20}
     if world.rank == 1:
         given |= {"timeout": {"timeout": -1}, "report": {"report": 3}, "mesh": {"mesh": 3}}[what]
-    mfload.load_into(target, world.model, **given)
+    mfload.load_into(target, world.model, **as_options(given))
 
 
 def meshes(world: World) -> list[Mesh]:
@@ -339,7 +344,11 @@ def joint(world: World, *ranks: int) -> Mesh:
 
 def on(world: World, mesh: Any, **options: Any) -> None:
     arrays = mfload.load(
-        world.model, framework="jax", mesh=mesh, shardings=P(), **{"timeout": 20, **options}
+        world.model,
+        framework="jax",
+        mesh=mesh,
+        shardings=P(),
+        **as_options({"timeout": 20, **options}),
     )
     world.check(arrays)
 

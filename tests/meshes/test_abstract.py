@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import samples
 import shards
+from calls import as_options
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import mfload
@@ -48,8 +49,8 @@ def test_it_is_what_is_loaded(path: Path, options: dict[str, Any]) -> None:
     given = dict(options)
     if "mesh" in given:
         given["mesh"] = shards.mesh(given["mesh"])
-    abstract = mfload.abstract(path, **given)
-    loaded = mfload.load(path, framework="jax", **given)
+    abstract = mfload.abstract(path, **as_options(given))
+    loaded = mfload.load(path, framework="jax", **as_options(given))
     assert list(abstract) == list(loaded)
     for name, array in loaded.items():
         struct = abstract[name]

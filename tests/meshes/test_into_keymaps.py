@@ -125,7 +125,7 @@ def test_leaves_of_one_tensor_are_arrays_of_their_own(tmp_path, allocator, shard
         mapping={"w": lines},
         mesh=None if shardings is None else MESH,
         shardings=shardings,
-        allocator=allocator,
+        options=mfload.Options(allocator=allocator),
     )
     double = jax.jit(lambda array: array * 2, donate_argnums=0)
     assert (np.asarray(double(made["embed"])) == stored * 2).all()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import samples
 import shards
+from calls import as_options
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
@@ -42,7 +43,12 @@ def target() -> dict[str, Any]:
 def test_donated_leaves_are_reused(path: Path, target: Any, spec: P) -> None:
     mesh = shards.mesh((2, 4))
     made = mfload.load_into(
-        target, path, mapping=MAP, mesh=mesh, shardings=spec, allocator="framework"
+        target,
+        path,
+        mapping=MAP,
+        mesh=mesh,
+        shardings=spec,
+        options=mfload.Options(allocator="framework"),
     )
     # None of it is ours, so that what becomes of it is JAX's affair.
     assert mfload.live_bytes() == 0
@@ -105,11 +111,10 @@ def test_a_transformed_tensor_larger_than_the_cap(
         mapping={"w": mfload.rule("w", transpose=(1, 0), scale=0.5)},
         mesh=mesh,
         shardings=spec,
-        engine=engine,
-        allocator=allocator,
-        max_host_overhead=4 << 20,
-        threads=2,
         report=report,
+        options=mfload.Options(
+            engine=engine, allocator=allocator, max_host_overhead=4 << 20, threads=2
+        ),
     )
     assert report.peak_bytes <= (4 << 20) - (512 << 10)
     assert report.read_bytes < 1.05 * whole.nbytes
@@ -126,9 +131,9 @@ def test_small_leaves_come_in_waves(tmp_path: Path) -> None:
         path,
         mesh=shards.mesh(),
         shardings=P("x"),
-        max_host_overhead=2 << 20,
         progress=lambda done, _: calls.append(done),
         report=report,
+        options=mfload.Options(max_host_overhead=2 << 20),
     )
     assert all((np.asarray(made[name]) == int(name)).all() for name in stored)
     assert report.peak_bytes <= 2 << 20
@@ -159,7 +164,7 @@ def test_any_memory_of_a_device(path: Path, kind: str, spec: P, made: str, cap: 
     mapping = {"w": rule, "v": None}
     options: Any = {"max_host_overhead": limit, "threads": 1} if cap else {}
     report = mfload.Report()
-    loaded = mfload.load_into(target, path, mapping=mapping, report=report, **options)
+    loaded = mfload.load_into(target, path, mapping=mapping, report=report, **as_options(options))
     shards.assert_sharded(loaded["a"], np.ascontiguousarray(whole), sharding)
     assert {shard.data.sharding.memory_kind for shard in loaded["a"].addressable_shards} == {kind}
     assert report.peak_bytes - (made == "plain") * 8 * W.nbytes <= limit
@@ -174,9 +179,12 @@ def test_a_shard_that_is_moved_fits_the_overhead(tmp_path: Path) -> None:
     def load(spec: P, limit: int) -> Any:
         sharding = NamedSharding(shards.mesh((2, 4)), spec, memory_kind="pinned_host")
         target = {"a": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)}
-        return mfload.load_into(target, path, mapping=mapping, max_host_overhead=limit, threads=1)[
-            "a"
-        ]
+        return mfload.load_into(
+            target,
+            path,
+            mapping=mapping,
+            options=mfload.Options(max_host_overhead=limit, threads=1),
+        )["a"]
 
     with pytest.raises(errors.MemoryLimitError, match="a shard that is moved exceeds") as caught:
         load(P(), (4 << 20) - 1)
@@ -198,7 +206,10 @@ def test_the_overhead_that_is_asked_for_does(
 ) -> None:
     def load(overhead: int) -> Any:
         return mfload.load_into(
-            target, path, mapping=MAP, max_host_overhead=overhead, threads=threads
+            target,
+            path,
+            mapping=MAP,
+            options=mfload.Options(max_host_overhead=overhead, threads=threads),
         )
 
     with pytest.raises(errors.MemoryLimitError, match="max_host_overhead is too small") as caught:
@@ -214,9 +225,14 @@ def test_the_overhead_asked_for_a_row_that_is_large(tmp_path: Path) -> None:
     mapping = {"a": mfload.rule("a", reshape=(-1,), cast="float16")}
     target = {"a": jax.ShapeDtypeStruct((2 << 20,), np.float16)}
     with pytest.raises(errors.MemoryLimitError) as caught:
-        mfload.load_into(target, path, mapping=mapping, max_host_overhead=1, threads=1)
+        mfload.load_into(
+            target, path, mapping=mapping, options=mfload.Options(max_host_overhead=1, threads=1)
+        )
     found = mfload.load_into(
-        target, path, mapping=mapping, max_host_overhead=asked(caught.value), threads=1
+        target,
+        path,
+        mapping=mapping,
+        options=mfload.Options(max_host_overhead=asked(caught.value), threads=1),
     )
     assert (np.asarray(found["a"]) == whole.ravel().astype(np.float16)).all()
 
@@ -224,7 +240,9 @@ def test_the_overhead_asked_for_a_row_that_is_large(tmp_path: Path) -> None:
 def test_what_can_not_be_cut_finely_enough(path: Path, target: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(slabs, "most", lambda parts: 1 << 30)
     with pytest.raises(errors.MemoryLimitError, match="is made of exceeds") as caught:
-        mfload.load_into(target, path, mapping=MAP, max_host_overhead=1 << 20)
+        mfload.load_into(
+            target, path, mapping=MAP, options=mfload.Options(max_host_overhead=1 << 20)
+        )
     assert caught.value.tensor == "turned"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import samples
 import shards
+from calls import as_options
 from flax import nnx
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
@@ -81,9 +82,7 @@ def test_any_rule_on_any_mesh(load: Any, allocator: Any) -> None:
             {"w": jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)},
             path,
             mapping={r"w(\d)": mfload.rule("w", **arguments)},
-            allocator=allocator,
-            max_host_overhead=cap,
-            threads=1,
+            options=mfload.Options(allocator=allocator, max_host_overhead=cap, threads=1),
         )
     shards.assert_sharded(made["w"], result, sharding)
     del made
@@ -101,7 +100,11 @@ def test_stretches_of_any_rule(tmp_path: Path, seed: int) -> None:
     rule = mfload.rule("w", transpose=(1, 0), stack={1: axis}, scale=0.5)
     report = mfload.Report()
     made = mfload.load_into(
-        target, path, mapping={r"w(\d)": rule}, max_host_overhead=400_000, threads=1, report=report
+        target,
+        path,
+        mapping={r"w(\d)": rule},
+        report=report,
+        options=mfload.Options(max_host_overhead=400_000, threads=1),
     )
     shards.assert_sharded(made["w"], result, sharding)
     assert report.peak_bytes <= 400_000
@@ -154,7 +157,9 @@ def test_casts_that_would_wrap_are_refused(one: Path, cast: str, fits: bool) -> 
 )
 def test_silly_arguments(one: Path, options: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError):
-        mfload.load_into({"w": jax.ShapeDtypeStruct((1, 2), np.float32)}, one, **options)
+        mfload.load_into(
+            {"w": jax.ShapeDtypeStruct((1, 2), np.float32)}, one, **as_options(options)
+        )
 
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:
@@ -204,7 +209,9 @@ def test_every_float_is_rounded_once(
         result = (whole.T if apart else whole).astype(dtypes[1])
     with jax.enable_x64(True):
         target = {"w": jax.ShapeDtypeStruct(result.shape, dtypes[1], sharding=sharding)}
-    made = mfload.load_into(target, path, mapping={"w": rule}, allocator="framework")
+    made = mfload.load_into(
+        target, path, mapping={"w": rule}, options=mfload.Options(allocator="framework")
+    )
     shards.assert_sharded(made["w"], result, sharding)
 
 
@@ -241,9 +248,13 @@ def test_nothing_of_the_mesh_that_is_set_gets_in_the_way(
             SingleDeviceSharding(jax.devices()[3]),
         ):
             target = {"w": jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=home)}
-            made = mfload.load_into(target, path, mapping={"([qkv])": rule}, allocator=allocator)
+            made = mfload.load_into(
+                target, path, mapping={"([qkv])": rule}, options=mfload.Options(allocator=allocator)
+            )
             shards.assert_sharded(made["w"], whole, home)
-            loaded = mfload.load(path, framework="jax", shardings=home, allocator=allocator)
+            loaded = mfload.load(
+                path, framework="jax", shardings=home, options=mfload.Options(allocator=allocator)
+            )
             shards.assert_sharded(loaded["q"], parts["q"], home)
-        alone = mfload.load(path, framework="jax", allocator=allocator)["k"]
+        alone = mfload.load(path, framework="jax", options=mfload.Options(allocator=allocator))["k"]
         assert samples.same(np.asarray(alone), parts["k"])

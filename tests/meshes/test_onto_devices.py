@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import samples
 import shards
+from calls import as_options
 from devices.fake import FakeDevice
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -65,9 +66,8 @@ def test_any_spec(path: Path, there: Any, spec: P, allocator: Any) -> None:
     mesh = shards.mesh((2, 4))
     report = mfload.Report()
     loaded = mfload.load(
-        path, framework="jax", mesh=mesh, shardings=[("^w$|cube", spec)], allocator=allocator,
-        report=report,
-    )  # fmt: skip
+        path, framework="jax", mesh=mesh, shardings=[("^w$|cube", spec)], report=report,
+        options=mfload.Options(allocator=allocator))  # fmt: skip
     shardings = {n: NamedSharding(mesh, spec if n in ("w", "cube") else P()) for n in MODEL}
     shards.assert_loaded(loaded, MODEL, shardings)
     assert len(there) == 8
@@ -110,8 +110,10 @@ def test_columns_need_no_waves(tmp_path: Path, there: Any) -> None:
     limit = 4 << 20
     report = mfload.Report()
     options: Any = {"mesh": mesh, "shardings": P(None, "x"), "max_host_overhead": limit}
-    stated = mfload.plan(path, framework="jax", threads=2, **options)
-    loaded = mfload.load(path, framework="jax", threads=2, report=report, **options)
+    stated = mfload.plan(path, framework="jax", **as_options({"threads": 2, **options}))
+    loaded = mfload.load(
+        path, framework="jax", report=report, **as_options({"threads": 2, **options})
+    )
     shards.assert_loaded(loaded, model, {"w": NamedSharding(mesh, P(None, "x"))})
     assert report.read_bytes == model["w"].nbytes
     assert report.peak_bytes <= stated.overhead_bytes <= limit

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import samples
 import shards
+from calls import as_options
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import mfload
@@ -33,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def _load(path: Any, **options: Any) -> dict[str, Any]:
-    return mfload.load(path, framework="jax", **options)
+    return mfload.load(path, framework="jax", **as_options(options))
 
 
 @pytest.mark.parametrize("allocator", ["auto", "framework"])
@@ -256,11 +257,13 @@ def test_what_is_read_over_is_said(tmp_path: Path) -> None:
     report = mfload.Report()
     loaded = _load(path, names=["a", "c"], report=report, **options)
     assert len(loaded) == 2
-    preview = mfload.plan(path, names=["a", "c"], **options)
+    preview = mfload.plan(path, names=["a", "c"], **as_options(options))
     assert preview.over_read_bytes == report.over_read_bytes == 64
     for notes in (preview.notes, report.notes):
         assert any(note.startswith("33% of what is read is not wanted") for note in notes)
-    assert not any("of what is read" in note for note in mfload.plan(path, **options).notes)
+    assert not any(
+        "of what is read" in note for note in mfload.plan(path, **as_options(options)).notes
+    )
 
 
 def test_progress_comes_to_its_end(path: Path) -> None:
@@ -328,7 +331,9 @@ def test_rules_for_tensors_that_were_not_asked_for_are_fine(tmp_path: Path) -> N
     arrays = {"a.kernel": np.zeros((8, 8), np.float32), "a.bias": np.zeros(8, np.float32)}
     path = samples.save(tmp_path / "m.safetensors", arrays)
     options: Any = {"mesh": shards.mesh((8,)), "shardings": [("kernel", P("x"))]}
-    loaded = mfload.load(path, framework="jax", names="bias", **options)
+    loaded = mfload.load(path, framework="jax", names="bias", **as_options(options))
     assert loaded["a.bias"].is_fully_replicated
     with pytest.warns(UserWarning, match="no rule of shardings="):
-        mfload.load(path, framework="jax", **options | {"shardings": [("q_proj", P("x"))]})
+        mfload.load(
+            path, framework="jax", **as_options(options | {"shardings": [("q_proj", P("x"))]})
+        )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import samples
 import shards
+from calls import as_options
 from jax.sharding import NamedSharding, PartitionSpec as P
 from leaks import left
 
@@ -37,7 +38,13 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P(("x", "y")), P("x"), P()])
 def test_donated_shards_are_reused(path: Path, spec: P) -> None:
     mesh = shards.mesh((2, 4))
-    loaded = mfload.load(path, framework="jax", mesh=mesh, shardings=spec, allocator="framework")
+    loaded = mfload.load(
+        path,
+        framework="jax",
+        mesh=mesh,
+        shardings=spec,
+        options=mfload.Options(allocator="framework"),
+    )
     # None of it is ours, so that what becomes of it is JAX's affair.
     assert mfload.live_bytes() == 0
     before = {name: shards.pointers(array) for name, array in loaded.items()}
@@ -53,10 +60,10 @@ def test_donated_shards_are_reused(path: Path, spec: P) -> None:
 def test_replicas_in_the_frameworks_memory_are_read_once(path: Path) -> None:
     report = mfload.Report()
     options: dict[str, Any] = {"mesh": shards.mesh(), "allocator": "framework"}
-    loaded = mfload.load(path, framework="jax", report=report, **options)
+    loaded = mfload.load(path, framework="jax", report=report, **as_options(options))
     nbytes = sum(array.nbytes for array in MODEL.values())
     assert (report.read_bytes, report.result_bytes) == (nbytes, 8 * nbytes)
-    assert mfload.plan(path, **options).as_dict()["read_bytes"] == nbytes
+    assert mfload.plan(path, **as_options(options)).as_dict()["read_bytes"] == nbytes
     for array in loaded.values():
         assert len(set(shards.pointers(array).values())) == 8
 
@@ -65,7 +72,7 @@ def test_by_default_shards_lie_in_the_buffers_that_were_read_into(path: Path) ->
     report = mfload.Report()
     mesh = shards.mesh((2, 4))
     options: dict[str, Any] = {"mesh": mesh, "shardings": P("x", "y"), "report": report}
-    loaded = mfload.load(path, framework="jax", **options)
+    loaded = mfload.load(path, framework="jax", **as_options(options))
     assert report.aliased_share == 1.0
     assert mfload.live_bytes() >= sum(array.nbytes for array in MODEL.values())
     kept = loaded["w"]
@@ -73,7 +80,7 @@ def test_by_default_shards_lie_in_the_buffers_that_were_read_into(path: Path) ->
     assert mfload.live_bytes() > 0
     del kept
     assert mfload.live_bytes() == 0
-    kept = mfload.load(path, framework="jax", **options)["w"]
+    kept = mfload.load(path, framework="jax", **as_options(options))["w"]
     assert samples.same(np.asarray(kept), MODEL["w"])
     del kept
     # JAX 0.11 lets go of what NumPy was given in a collection only.
@@ -87,7 +94,7 @@ def test_other_kinds_of_memory_are_landed_in(path: Path) -> None:
     sharding = NamedSharding(shards.mesh(), P("x"), memory_kind="pinned_host")
     report = mfload.Report()
     options: dict[str, Any] = {"shardings": sharding, "engine": "pread"}
-    loaded = mfload.load(path, framework="jax", report=report, **options)
+    loaded = mfload.load(path, framework="jax", report=report, **as_options(options))
     # Nothing was ever held besides.
     assert (mfload.live_bytes(), report.aliased_share, report.peak_bytes) == (0, 1.0, 0)
     shards.assert_loaded(loaded, MODEL, dict.fromkeys(MODEL, sharding))
@@ -108,9 +115,9 @@ def test_a_tensor_larger_than_the_cap(tmp_path: Path, spec: P, engine: Any, allo
         "max_host_overhead": cap,
         "threads": 2,
     }
-    preview = mfload.plan(path, **options)
+    preview = mfload.plan(path, **as_options(options))
     buffers.peak_bytes(reset=True)
-    loaded = mfload.load(path, framework="jax", **options)
+    loaded = mfload.load(path, framework="jax", **as_options(options))
     held = buffers.peak_bytes() - (0 if allocator == "framework" else whole.nbytes)
     assert held <= preview.peak_bytes
     assert preview.overhead_bytes <= cap
@@ -131,13 +138,19 @@ def test_parts_of_a_tensor_share_a_wave_where_they_fit(tmp_path: Path) -> None:
         "mesh": shards.mesh((8,)), "shardings": P(None, "x"), "max_host_overhead": 2 << 20,
     }  # fmt: skip
     report = mfload.Report()
-    loaded = mfload.load(path, framework="jax", report=report, threads=1, **options)
-    assert report.read_bytes == mfload.plan(path, threads=1, **options).read_bytes == 9 << 19
+    loaded = mfload.load(
+        path, framework="jax", report=report, **as_options({"threads": 1, **options})
+    )
+    assert (
+        report.read_bytes
+        == mfload.plan(path, **as_options({"threads": 1, **options})).read_bytes
+        == 9 << 19
+    )
     for name, array in mfload.load(path, framework="jax").items():
         assert samples.same(np.asarray(loaded[name]), np.asarray(array))
     # Larger than the overhead, it can't be had so, and that is said.
     options["max_host_overhead"] = 1 << 20
-    preview = mfload.plan(path, threads=1, **options)
+    preview = mfload.plan(path, **as_options({"threads": 1, **options}))
     assert preview.read_bytes > 9 << 19
     assert any("3 tensors are read once a wave" in note for note in preview.notes)
 
@@ -153,9 +166,9 @@ def test_what_has_to_be_copied_comes_in_waves(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "mesh": mesh, "shardings": P("x", "y"), "max_host_overhead": 1 << 20, "threads": 1,
     }  # fmt: skip
-    preview = mfload.plan(path, **options)
+    preview = mfload.plan(path, **as_options(options))
     report = mfload.Report()
-    loaded = mfload.load(path, framework="jax", report=report, **options)
+    loaded = mfload.load(path, framework="jax", report=report, **as_options(options))
     assert any("waves" in note for note in report.notes)
     assert mfload.live_bytes() == 0
     # While a tensor waits to be copied, what it becomes is not there yet.
@@ -164,7 +177,7 @@ def test_what_has_to_be_copied_comes_in_waves(tmp_path: Path) -> None:
     for name, array in mfload.load(path, framework="jax").items():
         assert samples.same(np.asarray(loaded[name]), np.asarray(array))
     with pytest.raises(errors.MemoryLimitError) as info:
-        mfload.load(path, framework="jax", **options | {"max_host_overhead": 80_000})
+        mfload.load(path, framework="jax", **as_options(options | {"max_host_overhead": 80_000}))
     assert info.value.tensor == "t0"
 
 

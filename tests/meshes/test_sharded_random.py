@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import samples
 import shards
+from calls import as_options
 from hypothesis import given, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -121,11 +122,11 @@ def test_every_shard_is_its_slice(
                     expected[name] = arrays[name].astype(wanted)
     with tempfile.TemporaryDirectory() as folder, small_blocks(block, gap):
         path = samples.save(Path(folder) / "a.safetensors", arrays)
-        preview = mfload.plan(path, **options)
+        preview = mfload.plan(path, **as_options(options))
         report = mfload.Report()
         with counted() as counts:
             buffers.peak_bytes(reset=True)
-            loaded = mfload.load(path, framework="jax", report=report, **options)
+            loaded = mfload.load(path, framework="jax", report=report, **as_options(options))
             peak = buffers.peak_bytes()
     shards.assert_loaded(loaded, expected, shardings)
     figures = preview.as_dict()

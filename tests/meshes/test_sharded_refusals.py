@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import samples
 import shards
+from calls import as_options
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
@@ -34,9 +35,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _calls(path: Path, **options: Any) -> list[Any]:
     named = {name: value for name, value in options.items() if name not in ("exchange", "device")}
     return [
-        lambda: mfload.load(path, framework="jax", **options),
-        lambda: mfload.plan(path, **options),
-        *([lambda: mfload.abstract(path, **named)] if named == options else []),
+        lambda: mfload.load(path, framework="jax", **as_options(options)),
+        lambda: mfload.plan(path, **as_options(options)),
+        *([lambda: mfload.abstract(path, **as_options(named))] if named == options else []),
     ]
 
 
@@ -128,7 +129,7 @@ def test_other_frameworks_have_no_meshes(path: Path) -> None:
     for options in ({"mesh": shards.mesh()}, {"shardings": P()}):
         for framework in ("numpy", "torch", "np"):
             with pytest.raises(errors.UsageError, match="for JAX") as info:
-                mfload.load(path, framework=framework, **options)
+                mfload.load(path, framework=framework, **as_options(options))
             assert info.value.found == framework
 
 

@@ -208,7 +208,7 @@ class TestOntoItself:
     ) -> None:
         first = samples.model()
         mfload.save(first, tmp_path, max_shard_size=limit)
-        mapped = mfload.load(tmp_path, framework="numpy", engine="mmap")
+        mapped = mfload.load(tmp_path, framework="numpy", options=mfload.Options(engine="mmap"))
         mfload.save(mapped, tmp_path, max_shard_size=limit, overwrite=True)
         samples.assert_same(mfload.load(tmp_path, framework="numpy"), first)
         samples.assert_same(mapped, first)
@@ -225,7 +225,7 @@ class TestOntoItself:
         first = samples.model()
         mfload.save(first, tmp_path)
         for engine in ("direct", "pread"):
-            loaded = mfload.load(tmp_path, framework="numpy", engine=engine)
+            loaded = mfload.load(tmp_path, framework="numpy", options=mfload.Options(engine=engine))
             mfload.save(loaded, tmp_path, overwrite=True)
         samples.assert_same(mfload.load(tmp_path, framework="numpy"), first)
 
