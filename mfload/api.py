@@ -11,9 +11,7 @@ from typing import Any
 from mfload import errors, frameworks, trees
 from mfload.checking.manifest import Manifest
 from mfload.checking.observer import Check
-from mfload.deadline import Deadline
 from mfload.formats import checkpoint
-from mfload.gc_paused import collector_paused
 from mfload.index import Index
 from mfload.loading.lazy import LazyCheckpoint
 from mfload.loading.session import Loader
@@ -24,6 +22,7 @@ from mfload.planning.preview import Preview
 from mfload.planning.requests import Request
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
+from mfload.runtime import Deadline, gc_paused
 from mfload.saving import save as saving
 from mfload.saving.save import Saved
 from mfload.sources.local import LocalFile
@@ -117,7 +116,7 @@ def load(
             check=None if verify is None else lambda index, infos: Check(verify, index, infos),
             wrong=wrong,
         )
-    with collector_paused():
+    with gc_paused():
         index, sources = _read_index(path, deadline)
         requests = _needs(index, names, dtype)
     headers = time.perf_counter() - start
@@ -160,7 +159,7 @@ def open(
         MfloadError: As `load` does.
     """
     how = started(options)
-    with collector_paused():
+    with gc_paused():
         index, sources = _read_index(path, how.deadline)
     adapter = frameworks.get(framework, device)
     return LazyCheckpoint(index, sources, adapter, device=device, options=options or Options())

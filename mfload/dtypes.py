@@ -16,7 +16,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from mfload import errors, suggestions
+from mfload import errors
 
 if sys.byteorder != "little":
     raise ImportError("mfload reads little-endian weights on little-endian machines only")
@@ -142,7 +142,7 @@ def resolve(spec: object) -> DType:
         if row is not None:
             return row
     known = ", ".join(row.aliases[0] for row in TABLE.values())
-    meant = suggestions.meant(spec, list(_BY_ALIAS)) if isinstance(spec, str) else ""
+    meant = errors.did_you_mean(spec, list(_BY_ALIAS)) if isinstance(spec, str) else ""
     raise errors.UsageError(f"unknown dtype{meant}", expected=f"one of {known}", found=repr(spec))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mfload import errors, suggestions
+from mfload import errors
 from mfload.dtypes import DType
 
 Box = tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ class Index:
         try:
             return self.tensors[name]
         except (KeyError, TypeError):
-            close = suggestions.close(name, self.tensors)
+            close = errors.close_names(name, self.tensors)
             raise errors.TensorNotFoundError(
                 "no such tensor",
                 file=self.files[0] if len(self.files) == 1 else None,

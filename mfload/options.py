@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mfload import errors, suggestions
-from mfload.deadline import Deadline
+from mfload import errors
+from mfload.runtime import Deadline
 
 Engine = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
 Allocator = Literal["auto", "mfload", "framework"]
@@ -111,7 +111,7 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         UsageError: It is not; a close name is suggested.
     """
     if value not in known:
-        meant = suggestions.meant(value, known) if isinstance(value, str) else ""
+        meant = errors.did_you_mean(value, known) if isinstance(value, str) else ""
         raise errors.UsageError(f"unknown {name}{meant}", expected=" | ".join(known), found=value)
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import hypothesis
 import pytest
 import reference
+from calls import as_options
 from hypothesis import strategies as st
 
 import mfload
@@ -204,7 +205,7 @@ def only_ours(call: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Calls; an argument of a wrong type may be a TypeError, all else must be ours."""
     with contextlib.suppress(TypeError):
         try:
-            call(*args, **options)
+            call(*args, **as_options(options))
         except errors.MfloadError as error:
             pickle.dumps((error, str(error)))
 
@@ -226,7 +227,7 @@ def test_odd_paths(
     monkeypatch.chdir(tmp_path)
     for call in (mfload.load, mfload.open, mfload.plan):
         with pytest.raises(errors.MfloadError) as caught:
-            call(path, framework="numpy", timeout=timeout)
+            call(path, framework="numpy", **as_options({"timeout": timeout}))
         assert str(caught.value)
 
 

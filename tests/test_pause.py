@@ -9,19 +9,19 @@ import threading
 
 import pytest
 
-from mfload import gc_paused
-from mfload.gc_paused import collector_paused
+from mfload import runtime
+from mfload.runtime import gc_paused
 
 
 def test_the_collector_waits_and_goes_on() -> None:
     assert gc.isenabled()
-    with collector_paused():
+    with gc_paused():
         assert not gc.isenabled()
-        with collector_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="out"), collector_paused():
+    with pytest.raises(ValueError, match="out"), gc_paused():
         raise ValueError("out")
     assert gc.isenabled()
 
@@ -29,7 +29,7 @@ def test_the_collector_waits_and_goes_on() -> None:
 def test_one_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with collector_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
@@ -43,9 +43,9 @@ def test_a_fork_while_another_thread_is_inside_leaves_the_child_whole(locked: bo
     inside, release = threading.Event(), threading.Event()
 
     def work() -> None:
-        with collector_paused():
+        with gc_paused():
             if locked:
-                with gc_paused._lock:
+                with runtime._lock:
                     inside.set()
                     release.wait(30)
             else:
@@ -60,7 +60,7 @@ def test_a_fork_while_another_thread_is_inside_leaves_the_child_whole(locked: bo
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
         before = gc.isenabled()
-        with collector_paused():
+        with gc_paused():
             pass
         os._exit(0 if before and gc.isenabled() else 1)
     try:

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import dtypes, errors
-from mfload.deadline import Deadline
 from mfload.index import Box, Piece, TensorInfo
 from mfload.io import buffers, route
 from mfload.io.pread import place as put
@@ -25,6 +24,7 @@ from mfload.planning import planner, scatter
 from mfload.planning.blocks import Costs, stored
 from mfload.planning.layout import BufferSpec
 from mfload.planning.requests import Request, boxed, select
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 _STORED = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F4", "F6_E2M3"]

@@ -11,8 +11,8 @@ from mfload.checking.expecting import Expecting
 from mfload.checking.inspecting import Inspected, Problem
 from mfload.checking.manifest import FileEntry, Manifest, TensorEntry, sayable
 from mfload.checking.streaming import Range
-from mfload.deadline import Deadline
 from mfload.index import TensorInfo
+from mfload.runtime import Deadline
 
 
 class Digesting:

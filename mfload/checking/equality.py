@@ -12,8 +12,8 @@ from mfload import errors, packed
 from mfload.checking import pairing
 from mfload.checking.inspecting import Inspected, Problem
 from mfload.checking.pairing import Pair
-from mfload.deadline import Deadline
 from mfload.index import TensorInfo
+from mfload.runtime import Deadline
 
 
 class Equality:

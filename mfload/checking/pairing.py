@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from mfload import errors
 from mfload.checking import streaming
 from mfload.checking.streaming import Range
-from mfload.deadline import Deadline
 from mfload.index import TensorInfo
 from mfload.io import buffers, route as routing
 from mfload.io.direct import DirectReader
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, Reader
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 PART = 4 << 20

@@ -16,9 +16,9 @@ from mfload import errors
 from mfload.checking import streaming
 from mfload.checking.checksums import Observer
 from mfload.checking.streaming import Range
-from mfload.deadline import Deadline
 from mfload.formats import safetensors
 from mfload.index import TensorInfo
+from mfload.runtime import Deadline
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.layout import Layout
 from mfload.sources.local import LocalFile

@@ -10,11 +10,11 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mfload.deadline import Deadline
 from mfload.io import probes, route as routing
 from mfload.loading import execute
 from mfload.planning.blocks import Block, Observer
 from mfload.planning.planner import Plan
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 _MOST_THREADS = 8

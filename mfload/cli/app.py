@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import mfload
-from mfload import suggestions
+from mfload import errors
 from mfload.cli import exits, failures, streams
 
 COMMANDS = ("ls", "plan", "load", "verify", "diff", "align", "bench", "doctor")
@@ -43,7 +43,7 @@ class _Group(TyperGroup):  # pyright: ignore[reportUntypedBaseClass]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"no such command: {args[0]}{suggestions.meant(args[0], COMMANDS)}")
+            ctx.fail(f"no such command: {args[0]}{errors.did_you_mean(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     # Where nobody reads, typer would end with 1, which says "different" here.

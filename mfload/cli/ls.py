@@ -13,9 +13,9 @@ from mfload.cli import listing, options
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.text import clean
 from mfload.formats import checkpoint
-from mfload.gc_paused import collector_paused
 from mfload.index import Index, TensorInfo
 from mfload.report import human
+from mfload.runtime import gc_paused
 
 EPILOG = "Example: mfload ls model/ --names 'q_proj' --larger-than 64MiB --sort size"
 
@@ -69,7 +69,7 @@ def command(
     """
     if sort not in listing.SORTS:
         raise errors.UsageError("unknown order", expected=" | ".join(listing.SORTS), found=sort)
-    with collector_paused():
+    with gc_paused():
         index, sources = checkpoint.read(path)
         rows = listing.select(
             trees.select(index, names),

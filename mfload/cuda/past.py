@@ -8,7 +8,7 @@ from mfload.cuda import gds
 from mfload.cuda.cufile import CufileReader, CufileSlot
 from mfload.cuda.device import Device
 from mfload.cuda.paths import Direct
-from mfload.deadline import Deadline
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 # A look that hangs must leave time for the load, which then goes by way of the host.

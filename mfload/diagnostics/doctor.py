@@ -11,7 +11,6 @@ from mfload.cuda import gds
 from mfload.cuda.device import CUDA
 from mfload.cuda.mounts import Mount, mount
 from mfload.cuda.system import System
-from mfload.deadline import Deadline
 from mfload.diagnostics import cufile, disk, gpus, host, packages, versions
 from mfload.diagnostics.diagnosis import Diagnosis
 from mfload.diagnostics.findings import Finding
@@ -20,6 +19,7 @@ from mfload.formats import checkpoint
 from mfload.io import route
 from mfload.io.route import Leg
 from mfload.io.subprocess_probe import Answer, ask
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

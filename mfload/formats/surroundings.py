@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 
-from mfload import errors, suggestions
+from mfload import errors
 from mfload.formats import hints
 from mfload.sources.local import LocalFile
 
@@ -159,7 +159,7 @@ def _near(path: str, asked: str) -> Iterator[str]:
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)
     # Names of files have their ends in common: those are no likeness.
-    close = suggestions.close(name, _listed(parent or ".", _MANY), cutoff=0.8)
+    close = errors.close_names(name, _listed(parent or ".", _MANY), cutoff=0.8)
     if close:
         yield f"close to it are {', '.join(_printed(each) for each in close)}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import cast
 
-from mfload import errors, suggestions
+from mfload import errors
 from mfload.frameworks import several
 from mfload.frameworks.base import Adapter
 
@@ -35,7 +35,7 @@ _EXTRAS = {
 _FOLDERS = {
     "store": "mesh",
     "mesh": "mesh",
-    "placing": "mesh",
+    "placing": "trees",
     "processes": "mesh",
     "sharding": "mesh",
     "transforms": "trees",
@@ -55,7 +55,7 @@ def resolve(name: str) -> str:
     if found not in _EXTRAS:
         spelled = {each: each for each in NAMES} | _ALIASES
         raise errors.UsageError(
-            f"unknown framework{suggestions.meant(name, spelled)}",
+            f"unknown framework{errors.did_you_mean(name, spelled)}",
             expected=" | ".join(NAMES),
             found=name,
         )

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from mfload import errors, suggestions
+from mfload import errors
 from mfload.io import buffers, probes
 from mfload.sources.local import LocalFile, OpenFile
 
@@ -72,7 +72,7 @@ def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, .
         UsageError: There is no such engine.
     """
     if engine not in ENGINES:
-        meant = suggestions.meant(engine, ENGINES)
+        meant = errors.did_you_mean(engine, ENGINES)
         raise errors.UsageError(
             f"unknown engine{meant}", expected=" | ".join(ENGINES), found=engine
         )

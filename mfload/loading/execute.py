@@ -11,7 +11,6 @@ from mfload import errors
 from mfload.cuda import past, staged
 from mfload.cuda.copies import Ways
 from mfload.cuda.paths import Staging
-from mfload.deadline import Deadline
 from mfload.io import advise, buffers
 from mfload.io.direct import DirectReader
 from mfload.io.engine import Engine, on_host
@@ -19,6 +18,7 @@ from mfload.io.pread import PreadReader
 from mfload.io.route import Leg
 from mfload.planning.blocks import Block, Observer, Segment, Slot
 from mfload.planning.planner import Plan
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 log = logging.getLogger("mfload")

@@ -14,7 +14,6 @@ from mfload import errors
 from mfload.cuda import memory
 from mfload.dlpack import View
 from mfload.frameworks.base import Adapter
-from mfload.gc_paused import collector_paused
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.loading import allocate, batches, execute, preparing, rooms, spreading
@@ -25,6 +24,7 @@ from mfload.planning.planner import Plan
 from mfload.planning.preview import Preview
 from mfload.planning.requests import Request
 from mfload.report import Report
+from mfload.runtime import gc_paused
 from mfload.sources.local import LocalFile
 
 
@@ -123,7 +123,7 @@ class Loader:
         # Who fills buffers in our place fills host memory.
         options = self._settings if fill is None else replace(self._settings, by_host=True)
         try:
-            with clock.stage("plan"), collector_paused():
+            with clock.stage("plan"), gc_paused():
                 requests = self._adapter.assign(requests)
                 units, owners = spreading.spread(requests, self._adapter, options)
                 way = self._prepare(units, options, observed=observer is not None)
@@ -164,7 +164,7 @@ class Loader:
         fill: Fill | None,
     ) -> tuple[list[Any], Filled]:
         """Arrays of some of the needs, and what filled them."""
-        with clock.stage("plan"), collector_paused():
+        with clock.stage("plan"), gc_paused():
             made = way.plan(requests)
         with clock.stage("allocate"):
             rooms.check_plan(made, way)
@@ -176,7 +176,7 @@ class Loader:
             else:
                 said = self._transfer(made, held, way, advance, observer)
                 filled = Filled([made], said, 0)
-        with clock.stage("arrays"), collector_paused():
+        with clock.stage("arrays"), gc_paused():
             arrays = self._arrays(made, held, providers)
         return arrays, filled
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mfload import errors, frameworks
-from mfload.deadline import Deadline
 from mfload.index import Index
 from mfload.mesh.fingerprints import together
 from mfload.mesh.group import Party
 from mfload.mesh.store import move
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 # Pages of each file that processes compare, and of all files together; two of each at least.

@@ -17,10 +17,10 @@ import hashlib
 from collections.abc import Generator, Sequence
 
 from mfload import errors
-from mfload.deadline import Deadline
 from mfload.mesh import outcome
 from mfload.mesh.group import Party
 from mfload.mesh.store import Board, move, telling
+from mfload.runtime import Deadline
 
 _READABLE = 16 << 10
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from mfload import errors
-from mfload.deadline import Deadline
 from mfload.mesh import outcome
 from mfload.mesh.outcome import Verdict
 from mfload.mesh.peers import Others
 from mfload.mesh.store import Board, Turn, telling
+from mfload.runtime import Deadline
 
 log = logging.getLogger("mfload")
 

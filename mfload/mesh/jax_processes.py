@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
-from mfload.deadline import Deadline
 from mfload.frameworks import jax_adapter
 from mfload.io import buffers
+from mfload.runtime import Deadline
 
 # Seconds between two looks of the loading thread at a collective that is under way.
 _TICK = 0.1

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from mfload import errors, suggestions
+from mfload import errors
 from mfload.frameworks import warnings
 from mfload.mesh import jax_boxes
 
@@ -240,7 +240,7 @@ def _check_arguments(mesh: Any, unmatched: str) -> None:
         raise errors.UsageError("not a mesh", expected="a jax.sharding.Mesh", found=repr(mesh))
     if unmatched not in UNMATCHED:
         raise errors.UsageError(
-            f"unknown unmatched{suggestions.meant(unmatched, UNMATCHED)}",
+            f"unknown unmatched{errors.did_you_mean(unmatched, UNMATCHED)}",
             expected=" | ".join(UNMATCHED),
             found=repr(unmatched),
         )

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from mfload import errors, frameworks, suggestions
-from mfload.deadline import Deadline
-from mfload.gc_paused import collector_paused
+from mfload import errors, frameworks
 from mfload.index import Index, TensorInfo
 from mfload.loading import overheads, preparing
 from mfload.mesh import choosing, fetching, job as jobs
@@ -22,6 +20,7 @@ from mfload.planning.blocks import Observer
 from mfload.planning.preview import Preview
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
+from mfload.runtime import Deadline, gc_paused
 
 __all__ = ["Chosen", "Job", "MeshArguments", "abstract", "check_choices", "load", "preview"]
 
@@ -102,7 +101,7 @@ def load(
                         report=report,
                         advance=advance,
                     )
-            with collector_paused():
+            with gc_paused():
                 made.update(job.assemble(fetched))
             if report is not None:
                 report.tensors = len(made)
@@ -129,7 +128,7 @@ def _here(arguments: MeshArguments) -> MeshArguments:
 def _job(
     choose: Callable[[], Chosen], arguments: MeshArguments, report: Report | None
 ) -> tuple[Job, Chosen]:
-    with collector_paused():
+    with gc_paused():
         start = time.perf_counter()
         chosen = choose()
         headers = time.perf_counter() - start
@@ -248,7 +247,7 @@ def check_choices(unmatched: object, exchange: object) -> None:
         ("exchange", exchange, EXCHANGES),
     ):
         if value not in known:
-            meant = suggestions.meant(value, known) if isinstance(value, str) else ""
+            meant = errors.did_you_mean(value, known) if isinstance(value, str) else ""
             raise errors.UsageError(
                 f"unknown {name}{meant}", expected=" | ".join(known), found=repr(value)
             )

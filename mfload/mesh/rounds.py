@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mfload import errors
-from mfload.deadline import Deadline
 from mfload.io.route import Leg
 from mfload.loading import execute
 from mfload.mesh.group import Party
@@ -21,6 +20,7 @@ from mfload.planning.blocks import Costs
 from mfload.planning.layout import BufferSpec
 from mfload.planning.planner import Place, Plan
 from mfload.planning.requests import Request
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 _WHAT = "exchange"

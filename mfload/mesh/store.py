@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
-from mfload.deadline import Deadline
 from mfload.mesh import heartbeat
 from mfload.mesh.heartbeat import Place
+from mfload.runtime import Deadline
 
 log = logging.getLogger("mfload")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from mfload import dtypes, errors, suggestions
+from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.index import Index, TensorInfo
 
@@ -60,7 +60,7 @@ def _hint(pattern: re.Pattern[str], index: Index) -> str:
         found = next((name for name in index if loose.search(name)), None)
         if found is not None:
             return f"; without regard to case, '(?i){pattern.pattern}', there is {found}"
-    close = suggestions.close(pattern.pattern.replace("\\", ""), index)
+    close = errors.close_names(pattern.pattern.replace("\\", ""), index)
     return f"; close to it are {', '.join(close)}" if close else ""
 
 

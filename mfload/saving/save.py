@@ -13,10 +13,10 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats import options
-from mfload.gc_paused import collector_paused
 from mfload.io import probes
 from mfload.progress import Progress, shown
 from mfload.report import html_table, human, table
+from mfload.runtime import gc_paused
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import Outgoing, outgoing
@@ -92,7 +92,7 @@ def save(
     limit = options.shard_limit(max_shard_size)
     align = options.check_align(align)
     target = Target(path, overwrite)
-    with collector_paused():
+    with gc_paused():
         given = outgoing(arrays)
         wanted = {each.name: each for each in given}
         files = layout.split(given, limit)
@@ -102,7 +102,7 @@ def save(
     size = sum(made.size for made in layouts)
     count = len(wanted)
     # A small save makes all its objects in a moment; a long one must not hold up others' garbage.
-    quiet = collector_paused() if size <= _SOON else nullcontext()
+    quiet = gc_paused() if size <= _SOON else nullcontext()
     with quiet, target.drafts([made.size for made in layouts]) as drafts:
         with shown(progress, size) as advance:
             writers = Writers(0 if size <= _INLINE else _threads(size), advance)

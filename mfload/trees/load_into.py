@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mfload import errors, frameworks
-from mfload.deadline import Deadline
 from mfload.formats import checkpoint
-from mfload.gc_paused import collector_paused
 from mfload.index import Index
 from mfload.loading.session import Loader, let_go
 from mfload.mesh import fetching
@@ -22,6 +20,7 @@ from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, check_cho
 from mfload.planning.requests import Request
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
+from mfload.runtime import Deadline, gc_paused
 from mfload.sources.local import LocalFile
 from mfload.trees import staying, targets
 from mfload.trees.assemble import Fetch, Filling
@@ -155,7 +154,7 @@ def _fill(
     key_map, strict, dtype, exchange, where = asked
     with _stage(report, "headers"):
         index, sources = _read_index(path, options.deadline)
-    with _stage(report, "matching"), collector_paused():
+    with _stage(report, "matching"), gc_paused():
         filled = targets.match(index, leaves, key_map, strict=strict, dtype=dtype)
         notes = list(filled.notes)
         staying.tell(leaves, filled.recipes, notes)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mfload import dtypes, errors, gc_paused, suggestions
+from mfload import dtypes, errors, runtime
 from mfload.index import Index
 from mfload.planning import selection
 from mfload.trees import advice
@@ -62,7 +62,7 @@ def match(
         UsageError: `mapping` or `dtype` makes no sense.
     """
     _check_dtype(dtype)
-    with gc_paused.collector_paused():
+    with runtime.gc_paused.gc_paused():
         return _match(index, aims, mapping, strict, dtype)
 
 
@@ -182,4 +182,4 @@ def _brief(names: Sequence[str]) -> str:
 
 def _meant(name: str, choices: Sequence[str], at: int) -> str:
     most = max(1, min(_GUESSED, _COMPARED // max(1, len(choices))))
-    return suggestions.meant(name, choices) if at < most else ""
+    return errors.did_you_mean(name, choices) if at < most else ""

@@ -13,8 +13,8 @@ import pytest
 from mfload import errors
 from mfload.checking import streaming
 from mfload.checking.streaming import Range
-from mfload.deadline import Deadline
 from mfload.io import buffers
+from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
 

@@ -29,7 +29,6 @@ from mfload.cuda.copies import Ways
 from mfload.cuda.gds import Verdict
 from mfload.cuda.past import PastHost
 from mfload.cuda.placing import Placer
-from mfload.deadline import Deadline
 from mfload.formats import checkpoint
 from mfload.io import buffers, probes
 from mfload.io.subprocess_probe import Answer
@@ -37,6 +36,7 @@ from mfload.loading import session
 from mfload.options import Options
 from mfload.planning.blocks import Block, Copy, Segment
 from mfload.planning.requests import Request, select
+from mfload.runtime import Deadline
 
 MODEL = samples.model()
 VERDICT = gds.verdict

@@ -13,7 +13,7 @@ import pytest
 import watch
 
 from mfload import errors
-from mfload.deadline import Deadline
+from mfload.runtime import Deadline
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -0.5, math.nan, -math.inf, "5", [], 1j])

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.deadline import Deadline
 from mfload.mesh import fingerprints, group as parties, heartbeat, outcome
+from mfload.runtime import Deadline
 
 STEPS = 3
 KINDS = ("post", "error", "verdict")

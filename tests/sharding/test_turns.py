@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors, frameworks
-from mfload.deadline import Deadline
 from mfload.mesh import barrier, fingerprints
+from mfload.runtime import Deadline
 
 SECONDS = 5.0  # A process that waits in vain is found out by then.
 
