@@ -17,9 +17,9 @@ import mfload
 
 
 def _keymaps() -> Any:
-    """The key maps of `tests/mapping`, which lies on no path here."""
+    """The key maps of `tests/trees`, which lies on no path here."""
     if "keymaps" not in sys.modules:
-        where = Path(__file__).parents[1] / "mapping" / "keymaps.py"
+        where = Path(__file__).parents[1] / "trees" / "keymaps.py"
         spec = importlib.util.spec_from_file_location("keymaps", where)
         assert spec is not None
         assert spec.loader is not None

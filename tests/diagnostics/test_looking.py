@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkup.machines import CARD, ONE, machine, named
+from diagnostics.machines import CARD, ONE, machine, named
 
 from mfload.cuda.mounts import mount
 from mfload.cuda.system import System

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from checkup.machines import CARD, ONE, machine, named
+from diagnostics.machines import CARD, ONE, machine, named
 
 import mfload
 from mfload import errors
