@@ -16,8 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.shapes import Family, Shapes, bytes_of, draw
-from mfload.bench import extents
-from mfload.bench.subject import Subject
+from benchmarks.subject import Subject, whole
 
 PAGE = 4096
 DATA_STARTS = (8, 32, 40)
@@ -54,7 +53,7 @@ class Checkpoint:
         return Subject(
             path=files,
             files=files,
-            extents=extents.whole(files),
+            extents=whole(files),
             nbytes=self.nbytes,
             tensors=self.tensors,
             page_sum=self.page_sum,

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from benchmarks import ROOT
-from mfload.bench.process import TIMEOUT, ChildError, environment
-from mfload.bench.runner import Case, Sample, prepare
-from mfload.bench.subject import Subject
+from benchmarks.process import TIMEOUT, ChildError, environment
+from benchmarks.runner import Case, Sample, prepare
+from benchmarks.subject import Subject
 
 
 def sample(

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import ROOT, arguments, gpu_facts, gpu_tables, gpu_trials
 from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_run import Run, Setting, put
-from mfload.bench.results import Results
+from benchmarks.results import Results
 
 
 def redraw(folder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import HOST, MIB
-from mfload.bench.tasks import Found, Job, Task
+from benchmarks.tasks import Found, Job, Task
 
 PEAK = "peak"
 _BLOCK = 64 * MIB

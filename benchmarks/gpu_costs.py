@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import gpu_memory
 from benchmarks.gpu_given import Given
 from benchmarks.gpu_memory import MIB
-from mfload.bench import memory
+from mfload.bench.ceilings import fresh_pages
 
 _SIZES = (1, 4, 8, 16, 64, 256, 1024)
 """MiB that are page-locked."""
@@ -78,7 +78,7 @@ def _runtime() -> Any:
 
 
 def _touched(nbytes: int) -> np.ndarray:
-    held, first = memory.fresh_pages(nbytes)
+    held, first = fresh_pages(nbytes)
     array = np.frombuffer(held, np.uint8)[first : first + nbytes]
     array[:: gpu_memory.PAGE] = 1
     return array

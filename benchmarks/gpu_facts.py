@@ -33,7 +33,9 @@ def look() -> dict[str, Any] | str:
     """
     # Run from the source tree, mfload may not be installed: the probe has to be told where it is.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    found = ask("mfload.diagnostics.probe_cuda", timeout=_TIMEOUT, environment={"PYTHONPATH": path})
+    found = ask(
+        "mfload.diagnostics.probe", "cuda", timeout=_TIMEOUT, environment={"PYTHONPATH": path}
+    )
     return _judged(found)
 
 

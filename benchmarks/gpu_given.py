@@ -14,7 +14,7 @@ from benchmarks import gpu_memory
 from benchmarks.calls import as_options
 from benchmarks.gpu_memory import HOST
 from mfload import dtypes
-from mfload.diagnostics import probe_cupy
+from mfload.diagnostics import probe
 
 
 def landings(framework: str) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def fetched(framework: str, array: Any) -> bytes | None:
 
 def need_kernels() -> None:
     """Skips the trial where CuPy compiles none: it brings no headers of CUDA's along."""
-    failed = probe_cupy.look(gpu_memory.cupy())["compiling"]
+    failed = probe.cupy(gpu_memory.cupy())["compiling"]
     if failed is not None:
         raise SkipError(f"CuPy compiles no kernels here: {failed}")
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mfload.bench import memory, touch
-from mfload.bench.touch import PAGE, SPAN, Span
+from mfload.bench import loaders
+from mfload.bench.ceilings import fresh_pages
+from mfload.bench.loaders import PAGE, SPAN, Span
 
 HOST = "cpu"
 MIB = 1 << 20
@@ -39,7 +40,7 @@ def spans(framework: str, arrays: Mapping[str, Any]) -> list[Span]:
 def page_sum(places: Iterable[Span], device: str) -> int:
     """The sum of bytes 0, 4096, 8192, … of every span."""
     if device == HOST:
-        return touch.touch(places)
+        return loaders.touch(places)
     # Summed up on the host: CuPy compiles no kernel where it finds no headers of CUDA's.
     runtime = cupy().cuda.runtime
     block = host_array(_CHUNK, device)
@@ -93,7 +94,7 @@ def free(device: str) -> int:
 
 def host_array(nbytes: int, device: str) -> np.ndarray:
     """Host memory on 2 MiB pages, touched, and page-locked where there is a device."""
-    held, first = memory.fresh_pages(nbytes)
+    held, first = fresh_pages(nbytes)
     array = np.frombuffer(held, np.uint8)[first : first + nbytes]
     array[::PAGE] = 1
     if device != HOST:

@@ -10,8 +10,8 @@ from benchmarks.gpu_given import landings
 from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_rounds import Step
 from benchmarks.gpu_tasks import Way
-from mfload.bench.results import Results
-from mfload.bench.runner import Case
+from benchmarks.results import Results
+from benchmarks.runner import Case
 
 WARM = Case("warm", primed=False)
 COLD = Case("cold", cold=True, primed=False)

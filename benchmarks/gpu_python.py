@@ -17,9 +17,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from mfload.cuda import paths, staged
-from mfload.cuda.copies import Ways
+from mfload.cuda.copies import Methods
 from mfload.cuda.cupy_device import CupyDevice
+from mfload.cuda.engine import onto_devices
+from mfload.cuda.staging import Staging
 from mfload.planning.blocks import Block, Segment, Slot
 
 ROUNDS = 9
@@ -79,8 +80,8 @@ def seconds(slot: int) -> float:
     blocks = [
         Block(0, at, length, (Segment(at, length, 0, at),)) for at in range(0, nbytes, length)
     ]
-    staging = paths.Staging(length, 0, 0, 2)
-    engine = staged.engine(blocks, memory, Ways([on]), staging, lambda _: Nothing(), threads=1)
+    staging = Staging(Methods([on]), length)
+    engine = onto_devices(blocks, memory, staging, lambda _: Nothing(), threads=1)
     start = time.perf_counter()
     engine.submit(blocks)
     done = 0

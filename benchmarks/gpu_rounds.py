@@ -15,15 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from benchmarks import gpu_tasks
+from benchmarks import gpu_tasks, runner
 from benchmarks.gpu_budget import Budget
 from benchmarks.gpu_ceilings import is_ceiling
-from mfload.bench import machine, runner
-from mfload.bench.pagecache import UnfitError
-from mfload.bench.process import Child, ChildError
-from mfload.bench.results import Results
-from mfload.bench.runner import Bed, Case, Sample
-from mfload.bench.subject import Subject
+from benchmarks.process import Child, ChildError
+from benchmarks.results import Results
+from benchmarks.runner import Bed, Case, Sample
+from benchmarks.subject import Subject
+from mfload.bench import machine
+from mfload.bench.machine import UnfitError
 
 _LONGEST = 90.0
 """Seconds that a process may take to get ready, and to be measured."""

@@ -18,10 +18,10 @@ from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_plan import Plan, too_early
 from benchmarks.gpu_rounds import Rounds, Step
 from benchmarks.gpu_trials import Group, Outcome
-from mfload.bench import pagecache
-from mfload.bench.process import environment
-from mfload.bench.results import Results
-from mfload.bench.runner import Bed
+from benchmarks.process import environment
+from benchmarks.results import Results
+from benchmarks.runner import Bed
+from mfload.bench import machine
 from mfload.io import probes
 
 GIB = 1 << 30
@@ -156,7 +156,7 @@ class Run:
             self._results, setting.device, setting.cores, gds=self._gds(), rounds=setting.rounds
         )
         self._take(rounds, plan.warm_ceilings())
-        why = pagecache.why_not_cold(found.subject().extents)
+        why = machine.why_not(found.subject().extents, cold=True)
         if why is not None:
             self._results.skipped.append(("cold", "all", why))
         else:

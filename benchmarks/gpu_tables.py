@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_facts, gpu_tasks, tables, timings
+from benchmarks import gpu_facts, gpu_tasks, markdown, plot, tables, timings
 from benchmarks.gpu_ceilings import PEAK, is_ceiling
 from benchmarks.gpu_plan import FAST, PLAIN
 from benchmarks.gpu_tasks import Way
+from benchmarks.results import Results
 from benchmarks.targets import Target
-from mfload.bench import machine, markdown, plot
-from mfload.bench.results import Results
+from mfload.bench import machine
 
 TITLES = {
     "warm": "Warm: all of it in the page cache",

@@ -16,8 +16,8 @@ from benchmarks import gpu_ceilings, gpu_memory
 from benchmarks.calls import as_options
 from benchmarks.gpu_memory import HOST, MIB
 from benchmarks.gpu_peers import PEERS
-from mfload.bench.tasks import Found, Job, Task
-from mfload.bench.touch import Span
+from benchmarks.tasks import Found, Job, Task
+from mfload.bench.loaders import Span
 from mfload.report import Report, human
 
 _READERS = 64
@@ -114,10 +114,10 @@ def _vary(ours: Way) -> dict[str, int]:
     """Sets what the ring is made of, for this process; gives what to tell mfload beside it."""
     if ours.slot is ours.depth is ours.threads is None:
         return {}
-    slot = _set("mfload.cuda.slots", "SLOT", ours.slot and ours.slot * MIB)
-    depth = _set("mfload.cuda.slots", "DEPTH", ours.depth)
+    slot = _set("mfload.cuda.staging", "SLOT", ours.slot and ours.slot * MIB)
+    depth = _set("mfload.cuda.staging", "DEPTH", ours.depth)
     # Or slots would be smaller for a small checkpoint, and smaller still where they are many.
-    _set("mfload.loading.overheads", "_LEAST_SLOT", slot)
+    _set("mfload.planning.memory", "_LEAST_SLOT", slot)
     return {"max_host_overhead": (ours.threads or _READERS) * depth * (slot + MIB)}
 
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import ROOT, commands, listing_files, listing_tasks, timings
+from benchmarks import ROOT, commands, listing_files, listing_tasks, markdown, plot, timings
 from benchmarks.checkpoint import write_many_small
 from benchmarks.listing_files import Listed
+from benchmarks.results import MIB, Results
 from benchmarks.run import Run
-from mfload.bench import machine, markdown, plot
-from mfload.bench.results import MIB, Results
-from mfload.bench.runner import Bed, Case, Sample, sample
+from benchmarks.runner import Bed, Case, Sample, sample
+from mfload.bench import machine
 
 CASES = ("file", "shards", "huge")
 _COLD = "shards"
@@ -80,7 +80,7 @@ def measure(folder: Path, cases: Sequence[str], rounds: int, seed: int, scale: f
             "tensors": listed.subject.tensors,
             "files": len(listed.subject.files),
             "nbytes": listed.nbytes,
-            "header_bytes": sum(extent.nbytes for extent in listed.subject.extents),
+            "header_bytes": sum(extent.stop - extent.start for extent in listed.subject.extents),
         }
         for case, listed in found.items()
     }

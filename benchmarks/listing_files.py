@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.subject import Subject
 from mfload import dtypes
-from mfload.bench.extents import Extent
-from mfload.bench.subject import Subject
+from mfload.bench.ceilings import Extent
+from mfload.index import Piece, TensorInfo
 from mfload.saving import layout
 
 _WIDE = 25_600
@@ -50,9 +51,13 @@ def write(folder: Path, shards: int, tensors: int, columns: int, words: str, sho
     nbytes = 0
     for shard in range(shards):
         entries = [
-            layout.Entry(f"model.layers.{shard}.experts.{n}.weight", dtypes.TABLE["BF16"], shape)
+            TensorInfo(
+                f"model.layers.{shard}.experts.{n}.weight",
+                dtypes.TABLE["BF16"],
+                (1024, columns),
+                (Piece(0, 0, 2 * 1024 * columns),),
+            )
             for n in range(tensors)
-            for shape in [(1024, columns)]
         ]
         name = f"model-{shard + 1:05}-of-{shards:05}" if shards > 1 else "model"
         path = folder / f"{name}.safetensors"

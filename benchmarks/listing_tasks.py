@@ -6,7 +6,7 @@ import json
 from importlib import import_module
 from typing import Any
 
-from mfload.bench.tasks import Found, Job, Task
+from benchmarks.tasks import Found, Job, Task
 
 Row = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of a tensor."""

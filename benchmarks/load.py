@@ -19,14 +19,14 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks import arguments, tables
+from benchmarks import arguments, plot, tables
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
+from benchmarks.results import Results, label
 from benchmarks.run import Run
+from benchmarks.runner import Bed, Case, sample
 from benchmarks.targets import judge
-from mfload.bench import ceilings, machine, pagecache, plot
+from mfload.bench import ceilings, machine
 from mfload.bench.loaders import LOADERS
-from mfload.bench.results import Results, label
-from mfload.bench.runner import Bed, Case, sample
 
 CASES = ("warm", "cold", "small", "memory")
 SMALL_TENSORS = 20_000
@@ -108,7 +108,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> Results:
     run = _Loading(results, rng, warmup)
     if "warm" in args.cases:
         # Read back by the first sample: one history for all pages.
-        pagecache.drop(large.subject().extents)
+        machine.drop(large.subject().extents)
         run.load(Case("warm"), [ceilings.WARM.name, *names], large, args.rounds)
     if "cold" in args.cases:
         best = run.best_patterns(large)
@@ -157,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write(Results.read(args.out / "loading.json"), args.out, keep_json=True)
         return 0
     with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
-        kind = pagecache.file_system(folder)
-        on_memory = kind in pagecache.MEMORY_FILE_SYSTEMS
+        kind = machine.file_system(folder)
+        on_memory = kind in machine.MEMORY_FILE_SYSTEMS
         if on_memory and {"cold", "memory"} & set(args.cases):
             print(f"{kind} has no disk to read cold from: give a --workdir on a real one")
             return 2

@@ -22,9 +22,9 @@ from benchmarks.checkpoint import Checkpoint, write_divisible
 from benchmarks.mesh_layouts import LAYOUTS, Sums, sums
 from benchmarks.mesh_tables import COLD, PAIR
 from benchmarks.mesh_tasks import CEILINGS, LABELS
+from benchmarks.results import Results
 from benchmarks.run import Run
-from mfload.bench.results import Results
-from mfload.bench.runner import Bed, Case, Sample, sample
+from benchmarks.runner import Bed, Case, Sample, sample
 
 CASES = (*LAYOUTS, COLD, PAIR)
 _WARMUP = 4_000_000

@@ -17,8 +17,8 @@ from typing import Any, TextIO, TypedDict
 from benchmarks.calls import as_options
 from benchmarks.mesh_layouts import DEVICES, LAYOUTS
 from benchmarks.mesh_tasks import mesh_of, rules_of, spans_of
-from mfload.bench import memory
-from mfload.bench.touch import touch
+from mfload.bench import machine
+from mfload.bench.loaders import touch
 
 
 class Job(TypedDict):
@@ -92,8 +92,8 @@ def _measure(job: Job, answers: TextIO) -> Answer:
     print("ready", file=answers)
     if sys.stdin.readline().strip() != "go":
         raise SystemExit("the parent has gone")
-    before = memory.status("VmRSS")
-    memory.reset_peak()
+    before = machine.memory_status("VmRSS")
+    machine.reset_peak()
     start, cpu = time.perf_counter(), time.process_time()
     arrays = jax.block_until_ready(mfload.load(job["folder"], report=report, **as_options(given)))
     loaded, cpu_loaded = time.perf_counter(), time.process_time()
@@ -102,7 +102,7 @@ def _measure(job: Job, answers: TextIO) -> Answer:
     total = touch(spans)
     touch(copies)
     end = time.perf_counter()
-    peak = memory.status("VmHWM")
+    peak = machine.memory_status("VmHWM")
     said = report.as_dict()
     return {
         "load_s": loaded - start,

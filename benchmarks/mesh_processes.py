@@ -15,9 +15,9 @@ from typing import IO, Any
 from benchmarks import ROOT
 from benchmarks.mesh_layouts import Sums
 from benchmarks.mesh_process import Answer, Job
-from mfload.bench.process import ChildError, environment
-from mfload.bench.runner import Case, Sample, prepare
-from mfload.bench.subject import Subject
+from benchmarks.process import ChildError, environment
+from benchmarks.runner import Case, Sample, prepare
+from benchmarks.subject import Subject
 
 PROCESSES = 2
 EXCHANGES = ("auto", "never", "once")

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables, timings
+from benchmarks import markdown, plot, tables, timings
 from benchmarks.mesh_layouts import LAYOUTS
 from benchmarks.mesh_processes import EXCHANGES, PROCESSES
 from benchmarks.mesh_tasks import CEILINGS, LABELS
+from benchmarks.plot import OURS, PEER, Bar
+from benchmarks.results import MIB, Results
 from benchmarks.targets import Target
-from mfload.bench import machine, markdown, plot
-from mfload.bench.plot import OURS, PEER, Bar
-from mfload.bench.results import MIB, Results
+from mfload.bench import machine
 
 COLD, PAIR = "rows-cold", "two-processes"
 TITLES = {

@@ -9,11 +9,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import tasks
 from benchmarks.calls import as_options
 from benchmarks.mesh_layouts import DEVICES, LAYOUTS, Layout
-from mfload.bench import ceilings, tasks
-from mfload.bench.tasks import Found, Job, Task
-from mfload.bench.touch import Span
+from benchmarks.tasks import Found, Job, Task
+from mfload.bench import ceilings
+from mfload.bench.loaders import Span
 
 LABELS = {
     ceilings.WARM.name: f"ceiling: {ceilings.WARM.label}",
@@ -170,7 +171,7 @@ _WAYS = {
 
 def find(name: str) -> Task:
     """The task of a name."""
-    if ceilings.is_ceiling(name):
+    if name in ceilings.PATTERNS:
         return tasks.find(name)
     # Before JAX is imported, which is when the first task runs.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"

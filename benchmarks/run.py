@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from benchmarks.results import Results
+from benchmarks.runner import Take, rounds
 from mfload.bench import machine
-from mfload.bench.results import Results
-from mfload.bench.runner import Take, rounds
 
 
 class Run:

@@ -15,13 +15,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import ROOT, arguments, saving_tasks, timings
+from benchmarks import ROOT, arguments, markdown, plot, saving_tasks, timings
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
+from benchmarks.results import Results
 from benchmarks.run import Run
+from benchmarks.runner import Bed, Case, Sample, sample
 from benchmarks.saving_tasks import FLOORS, LABELS, ON_DISK
-from mfload.bench import machine, markdown, plot
-from mfload.bench.results import Results
-from mfload.bench.runner import Bed, Case, Sample, sample
+from mfload.bench import machine
 
 CASES = ("large", "small")
 SMALL_TENSORS = 20_000

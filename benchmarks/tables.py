@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks import markdown
+from benchmarks.markdown import Row
+from benchmarks.results import MIB, Results, is_ceiling, label
 from benchmarks.targets import Target
-from mfload.bench import machine, markdown
-from mfload.bench.ceilings import is_ceiling
+from mfload.bench import machine
 from mfload.bench.loaders import LOADERS
-from mfload.bench.markdown import Row
-from mfload.bench.results import MIB, Results, label
 
 
 def _name(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mfload.bench.results import MIB, Results
+from benchmarks.results import MIB, Results
 
 _SMALL = {"numpy": 10, "torch": 20, "tensorflow": 20, "paddle": 20, "jax": 45}
 """CPU microseconds a tensor of 1 KiB, by framework."""

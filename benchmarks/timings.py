@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import arguments, pages
+from benchmarks.plot import CEILING, OURS, PEER, Bar
+from benchmarks.results import Results
 from mfload.bench import machine
-from mfload.bench.plot import CEILING, OURS, PEER, Bar
-from mfload.bench.results import Results
 
 
 def begun(folder: Path, seed: int, rounds: int, checkpoints: dict[str, object]) -> Results:

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 
 import mfload
-from benchmarks import ROOT, commands, timings, verifying_tasks
+from benchmarks import ROOT, commands, markdown, plot, timings, verifying_tasks
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
+from benchmarks.results import Results
 from benchmarks.run import Run
-from mfload.bench import machine, markdown, plot
-from mfload.bench.results import Results
-from mfload.bench.runner import Bed, Case, Sample, sample
+from benchmarks.runner import Bed, Case, Sample, sample
+from mfload.bench import machine
 
 CASES = ("warm", "cold")
 _COMMANDS = {

@@ -26,11 +26,8 @@ html_title = f"mfload {release}"
 copyright = author
 
 extensions = [
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
     "myst_nb",
     "sphinx_copybutton",
-    "docstrings",
     "navigation",
     "sources",
 ]
@@ -71,17 +68,6 @@ nb_execution_show_tb = True
 nb_merge_streams = True
 # What a framework says of the machine it runs on is no result of the example.
 nb_output_stderr = "remove"
-
-# API reference
-autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
-autodoc_class_signature = "separated"
-napoleon_numpy_docstring = False
-napoleon_use_ivar = True
-python_maximum_signature_line_length = 80
-add_module_names = False
 
 # Looks
 templates_path = ["site/templates"]

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 import mfload
-from mfload.cli import exits
+from mfload.cli import failures
 from mfload.cli.app import app
 
 PAGE = Path(__file__).resolve().parent / "reference" / "commands.md"
@@ -79,8 +79,8 @@ def _options(command: Any) -> str:
 
 
 def _codes() -> str:
-    """The codes as the docstring of mfload.cli.exits lists them."""
-    found = re.findall(r"^(\d+) +(.+)$", exits.__doc__ or "", re.M)
+    """The codes as the docstring of mfload.cli.failures lists them."""
+    found = re.findall(r"^(\d+) +(.+)$", failures.__doc__ or "", re.M)
     return _table([("code", "meaning"), *found])
 
 
@@ -96,7 +96,7 @@ def _errors() -> str:
         builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins").__name__
         link = f"[`{kind.__name__}`](../errors.md#{kind.__name__.lower()})"
         name = link if kind is not mfload.MfloadError else f"`{kind.__name__}`"
-        rows.append((name, f"`{builtin}`", str(exits.code_of(kind("")))))
+        rows.append((name, f"`{builtin}`", str(failures.code_of(kind("")))))
     return _table(rows)
 
 

@@ -58,8 +58,10 @@ shardings = [("up_proj", P(None, "tp")), ("down_proj", P("tp", None))]
 
 for exchange in ("never", "once", "auto"):
     report = mfload.Report()
-    options = {"mesh": mesh, "shardings": shardings, "exchange": exchange, "report": report}
-    params = mfload.load(path, framework="jax", **options)
+    options = mfload.Options(exchange=exchange)
+    params = mfload.load(
+        path, framework="jax", mesh=mesh, shardings=shardings, report=report, options=options
+    )
     print(f"{exchange:5} read {report.read_bytes:8}, exchanged {report.exchanged_bytes:8}")
 for note in report.notes:
     print(textwrap.fill(note, 80))

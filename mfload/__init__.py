@@ -12,48 +12,46 @@ if TYPE_CHECKING:
     from mfload import errors
     from mfload.api import abstract, load, open, plan, save
     from mfload.checking.align import Aligned, align
-    from mfload.checking.comparing import diff
-    from mfload.checking.difference import Difference
+    from mfload.checking.diff import Difference, diff
     from mfload.checking.manifest import Manifest
-    from mfload.checking.verification import Verification
-    from mfload.checking.verifying import verify
-    from mfload.cuda.live import live_bytes
-    from mfload.diagnostics.diagnosis import Diagnosis
+    from mfload.checking.verify import Verification, verify
+    from mfload.cuda.memory import live_bytes
     from mfload.diagnostics.doctor import doctor
+    from mfload.diagnostics.findings import Diagnosis
     from mfload.errors import MfloadError
     from mfload.options import Options
     from mfload.packed import unpack
     from mfload.report import Report
     from mfload.saving.save import Saved
-    from mfload.trees import rule
+    from mfload.trees.keymap import rule
     from mfload.trees.load_into import load_into
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Aligned": "mfload.checking.align",
-    "Diagnosis": "mfload.diagnostics.diagnosis",
-    "Difference": "mfload.checking.difference",
+    "Diagnosis": "mfload.diagnostics.findings",
+    "Difference": "mfload.checking.diff",
     "Manifest": "mfload.checking.manifest",
     "MfloadError": "mfload.errors",
     "Options": "mfload.options",
     "Report": "mfload.report",
     "Saved": "mfload.saving.save",
-    "Verification": "mfload.checking.verification",
+    "Verification": "mfload.checking.verify",
     "abstract": "mfload.api",
     "align": "mfload.checking.align",
-    "diff": "mfload.checking.comparing",
+    "diff": "mfload.checking.diff",
     "doctor": "mfload.diagnostics.doctor",
     "errors": "mfload.errors",
-    "live_bytes": "mfload.cuda.live",
+    "live_bytes": "mfload.cuda.memory",
     "load": "mfload.api",
     "load_into": "mfload.trees.load_into",
     "open": "mfload.api",
     "plan": "mfload.api",
-    "rule": "mfload.trees",
+    "rule": "mfload.trees.keymap",
     "save": "mfload.api",
     "unpack": "mfload.packed",
-    "verify": "mfload.checking.verifying",
+    "verify": "mfload.checking.verify",
 }
 
 __all__ = [
@@ -93,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted((*__all__, "__version__"))

@@ -6,34 +6,42 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from operator import attrgetter
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from mfload import errors, frameworks, trees
+from mfload import errors, frameworks
+from mfload.checking.checksums import ManifestCheck
 from mfload.checking.manifest import Manifest
-from mfload.checking.observer import Check
-from mfload.formats import checkpoint
+from mfload.formats import checkpoint, discovery
 from mfload.index import Index
 from mfload.loading.lazy import LazyCheckpoint
+from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
-from mfload.mesh import load as sharded
-from mfload.mesh.load import Chosen, MeshArguments
 from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, check_choice, started
-from mfload.planning.preview import Preview
+from mfload.planning import selection
 from mfload.planning.requests import Request
+from mfload.planning.selection import Dtypes, Names
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import Deadline, gc_paused
 from mfload.saving import save as saving
 from mfload.saving.save import Saved
 from mfload.sources.local import LocalFile
-from mfload.trees import Dtypes, Names
+
+if TYPE_CHECKING:
+    from mfload.mesh.load import Chosen
+
+_NAME, _DTYPE = attrgetter("info.name"), attrgetter("dtype")
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def load(
     path: Path,
-    framework: str,
+    framework: str | ModuleType,
     *,
     device: object = None,
     names: Names = None,
@@ -51,17 +59,18 @@ def load(
     Args:
         path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of
             files. In a directory the index counts if there is one, else all files do.
-        framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", or what people
-            type for them ("np", "flax", "pt", "pytorch", "tf").
-        device: A string such as "cpu:1" or "cuda:0", or the framework's own device; the
-            framework's default where None. `{regex: device}` puts each tensor on the device of
-            the first regex that is found in its name; a list of devices puts every tensor on all
-            of them, as a list of arrays.
+        framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", an alias ("np",
+            "flax", "pt", "pytorch", "tf"), or the module itself (`torch`, `jax.numpy`).
+        device: A name such as "cpu:1" or "cuda:0", or the framework's own device object. Default:
+            the framework's default device. A list of devices puts every tensor on each of them,
+            as a list of arrays. A list of (regex, device) pairs puts a tensor on the device of
+            the first regex found in its name; `{name: device}` takes exact names.
         names: Which tensors: a regex that is searched for, a list of exact names, or a
             function from a name to bool. All where None.
         dtype: A dtype (of any framework, or its name) for all floating tensors, or
-            `{regex: dtype}` for those whose names match. What would lose values (float to
-            int, 64 to 32 bit ints) has to be asked for by name, in a mapping; and even then
+            rules for some: a list of (regex, dtype) pairs, of which the first regex found in the
+            name counts, or a mapping from exact names. What would lose values (float to int, 64
+            to 32 bit ints) has to be asked for by name, in a rule; and even then
             a value outside an integer dtype's range stops the load. Narrower floats round,
             and overflow as their dtype does (infinity or NaN).
         mesh: A `jax.sharding.Mesh`: the arrays are sharded over its devices, or replicated where
@@ -89,55 +98,68 @@ def load(
     Raises:
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
-    start = time.perf_counter()
-    how, wrong = LoadOptions(), None
-    deadline = how.deadline
-    try:
-        cleared(report)
-        how = started(options)
-        deadline = how.deadline
-        _check(framework, device, mesh, shardings, unmatched)
-    except Exception as error:
-        # Processes that load together have to hear of it. Without JAX there are none.
-        if (mesh is None and shardings is None) or "jax" not in sys.modules:
-            raise
-        wrong = error
     if mesh is not None or shardings is not None:
+        from mfload.mesh import load as mesh_load
+
+        if "jax" not in sys.modules:
+            _check(framework, device, mesh, shardings, unmatched)
+        deadline = Deadline(options.timeout if isinstance(options, Options) else None)
 
         def choose() -> Chosen:
+            cleared(report)
+            how = started(options, deadline)
+            discovery.check_path(path)
+            _check(framework, device, mesh, shardings, unmatched)
             return _choose(path, names, dtype, how)
 
-        return sharded.load(
+        return mesh_load.load(
             choose,
-            MeshArguments(mesh, shardings, unmatched, how.exchange),
+            "jax",
+            mesh,
+            shardings,
+            unmatched,
             deadline,
             report=report,
             progress=progress,
-            check=None if verify is None else lambda index, infos: Check(verify, index, infos),
-            wrong=wrong,
+            check=None
+            if verify is None
+            else lambda index, infos: ManifestCheck(verify, index, infos),
         )
+    start = time.perf_counter()
+    if report is not None:
+        cleared(report)
+    how = started(options)
+    discovery.check_path(path)
+    _check(framework, device, mesh, shardings, unmatched)
+    deadline = how.deadline
     with gc_paused():
         index, sources = _read_index(path, deadline)
         requests = _needs(index, names, dtype)
     headers = time.perf_counter() - start
     start = time.perf_counter()
-    adapter = frameworks.get(framework, device)
+    adapter = frameworks.get(framework, device, index.tensors)
     loader = Loader(index, sources, adapter, how)
-    check = None if verify is None else Check(verify, index, [request.info for request in requests])
+    check = (
+        None
+        if verify is None
+        else ManifestCheck(verify, index, [request.info for request in requests])
+    )
     if report is not None:
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
-    total = sum(request.info.nbytes for request in requests)
-    with shown(progress, total) as advance:
-        observer = None if check is None else check.observer
+    observer = None if check is None else check.observer
+    shows = nullcontext()
+    if progress:
+        shows = shown(progress, sum(request.info.nbytes for request in requests))
+    with shows as advance:
         arrays = loader.load(requests, report=report, advance=advance, observer=observer)
     if check is not None:
         check.settle(arrays, report)
-    return dict(zip([request.info.name for request in requests], arrays, strict=True))
+    return dict(zip(map(_NAME, requests), arrays, strict=True))
 
 
 def open(
     path: Path,
-    framework: str = "numpy",
+    framework: str | ModuleType = "numpy",
     device: object = None,
     *,
     options: Options | None = None,
@@ -161,13 +183,13 @@ def open(
     how = started(options)
     with gc_paused():
         index, sources = _read_index(path, how.deadline)
-    adapter = frameworks.get(framework, device)
+    adapter = frameworks.get(framework, device, index.tensors)
     return LazyCheckpoint(index, sources, adapter, device=device, options=options or Options())
 
 
 def plan(
     path: Path,
-    framework: str = "numpy",
+    framework: str | ModuleType | None = None,
     *,
     device: object = None,
     names: Names = None,
@@ -179,7 +201,7 @@ def plan(
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
 
-    With a mesh or shardings, `framework` may be left out: it is JAX's then.
+    `framework` defaults to "numpy", with a mesh or shardings to "jax".
 
     Returns:
         The plan and this machine's route; prints well, and has `as_dict()`. Of several processes
@@ -189,14 +211,17 @@ def plan(
         MfloadError: As `load` does.
     """
     how = started(options)
-    # What nobody says is "numpy" too.
-    whose = framework if framework != "numpy" or (mesh is None and shardings is None) else "jax"
-    _check(whose, device, mesh, shardings, unmatched)
-    if mesh is not None or shardings is not None:
-        arguments = MeshArguments(mesh, shardings, unmatched, how.exchange)
-        return sharded.preview(_choose(path, names, dtype, how), arguments)
+    sharded = mesh is not None or shardings is not None
+    if framework is None:
+        framework = "jax" if sharded else "numpy"
+    _check(framework, device, mesh, shardings, unmatched)
+    if sharded:
+        from mfload.mesh import load as mesh_load
+
+        chosen = _choose(path, names, dtype, how)
+        return mesh_load.preview(chosen, "jax", mesh, shardings, unmatched)
     index, sources = _read_index(path, how.deadline)
-    loader = Loader(index, sources, frameworks.get(framework, device), how)
+    loader = Loader(index, sources, frameworks.get(framework, device, index.tensors), how)
     return loader.preview(_needs(index, names, dtype))
 
 
@@ -230,11 +255,11 @@ def abstract(
     Raises:
         MfloadError: As `load` does.
     """
+    from mfload.mesh import load as mesh_load
+
     _check("jax", None, mesh, shardings, unmatched)
     chosen = _choose(path, names, dtype, started(options))
-    if mesh is None and shardings is None:
-        return sharded.abstract(chosen, None)
-    return sharded.abstract(chosen, MeshArguments(mesh, shardings, unmatched, "auto"))
+    return mesh_load.abstract(chosen, "jax", mesh, shardings, unmatched)
 
 
 def save(
@@ -242,8 +267,9 @@ def save(
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
-    align: int = 4096,
+    align: int | str = 4096,
     max_shard_size: int | str | None = None,
+    checksums: bool = False,
     overwrite: bool = False,
     progress: Progress = False,
 ) -> Saved:
@@ -258,14 +284,16 @@ def save(
             strided, share memory (each is written in full), or lie in the very file that is
             replaced.
         path: A file; or a directory, which is there or ends with a slash, for a
-            `model.safetensors` in it. Directories are not made on the way. Through a symbolic
+            `model.safetensors` in it. Missing directories are made. Through a symbolic
             link, the file that it leads to is replaced.
         metadata: Strings for the header.
         align: The data of each file begins on a multiple of so many bytes: a power of two from
-            8 up.
+            8 up, also as a text such as "4KiB".
         max_shard_size: Bytes of tensors a file, or "5GB", "500MiB". What does not fit in one goes
             to files named as in `model-00001-of-00003.safetensors`, and an index beside them. A
             larger tensor has a file of its own.
+        checksums: Whether to read the files back and write a manifest of checksums beside them,
+            as `mfload.verify(path, checksums="write")` does.
         overwrite: Whether a checkpoint that is there is replaced: the file, the index, and the
             shards to which it leads (without an index, one complete set of them). Other files
             are never touched; the notes name those that were removed.
@@ -280,7 +308,11 @@ def save(
         WriteError: The disk is full, or failed.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
-    return saving.save(
+    from mfload.checking import verify as checking  # Late: a load does without it.
+
+    if checksums:
+        checking.check_save_target(path, overwrite=overwrite)
+    saved = saving.save(
         arrays,
         path,
         metadata=metadata,
@@ -289,10 +321,11 @@ def save(
         overwrite=overwrite,
         progress=progress,
     )
+    return checking.with_manifest(saved, write=checksums)
 
 
 def _check(
-    framework: str,
+    framework: str | ModuleType,
     device: object,
     mesh: Any,
     shardings: Any,
@@ -300,7 +333,8 @@ def _check(
 ) -> None:
     """Refuses what makes no sense together."""
     name = frameworks.resolve(framework)
-    check_choice("unmatched", unmatched, UNMATCHED)
+    if unmatched != "replicate":
+        check_choice("unmatched", unmatched, UNMATCHED)
     if mesh is None and shardings is None:
         return
     if name != "jax":
@@ -316,23 +350,27 @@ def _check(
 
 
 def _choose(path: Path, names: Names, dtype: Dtypes, options: LoadOptions) -> Chosen:
+    from mfload.mesh.load import Chosen
+
     index, sources = _read_index(path, options.deadline)
     return Chosen(index, sources, _needs(index, names, dtype), options)
 
 
 def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:
-    what = path if isinstance(path, str | os.PathLike) else None
-    return deadline.bound(
-        lambda: checkpoint.read(path), "reading headers", None if what is None else os.fspath(what)
-    )
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    return deadline.bound(partial(checkpoint.read, path), "reading headers", name)
 
 
 def _needs(index: Index, names: Names, dtype: Dtypes) -> list[Request]:
+    infos = list(index.tensors.values()) if names is None else selection.select(index, names)
     if dtype is None:
-        return [Request(info, info.dtype) for info in trees.select(index, names)]
+        return list(map(Request, infos, map(_DTYPE, infos)))
+    if selection.has_rules(dtype):
+        for note in selection.check_rules(index.tensors, dtype):
+            errors.warn(note)
     requests: list[Request] = []
-    for info in trees.select(index, names):
+    for info in infos:
         with errors.about(file=index.files[info.pieces[0].source]):
-            wanted, checked = trees.target(info, dtype)
+            wanted, checked = selection.target(info, dtype)
         requests.append(Request(info, wanted, None, checked))
     return requests

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import DType
 
 CPU = 1
@@ -45,11 +44,8 @@ class View(NamedTuple):
     """A tensor's bytes in a buffer, and what they mean.
 
     Attributes:
-        name: The tensor.
-        dtype: Row of the dtype table.
-        shape: In elements.
-        memory: The buffer: a uint8 array, or a `DeviceBuffer`.
-        at: First byte.
+        memory: The buffer: a uint8 array, or memory of a device, which has an `address`, a length
+            `nbytes` and `__dlpack_device__()`.
         devices: Which of the adapter's devices want it (see `placement.Need`).
     """
 
@@ -63,9 +59,9 @@ class View(NamedTuple):
     @property
     def address(self) -> int:
         """Memory address of the first byte."""
-        if isinstance(self.memory, DeviceBuffer):
-            return self.memory.address + self.at
-        return self.memory.ctypes.data + self.at
+        if isinstance(self.memory, np.ndarray):
+            return self.memory.ctypes.data + self.at
+        return self.memory.address + self.at
 
     def storage(self) -> Any:
         """The bytes as a uint8 array (see `DType.storage_shape`); of host memory alone."""
@@ -78,7 +74,7 @@ class View(NamedTuple):
         return self._replace(dtype=TABLE["U8"], shape=self.dtype.storage_shape(self.shape))
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.memory.device.place if isinstance(self.memory, DeviceBuffer) else (CPU, 0)
+        return self.memory.__dlpack_device__()
 
     def __dlpack__(
         self,
@@ -109,9 +105,6 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
         view: What to export. Packed types are exported with their storage shape.
         versioned: Whether to make the struct of DLPack 1.0 (it carries flags).
         device_id: Which of the framework's CPU devices host memory is to appear on.
-
-    Returns:
-        The capsule; not consumed, it frees itself.
     """
     dtype = view.dtype
     lanes = 1
@@ -121,8 +114,9 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
         # Two F4 in a byte are one element of two lanes, as dlpack.h asks.
         unit, shape, lanes = _UNITS[1], dtype.storage_shape(view.shape), dtype.elements
     memory, device = view.memory, (CPU, device_id)
-    if isinstance(memory, DeviceBuffer):
-        memory, device = np.asarray(_Address(memory)), memory.device.place
+    if not isinstance(memory, np.ndarray):
+        device = memory.__dlpack_device__()
+        memory = np.asarray(_Address(memory))
     array = np.ndarray(shape, unit, memory, view.at)
     if versioned and _CAN_VERSION:
         made = array.__dlpack__(max_version=(1, 0))
@@ -139,7 +133,7 @@ def capsule(view: View, *, versioned: bool = False, device_id: int = 0) -> Any:
 class _Address:
     """Device memory as NumPy takes it: where it is, how long, and kept alive."""
 
-    def __init__(self, memory: DeviceBuffer) -> None:
+    def __init__(self, memory: Any) -> None:
         self._memory = memory
         self.__array_interface__: dict[str, Any] = {
             "version": 3,

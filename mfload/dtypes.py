@@ -7,16 +7,17 @@ of `DLDataTypeCode` in dlpack.h 1.1.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import ml_dtypes
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from mfload import errors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 if sys.byteorder != "little":
     raise ImportError("mfload reads little-endian weights on little-endian machines only")
@@ -29,16 +30,9 @@ class DType:
     """One row.
 
     Attributes:
-        name: The name the safetensors format uses.
-        elements: Elements in the smallest block.
         nbytes: Bytes in the smallest block; 0 marks a dtype mfload does not know.
-        code: DLPack type code.
-        bits: Bits an element.
         kind: What sort of number it is. "scale" is E8M0, an exponent alone; "packed" has
             several elements in a byte; neither takes part in conversions.
-        numpy: The NumPy (or ml_dtypes) dtype of one element, None where NumPy has none
-            that is laid out as stored.
-        aliases: Other names people type for `dtype=`.
     """
 
     name: str
@@ -47,8 +41,13 @@ class DType:
     code: int
     bits: int
     kind: Kind
-    numpy: np.dtype[Any] | None
+    numpy_name: str | None
     aliases: tuple[str, ...] = field(default=())
+
+    @property
+    def numpy(self) -> np.dtype[Any] | None:
+        """The NumPy (or ml_dtypes) dtype of one element; None if none is laid out as stored."""
+        return None if self.numpy_name is None else _numpy_dtype(self.numpy_name)
 
     @property
     def known(self) -> bool:
@@ -77,36 +76,44 @@ class DType:
         return self.name
 
 
+@functools.cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    # Imported late: reading headers needs neither, and `mfload ls` is over before they are loaded.
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def _row(
-    name: str, code: int, bits: int, kind: Kind, numpy: Any, *aliases: str
+    name: str, code: int, bits: int, kind: Kind, numpy: str | None, *aliases: str
 ) -> tuple[str, DType]:
     elements = 8 // math.gcd(8, bits)
-    dtype = None if numpy is None else np.dtype(numpy)
-    names = aliases if dtype is None else (dtype.name, *aliases)
-    return name, DType(name, elements, bits * elements // 8, code, bits, kind, dtype, names)
+    names = aliases if numpy is None else (numpy, *aliases)
+    return name, DType(name, elements, bits * elements // 8, code, bits, kind, numpy, names)
 
 
 TABLE: dict[str, DType] = dict(
     [
-        _row("BOOL", 6, 8, "bool", np.bool_, "bool_"),
-        _row("U8", 1, 8, "uint", np.uint8),
-        _row("I8", 0, 8, "int", np.int8),
-        _row("U16", 1, 16, "uint", np.uint16),
-        _row("I16", 0, 16, "int", np.int16, "short"),
-        _row("U32", 1, 32, "uint", np.uint32),
-        _row("I32", 0, 32, "int", np.int32, "int"),
-        _row("U64", 1, 64, "uint", np.uint64),
-        _row("I64", 0, 64, "int", np.int64, "long"),
-        _row("F16", 2, 16, "float", np.float16, "half", "fp16"),
-        _row("BF16", 4, 16, "float", ml_dtypes.bfloat16, "bf16"),
-        _row("F32", 2, 32, "float", np.float32, "float", "fp32"),
-        _row("F64", 2, 64, "float", np.float64, "double", "fp64"),
-        _row("C64", 5, 64, "complex", np.complex64, "cfloat"),
-        _row("F8_E4M3", 10, 8, "float", ml_dtypes.float8_e4m3fn),
-        _row("F8_E4M3FNUZ", 11, 8, "float", ml_dtypes.float8_e4m3fnuz),
-        _row("F8_E5M2", 12, 8, "float", ml_dtypes.float8_e5m2),
-        _row("F8_E5M2FNUZ", 13, 8, "float", ml_dtypes.float8_e5m2fnuz),
-        _row("F8_E8M0", 14, 8, "scale", ml_dtypes.float8_e8m0fnu),
+        _row("BOOL", 6, 8, "bool", "bool", "bool_"),
+        _row("U8", 1, 8, "uint", "uint8"),
+        _row("I8", 0, 8, "int", "int8"),
+        _row("U16", 1, 16, "uint", "uint16"),
+        _row("I16", 0, 16, "int", "int16", "short"),
+        _row("U32", 1, 32, "uint", "uint32"),
+        _row("I32", 0, 32, "int", "int32", "int"),
+        _row("U64", 1, 64, "uint", "uint64"),
+        _row("I64", 0, 64, "int", "int64", "long"),
+        _row("F16", 2, 16, "float", "float16", "half", "fp16"),
+        _row("BF16", 4, 16, "float", "bfloat16", "bf16"),
+        _row("F32", 2, 32, "float", "float32", "float", "fp32"),
+        _row("F64", 2, 64, "float", "float64", "double", "fp64"),
+        _row("C64", 5, 64, "complex", "complex64", "cfloat"),
+        _row("F8_E4M3", 10, 8, "float", "float8_e4m3fn"),
+        _row("F8_E4M3FNUZ", 11, 8, "float", "float8_e4m3fnuz"),
+        _row("F8_E5M2", 12, 8, "float", "float8_e5m2"),
+        _row("F8_E5M2FNUZ", 13, 8, "float", "float8_e5m2fnuz"),
+        _row("F8_E8M0", 14, 8, "scale", "float8_e8m0fnu"),
         _row("F6_E2M3", 15, 6, "packed", None, "float6_e2m3fn"),
         _row("F6_E3M2", 16, 6, "packed", None, "float6_e3m2fn"),
         _row("F4", 17, 4, "packed", None, "float4_e2m1fn"),
@@ -127,9 +134,6 @@ def resolve(spec: object) -> DType:
 
     Args:
         spec: A name ("bfloat16", "BF16", "torch.bfloat16") or any framework's dtype object.
-
-    Returns:
-        The row.
 
     Raises:
         UsageError: It names no dtype of the table.

@@ -4,10 +4,11 @@
     ├── UsageError (ValueError)                an argument makes no sense
     ├── SourceError (OSError)                  bytes could not be had
     │   ├── SourceNotFoundError (FileNotFoundError)
+    │   │   └── ShardNotFoundError (CheckpointError)  files of a checkpoint are missing
     │   ├── SourcePermissionError (PermissionError)
     │   ├── SourceChangedError                 shrank or was replaced under the read
     │   ├── ReadError                          the device failed
-    │   └── LoadTimeoutError (TimeoutError)    `timeout=` ran out
+    │   └── LoadTimeoutError (TimeoutError)    the timeout ran out
     ├── TargetError (OSError)                  bytes could not be written
     │   ├── TargetExistsError (FileExistsError) something is there, `overwrite=` is not set
     │   └── WriteError                         the disk is full, or failed
@@ -37,10 +38,13 @@ from __future__ import annotations
 
 import difflib
 import errno
+import inspect
 import itertools
 import os
+import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _LISTED = 50  # Offenders that are shown.
@@ -180,6 +184,10 @@ class HeaderError(FormatError):
 
 class CheckpointError(FormatError):
     """The files of a checkpoint disagree with each other or with their index."""
+
+
+class ShardNotFoundError(SourceNotFoundError, CheckpointError):
+    """Files that belong to the checkpoint do not exist."""
 
 
 class ChecksumError(FormatError):
@@ -343,3 +351,14 @@ def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> st
         return ""
     named = choices[found[0]] if isinstance(choices, Mapping) else found[0]
     return f", did you mean {named!r}?"
+
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+
+
+def warn(message: str) -> None:
+    """Issues a UserWarning that points at the caller's line outside mfload."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -21,9 +21,7 @@ class Piece(NamedTuple):
     """Bytes of one source that hold one box of a tensor.
 
     Attributes:
-        source: Number of the source in `Index.files`.
         offset: First byte, counted from the start of the source.
-        nbytes: Length in bytes.
         box: The part of the tensor it holds, None for all of it.
         order: Element order of the box; "C" is row-major.
         encoding: "raw" is little-endian bytes that the plan may slice; anything else is

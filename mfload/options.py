@@ -17,6 +17,7 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 ALLOCATORS: tuple[str, ...] = get_args(Allocator)
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 UNMATCHED: tuple[str, ...] = get_args(Unmatched)
+_CHOICES = {"engine": ENGINES, "allocator": ALLOCATORS, "exchange": EXCHANGES}
 
 OVERHEAD = 256 << 20
 """Default of both memory limits, in bytes beside the result."""
@@ -58,16 +59,19 @@ class Options:
     max_device_overhead: int | str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("engine", self.engine, ENGINES)
-        check_choice("allocator", self.allocator, ALLOCATORS)
-        check_choice("exchange", self.exchange, EXCHANGES)
-        _check_count("threads", self.threads, 1)
-        Deadline(self.timeout)
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                check_choice(name, getattr(self, name), known)
+        if self.threads is not None:
+            _check_count("threads", self.threads, 1)
+        if self.timeout is not None:
+            Deadline(self.timeout)
         for name in ("max_host_overhead", "max_device_overhead"):
             value = getattr(self, name)
             if isinstance(value, str):
-                object.__setattr__(self, name, size(value))
-            _check_count(name, getattr(self, name), 0)
+                object.__setattr__(self, name, value := size(value))
+            if value is not None:
+                _check_count(name, value, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,11 @@ class LoadOptions(Options):
     merge_gap: int | None = None
     by_host: bool = False
 
+    @property
+    def lands_on_devices(self) -> bool:
+        """Whether arrays may land in memory of devices without passing through the host's."""
+        return not self.by_host and self.engine != "mmap"
+
 
 def started(options: Options | None, deadline: Deadline | None = None) -> LoadOptions:
     """The options of a call that begins now.
@@ -93,7 +102,8 @@ def started(options: Options | None, deadline: Deadline | None = None) -> LoadOp
     Raises:
         UsageError: `options` is not an Options.
     """
-    options = Options() if options is None else options
+    if options is None:
+        return LoadOptions(deadline=deadline or Deadline(None))
     if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.UsageError(
             "options must be an mfload.Options",
@@ -116,8 +126,6 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    if value is None:
-        return
     # NumPy's integers count; booleans are ints by accident.
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:  # pyright: ignore
         raise errors.UsageError(

@@ -18,7 +18,6 @@ def shown(progress: Progress, total: int) -> Generator[Callable[[int], None] | N
     Args:
         progress: False for none, True for a bar, or a function that is called with the
             bytes done and the bytes in all.
-        total: Bytes in all.
 
     Yields:
         What a transfer calls with the bytes that came, None where nobody looks.

@@ -36,6 +36,22 @@ def html_table(rows: Iterable[Sequence[object]]) -> str:
     return f"<table>{body}</table>"
 
 
+class Printable:
+    """A result that is shown as the table of its `rows()`, in a terminal and in a notebook."""
+
+    __slots__ = ()
+
+    def rows(self) -> Iterable[Sequence[object]]:
+        """What it prints."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return table(self.rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows())
+
+
 @dataclass
 class Report:
     """Filled by `mfload.load(..., report=report)`; empty until then.
@@ -51,14 +67,22 @@ class Report:
         exchanged_bytes: Bytes that came from other processes instead of the files.
         processes: How many loaded together.
         mapped_bytes: Bytes of the arrays that lie in maps of the files.
-        aliased_bytes: Bytes of the arrays that are mfload's buffers themselves, not copies.
-        peak_bytes: The most that mfload's buffers held at once during the load, other loads
-            of the process counted in. What Python, its threads and the framework itself take
-            comes on top: some 5 to 17 MiB of resident memory here, however large the load.
+        aliased_bytes: Bytes of the arrays that were not copied once they had landed.
+        peak_bytes: The most host memory that mfload's buffers held at once during the load: arrays
+            that lie in them, tensors that wait for the framework to copy them, and slots of the
+            readers (`Preview.peak_bytes` states it beforehand). What was held before the load is
+            not counted, nor are maps of files and the framework's own memory; loads of other
+            threads are. What Python, its threads and the framework take comes on top: some 5 to
+            17 MiB.
         device_peak_bytes: The most that mfload's buffers held on each device, added up; what lies
             in the framework's own memory is not counted.
         stages: Seconds a stage: headers, import (of the framework, where it was not yet), plan,
             allocate, transfer, arrays.
+        user_seconds: Seconds of CPU time that the process spent in its own code while it loaded,
+            import and headers left out.
+        system_seconds: The same in the kernel: copying from the page cache, and handing out pages.
+        page_faults: Page faults meanwhile. A kernel that hands out pages slowly, as on a virtual
+            machine whose memory is touched for the first time, shows in system seconds a fault.
         route: (file, engine, why) for each file.
         threads: Readers at once.
         notes: What else was decided without being asked for.
@@ -76,6 +100,9 @@ class Report:
     peak_bytes: int = 0
     device_peak_bytes: int = 0
     threads: int = 0
+    user_seconds: float = 0.0
+    system_seconds: float = 0.0
+    page_faults: int = 0
     stages: dict[str, float] = field(default_factory=dict[str, float])
     route: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
@@ -86,6 +113,21 @@ class Report:
             default = each.default
             setattr(self, each.name, {} if default is MISSING else default)
 
+    def add(self, other: Report) -> None:
+        """Adds what happened in another part of the same load."""
+        most = ("peak_bytes", "device_peak_bytes", "processes", "threads")
+        for name in (each.name for each in fields(self)):
+            mine, more = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                more = {key: mine.get(key, 0) + more.get(key, 0) for key in {**mine, **more}}
+            elif isinstance(mine, tuple):
+                more = tuple(dict.fromkeys((*mine, *more)))
+            elif isinstance(mine, str):
+                more = more or mine
+            else:
+                more = max(mine, more) if name in most else mine + more
+            setattr(self, name, more)
+
     @property
     def seconds(self) -> float:
         """Seconds of all stages."""
@@ -93,8 +135,9 @@ class Report:
 
     @property
     def gib_per_s(self) -> float:
-        """GiB of result a second, over all stages."""
-        return self.result_bytes / self.seconds / 2**30 if self.seconds else 0.0
+        """GiB of result a second, over all stages but the import of the framework."""
+        seconds = self.seconds - self.stages.get("import", 0.0)
+        return self.result_bytes / seconds / 2**30 if seconds else 0.0
 
     @property
     def aliased_share(self) -> float:
@@ -115,8 +158,13 @@ class Report:
         stages = ", ".join(f"{name} {seconds:.4f}" for name, seconds in self.stages.items())
         rows = [
             ("loaded", f"{self.tensors} {self.framework} tensors, {human(self.result_bytes)}"),
-            ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s"),
+            ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s without import"),
             ("stages", f"{stages} s"),
+            (
+                "CPU",
+                f"{self.user_seconds:.3f} s user, {self.system_seconds:.3f} s system, "
+                f"{self.page_faults} page faults",
+            ),
             ("read", f"{human(self.read_bytes)}, {human(self.over_read_bytes)} of it unwanted"),
             *self._exchange(),
             ("mapped", human(self.mapped_bytes)),

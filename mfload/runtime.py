@@ -77,20 +77,26 @@ class Deadline:
 
 # Making a hundred thousand small objects has the collector walk everything that the process
 # holds, several times over: with a large framework imported that doubles the cost of reading a
-# header. Nothing made inside is part of a cycle.
+# header. Nothing made inside is part of a cycle. The threshold is set and not gc.disable()
+# called, so that another thread that switches the collector off or on meanwhile is heeded.
 _lock = threading.RLock()  # A signal's handler may load, too.
 _inside = 0
-_stopped = False
+_threshold: tuple[int, int, int] | None = None
+
+
+def _resume() -> None:
+    global _threshold
+    if _threshold is not None and gc.get_threshold()[0] == 0:
+        gc.set_threshold(*_threshold)
+    _threshold = None
 
 
 def _after_fork() -> None:
     # Threads that were inside are not in the child, and the lock may have been theirs.
-    global _lock, _inside, _stopped
+    global _lock, _inside
     _lock = threading.RLock()
     _inside = 0
-    if _stopped:
-        gc.enable()
-        _stopped = False
+    _resume()
 
 
 if hasattr(os, "register_at_fork"):
@@ -99,21 +105,31 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def gc_paused() -> Generator[None]:
-    """Keeps the collector off while any thread is inside; one that was off stays off."""
-    global _inside, _stopped
+    """Keeps the collector from running by itself while any thread is inside."""
+    global _inside, _threshold
     entered = False
     try:
         with _lock:
             _inside += 1
             entered = True
-            if gc.isenabled():
-                gc.disable()
-                _stopped = True
+            if gc.get_threshold()[0]:
+                _threshold = gc.get_threshold()
+                gc.set_threshold(0)
         yield
     finally:
         with _lock:
             # A child forked inside began to count at zero.
             _inside = max(0, _inside - entered)
-            if _inside == 0 and _stopped:
-                gc.enable()
-                _stopped = False
+            if _inside == 0:
+                _resume()
+
+
+def process_usage() -> tuple[float, float, int]:
+    """User and system seconds of CPU time, and page faults, of this process so far."""
+    try:
+        import resource  # Not on Windows.
+    except ImportError:
+        times = os.times()
+        return times.user, times.system, 0
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime, usage.ru_stime, usage.ru_minflt + usage.ru_majflt

@@ -13,7 +13,7 @@ import pytest
 from leaks import left
 
 pytest.register_assert_rewrite(
-    "conformance.suite", "conformance.giving", "conformance.landing", "devices.fake"
+    "conformance.suite", "conformance.export", "conformance.device_memory", "devices.fake"
 )
 hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=False)
 hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
@@ -24,6 +24,12 @@ def pytest_collection_finish() -> None:
     """What is there by now stays. Else each of many looks for garbage goes through all of it."""
     gc.collect()
     gc.freeze()
+
+
+# Under `nohup make test &` SIGINT is ignored, and processes inherit that: the tests of Ctrl-C start
+# some that would never hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from mfload.saving import allotting
+from mfload.saving import drafts
 
 CALLS = ("open", "pwritev", "fsync", "link", "replace", "unlink", "fchmod")
 
@@ -39,7 +39,9 @@ def steps(before: Callable[[int, str], None]) -> Iterator[list[str]]:
         return call
 
     patches = [mock.patch.object(os, name, watched(name, getattr(os, name))) for name in CALLS]
-    patches.append(mock.patch.object(allotting, "allot", watched("allot", allotting.allot)))
+    patches.append(
+        mock.patch.object(drafts, "allocate_file", watched("allot", drafts.allocate_file))
+    )
     for patch in patches:
         patch.start()
     try:

@@ -68,8 +68,7 @@ def by_steps(name: str, mode: str, where: Path) -> dict[str, int]:
     with MODES[mode](), faults.steps(lambda number, call: None) as made:
         saved = scenario.save(folder, new)
     assert scenarios.check(folder, scenario, old, new) == "new"
-    if mode != "no-links":
-        scenarios.final(folder, scenario, saved)
+    scenarios.final(folder, scenario, saved)
     count: collections.Counter[str] = collections.Counter(steps=len(made))
     names = {"link", "replace", "unlink"}
     for at in range(1, len(made) + 1):
@@ -82,8 +81,7 @@ def by_steps(name: str, mode: str, where: Path) -> dict[str, int]:
                 scenario.save(folder, new)
 
         assert ended(forked(act)), f"step {at} was never reached"
-        partial = mode == "no-links"
-        count[scenarios.check(folder, scenario, old, new, partial=partial)] += 1
+        count[scenarios.check(folder, scenario, old, new)] += 1
         if mode == "plain" and names.isdisjoint(made[: at - 1]):
             assert sorted(os.listdir(folder)) == before, f"step {at} left something"
         elif scenarios.hidden(folder):

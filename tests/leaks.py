@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 
-from mfload.cuda.live import live_bytes
+from mfload.cuda.memory import live_bytes
 
 
 def left() -> int:

@@ -39,6 +39,11 @@ class Scenario(NamedTuple):
     index: bool = True
     both: bool = False
 
+    @property
+    def sharded(self) -> bool:
+        """Whether shards are replaced, or replace something: that takes hard links."""
+        return self.old != 0 and bool(self.old or self.new)
+
     def path(self, folder: Path) -> Path:
         """Where the save goes."""
         return folder if self.name is None else folder / self.name
@@ -85,13 +90,12 @@ def hidden(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.startswith("."))
 
 
-def found(path: Path, choices: Mapping[str, Arrays], *, partial: bool = False) -> str:
+def found(path: Path, choices: Mapping[str, Arrays]) -> str:
     """Which of the checkpoints a load finds, bit for bit; "nothing" where there is none.
 
     Args:
         path: What to load.
         choices: What may be found.
-        partial: Whether shards without their index count as nothing.
 
     Raises:
         AssertionError: It is none of them.
@@ -100,12 +104,8 @@ def found(path: Path, choices: Mapping[str, Arrays], *, partial: bool = False) -
     try:
         got = mfload.load(path, framework="numpy")
     except mfload.errors.SourceNotFoundError:
+        # Of a new checkpoint, the first shards are there before their index: an error says so.
         return "nothing"
-    except mfload.errors.CheckpointError as error:
-        # Without links, the first shards are there before their index; none takes them for more.
-        if partial and "shards are missing" in error.message:
-            return "nothing"
-        raise
     for name, each in choices.items():
         if got.keys() == each.keys() and all(same(got[key], each[key]) for key in each):
             return name
@@ -121,9 +121,7 @@ def same(left: Any, right: Any) -> bool:
     )
 
 
-def check(
-    folder: Path, scenario: Scenario, old: Arrays, new: Arrays, *, partial: bool = False
-) -> str:
+def check(folder: Path, scenario: Scenario, old: Arrays, new: Arrays) -> str:
     """Looks at a directory from all sides; returns what a load of it finds.
 
     Raises:
@@ -132,7 +130,7 @@ def check(
     assert (folder / "config.json").read_text() == '{"keep": true}'
     choices = {"old": old, "new": new}
     path = folder / (scenario.name or "model.safetensors")
-    whole = found(folder, choices, partial=partial and scenario.old == 0)
+    whole = found(folder, choices)
     assert whole != "nothing" or scenario.old == 0
     index = folder / "model.safetensors.index.json"
     if index.exists():

@@ -314,7 +314,7 @@ def test_nothing_looks_at_device_memory() -> None:
 import gc, sys, types
 sys.path.insert(0, sys.argv[1])
 from mfload.dlpack import View, capsule
-from mfload.devices.memory import DeviceBuffer
+from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import TABLE
 device = types.SimpleNamespace(name="cuda:0", place=(2, 0))
 for address in (0x100, 0xDEAD00000000):

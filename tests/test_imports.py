@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -56,7 +57,10 @@ def test_numpy_needs_numpy_alone(tmp_path: Path) -> None:
         assert mfload.load(sys.argv[1], framework="numpy")["a"].sum() == 10
         print("\\n".join(sys.modules))
     """
-    assert not set(_run(code, str(path)).split()) & {*FRAMEWORKS, "tqdm", "safetensors"}
+    loaded = set(_run(code, str(path)).split())
+    assert not loaded & {*FRAMEWORKS, "tqdm", "safetensors"}
+    # What joins processes has no part in a load without a mesh.
+    assert not [name for name in loaded if name.startswith("mfload.mesh.")]
 
 
 def test_only_the_framework_asked_for_is_imported(tmp_path: Path) -> None:
@@ -125,9 +129,29 @@ def test_a_missing_framework_says_how_to_get_it(name: str) -> None:
             assert isinstance(error, ImportError)
             print(error)
     """
-    said = _run(code, name, frameworks._EXTRAS[name][0])
+    said = _run(code, name, name)
     assert f"{name} is not installed; pip install " in said
-    assert frameworks._EXTRAS[name][1] in said
+    assert frameworks._INSTALL[name] in said
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("numpy", "numpy"),
+        ("torch.nn", "torch"),
+        ("jax.numpy", "jax"),
+        ("flax.nnx", "jax"),
+        ("paddle", "paddle"),
+        ("tensorflow.keras", "tensorflow"),
+    ],
+)
+def test_a_framework_is_named_by_its_module(module: str, name: str) -> None:
+    assert frameworks.resolve(ModuleType(module)) == name
+
+
+def test_a_module_that_is_no_framework() -> None:
+    with pytest.raises(mfload.errors.UsageError, match=r"unknown framework.*found: pytest"):
+        frameworks.resolve(pytest)
 
 
 def test_extras_are_those_of_the_package() -> None:
@@ -137,7 +161,7 @@ def test_extras_are_those_of_the_package() -> None:
     if not root.exists():
         pytest.skip("an installed package")
     extras = tomllib.loads(root.read_text())["project"]["optional-dependencies"]
-    for _, command in frameworks._EXTRAS.values():
+    for command in frameworks._INSTALL.values():
         if "[" in command:
             assert command.split("[")[1].split("]")[0] in extras
 

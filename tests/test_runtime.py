@@ -14,26 +14,44 @@ from mfload.runtime import gc_paused
 
 
 def test_the_collector_waits_and_goes_on() -> None:
-    assert gc.isenabled()
+    before = gc.get_threshold()
+    assert before[0] > 0
     with gc_paused():
-        assert not gc.isenabled()
+        assert gc.get_threshold()[0] == 0
         with gc_paused():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold() == before
     with pytest.raises(ValueError, match="out"), gc_paused():
         raise ValueError("out")
-    assert gc.isenabled()
+    assert gc.get_threshold() == before
 
 
-def test_one_that_was_off_stays_off() -> None:
-    gc.disable()
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_that_is_switched_off_stays_off(inside: bool) -> None:
+    before = gc.get_threshold()
     try:
+        if not inside:
+            gc.disable()
         with gc_paused():
-            assert not gc.isenabled()
+            if inside:
+                worker = threading.Thread(target=gc.disable)
+                worker.start()
+                worker.join()
         assert not gc.isenabled()
+        assert gc.get_threshold() == before
     finally:
         gc.enable()
+
+
+def test_a_threshold_set_inside_is_kept() -> None:
+    before = gc.get_threshold()
+    try:
+        with gc_paused():
+            gc.set_threshold(500)
+        assert gc.get_threshold()[0] == 500
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -59,13 +77,13 @@ def test_a_fork_while_another_thread_is_inside_leaves_the_child_whole(locked: bo
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
-        before = gc.isenabled()
+        before = gc.get_threshold()[0]
         with gc_paused():
             pass
-        os._exit(0 if before and gc.isenabled() else 1)
+        os._exit(0 if before and gc.get_threshold()[0] == before else 1)
     try:
         assert os.waitpid(child, 0)[1] == 0
     finally:
         release.set()
         worker.join()
-    assert gc.isenabled()
+    assert gc.get_threshold()[0]

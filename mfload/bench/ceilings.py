@@ -1,36 +1,60 @@
-"""The fastest ways to get a checkpoint's bytes into memory, knowing nothing of tensors.
+"""The fastest ways to read a checkpoint's bytes into memory, without regard for tensors.
 
-They are what a loader's time is divided by: the copy out of a warm page cache into fresh 2 MiB
-pages, and the disk's best pattern when the cache is cold.
+A loader's time is divided by theirs: the copy out of a warm page cache into fresh 2 MiB pages, and
+the disk's best pattern when the cache is cold.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NamedTuple
 
-from mfload.bench.extents import Extent, paths_of
-from mfload.bench.memory import HUGE, fresh_pages
-from mfload.bench.touch import Span
+from mfload.index import Index, TensorInfo
 
 MIB = 1 << 20
-_ALIGN = 4096  # what O_DIRECT asks of offsets, lengths and addresses, at the strictest
+HUGE = 2 * MIB
+_ALIGN = 4096  # The strictest that O_DIRECT asks of offsets, lengths and addresses.
+_GAP = 64 << 10  # Bytes between two tensors that are read over rather than left out.
+
+
+class Extent(NamedTuple):
+    """Bytes `start` to `stop` of one file."""
+
+    path: str
+    start: int
+    stop: int
+
+
+def extents_of(index: Index, rows: Sequence[TensorInfo]) -> list[Extent]:
+    """The extents that hold these tensors, in file order; those that nearly touch are joined."""
+    joined: list[Extent] = []
+    pieces = [piece for row in rows for piece in row.pieces if piece.nbytes]
+    for piece in sorted(pieces, key=lambda piece: (piece.source, piece.offset)):
+        path, stop = index.files[piece.source], piece.offset + piece.nbytes
+        if joined and joined[-1].path == path and piece.offset - joined[-1].stop <= _GAP:
+            joined[-1] = Extent(path, joined[-1].start, max(stop, joined[-1].stop))
+        else:
+            joined.append(Extent(path, piece.offset, stop))
+    return joined
+
+
+def paths_of(extents: Iterable[Extent]) -> list[str]:
+    """The files, each once."""
+    return list(dict.fromkeys(extent.path for extent in extents))
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One way to read.
+    """A way to read: how many threads, and how many bytes a call.
 
-    Args:
-        threads: How many threads read.
-        block: Bytes a call.
-        direct: Whether the page cache is bypassed, by O_DIRECT.
-        reuse: Whether each thread reads into one slot again and again (nothing is kept) instead of
-            into fresh pages that end up holding the files.
+    `direct` bypasses the page cache. `reuse` reads into the same slots again and again and keeps
+    nothing; else fresh pages end up holding the files.
     """
 
     threads: int
@@ -40,7 +64,7 @@ class Pattern:
 
     @property
     def name(self) -> str:
-        """A short name, `ceiling-direct-4x16-fresh` for instance."""
+        """Such as `ceiling-direct-4x16-fresh`."""
         how = "direct" if self.direct else "buffered"
         into = "reused" if self.reuse else "fresh"
         return f"ceiling-{how}-{self.threads}x{self.block // MIB}-{into}"
@@ -70,13 +94,7 @@ PATTERNS = {pattern.name: pattern for pattern in (WARM, *COLD, *_MORE)}
 
 
 def trial(cores: int, *, cold: bool, quick: bool) -> list[Pattern]:
-    """The patterns that are worth a try on a machine of so many cores.
-
-    Args:
-        cores: How many it has.
-        cold: Whether the page cache is empty.
-        quick: Whether a few must do.
-    """
+    """The patterns to try on a machine of so many cores."""
     if not cold:
         threads = (2, 4) if quick else (1, 2, 4, 8, 16)
         return [Pattern(n, 16 * MIB) for n in threads if n <= max(2, cores)]
@@ -86,111 +104,78 @@ def trial(cores: int, *, cold: bool, quick: bool) -> list[Pattern]:
     return [pattern for pattern in COLD if pattern.block == 4 * MIB or not pattern.reuse]
 
 
-def is_ceiling(name: str) -> bool:
-    """Whether a name is that of a pattern."""
-    return name in PATTERNS
+class Bytes(NamedTuple):
+    """Memory that was read into: (address, bytes) of each extent, or of the reused slots."""
+
+    spans: list[tuple[int, int]]
+    memory: mmap.mmap
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Memory that holds what was read.
-
-    Args:
-        spans: (address, bytes) of every stretch to touch: one for each extent, in their order,
-            or the slots where those were used again.
-        keep: What keeps the memory alive.
-        whole: Whether the spans hold the extents whole, so that their sum can be checked.
-    """
-
-    spans: list[Span]
-    keep: object
-    whole: bool
+def fresh_pages(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Private memory on 2 MiB pages, not yet faulted in, and the offset of the first such page."""
+    size = -(-nbytes // HUGE) * HUGE + HUGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory, -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE
 
 
-Block = tuple[int, int, int, int]
-"""File descriptor, offset in the file, bytes, offset in memory."""
+def read(extents: Sequence[Extent], pattern: Pattern) -> Bytes:
+    """Reads extents, each from the start of its first page."""
+    places = _places(extents)
+    total = pattern.threads * pattern.block if pattern.reuse else places[-1]
+    memory, first = fresh_pages(total)
+    view = memoryview(memory)[first : first + total]
+    slots: SimpleQueue[int] = SimpleQueue()
+    for number in range(pattern.threads):
+        slots.put(number * pattern.block)
 
-
-def _up(n: int, step: int) -> int:
-    """`n` rounded up to a multiple of `step`."""
-    return -(-n // step) * step
-
-
-def _drain(work: deque[Block], memory: memoryview, slot: memoryview | None) -> None:
-    """Read blocks into their places in memory, or all into one slot, until none is left."""
-    while True:
-        try:
-            fd, offset, wanted, at = work.popleft()
-        except IndexError:
-            return
+    def fill(block: tuple[int, int, int, int]) -> None:
+        fd, offset, wanted, place = block
+        at = slots.get() if pattern.reuse else place
         # A direct read takes whole sectors: the last one asks for more than the file has.
-        asked = _up(wanted, _ALIGN)
-        into = memory[at : at + asked] if slot is None else slot[:asked]
+        into = view[at : at - (-wanted // _ALIGN) * _ALIGN]
         got = 0
         while got < wanted:
             done = os.preadv(fd, [into[got:]], offset + got)
             if done == 0:
                 raise OSError("the file ended early")
             got += done
+        if pattern.reuse:
+            slots.put(at)
+
+    flags = os.O_RDONLY | (os.O_DIRECT if pattern.direct else 0)
+    fds = {path: os.open(path, flags) for path in paths_of(extents)}
+    try:
+        blocks = [
+            (fds[path], offset, min(pattern.block, stop - offset), place + offset - page)
+            for (path, start, stop), place in zip(extents, places, strict=False)
+            for page in [start // _ALIGN * _ALIGN]
+            for offset in range(page, stop, pattern.block)
+        ]
+        with ThreadPoolExecutor(pattern.threads) as pool:
+            for _ in pool.map(fill, blocks):
+                pass
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
+    if pattern.reuse:
+        return Bytes([(address, total)], memory)
+    spans = [
+        (address + place + start % _ALIGN, stop - start)
+        for (_, start, stop), place in zip(extents, places, strict=False)
+    ]
+    return Bytes(spans, memory)
 
 
 def _places(extents: Sequence[Extent]) -> list[int]:
     """Where in memory the page of each extent's first byte goes, and the end of all."""
     places: list[int] = []
     end = 0
-    for path, start, stop in extents:
-        del path
-        # Small ones side by side, so that a thousand of them don't take a huge page each.
-        length = _up(stop, _ALIGN) - start // _ALIGN * _ALIGN
-        place = _up(end, HUGE if length >= HUGE else _ALIGN)
-        places.append(place)
-        end = place + length
-    return [*places, _up(end, HUGE)]
-
-
-def read(extents: Sequence[Extent], pattern: Pattern) -> Bytes:
-    """Read stretches of files.
-
-    Args:
-        extents: The stretches. Each is read from the start of its first page.
-        pattern: The way to read them.
-
-    Returns:
-        The memory read into.
-
-    Raises:
-        OSError: A read failed.
-    """
-    flags = os.O_RDONLY | (os.O_DIRECT if pattern.direct else 0)
-    places = _places(extents)
-    total = pattern.threads * pattern.block if pattern.reuse else places[-1]
-    memory, first = fresh_pages(total)
-    view = memoryview(memory)[first : first + total]
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
-    fds: dict[str, int] = {}
-    try:
-        for path in paths_of(extents):
-            fds[path] = os.open(path, flags)
-        work = deque(
-            (fds[path], offset, min(pattern.block, stop - offset), place + offset - page)
-            for (path, start, stop), place in zip(extents, places, strict=False)
-            for page in [start // _ALIGN * _ALIGN]
-            for offset in range(page, stop, pattern.block)
-        )
-        slots = [
-            view[i * pattern.block : (i + 1) * pattern.block] if pattern.reuse else None
-            for i in range(pattern.threads)
-        ]
-        with ThreadPoolExecutor(pattern.threads) as pool:
-            for done in [pool.submit(_drain, work, view, slot) for slot in slots]:
-                done.result()
-    finally:
-        for fd in fds.values():
-            os.close(fd)
-    if pattern.reuse:
-        return Bytes([(address, total)], memory, whole=False)
-    spans = [
-        (address + place + start % _ALIGN, stop - start)
-        for (_, start, stop), place in zip(extents, places, strict=False)
-    ]
-    return Bytes(spans, memory, whole=True)
+    for _, start, stop in extents:
+        # Small ones lie side by side, so that a thousand of them don't take a huge page each.
+        length = -(-stop // _ALIGN) * _ALIGN - start // _ALIGN * _ALIGN
+        step = HUGE if length >= HUGE else _ALIGN
+        places.append(-(-end // step) * step)
+        end = places[-1] + length
+    return [*places, -(-end // HUGE) * HUGE]

@@ -1,34 +1,32 @@
 """The loaders that are measured: mfload and its peers, each as its own documentation calls it.
 
-Every loader takes a request and gives arrays by name. Nothing is imported before a loader is
-called, since no process may hold TensorFlow and Paddle both.
+No framework is imported before a loader is called, since no process may hold TensorFlow and Paddle
+both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from mfload import frameworks
+import numpy as np
+
+from mfload import dlpack, frameworks
 from mfload.report import Report
 
+PAGE = 4096
 Arrays = Mapping[str, Any]
+Span = tuple[int, int]
+"""Address and bytes of an array."""
 
 
-class Request(NamedTuple):
-    """What to load.
-
-    Attributes:
-        path: What a user gave, a path or several.
-        files: The files of it.
-        names: The tensors, all of them where None. Peers load whole files only.
-        threads: Readers at once, chosen by the loader where None.
-        report: To be filled by mfload; by no peer.
-    """
+class LoaderCall(NamedTuple):
+    """What to load: a path or several, its files, and names of tensors (peers load all)."""
 
     path: str | list[str]
     files: list[str]
@@ -37,28 +35,20 @@ class Request(NamedTuple):
     report: Report | None = None
 
 
-Load = Callable[[Request], Arrays]
-
-
 @dataclass(frozen=True, slots=True)
-class Loader:
+class BenchLoader:
     """One way to load a checkpoint.
 
-    Args:
-        name: What it is called on the command line and in the results.
-        label: What it is called in tables and plots.
-        framework: Whose arrays it gives.
-        load: The call to measure.
-        requests: Modules that must be there, beside the framework.
-        mapped: Whether the arrays are views of the file in the page cache, nothing copied.
-        env: Environment that it is run with.
+    Attributes:
+        needs: Modules that must be installed, beside the framework.
+        mapped: Whether the arrays are views of the file in the page cache.
     """
 
     name: str
     label: str
     framework: str
-    load: Load
-    requests: tuple[str, ...]
+    load: Callable[[LoaderCall], Arrays]
+    needs: tuple[str, ...] = ("safetensors",)
     mapped: bool = False
     env: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -69,44 +59,38 @@ class Loader:
 
     def missing(self) -> list[str]:
         """The modules it needs that are not installed."""
-        return [name for name in (self.framework, *self.requests) if find_spec(name) is None]
+        return [name for name in (self.framework, *self.needs) if find_spec(name) is None]
 
 
-def _mfload(request: Request, *, framework: Any, engine: Any) -> Arrays:
-    import mfload
+def _mfload(call: LoaderCall, *, framework: str, engine: Any) -> Arrays:
+    from mfload import api
+    from mfload.options import Options
 
-    return mfload.load(
-        request.path,
-        framework=framework,
-        names=request.names,
-        report=request.report,
-        options=mfload.Options(engine=engine, threads=request.threads),
-    )
+    how = Options(engine=engine, threads=call.threads)
+    names, report = call.names, call.report
+    return api.load(call.path, framework, names=names, report=report, options=how)
 
 
-def _safetensors(request: Request, *, module: str, **options: Any) -> Arrays:
+def _safetensors(call: LoaderCall, *, module: str, **options: Any) -> Arrays:
     # Its NumPy loader asks NumPy for bfloat16, which NumPy knows only after this.
     import_module("ml_dtypes")
     load_file = import_module(f"safetensors.{module}").load_file
     arrays: dict[str, Any] = {}
-    for path in request.files:
+    for path in call.files:
         arrays.update(load_file(path, **options))
     return arrays
 
 
-def _safetensors_clone(request: Request) -> Arrays:
+def _clone(call: LoaderCall) -> Arrays:
     load_file = import_module("safetensors.torch").load_file
-    return {
-        name: mapped.clone() for path in request.files for name, mapped in load_file(path).items()
-    }
+    return {name: t.clone() for path in call.files for name, t in load_file(path).items()}
 
 
-def _fastsafetensors(request: Request) -> Arrays:
+def _fastsafetensors(call: LoaderCall) -> Arrays:
     # `nogds` is its path for machines without a GPU. Its tensors share their buffers, so they stay
     # valid after both are closed.
-    make = import_module("fastsafetensors").SafeTensorsFileLoader
-    loader = make(None, device="cpu", nogds=True)
-    loader.add_filenames({0: request.files})
+    loader = import_module("fastsafetensors").SafeTensorsFileLoader(None, device="cpu", nogds=True)
+    loader.add_filenames({0: call.files})
     buffers = loader.copy_files_to_device()
     arrays = {name: buffers.get_tensor(name) for name in loader.get_keys()}
     buffers.close()
@@ -114,75 +98,58 @@ def _fastsafetensors(request: Request) -> Arrays:
     return arrays
 
 
-def _runai(request: Request) -> Arrays:
+def _runai(call: LoaderCall) -> Arrays:
     with import_module("runai_model_streamer").SafetensorsStreamer() as streamer:
-        streamer.stream_files(request.files)
+        streamer.stream_files(call.files)
         # It hands out views of a buffer that it fills again: keeping a tensor means cloning it.
         return {name: tensor.clone() for name, tensor in streamer.get_tensors()}
 
 
-def ours(framework: str, engine: str = "auto") -> Loader:
-    """Our own loader, into a framework by an engine."""
-    auto = engine == "auto"
-    return Loader(
-        f"mfload-{framework}" if auto else f"mfload-{framework}-{engine}",
-        f"mfload → {framework}" if auto else f"mfload → {framework}, engine {engine}",
-        framework,
-        partial(_mfload, framework=framework, engine=engine),
-        ("mfload",),
-        mapped=engine == "mmap",
+def ours(framework: str, engine: str = "auto") -> BenchLoader:
+    """mfload, into a framework by an engine."""
+    name, label = f"mfload-{framework}", f"mfload → {framework}"
+    if engine != "auto":
+        name, label = f"{name}-{engine}", f"{label}, engine {engine}"
+    load = partial(_mfload, framework=framework, engine=engine)
+    return BenchLoader(name, label, framework, load, ("mfload",), mapped=engine == "mmap")
+
+
+def _theirs(name: str, label: str, framework: str, *, mapped: bool = False) -> BenchLoader:
+    return BenchLoader(
+        name, label, framework, partial(_safetensors, module=name[12:]), mapped=mapped
     )
 
 
-def _theirs(name: str, label: str, framework: str, *, mapped: bool = False) -> Loader:
-    # The package calls its JAX loader by the name of Flax.
-    load = partial(_safetensors, module="flax" if framework == "jax" else framework)
-    return Loader(f"safetensors-{name}", label, framework, load, ("safetensors",), mapped=mapped)
-
-
-def _into_torch(name: str, label: str, load: Load, requests: str, **env: str) -> Loader:
-    return Loader(name, label, "torch", load, (requests,), env=env)
-
-
-_pread = partial(_safetensors, module="torch", backend="pread")
+_FAST = ("fastsafetensors",)
 _ALL = (
-    ours("jax"),
-    ours("torch"),
-    ours("numpy"),
-    ours("tensorflow"),
-    ours("paddle"),
+    *map(ours, ("jax", "torch", "numpy", "tensorflow", "paddle")),
     ours("torch", "mmap"),
-    _theirs("torch", "safetensors.torch (maps)", "torch", mapped=True),
-    _into_torch(
-        "safetensors-torch-clone", "safetensors.torch + clone", _safetensors_clone, "safetensors"
+    _theirs("safetensors-torch", "safetensors.torch (maps)", "torch", mapped=True),
+    BenchLoader("safetensors-torch-clone", "safetensors.torch + clone", "torch", _clone),
+    BenchLoader(
+        "safetensors-torch-pread", "safetensors.torch, pread", "torch",
+        partial(_safetensors, module="torch", backend="pread"),
     ),
-    _into_torch("safetensors-torch-pread", "safetensors.torch, pread", _pread, "safetensors"),
-    _theirs("flax", "safetensors.flax", "jax"),
-    _theirs("numpy", "safetensors.numpy", "numpy"),
-    _theirs("tensorflow", "safetensors.tensorflow", "tensorflow"),
-    _theirs("paddle", "safetensors.paddle (maps)", "paddle", mapped=True),
-    _into_torch("fastsafetensors", "fastsafetensors", _fastsafetensors, "fastsafetensors"),
-    _into_torch(
-        "fastsafetensors-buffered",
-        "fastsafetensors, buffered",
-        _fastsafetensors,
-        "fastsafetensors",
-        FASTSAFETENSORS_ODIRECT="0",
+    _theirs("safetensors-flax", "safetensors.flax", "jax"),
+    _theirs("safetensors-numpy", "safetensors.numpy", "numpy"),
+    _theirs("safetensors-tensorflow", "safetensors.tensorflow", "tensorflow"),
+    _theirs("safetensors-paddle", "safetensors.paddle (maps)", "paddle", mapped=True),
+    BenchLoader("fastsafetensors", "fastsafetensors", "torch", _fastsafetensors, _FAST),
+    BenchLoader(
+        "fastsafetensors-buffered", "fastsafetensors, buffered", "torch", _fastsafetensors, _FAST,
+        env={"FASTSAFETENSORS_ODIRECT": "0"},
     ),
-    _into_torch(
-        "runai-model-streamer", "runai-model-streamer + clone", _runai, "runai_model_streamer"
+    BenchLoader(
+        "runai-model-streamer", "runai-model-streamer + clone", "torch", _runai,
+        ("runai_model_streamer",),
     ),
-)
-LOADERS: dict[str, Loader] = {loader.name: loader for loader in _ALL}
-"""The loaders that the project compares, in the order of the tables."""
+)  # fmt: skip
+LOADERS: dict[str, BenchLoader] = {loader.name: loader for loader in _ALL}
+"""The loaders that are compared, in the order of the tables."""
 
 
-def find(name: str) -> Loader:
-    """The loader of a name, mfload's with any engine among them.
-
-    Raises:
-        KeyError: There is none.
-    """
+def find(name: str) -> BenchLoader:
+    """The loader of a name, mfload's with any engine among them."""
     if name in LOADERS:
         return LOADERS[name]
     who, _, what = name.partition("-")
@@ -190,3 +157,49 @@ def find(name: str) -> Loader:
     if who != "mfload" or framework not in frameworks.NAMES:
         raise KeyError(name)
     return ours(framework, engine or "auto")
+
+
+# Touching: a map is not loaded before its pages are read, and a copy may end late. Arrays are
+# reached by their address, so that no framework pays for a conversion and none can copy.
+
+
+def _numpy(array: Any) -> Span:
+    if not array.flags.c_contiguous:
+        raise ValueError("the array is not contiguous")
+    return array.__array_interface__["data"][0], array.nbytes
+
+
+def _paddle(array: Any) -> Span:
+    nbytes = int(array.size) * array.element_size()
+    return array.data_ptr() if nbytes else 0, nbytes
+
+
+def _tensorflow(array: Any) -> Span:
+    nbytes = int(array.shape.num_elements()) * array.dtype.size
+    to_dlpack = sys.modules["tensorflow"].experimental.dlpack.to_dlpack
+    return dlpack.data_address(to_dlpack(array)) if nbytes else 0, nbytes
+
+
+SPAN: dict[str, Callable[[Any], Span]] = {
+    "numpy": _numpy,
+    "torch": lambda array: (array.data_ptr(), array.nbytes),
+    "jax": lambda array: (array.unsafe_buffer_pointer(), array.nbytes),
+    "tensorflow": _tensorflow,
+    "paddle": _paddle,
+}
+"""How to find an array's memory, by framework."""
+
+
+class Strided:
+    """Every 4096th byte of a span, as NumPy takes foreign memory."""
+
+    def __init__(self, span: Span) -> None:
+        self.__array_interface__ = {
+            "version": 3, "data": (span[0], True), "shape": (-(-span[1] // PAGE),),
+            "strides": (PAGE,), "typestr": "|u1",
+        }  # fmt: skip
+
+
+def touch(spans: Iterable[Span]) -> int:
+    """Reads and sums bytes 0, 4096, 8192, … of every span."""
+    return sum(int(np.asarray(Strided(span)).sum(dtype=np.uint64)) for span in spans if span[1])

@@ -1,32 +1,103 @@
-"""One bench: a checkpoint, this machine's ceilings, and loaders, cold and warm."""
+"""One bench: a checkpoint, this machine's ceilings, and loaders in turns, warm and cold.
+
+Each sample is taken in a fresh process. Noise then falls on all loaders alike, and it only adds, so
+the best of several rounds says most.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from mfload import errors
-from mfload.bench import ceilings, extents, machine, pagecache, subject, sums
-from mfload.bench.options import CASES, Entrant, Options, entrants
-from mfload.bench.results import Results
-from mfload.bench.runner import Bed, Case, rounds, sample
-from mfload.bench.subject import Chosen
+from mfload import errors, frameworks
+from mfload.bench import ceilings, loaders, machine
+from mfload.bench.ceilings import PATTERNS, Extent
+from mfload.bench.child import Job
+from mfload.bench.loaders import LOADERS, SPAN, BenchLoader
 from mfload.formats import checkpoint
+from mfload.index import TensorInfo
 from mfload.io import probes
+from mfload.options import ENGINES, check_choice
+from mfload.planning import selection
+from mfload.planning.selection import Names
+from mfload.report import human
 
-_KEPT = 2
-"""Of the patterns that were tried, how many take turns with the loaders."""
+CASES = ("warm", "cold")
+_SHARE = 0.35  # Of the memory left: the page cache holds the bytes once, a loader maybe twice.
+_KEPT = 2  # Of the patterns that were tried, how many take turns with the loaders.
+ENV = {
+    # Host memory is what is measured, also where there is a GPU.
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "RUNAI_STREAMER_LOG_LEVEL": "WARNING",
+}
+ROOT = Path(__file__).parents[2]
 
+Sample = dict[str, Any]
+"""What `child.measure` gives, with `case`, `name` and `round`."""
 Watch = Callable[[int, int, str], None]
 """Told of progress: measurements done, measurements in all, and what is measured now."""
+
+
+class ChildError(Exception):
+    """A measuring process failed or hung; the message says why, or is the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure; `mfload bench --help` describes the fields.
+
+    Raises:
+        UsageError: A value is invalid.
+    """
+
+    frameworks: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ("auto",)
+    cases: tuple[str, ...] = CASES
+    rounds: int = 5
+    threads: int | None = None
+    names: Names = None
+    peers: bool = False
+    quick: bool = False
+    max_bytes: int = 4 << 30
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in self.frameworks:
+            frameworks.resolve(name)
+        for engine in self.engines:
+            check_choice("engine", engine, ENGINES)
+        for what in ("rounds", "threads", "max_bytes", "timeout"):
+            value = getattr(self, what)
+            # NaN is not above 0, either.
+            if value is not None and not 0 < value < math.inf:
+                raise errors.UsageError(what, expected="a finite number above 0", found=value)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What every loader loads (files, and names of tensors or None for all) and ceilings read."""
+
+    path: str
+    files: list[str]
+    extents: list[Extent]
+    nbytes: int
+    tensors: int
+    names: list[str] | None
 
 
 @dataclass
@@ -34,32 +105,36 @@ class Bench:
     """What was measured.
 
     Attributes:
-        results: Machine, samples, and what failed on the way.
-        chosen: What was loaded.
-        entrants: Every loader asked for.
+        run: Seed, rounds, times, and how busy the machine was.
+        notes: What to know of it, such as that not all is measured.
+        entrants: Every loader asked for, and why it can't take part (None: it does).
         impossible: Why a case could not be measured, by its name.
+        failed: (case, name, reason) of those that failed.
     """
 
-    results: Results
-    chosen: Chosen
-    entrants: list[Entrant]
+    machine: dict[str, Any]
+    run: dict[str, Any]
+    subject: Subject
+    notes: list[str]
+    entrants: list[tuple[BenchLoader, str | None]]
     impossible: dict[str, str] = field(default_factory=dict[str, str])
+    samples: list[Sample] = field(default_factory=list[Sample])
+    failed: list[tuple[str, str, str]] = field(default_factory=list[tuple[str, str, str]])
+
+    def of(self, case: str, name: str) -> list[Sample]:
+        """The samples of a name in a case, the fastest first."""
+        found = [s for s in self.samples if s["case"] == case and s["name"] == name]
+        return sorted(found, key=lambda sample: sample["seconds"])
+
+    def names(self, case: str) -> list[str]:
+        """What was measured in a case: ceilings, then loaders, the fastest first."""
+        names = {s["name"] for s in self.samples if s["case"] == case}
+        best = {name: self.of(case, name)[0]["seconds"] for name in names}
+        return sorted(names, key=lambda name: (name not in PATTERNS, best[name]))
 
 
-def bench(path: str, options: Options, watch: Watch = lambda done, total, what: None) -> Bench:
-    """Measures; takes seconds to minutes and writes nothing but a tiny file elsewhere.
-
-    Args:
-        path: A file, a directory, or an index.
-        options: What to measure.
-        watch: Told of progress.
-
-    Returns:
-        The samples. What could not be measured is in there, with the reason.
-
-    Raises:
-        MfloadError: The checkpoint can't be read, or an option makes no sense.
-    """
+def bench(path: str, options: BenchOptions, watch: Watch) -> Bench:
+    """Measures; takes seconds to minutes and writes nothing but a tiny file elsewhere."""
     if not sys.platform.startswith("linux"):
         raise errors.DeviceError(
             "mfload bench needs Linux: no other system says what it caches",
@@ -67,143 +142,163 @@ def bench(path: str, options: Options, watch: Watch = lambda done, total, what: 
             found=sys.platform,
         )
     watch(0, 0, "reading headers")
-    chosen = subject.choose(path, options.names, options.max_bytes)
-    watch(0, 0, "reading the data once")
-    chosen = _summed(chosen)
-    what = chosen.subject
-    with tempfile.TemporaryDirectory(prefix="mfload-bench-") as folder:
-        bed = Bed(
-            [_write_tiny(Path(folder))],
-            timeout=options.timeout,
-            threads=options.threads,
-            explain=True,
-        )
-        made = Bench(
-            Results(machine.describe(what.files[0]), _run_of(options), _checkpoint_of(chosen)),
-            chosen,
-            entrants(options, everything=what.names is None),
-        )
-        _Run(made, options, bed, watch).all()
-    return made
-
-
-def _summed(chosen: Chosen) -> Chosen:
-    """The same with the sums that touching must yield, where all loaders hold the same bytes."""
-    what = chosen.subject
-    index, _ = checkpoint.read(what.path)
-    rows = [index[name] for name in (what.names or index)]
-    found = sums.read(index.files, rows, what.extents)
-    tensors = found.tensors if chosen.known else None
-    return chosen._replace(subject=replace(what, page_sum=tensors, file_sum=found.extents))
-
-
-def _run_of(options: Options) -> dict[str, object]:
-    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    return {
-        "seed": seed,
+    subject, notes = choose(path, options.names, options.max_bytes)
+    run = {
+        "seed": random.SystemRandom().randrange(2**32),
         "rounds": options.rounds,
         "threads": options.threads,
         "quick": options.quick,
         "busy_share": {},
         "started": time.strftime("%Y-%m-%d %H:%M"),
     }
+    entrants = entrants_of(options, everything=subject.names is None)
+    made = Bench(machine.describe(subject.files[0]), run, subject, notes, entrants)
+    with tempfile.TemporaryDirectory(prefix="mfload-bench-") as folder:
+        header = json.dumps({"w": {"dtype": "F32", "shape": [1024], "data_offsets": [0, 4096]}})
+        tiny = Path(folder, "tiny.safetensors")
+        tiny.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(4096))
+        for case in options.cases:
+            why = machine.why_not(subject.extents, cold=case == "cold")
+            if why is None:
+                _measure_case(made, case, options, str(tiny), watch)
+            else:
+                made.impossible[case] = why
+    run["ended"] = time.strftime("%Y-%m-%d %H:%M")
+    return made
 
 
-def _checkpoint_of(chosen: Chosen) -> dict[str, object]:
-    what = chosen.subject
-    return {
-        "large": {
-            "path": what.path,
-            "files": len(what.files),
-            "nbytes": what.nbytes,
-            "tensors": what.tensors,
-            "read_bytes": extents.total(what.extents),
-            "whole": what.names is None,
-            "notes": chosen.notes,
-        }
-    }
+def choose(path: str, names: Names, max_bytes: int) -> tuple[Subject, list[str]]:
+    """The first tensors that fit into `max_bytes` and into memory, and what to say of that."""
+    index, _ = checkpoint.read(path)
+    selected = selection.select(index, names)
+    wanted = [row for row in selected if row.dtype.known]
+    unknown = len(selected) - len(wanted)
+    notes = [f"{unknown} tensors left out: mfload does not know their dtypes"] if unknown else []
+    if not any(row.nbytes for row in wanted):
+        raise errors.UsageError("nothing to measure: no tensor holds any bytes", file=path)
+    room = probes.memory_room()
+    limit, why = max_bytes, f"--max-bytes {human(max_bytes)}"
+    if room is not None and room[0] * _SHARE < max_bytes:
+        limit, why = int(room[0] * _SHARE), f"{human(room[0])} are left in the {room[1]}"
+    rows: list[TensorInfo] = []
+    nbytes = 0
+    for row in wanted:
+        if nbytes + row.nbytes <= limit:
+            rows.append(row)
+            nbytes += row.nbytes
+    if not rows:
+        raise errors.MemoryLimitError(
+            "no tensor fits in what may be measured",
+            file=path,
+            expected=f"a tensor of at most {limit} bytes ({why})",
+            found=f"{len(wanted)} tensors, the smallest of {min(r.nbytes for r in wanted)} bytes",
+        )
+    if len(rows) < len(wanted):
+        everything = sum(row.nbytes for row in wanted)
+        notes.append(
+            f"measured: {len(rows)} of {len(wanted)} tensors, {human(nbytes)} of "
+            f"{human(everything)}, since {why}"
+        )
+    whole = len(rows) == len(index)
+    extents = ceilings.extents_of(index, rows)
+    files = list(index.files) if whole else ceilings.paths_of(extents)
+    listed = None if whole else [row.name for row in rows]
+    return Subject(os.path.abspath(path), files, extents, nbytes, len(rows), listed), notes
 
 
-def _write_tiny(folder: Path) -> str:
-    """A tiny checkpoint to load before the clock starts, in a folder of its own."""
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1024], "data_offsets": [0, 4096]}})
-    path = folder / "tiny.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(4096))
-    return str(path)
+def entrants_of(options: BenchOptions, *, everything: bool) -> list[tuple[BenchLoader, str | None]]:
+    """The loaders that the options ask for, and why some can't be measured."""
+    wanted = [frameworks.resolve(name) for name in options.frameworks] or list(frameworks.NAMES)
+    found = [loaders.ours(name, e) for name in dict.fromkeys(wanted) for e in options.engines]
+    if options.peers:
+        found += [each for each in LOADERS.values() if not each.ours and each.framework in wanted]
 
-
-class _Run:
-    """A bench in progress."""
-
-    def __init__(self, made: Bench, options: Options, bed: Bed, watch: Watch) -> None:
-        self._made, self._options, self._bed, self._watch = made, options, bed, watch
-        self._rng = random.Random(made.results.run["seed"])
-        self._done = self._total = 0
-
-    def all(self) -> None:
-        """Measure every case."""
-        cases = [case for case in CASES if case in self._options.cases]
-        names = [each.loader.name for each in self._made.entrants if each.why_not is None]
-        plans = {case: self._patterns(case) for case in cases}
-        rounds_of = {case: len(names) + min(_KEPT, len(plans[case])) for case in cases}
-        steps = {case: len(plans[case]) + self._options.rounds * rounds_of[case] for case in cases}
-        self._total = sum(steps.values())
-        for case in cases:
-            why = self._why_not(case)
-            if why is not None:
-                self._made.impossible[case] = why
-                self._total -= steps[case]
-                continue
-            with self._noted(case):
-                trial = f"{case} trial"
-                tried = self._take(trial, case, plans[case], 1)
-                best = self._best(trial, tried)
-                self._take(case, case, [*best, *names], self._options.rounds)
-        self._made.results.run["ended"] = time.strftime("%Y-%m-%d %H:%M")
-
-    def _patterns(self, case: str) -> list[str]:
-        cold, quick = case == "cold", self._options.quick
-        return [pattern.name for pattern in ceilings.trial(probes.cores(), cold=cold, quick=quick)]
-
-    def _why_not(self, case: str) -> str | None:
-        what = self._made.chosen.subject.extents
-        if case == "cold":
-            return pagecache.why_not_cold(what)
-        try:
-            pagecache.warm(what)
-        except pagecache.UnfitError as error:
-            return str(error)
+    def why_not(loader: BenchLoader) -> str | None:
+        if missing := loader.missing():
+            return f"not installed: {', '.join(missing)}"
+        if loader.framework not in SPAN:
+            return "its arrays live on a GPU, and this measures host memory"
+        if not loader.ours and not everything:
+            return "it loads whole files only, and not all was measured"
         return None
 
-    @contextmanager
-    def _noted(self, case: str) -> Generator[None]:
-        """Notes how busy the machine is with other things before and after a case."""
-        before = machine.busy_share(0.3)
-        yield
-        busy = max(before, machine.busy_share(0.3))
-        self._made.results.run["busy_share"][case] = round(busy, 3)
+    return [(each, why_not(each)) for each in found]
 
-    def _take(self, name: str, case: str, names: Sequence[str], count: int) -> list[str]:
-        """Measure names under a case; gives those that could be."""
-        results, what = self._made.results, self._made.chosen.subject
-        failed: set[str] = set()
-        under = Case(name, cold=case == "cold")
-        self._watch(self._done, self._total, name)
-        for taken in rounds(
-            names, lambda one: sample(one, under, what, self._bed), count, self._rng
-        ):
-            self._done += 1
-            if isinstance(taken, tuple):
-                failed.add(taken[0])
-                results.skipped.append((case, *taken))
-            else:
-                results.samples.append(taken)
-            self._watch(min(self._done, self._total), self._total, name)
-        return [each for each in names if each not in failed]
 
-    def _best(self, trial: str, tried: Sequence[str]) -> list[str]:
-        """The fastest pattern, and the fastest of those that keep what they read."""
-        results = self._made.results
-        order = sorted(tried, key=lambda name: results.best(trial, name) or 0.0)
-        fresh = [name for name in order if not ceilings.PATTERNS[name].reuse]
-        return list(dict.fromkeys([*order[:1], *fresh[:1], *order]))[:_KEPT]
+def _measure_case(made: Bench, case: str, options: BenchOptions, tiny: str, watch: Watch) -> None:
+    """Measures the ceilings' patterns once each, then the best of them and loaders in turns."""
+    job: Job = {**asdict(made.subject), "cold": case == "cold", "warmup": tiny,
+                "threads": options.threads}  # fmt: skip
+    rng = random.Random(made.run["seed"])
+    names = [loader.name for loader, why_not in made.entrants if why_not is None]
+    patterns = ceilings.trial(probes.cores(), cold=job["cold"], quick=options.quick)
+    tried = [pattern.name for pattern in patterns]
+    total = len(tried) + options.rounds * (len(names) + min(_KEPT, len(tried)))
+    done = 0
+
+    def take_rounds(label: str, left: list[str], count: int) -> None:
+        nonlocal done
+        for number in range(count):
+            rng.shuffle(left)
+            for name in list(left):
+                watch(min(done, total), total, label)
+                done += 1
+                try:
+                    taken = run_child(job | {"name": name}, options.timeout)
+                except ChildError as error:
+                    left.remove(name)
+                    made.failed.append((case, name, str(error)))
+                else:
+                    made.samples.append({"case": label, "name": name, "round": number, **taken})
+
+    busy = machine.busy_share(0.3)
+    take_rounds(f"{case} trial", tried, 1)
+    take_rounds(case, [*_best(made.names(f"{case} trial")), *names], options.rounds)
+    made.run["busy_share"][case] = round(max(busy, machine.busy_share(0.3)), 3)
+
+
+def _best(order: list[str]) -> list[str]:
+    """The fastest pattern, and the fastest of those that keep what they read."""
+    fresh = [name for name in order if not PATTERNS[name].reuse]
+    return list(dict.fromkeys([*order[:1], *fresh[:1], *order]))[:_KEPT]
+
+
+def run_child(job: Job, timeout: float) -> Sample:
+    """Measures once, in a fresh process."""
+    env = {} if job["name"] in PATTERNS else loaders.find(job["name"]).env
+    # An installed mfload is found without help, a source tree is not.
+    paths = [] if ROOT.name.endswith("-packages") else [str(ROOT)]
+    path = os.pathsep.join([*paths, *filter(None, [os.getenv("PYTHONPATH")])])
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        # A session of its own: Ctrl-C reaches this process, which then ends it and all it started.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "mfload.bench.child", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **ENV, **env, **({"PYTHONPATH": path} if path else {})},
+            start_new_session=True,
+        )
+        with process:
+            try:
+                out, _ = process.communicate(json.dumps(job), timeout)
+            except subprocess.TimeoutExpired:
+                raise ChildError(f"no answer within {timeout:g} s") from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            log.seek(0)
+            raise ChildError(last_words(process.returncode, log.read()))
+    return json.loads(out)
+
+
+def last_words(code: int, log: str) -> str:
+    """Why a process ended: the last line that it printed, or the signal."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if code > 0 and lines:
+        return lines[-1][:300]
+    # What a signal ends has had no last words; what it printed before says little.
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"{how}, perhaps since memory ran out" if code == -signal.SIGKILL else how

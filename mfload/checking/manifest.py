@@ -1,4 +1,4 @@
-"""The manifest: what is known of a checkpoint's bytes, as JSON beside it.
+"""The manifest: checksums of a checkpoint, as JSON beside it.
 
     {
       "mfload_checksums": 1,
@@ -7,9 +7,9 @@
       "files": {"model.safetensors": {"size": 1234, "sha256": "…64 digits…"}}
     }
 
-A tensor's digest is of its stored bytes alone: it holds wherever the tensor lies, after other
-shards are cut or the file is aligned. What is said of files holds for these very files. Names
-are sorted and a line holds one of them, so that two manifests can be compared as text.
+The digest of a tensor is of its stored bytes alone: it holds wherever the tensor lies, after other
+shards are cut or the file is aligned. The SHA-256 of a file holds for this very file. Names are
+sorted and each has a line, so that two manifests can be compared as text.
 """
 
 from __future__ import annotations
@@ -18,49 +18,36 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload import errors
-from mfload.checking.checksums import ALGORITHM
 from mfload.formats import discovery, strict_json
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import brief, encodable
 from mfload.index import TensorInfo
-from mfload.saving import renaming
 from mfload.saving.drafts import Draft
 from mfload.sources.local import LocalFile
 
 VERSION = 1
+ALGORITHM = "xxh3_128"
+"""The hash of a tensor's bytes: XXH3 with 128 bits, as 32 hexadecimal digits."""
 SUFFIX = ".checksums.json"
 MAX_SIZE = 256 << 20
 """Bytes of the longest manifest that is read: some two million tensors."""
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
+_KEYS = {"mfload_checksums", "algorithm", "tensors", "files"}
 
 
 class TensorEntry(NamedTuple):
-    """What a manifest knows of a tensor.
-
-    Attributes:
-        dtype: By the format's name.
-        shape: In elements.
-        digest: Of the stored bytes, in hexadecimal digits.
-    """
+    """What a manifest knows of a tensor; the digest is of its stored bytes, in hexadecimal."""
 
     dtype: str
     shape: tuple[int, ...]
     digest: str
-
-    def unlike(self, info: TensorInfo) -> tuple[str, str] | None:
-        """How a tensor's header differs from this: expected and found, None where it does not."""
-        if (self.dtype, self.shape) == (info.dtype.name, info.shape):
-            return None
-        return f"{self.dtype} {list(self.shape)}", f"{info.dtype} {list(info.shape)}"
 
 
 class FileEntry(NamedTuple):
@@ -72,12 +59,12 @@ class FileEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is known of a checkpoint's bytes.
+    """Checksums of a checkpoint.
 
     Attributes:
-        tensors: By name.
-        files: By path relative to the checkpoint's directory.
-        path: Where it was read from, None where it was made here.
+        tensors: Dtype, shape and digest of each tensor, by name.
+        files: Size and SHA-256 of each file, by path relative to the checkpoint's directory.
+        path: Where it was read from; None if it was made here.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -85,39 +72,64 @@ class Manifest:
     path: str | None = field(default=None, compare=False)
 
     @staticmethod
+    def of(
+        tensors: Mapping[str, TensorInfo],
+        digests: Mapping[str, str],
+        files: Mapping[str, FileEntry] | None = None,
+    ) -> Manifest:
+        """A manifest of tensors and files; files whose names are not text are left out."""
+        return Manifest(
+            {name: TensorEntry(info.dtype.name, info.shape, digests[name])
+             for name, info in tensors.items()},
+            {name: entry for name, entry in (files or {}).items() if encodable(name)},
+        )  # fmt: skip
+
+    @staticmethod
     def read(path: str | os.PathLike[str]) -> Manifest:
         """Reads a manifest, as strictly as a header.
 
         Raises:
             SourceError: It can't be read.
-            HeaderError: It is none, or malformed.
+            HeaderError: It is malformed, or the file is something else.
         """
         source = LocalFile(path)
         if source.size > MAX_SIZE:
-            raise errors.HeaderError(
-                "the manifest is over the cap",
-                file=source.path,
-                expected=f"at most {MAX_SIZE} bytes",
-                found=f"{source.size} bytes",
-            )
-        table = strict_json.loads(source.read(0, source.size), source.path, "manifest")
-        return _parse(table, source.path)
+            most, found = f"at most {MAX_SIZE} bytes", f"{source.size} bytes"
+            what = "the manifest is over the cap"
+            raise errors.HeaderError(what, file=source.path, expected=most, found=found)
+        return _parse(
+            strict_json.loads(source.read(0, source.size), source.path, "manifest"), source.path
+        )
+
+    def differences(
+        self, tensors: Iterable[TensorInfo], digests: Mapping[str, str] | None = None
+    ) -> Iterator[tuple[TensorInfo, str, str]]:
+        """Tensors that differ from the manifest, with what it has and what was found.
+
+        Without digests, dtype and shape alone are compared.
+        """
+        for info in tensors:
+            entry = self.tensors.get(info.name)
+            if entry is None:
+                yield info, "a tensor that the manifest knows", "none in the manifest"
+            elif (entry.dtype, entry.shape) != (info.dtype.name, info.shape):
+                yield info, f"{entry.dtype} {list(entry.shape)}", f"{info.dtype} {list(info.shape)}"
+            elif digests is not None and entry.digest != digests[info.name]:
+                yield info, entry.digest, digests[info.name]
 
     def text(self) -> str:
         """The JSON as it is written."""
-        tensors = {name: entry._asdict() for name, entry in self.tensors.items()}
-        files = {name: entry._asdict() for name, entry in self.files.items()}
         return (
             f'{{\n "mfload_checksums": {VERSION},\n "algorithm": "{ALGORITHM}",\n'
-            f' "tensors": {_lines(tensors)},\n "files": {_lines(files)}\n}}\n'
+            f' "tensors": {_lines(self.tensors)},\n "files": {_lines(self.files)}\n}}\n'
         )
 
     def write(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes it; whoever looks finds the old one or the new one, whole.
+        """Writes it, all or nothing.
 
         Raises:
             UsageError: The name is one of a checkpoint.
-            TargetExistsError: Something is there, and `overwrite` is not set, or it is no
+            TargetExistsError: Something is there, and `overwrite` is not set or it is not a
                 manifest.
             TargetError: It can't be written.
         """
@@ -131,11 +143,8 @@ class Manifest:
             draft.sync()
             try:
                 if overwrite:
-                    check_target(name, overwrite=True)  # Whoever came between keeps his file.
-                    os.replace(draft.appear(), name)
-                    draft.published()
-                else:
-                    renaming.place(draft, name)
+                    check_target(name, overwrite=True)  # Another file may have come meanwhile.
+                draft.publish(name, replace=overwrite)
             except OSError as error:
                 raise errors.from_target(error, name, "put the manifest in its place") from error
         finally:
@@ -146,26 +155,22 @@ class Manifest:
         return f"<mfload manifest{where}: {len(self.tensors)} tensors, {len(self.files)} files>"
 
 
-def check_target(
-    path: str, *, overwrite: bool, files: Sequence[str] = (), index: str | None = None
-) -> None:
-    """Refuses to write a manifest where a file lies that is none.
+def checked_path(argument: str, given: Any) -> str:
+    """The path of a manifest that an argument gives, as text."""
+    try:
+        return os.fsdecode(given)
+    except TypeError:
+        wanted = "a manifest, or the path of one"
+        raise errors.UsageError(argument, expected=wanted, found=repr(given)) from None
 
-    Args:
-        path: Where the manifest is to lie.
-        overwrite: Whether a manifest may be replaced; nothing else ever is.
-        files: Files of the checkpoint.
-        index: Its index, None where it has none.
 
-    Raises:
-        UsageError: The path is a file of the checkpoint, or a name that a checkpoint would have.
-        TargetExistsError: Something is there, and it may not be replaced.
-        TargetError: Nobody can look.
+def check_target(path: str, *, overwrite: bool, files: Sequence[str] = ()) -> None:
+    """Refuses to write a manifest over anything but a manifest that may be replaced.
+
+    `files` are those of the checkpoint, with its index.
     """
-    own = [*files, *([] if index is None else [index])]
-    if path.endswith((discovery.SUFFIX, discovery.INDEX_SUFFIX)) or any(
-        _same(path, f) for f in own
-    ):
+    suffixes = (discovery.SUFFIX, discovery.INDEX_SUFFIX)
+    if path.endswith(suffixes) or any(_same(path, file) for file in files):
         raise errors.UsageError(
             "a manifest can't take the place of a checkpoint's file",
             file=path,
@@ -181,9 +186,9 @@ def check_target(
         raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
     if not overwrite:
         raise errors.TargetExistsError(
-            "there is a manifest already; overwrite=True replaces what it knows", file=path
+            "there is a manifest already; overwrite=True replaces it", file=path
         )
-    if not stat.S_ISREG(mode) or not _is_manifest(path):
+    if not stat.S_ISREG(mode) or not is_manifest(path):
         raise errors.TargetExistsError(
             "something other than a manifest has the name; it is not replaced",
             file=path,
@@ -191,15 +196,7 @@ def check_target(
         )
 
 
-def _same(path: str, other: str) -> bool:
-    """Whether two paths lead to one file, by whatever links."""
-    try:
-        return os.path.samefile(path, other)
-    except (OSError, ValueError):
-        return os.path.realpath(path) == os.path.realpath(other)
-
-
-def _is_manifest(path: str) -> bool:
+def is_manifest(path: str) -> bool:
     """Whether a file begins as a manifest does, damaged or not, or can be read as one."""
     try:
         source = LocalFile(path)
@@ -214,15 +211,9 @@ def _is_manifest(path: str) -> bool:
 def beside(
     path: discovery.Path | Sequence[discovery.Path], files: Sequence[str], index: str | None = None
 ) -> str:
-    """Where the manifest of a checkpoint lies unless somebody says otherwise.
+    """The default path of a manifest, given the path, the files and the index of a checkpoint.
 
-    Args:
-        path: What the checkpoint was named by.
-        files: Its files.
-        index: Its index, None where it has none; the manifest is named after it.
-
-    Returns:
-        `model.checksums.json` for model.safetensors, for its index, and for its shards.
+    It is `model.checksums.json` for model.safetensors, for its index, and for its shards.
     """
     name = "" if not isinstance(path, str | bytes | os.PathLike) else os.fsdecode(path)
     if index is not None and index.endswith(discovery.INDEX_SUFFIX):
@@ -243,69 +234,73 @@ def home(path: discovery.Path | Sequence[discovery.Path], files: Sequence[str]) 
     return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
 
 
-def sayable(name: str) -> bool:
-    """Whether JSON can hold a name: what is no UTF-8 on the disk has no text."""
+def _same(path: str, other: str) -> bool:
+    """Whether two paths lead to one file, by whatever links."""
     try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):
+        return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _lines(table: Mapping[str, Any]) -> str:
-    if not table:
-        return "{}"
-    rows = (f"  {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table))
-    return "{\n" + ",\n".join(rows) + "\n }"
+    rows = (f"  {json.dumps(name)}: {json.dumps(table[name]._asdict())}" for name in sorted(table))
+    return "{\n" + ",\n".join(rows) + "\n }" if table else "{}"
 
 
 def _parse(table: Any, path: str) -> Manifest:
     if type(table) is not dict or "mfload_checksums" not in table:
-        raise _bad(path, '{"mfload_checksums": 1, …}', table, what="no manifest of checksums")
+        raise _bad(path, '{"mfload_checksums": 1, …}', table, what="not a manifest of checksums")
     version = table["mfload_checksums"]
     if type(version) is not int or version != VERSION:
         raise _bad(path, VERSION, version, what="a manifest of another version")
-    if table.keys() - {"mfload_checksums", "algorithm", "tensors", "files"}:
+    if table.keys() - _KEYS:
         raise _bad(path, "algorithm, tensors and files", list(table))
     if table.get("algorithm") != ALGORITHM:
-        raise _bad(path, ALGORITHM, table.get("algorithm"), what="an algorithm that is not known")
-    tensors, files = table.get("tensors"), table.get("files", {})
-    if type(tensors) is not dict or type(files) is not dict:
-        raise _bad(path, "objects by name", [tensors, files])
+        raise _bad(path, ALGORITHM, table.get("algorithm"), what="an unknown algorithm")
+    tensors = _entries(table.get("tensors"), _TENSOR, path)
+    files = _entries(table.get("files", {}), _FILE, path)
     return Manifest(
-        {name: _tensor(name, entry, path) for name, entry in tensors.items()},
-        {name: _file(name, entry, path) for name, entry in files.items()},
+        {name: TensorEntry(x["dtype"], tuple(x["shape"]), x["digest"])
+         for name, x in tensors.items()},
+        {name: FileEntry(**x) for name, x in files.items()},
         path,
-    )
+    )  # fmt: skip
 
 
-def _tensor(name: str, entry: Any, path: str) -> TensorEntry:
-    expected = '{"dtype": …, "shape": […], "digest": 32 digits}'
-    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "digest"}:
-        raise _bad(path, expected, entry, name)
-    dtype, shape, digest = entry["dtype"], entry["shape"], entry["digest"]
-    dims = type(shape) is list and all(type(dim) is int and 0 <= dim < 2**64 for dim in shape)
-    if type(dtype) is not str or not dims or not _is(_DIGEST, digest):
-        raise _bad(path, expected, entry, name)
-    return TensorEntry(dtype, tuple(shape), digest)
+def _entries(table: Any, form: _Form, path: str) -> dict[str, dict[str, Any]]:
+    if type(table) is not dict:
+        raise _bad(path, "objects by name", table)
+    for name, entry in table.items():
+        sound = type(entry) is dict and entry.keys() == form.keys()
+        if not sound or not all(fits(entry[key]) for key, fits in form.items()):
+            expected = '{"dtype", "shape", "digest": 32 digits}, or {"size", "sha256": 64 digits}'
+            raise _bad(path, expected, entry, name)
+    return table
 
 
-def _file(name: str, entry: Any, path: str) -> FileEntry:
-    expected = '{"size": bytes, "sha256": 64 digits}'
-    if type(entry) is not dict or entry.keys() != {"size", "sha256"}:
-        raise _bad(path, expected, {name: entry})
-    size = entry["size"]
-    if type(size) is not int or not 0 <= size < 2**63 or not _is(_SHA256, entry["sha256"]):
-        raise _bad(path, expected, {name: entry})
-    return FileEntry(size, entry["sha256"])
+def _hexadecimal(digits: int) -> Callable[[Any], bool]:
+    pattern = re.compile(f"[0-9a-f]{{{digits}}}")
+    return lambda value: type(value) is str and pattern.fullmatch(value) is not None
 
 
-def _is(pattern: re.Pattern[str], value: Any) -> bool:
-    return type(value) is str and pattern.fullmatch(value) is not None
+def _is_count(value: Any, bits: int) -> bool:
+    return type(value) is int and 0 <= value < 1 << bits
+
+
+_Form = dict[str, Callable[[Any], bool]]
+_TENSOR: _Form = {
+    "dtype": lambda value: type(value) is str,
+    "shape": lambda value: type(value) is list and all(_is_count(dim, 64) for dim in value),
+    "digest": _hexadecimal(32),
+}
+_FILE: _Form = {"size": lambda value: _is_count(value, 63), "sha256": _hexadecimal(64)}
 
 
 def _bad(
-    path: str, expected: object, found: Any, tensor: str | None = None, what: str = "malformed"
+    path: str,
+    expected: object,
+    found: Any,
+    name: str | None = None,
+    what: str = "the manifest is malformed",
 ) -> errors.HeaderError:
-    what = "the manifest is malformed" if what == "malformed" else what
-    return errors.HeaderError(what, file=path, tensor=tensor, expected=expected, found=brief(found))
+    return errors.HeaderError(what, file=path, tensor=name, expected=expected, found=brief(found))

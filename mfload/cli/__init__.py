@@ -5,28 +5,22 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from mfload.cli import streams
+from mfload.cli import terminal
 
-COMMAND = "pip install 'mfload[cli]'"
-MISSING = 5
-"""Exit code where something that is needed is not installed."""
-INTERRUPTED = 130
+_MISSING, _INTERRUPTED = 5, 130
 
 
 def main() -> int:
-    """Runs the command with the arguments of the process.
-
-    Returns:
-        The exit code (`mfload.cli.exits` lists them).
-    """
+    """Runs the command with the arguments of the process, and gives the exit code."""
     try:
-        streams.fill()
+        terminal.fill()
         for module in ("typer", "rich"):
             if importlib.util.find_spec(module) is None:
-                streams.say(f"mfload: error: the command needs {module}: {COMMAND}")
-                return MISSING
-        from mfload.cli.app import run
+                install = "pip install 'mfload[cli]'"
+                terminal.say(f"mfload: error: the command needs {module}: {install}")
+                return _MISSING
+        from mfload.cli.running import run
 
         return run(sys.argv[1:])
-    except KeyboardInterrupt:  # While it starts; later on it is taken care of there.
-        return INTERRUPTED
+    except KeyboardInterrupt:  # While it starts; `run` handles a later one.
+        return _INTERRUPTED

@@ -1,4 +1,16 @@
-"""Errors as a command shows them: lines on stderr, or JSON on stdout."""
+"""Errors as a command shows them, on stderr or as JSON on stdout, and the exit codes.
+
+0    fine
+1    a comparison or a verification found a difference, or the doctor trouble
+2    wrong usage, a tensor that is not there among it
+3    the source or the target can't be had: missing, no permission, I/O error, exists already
+4    a malformed file or checkpoint
+5    can't be done here: framework, dtype, device, memory
+70   a fault in mfload itself
+124  `--timeout` ran out
+130  interrupted
+141  the reader of the output closed it
+"""
 
 from __future__ import annotations
 
@@ -9,10 +21,32 @@ import traceback
 from typing import Any
 
 from mfload import errors
-from mfload.cli import exits, streams
-from mfload.cli.output import fancy, print_json
-from mfload.cli.text import clean
+from mfload.cli import terminal
+from mfload.cli.output import print_json
+from mfload.cli.terminal import clean
 
+FINE = 0
+DIFFERENT = 1
+USAGE = 2
+INTERRUPTED = 130
+CLOSED = 141
+
+# The first that fits counts.
+_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (errors.LoadTimeoutError, 124),
+    (errors.ChecksumError, DIFFERENT),
+    (errors.UsageError, USAGE),
+    (errors.TensorNotFoundError, USAGE),
+    (errors.SliceError, USAGE),
+    (errors.CheckpointError, 4),
+    (errors.SourceError, 3),
+    (errors.TargetError, 3),
+    (errors.FormatError, 4),
+    (errors.MfloadError, 5),
+    (MemoryError, 5),
+    (OSError, 3),
+    (BaseException, 70),
+)
 _FIELDS = ("file", "tensor", "expected", "found")
 _LONG = 1000
 _MOST_PROBLEMS = 50
@@ -33,67 +67,55 @@ class AfterResultError(Exception):
     """Its cause came up with the result on stdout already, and is told on stderr in any case."""
 
 
+def code_of(error: BaseException) -> int:
+    """The exit code of an error."""
+    return next(code for kind, code in _CODES if isinstance(error, kind))
+
+
 def show(error: BaseException, *, as_json: bool, trace: bool) -> int:
-    """Shows an error.
-
-    Args:
-        error: What was raised.
-        as_json: Whether stdout is to hold JSON.
-        trace: Whether to show the full trace on stderr.
-
-    Returns:
-        The exit code.
-    """
+    """Shows an error, as JSON on stdout or on stderr, and gives the exit code."""
     if isinstance(error, AfterResultError) and error.__cause__ is not None:
         error, as_json = error.__cause__, False
     if trace:
         with contextlib.suppress(OSError):
             traceback.print_exception(error, file=sys.stderr)
-    shown = as_json and _shown(_data(error))
+    shown = as_json and _printed(_data(error))
     if not shown and not trace:
-        streams.say("\n".join(_lines(error)))
-    return exits.code_of(error)
+        terminal.say("\n".join(_lines(error)))
+    return code_of(error)
 
 
 def usage(message: str, *, as_json: bool, hint: str | None = None) -> int:
-    """Shows that the arguments make no sense."""
+    """Shows that the arguments are invalid, and gives the exit code."""
     fields = dict.fromkeys(_FIELDS)
     data = {"type": "UsageError", "message": message, **fields, "problems": []}
-    if not as_json or not _shown(data):
+    if not as_json or not _printed(data):
         lines = [_head(clean(message)), *([f"  {clean(hint)}"] if hint else [])]
-        streams.say("\n".join(lines))
-    return exits.USAGE
+        terminal.say("\n".join(lines))
+    return USAGE
 
 
-def _shown(data: dict[str, Any]) -> bool:
-    """Prints an error as JSON; gives whether stdout took it.
-
-    Raises:
-        BrokenPipeError: Nobody reads it.
-    """
+def _printed(data: dict[str, Any]) -> bool:
+    """Prints an error as JSON; gives whether stdout took it."""
     try:
         print_json({"error": data})
-        streams.flush()
+        terminal.flush()
     except BrokenPipeError:
         raise
     except OSError:
-        streams.mute(sys.stdout)
+        terminal.mute(sys.stdout)
         return False
     return True
 
 
 def _data(error: BaseException) -> dict[str, Any]:
-    fields = {key: _field(_typed(error, key)) for key in _FIELDS}
-    return {
-        "type": type(error).__name__,
-        "message": _message(error),
-        **fields,
-        "problems": list(getattr(error, "problems", ())),
+    fields = {key: _field(error, key) for key in _FIELDS}
+    plain = {
+        key: value if value is None or isinstance(value, str | int | float) else str(value)
+        for key, value in fields.items()
     }
-
-
-def _field(value: object) -> object:
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    problems = list(getattr(error, "problems", ()))
+    return {"type": type(error).__name__, "message": _message(error), **plain, "problems": problems}
 
 
 def _message(error: BaseException) -> str:
@@ -104,13 +126,13 @@ def _message(error: BaseException) -> str:
         name = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
         return f"{error.strerror}{name}"
     said = str(error)
-    if exits.expected(error):
+    if isinstance(error, OSError | MemoryError):
         return said or type(error).__name__
     fault = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return f"a fault in mfload, please report it with the trace (--traceback): {fault}"
 
 
-def _typed(error: BaseException, key: str) -> object:
+def _field(error: BaseException, key: str) -> object:
     value = getattr(error, key, None)
     return _spelled(value) if key == "expected" and isinstance(value, str) else value
 
@@ -124,7 +146,7 @@ def _spelled(said: str) -> str:
 def _lines(error: BaseException) -> list[str]:
     lines = [_head(_short(_message(error)))]
     for key in _FIELDS:
-        value = _typed(error, key)
+        value = _field(error, key)
         if value is not None and isinstance(error, errors.MfloadError):
             lines.append(f"  {key}: {_short(value)}")
     problems: tuple[str, ...] = getattr(error, "problems", ())
@@ -135,7 +157,7 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _head(message: str) -> str:
-    colour = fancy(sys.stderr) and not os.environ.get("NO_COLOR")
+    colour = terminal.fancy(sys.stderr) and not os.environ.get("NO_COLOR")
     word = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
     return f"mfload: {word} {message}"
 

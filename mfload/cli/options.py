@@ -1,14 +1,58 @@
-"""The options that commands share, so that they mean the same everywhere."""
+"""The options that commands share, and what a shell offers for them when the tab key is pressed."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from mfload import errors
-from mfload.cli import completing
-from mfload.options import size
+from mfload.options import ALLOCATORS, ENGINES, Options, size
+
+_MOST_BYTES = 4 << 20
+"""Largest headers that are read while somebody waits for the tab key."""
+_MOST_NAMES = 200
+
+
+def offered(*choices: str) -> Callable[[str], list[str]]:
+    """Completes one of a few words."""
+    return lambda incomplete: [each for each in choices if each.startswith(incomplete)]
+
+
+def _offered_dtypes(incomplete: str) -> list[str]:
+    from mfload.dtypes import TABLE
+
+    before, equals, begun = incomplete.rpartition("=")
+    names = sorted({alias for row in TABLE.values() for alias in row.aliases[:1]})
+    return [before + equals + name for name in names if name.startswith(begun)]
+
+
+def _offered_names(incomplete: str) -> list[str]:
+    try:
+        found = _tensor_names()
+    except Exception:  # noqa: BLE001  A shell that waits for the tab key wants no error.
+        return []
+    return [re.escape(name) for name in found if name.startswith(incomplete)][:_MOST_NAMES]
+
+
+def _tensor_names() -> list[str]:
+    from mfload.formats import checkpoint, discovery
+    from mfload.sources.local import LocalFile
+
+    # The parser gives up on an option without its value, so it knows no path by now. These are
+    # the variables in which shells hand over the line.
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    path = next(word for word in shlex.split(line)[2:] if os.path.exists(word))
+    # Not by `open`, which waits at a FIFO for a writer.
+    heads = (LocalFile(file).read(0, 8) for file in discovery.find(path).files)
+    if sum(int.from_bytes(head, "little") for head in heads) > _MOST_BYTES:
+        return []
+    index, _ = checkpoint.read(path)
+    return [name for name in index if name.isprintable()]
 
 
 def _size(value: Any) -> int:
@@ -17,6 +61,11 @@ def _size(value: Any) -> int:
         return value if isinstance(value, int) else size(value)
     except errors.UsageError as error:
         raise typer.BadParameter(f"{error.found!r} is no size: {error.expected}") from None
+
+
+def sized(name: str, text: str) -> Any:
+    """An option that takes a size such as 4096, 256MiB or 1.5GB."""
+    return typer.Option(name, metavar="SIZE", parser=_size, help=text)
 
 
 Checkpoint = Annotated[
@@ -34,7 +83,7 @@ Framework = Annotated[
         "-f",
         metavar="NAME",
         help="numpy, jax, torch, tensorflow, paddle or cupy.",
-        autocompletion=completing.frameworks,
+        autocompletion=offered("numpy", "jax", "torch", "tensorflow", "paddle", "cupy"),
     ),
 ]
 Device = Annotated[
@@ -51,7 +100,7 @@ Names = Annotated[
     typer.Option(
         metavar="REGEX",
         help="Only tensors with a match of this regular expression in their names.",
-        autocompletion=completing.names,
+        autocompletion=_offered_names,
     ),
 ]
 Dtypes = Annotated[
@@ -61,7 +110,7 @@ Dtypes = Annotated[
         metavar="[REGEX=]DTYPE",
         help="Convert floats to this dtype, or the tensors whose names match to theirs; "
         "may be given several times.",
-        autocompletion=completing.dtypes,
+        autocompletion=_offered_dtypes,
     ),
 ]
 Engine = Annotated[
@@ -69,55 +118,39 @@ Engine = Annotated[
     typer.Option(
         metavar="NAME",
         help="auto, pread, direct or mmap; onto GPUs pinned or gds as well.",
-        autocompletion=completing.engines,
+        autocompletion=offered(*ENGINES),
     ),
 ]
-Landing = Annotated[
+Allocator = Annotated[
     str,
     typer.Option(
         metavar="NAME",
         help="Whose memory holds the arrays: auto, mfload or framework.",
-        autocompletion=completing.landings,
+        autocompletion=offered(*ALLOCATORS),
     ),
 ]
 Overhead = Annotated[
-    int | None,
-    typer.Option(
-        "--max-host-overhead",
-        metavar="SIZE",
-        parser=_size,
-        help="Host memory beside the result, such as 256MiB.",
-    ),
+    int | None, sized("--max-host-overhead", "Host memory beside the result, such as 256MiB.")
 ]
 DeviceOverhead = Annotated[
     int | None,
-    typer.Option(
-        "--max-device-overhead",
-        metavar="SIZE",
-        parser=_size,
-        help="Memory of a GPU beside the result, such as 256MiB.",
-    ),
+    sized("--max-device-overhead", "Memory of a GPU beside the result, such as 256MiB."),
 ]
 Threads = Annotated[
-    int | None, typer.Option(metavar="N", help="Readers at once; chosen where not given.")
+    int | None, typer.Option(metavar="N", help="Number of reader threads; chosen if not given.")
 ]
 Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Give up after that long.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Size = Annotated[int | None, typer.Option(metavar="SIZE", parser=_size)]
-"""To be joined with a help of one's own: `Annotated[int | None, sized("--x", "Help.")]`."""
 
 
-def sized(name: str, text: str) -> Any:
-    """An option that takes a size such as 4096, 256MiB or 1.5GB."""
-    return typer.Option(name, metavar="SIZE", parser=_size, help=text)
+def library_options(**given: Any) -> Options:
+    """The `mfload.Options` that options of the command line stand for."""
+    return Options(**given)
 
 
 def dtypes(given: list[str] | None) -> Any:
-    """What `--dtype` means to the library: a name, or names by regex.
-
-    Raises:
-        UsageError: Several dtypes for all were given, or some beside one for all.
-    """
+    """What `--dtype` means to the library: a name, or (regex, name) pairs."""
     if not given:
         return None
     if len(given) == 1 and "=" not in given[0]:
@@ -126,11 +159,7 @@ def dtypes(given: list[str] | None) -> Any:
 
 
 def devices(given: list[str] | None) -> Any:
-    """What `--device` means to the library: a name, several, or names by regex.
-
-    Raises:
-        UsageError: Both devices for all tensors and for some were given.
-    """
+    """What `--device` means to the library: a name, several, or (regex, name) pairs."""
     if not given:
         return None
     if all("=" not in each for each in given):
@@ -138,7 +167,7 @@ def devices(given: list[str] | None) -> Any:
     return _ruled("--device", "DEVICE", given)
 
 
-def _ruled(option: str, what: str, given: list[str]) -> dict[str, str]:
+def _ruled(option: str, what: str, given: list[str]) -> list[tuple[str, str]]:
     rules = [each.rpartition("=") for each in given]
     for whole, (regex, _, name) in zip(given, rules, strict=True):
         if not regex or not name:
@@ -147,4 +176,4 @@ def _ruled(option: str, what: str, given: list[str]) -> dict[str, str]:
                 expected=f"REGEX={what}",
                 found=whole,
             )
-    return {regex: name for regex, _, name in rules}
+    return [(regex, name) for regex, _, name in rules]

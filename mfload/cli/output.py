@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -9,10 +10,11 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from mfload.cli import streams
-from mfload.cli.text import cells, clean
+from mfload.cli import terminal
+from mfload.cli.terminal import cells, clean
 
 _PRETTY_ROWS = 200
 """Longest table that is drawn with lines; drawing takes rich about a millisecond a row."""
@@ -21,11 +23,6 @@ _NARROW = 8
 """Columns of a terminal that a cell gets at least before it goes on in the next line."""
 
 _PART = 16 << 10
-
-
-def fancy(stream: Any) -> bool:
-    """Whether somebody looks at a stream on a terminal that can more than print."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def print_json(data: Any) -> None:
@@ -47,45 +44,36 @@ def print_table(
     *,
     right: Sequence[int] = (),
 ) -> None:
-    """Prints a table: drawn on a terminal, aligned columns elsewhere.
+    """Prints a table: drawn on a terminal, aligned columns elsewhere and where it is long or wide.
 
-    Long tables are aligned columns everywhere, as all are on a terminal too narrow to draw them.
     Cells are made harmless here; nothing is cut short. What may be long, such as names, belongs
     in the last column.
-
-    Args:
-        headers: Names of the columns, None for a table without a head.
-        rows: Cells; any object, shown by `str`.
-        right: Numbers of the columns that are aligned to the right.
     """
-    texts = [[clean(cell) for cell in row] for row in rows]
-    if fancy(sys.stdout) and len(texts) <= _PRETTY_ROWS and _fits(headers, texts):
+    # By columns, since most of them hold few different cells.
+    columns = [
+        list(map(functools.cache(clean), map(str, each))) for each in zip(*rows, strict=True)
+    ]
+    texts = list(zip(*columns, strict=True))
+    if terminal.fancy(sys.stdout) and len(texts) <= _PRETTY_ROWS and _fits(headers, texts):
         _draw(headers, texts, right)
     else:
         write(aligned([list(headers), *texts] if headers else texts, right))
 
 
-def print_pairs(rows: Iterable[Sequence[object]]) -> None:
-    """Prints names and values, such as a report's, without a head."""
-    texts = [[clean(cell) for cell in row] for row in rows]
-    if fancy(sys.stdout) and _fits(None, texts):
-        _draw(None, texts, ())
-    else:
-        write(aligned(texts, ()))
-
-
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterable[str]:
     """Lines of columns two spaces apart; the last column is not padded."""
-    if not rows:
-        return
-    last = len(rows[0]) - 1
-    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        parts: list[str] = []
-        for n, cell in enumerate(row):
-            gap = "" if n == last and n not in right else " " * (widths[n] - cells(cell))
-            parts.append(gap + cell if n in right else cell + gap)
-        yield "  ".join(parts).rstrip()
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    for n, column in enumerate(columns):
+        if n < len(columns) - 1 or n in right:
+            width = max(map(functools.cache(cells), column))
+            columns[n] = list(map(functools.cache(partial(_padded, width, n in right)), column))
+    return (line.rstrip() for line in map("  ".join, zip(*columns, strict=True)))
+
+
+def _padded(width: int, right: bool, text: str) -> str:
+    # Format codes pad by characters, and a wide character takes two columns.
+    gap = " " * (width - cells(text))
+    return gap + text if right else text + gap
 
 
 def write(lines: Iterable[str]) -> None:
@@ -99,7 +87,7 @@ def write(lines: Iterable[str]) -> None:
             for at in range(0, len(text), _PART):
                 sys.stdout.write(text[at : at + _PART])
         except OSError as error:
-            raise streams.named(error) from None
+            raise terminal.named(error) from None
 
 
 def _fits(headers: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> bool:
@@ -112,7 +100,9 @@ def _fits(headers: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> bool:
     return sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns
 
 
-def _draw(headers: Sequence[str] | None, rows: list[list[str]], right: Sequence[int]) -> None:
+def _draw(
+    headers: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Sequence[int]
+) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,8 @@
-"""Whether a device converts numbers as NumPy does: it is made to, and the bits are compared."""
+"""Whether a device converts numbers as NumPy does: it converts samples, and bits are compared."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -16,25 +17,17 @@ _SPREAD = 1 << 16
 
 
 def agrees(device: Device, source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Tries a pair of dtypes on a device, forwards and backwards through memory.
+    """Whether all results are NumPy's, whichever NaN becomes which.
 
-    Args:
-        device: Which.
-        source: Element type as stored.
-        target: Element type as delivered.
-
-    Returns:
-        Whether all results are NumPy's; which NaN becomes which aside. A device that can't is
-        no error but a no, and logged: the host does it then.
+    Tried forwards and backwards through memory. A device that can't convert is logged, and is a no:
+    the host converts then.
     """
     try:
         given = numbers(source)
         with np.errstate(all="ignore"):
             wanted = given.astype(target), given[::-1].astype(target)
-        return all(
-            same(made, right)
-            for made, right in zip(_tried(device, given, target), wanted, strict=True)
-        )
+        made = _converted(device, given, target)
+        return all(same(each, right) for each, right in zip(made, wanted, strict=True))
     except Exception as error:  # noqa: BLE001 - compilers, headers, drivers: each has its own.
         # As text: an error that a log keeps would keep the memory that was tried.
         said = f"{device.name} does not convert {source} to {target}: {error}"
@@ -43,10 +36,10 @@ def agrees(device: Device, source: np.dtype[Any], target: np.dtype[Any]) -> bool
 
 
 def numbers(dtype: np.dtype[Any]) -> Any:
-    """Values to try: all of them where there are up to 16 bits, else a spread.
+    """Values to try: all of them up to 16 bits, else a spread.
 
-    The spread has numbers that narrower types hold, those halfway between, the neighbours of
-    both (where rounding errs), zeros, infinities, NaN, subnormals, and integers of any length.
+    The spread has numbers that narrower types hold, those halfway between, the neighbours of both
+    (where rounding errs), zeros, infinities, NaN, subnormals, and integers of any length.
     """
     if dtype == np.bool_:
         return np.array([False, True])
@@ -70,7 +63,7 @@ def numbers(dtype: np.dtype[Any]) -> Any:
 
 
 def same(made: Any, right: Any) -> bool:
-    """Whether two arrays have the same bits but in NaN."""
+    """Whether two arrays have the same bits except in NaN."""
     if made.dtype.kind == "c":
         part = f"f{made.dtype.itemsize // 2}"
         made, right = made.view(part), right.view(part)
@@ -79,7 +72,8 @@ def same(made: Any, right: Any) -> bool:
         return not (unlike & ((right == right) | (made == made))).any()
 
 
-def _tried(device: Device, given: Any, target: np.dtype[Any]) -> list[Any]:
+def _converted(device: Device, given: Any, target: np.dtype[Any]) -> list[Any]:
+    """What the device makes of the values, in order and in reverse."""
     stage = buffers.allocate(given.nbytes)
     stage[:] = given.view(np.uint8)
     unit, count = given.itemsize, given.size
@@ -88,9 +82,8 @@ def _tried(device: Device, given: Any, target: np.dtype[Any]) -> list[Any]:
     made: list[Any] = []
     device.pin(stage)
     try:
-        stream = device.stream()
-        try:
-            stream.copy_in(here, 0, stage, Rows(1, given.nbytes, given.nbytes))
+        with contextlib.closing(device.stream()) as stream:
+            stream.copy_in(here, 0, stage, Rows.one(given.nbytes))
             for start, step in ((0, unit), ((count - 1) * unit, -unit)):
                 copy = Copy((count,), (step,), start, given.dtype, target)
                 stream.convert(there, 0, here, 0, copy)
@@ -98,8 +91,6 @@ def _tried(device: Device, given: Any, target: np.dtype[Any]) -> list[Any]:
                 stream.copy_out(back, there, 0)
                 stream.synchronize()
                 made.append(back.view(target))
-        finally:
-            stream.close()
     finally:
         device.unpin(stage)
     return made

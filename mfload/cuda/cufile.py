@@ -1,17 +1,19 @@
-"""cuFile through kvikio: from the disk into device memory, past the page cache and the host."""
+"""cuFile through kvikio: reads from the disk into device memory, without page cache and host."""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from mfload import errors
-from mfload.cuda import finding
-from mfload.cuda.cufile_errors import translate
+from mfload.cuda import discovery
 from mfload.cuda.device import CUDA, Device
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.blocks import Block
@@ -25,41 +27,49 @@ UNIT = 4096
 # Memory of a card is mapped for others in pages of this size.
 _MAPPED = 64 << 10
 
+_GDS = "GPUDirect Storage"
+_VOLUME = "overlayfs can't be registered: mount a volume for the weights"
+_LOAD = "load nvidia-fs, or set use_pci_p2pdma in cufile.json where kernel and driver have P2PDMA"
+MEANINGS = {
+    5001: ("nvidia-fs driver is not loaded", _LOAD),
+    5007: (f"{_GDS} not supported on current platform", "most virtual machines and WSL lack it"),
+    5008: (f"{_GDS} not supported on current file", "use local NVMe with ext4 or xfs"),
+    5016: (
+        "access beyond maximum pinned size",
+        "processes on one GPU share what can be pinned (BAR1): use fewer of them at once, or a "
+        "greater max_device_pinned_mem_size_kb in cufile.json",
+    ),
+    5018: ("unsupported file type", _VOLUME),
+    5027: ("file descriptor is not registered", _VOLUME),
+    5030: ("internal error", _VOLUME),
+    5036: ("failed to allocate pinned GPU Memory", "the GPU's memory or its BAR1 is used up"),
+}
+"""cuFile's errors that are met in practice: wording of cufile.h 1.20, and what to do."""
+
+_OF_FILES = (5008, 5018, 5027, 5030)
+_NUMBER = re.compile(r"\b(50[0-5]\d)\b")
+
 
 def installed() -> bool:
-    """Whether there is a kvikio to import; imports nothing."""
+    """Whether kvikio can be imported; imports nothing."""
     try:
         return importlib.util.find_spec("kvikio") is not None
-    except ValueError:  # Something stands in for it that says nothing of itself.
+    except ValueError:  # A module without a spec stands in for it.
         return "kvikio" in sys.modules
 
 
-def held(nbytes: int) -> int:
-    """Bytes of device memory that a `CufileSlot` for blocks of `nbytes` takes."""
-    return -(-room(nbytes) // _MAPPED) * _MAPPED
-
-
-def room(nbytes: int) -> int:
-    """Bytes of device memory that a block of `nbytes` may take with its rim."""
-    return -(-nbytes // UNIT) * UNIT + 2 * UNIT
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of device memory of a `CufileSlot` for blocks of `nbytes`."""
+    with_rim = -(-nbytes // UNIT) * UNIT + 2 * UNIT
+    return -(-with_rim // _MAPPED) * _MAPPED
 
 
 class CufileReader:
     """Lands blocks of one file in device memory; used by one thread at a time.
 
-    It reads the very file that was checked when it was opened, whatever lies at the path
-    later. `raw_read` is taken, which reads in the calling thread without the interpreter lock:
-    kvikio's `read` and `pread` go through one pool for the whole process, of one thread by default.
-    All of them wait first for what runs on the device's legacy default stream.
-
-    Args:
-        source: The file; it is open until `close`.
-        device: Where blocks land.
-
-    Raises:
-        SourceError: The file can't be opened or registered, or is no longer the same.
-        DeviceError: There is no such device, or cuFile is not what would read.
-        FrameworkMissingError: kvikio is not installed.
+    `raw_read` reads in the calling thread without the interpreter lock; kvikio's `read` and `pread`
+    go through one pool for the whole process, of one thread by default. All of them wait first for
+    what runs on the device's legacy default stream.
     """
 
     def __init__(self, source: LocalFile, device: Device) -> None:
@@ -78,158 +88,94 @@ class CufileReader:
             self.close()
             raise
 
-    def land(self, block: Block, slot: DeviceBuffer, at: int = 0) -> int:
-        """Reads a block; returns when it lies in device memory, for every stream.
+    def land(self, block: Block, slot: DeviceBuffer) -> int:
+        """Reads a block into the buffer of a `CufileSlot` for blocks of that length.
 
-        Args:
-            block: What to read.
-            slot: Where to: a buffer given to `register`, whole, as it was given.
-            at: First byte of the slot that may be written to; `room(block.nbytes)` of them are
-                enough.
-
-        Returns:
-            Where in the slot the block begins.
-
-        Raises:
-            SourceChangedError: The file ended before.
-            SourceError: The read failed.
-            DeviceError: The device, its driver or cuFile failed.
-            ValueError: The slot is too small.
+        Returns where in the buffer the block begins. It lies there for every stream.
         """
         assert self._file is not None
+        path = self._source.path
         start = block.offset // UNIT * UNIT
         needed = block.offset + block.nbytes - start
         length = -(-needed // UNIT) * UNIT
-        first = at + -(slot.address + at) % UNIT
-        if first + length > slot.nbytes:
-            raise ValueError(f"{slot} has no room for {length} bytes from {first} on")
+        first = -slot.address % UNIT
+        assert first + length <= slot.nbytes, (block, slot)
         done = 0 if block.nbytes else needed
         with self._device.current():
             while done < needed:
                 begin = done // UNIT * UNIT
-                got = _call(
-                    self._handle.raw_read, _Array(slot), length - begin, start + begin,
-                    first + begin, file=self._source.path, to="read",
-                )  # fmt: skip
+                where = length - begin, start + begin, first + begin
+                got = _call(self._handle.raw_read, _array(slot), *where, file=path, to="read")
                 if begin + got <= done:
-                    raise self._stuck(start + needed, start + done)
+                    size = os.fstat(self._file.fd).st_size
+                    if size < start + needed:
+                        raise shrunk(path, start + needed, size)
+                    raise errors.ReadError(
+                        "cuFile reads no further",
+                        file=path,
+                        expected=f"{start + needed} bytes",
+                        found=f"{start + done} bytes",
+                    )
                 done = begin + got
         return first + block.offset - start
 
-    def _stuck(self, expected: int, found: int) -> errors.SourceError:
-        assert self._file is not None
-        size = os.fstat(self._file.fd).st_size
-        if size < expected:
-            return shrunk(self._source.path, expected, size)
-        return errors.ReadError(
-            "cuFile reads no further",
-            file=self._source.path,
-            expected=f"{expected} bytes",
-            found=f"{found} bytes",
-        )
-
     def close(self) -> None:
-        """Closes the file; more than once does nothing. Never raises."""
+        """Closes the file. Idempotent; never raises."""
         handle, self._handle = self._handle, None
         try:
             if handle is not None:
                 with self._device.current():
                     handle.close()
-        except Exception as error:  # noqa: BLE001 - what was read is right, what failed is told
-            # As text: whoever keeps the record would keep the error, and the memory with it.
-            log.warning("%s could not be taken back from cuFile: %s", self._source.path, str(error))
+        except Exception as error:  # noqa: BLE001 - what was read is right
+            # As text: a record that keeps the error would keep the memory.
+            log.warning("%s could not be closed in cuFile: %s", self._source.path, str(error))
         finally:
             if self._file is not None:
                 self._file.close()
 
 
 class CufileSlot:
-    """Device memory of its own for blocks to land in, registered with cuFile.
+    """Device memory for blocks of up to `nbytes`, registered with cuFile.
 
-    Args:
-        device: Whose.
-        nbytes: Bytes of the largest block.
-
-    Raises:
-        MemoryLimitError: The device has not so much.
-        DeviceError: cuFile refused; see `register`.
+    An allocation of its own: kvikio registers all of the allocation that an address lies in.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self._device = device
-        self.buffer = device.allocate(held(nbytes))
+        self._kvikio: Any = _kvikio(device)
+        self.buffer = device.allocate(slot_bytes(nbytes))
         self._registered = False
-        register(device, self.buffer)
+        self._call("register")
         self._registered = True
 
     def close(self) -> None:
-        """Takes the registration back, so that the memory may go; more than once does nothing."""
+        """Ends the registration, or nvidia-fs may hang in the free. Idempotent; never raises."""
         if self._registered:
             self._registered = False
-            deregister(self._device, self.buffer)
+            try:
+                self._call("deregister")
+            except Exception as error:  # noqa: BLE001 - what was read is right
+                log.warning("%s is still registered with cuFile: %s", str(self.buffer), str(error))
+
+    def _call(self, verb: str) -> None:
+        with self.buffer.device.current():
+            function = getattr(self._kvikio, f"memory_{verb}")
+            _call(function, _array(self.buffer), file=None, to=f"{verb} memory")
 
 
-def register(device: Device, buffer: DeviceBuffer) -> None:
-    """Pins device memory for reads into it.
-
-    kvikio registers the whole allocation that the address lies in: never give part of a pool.
-
-    Args:
-        device: Whose.
-        buffer: Memory that is an allocation of its own; `deregister` it before it goes, or
-            nvidia-fs may hang in the free.
-
-    Raises:
-        DeviceError: Refused; the limit that processes on one GPU share may be reached.
-    """
-    _registration(device, buffer, "register")
-
-
-def deregister(device: Device, buffer: DeviceBuffer) -> None:
-    """Takes `register` back, once nothing reads into it any more. Never raises.
-
-    Args:
-        device: Whose.
-        buffer: What was registered.
-    """
-    try:
-        _registration(device, buffer, "deregister")
-    except Exception as error:  # noqa: BLE001 - the load is over, and its result is right
-        log.warning("%s is still registered with cuFile: %s", str(buffer), str(error))
-
-
-def _registration(device: Device, buffer: DeviceBuffer, verb: str) -> None:
-    function = getattr(_kvikio(device), f"memory_{verb}")
-    with device.current():
-        _call(function, _Array(buffer), file=None, to=f"{verb} memory")
-
-
-class _Array:
+def _array(buffer: DeviceBuffer) -> Any:
     """Device memory as kvikio takes it."""
-
-    def __init__(self, buffer: DeviceBuffer) -> None:
-        self._owner = buffer
-        self.__cuda_array_interface__ = {
-            "data": (buffer.address, False),
-            "shape": (buffer.nbytes,),
-            "typestr": "|u1",
-            "strides": None,
-            "version": 3,
-        }
+    interface = {"data": (buffer.address, False), "shape": (buffer.nbytes,), "typestr": "|u1"}
+    interface |= {"strides": None, "version": 3}
+    return SimpleNamespace(__cuda_array_interface__=interface)
 
 
 def _kvikio(device: Device) -> Any:
-    """kvikio, where it would call cuFile and not read by itself.
+    """Kvikio (public names, as of 26.10), if it calls cuFile for this device.
 
-    The driver is asked for the device first: without them, cuFile spins for ever. kvikio's
-    settings are looked at and left alone.
-
-    What mfload uses of kvikio, looked at in 26.10: `CuFile(path, "r")`, `CuFile.raw_read(buf,
-    size, file_offset, dev_offset)`, `CuFile.close()`, `memory_register(buf)`,
-    `memory_deregister(buf)`, `defaults.is_compat_mode_preferred()`. All are public.
+    The driver is asked for the device first: without them, cuFile spins for ever.
     """
     kind, number = device.place
-    if kind != CUDA or finding.count() <= number:
+    if kind != CUDA or discovery.count() <= number:
         raise errors.DeviceError("cuFile reads into CUDA devices alone", found=device.name)
     try:
         kvikio = importlib.import_module("kvikio")
@@ -251,3 +197,32 @@ def _call(function: Any, *arguments: Any, file: str | None, to: str) -> Any:
         return function(*arguments)
     except Exception as error:
         raise translate(error, file, to) from error
+
+
+def error_code(text: str) -> int | None:
+    """The number of the error that a message speaks of, if it is one of `MEANINGS`."""
+    for found in _NUMBER.findall(text):
+        if int(found) in MEANINGS:
+            return int(found)
+    # kvikio passes on the wording alone, after "cuFile error at: file:line: ".
+    says = text.rsplit(": ", 1)[-1].strip()
+    return next((n for n, (wording, _) in MEANINGS.items() if says.startswith(wording)), None)
+
+
+def translate(error: Exception, file: str | None, action: str) -> errors.MfloadError:
+    """The error to raise for one of kvikio's, met in an action ("open", "read") on a file."""
+    text = str(error) or type(error).__name__
+    number = error_code(text)
+    if number is not None:
+        wording, advice = MEANINGS[number]
+        kind = errors.SourceError if number in _OF_FILES else errors.DeviceError
+        return kind(
+            f"cuFile could not {action}: {wording} ({number}): {advice}; engine='pinned' reads "
+            "without cuFile",
+            file=file,
+        )
+    for failed in (errno.EIO, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.EPERM):
+        if file is not None and os.strerror(failed) in text:
+            return errors.from_os(OSError(failed, os.strerror(failed)), file, action)
+    kind = errors.DeviceError if file is None or "CUDA" in text else errors.ReadError
+    return kind(f"cuFile could not {action}: {text}", file=file)

@@ -1,19 +1,17 @@
 """A CUDA device through CuPy's thin wrappers of the CUDA runtime.
 
-Every call goes through `current`. It pushes the device's primary context and pops it again: the
-runtime works on the context that is current to the thread, so the caller finds its own as it
-was, and a thread that had none still has none. To set the device and set it back would not do:
-since CUDA 12 `cudaSetDevice(0)` makes a context, which takes hundreds of megabytes, on a device 0
-that nobody asked for.
+Every call pushes the device's primary context and pops it again, so the calling thread keeps the
+context that it had, or none. `cudaSetDevice` would not do: since CUDA 12 `cudaSetDevice(0)`
+creates a context, which takes hundreds of megabytes, on a device 0 that no one asked for.
 
-Meanwhile the thread is relaxed, as CUDA calls it. Else to allocate, free or lock memory while
-anybody in the process captures a graph would fail, and make that graph worthless. None of that
-concerns the graph: mfload captures nothing, and its streams are its own. Relaxed or not, to
-wait for the whole device breaks captures, so nothing here does it.
+Meanwhile the thread is in CUDA's relaxed capture mode. Otherwise allocating, freeing and
+page-locking would fail while any thread captures a graph, and invalidate it. mfload captures
+nothing, and its streams are its own. Waiting for the whole device breaks captures in any mode, so
+nothing here does it.
 
-Of the calls used here, CuPy 14.2 holds the GIL in `eventQuery`, `memGetInfo` and those that ask
-for attributes, as its compiled code shows. None of them waits for the device. All others, such as
-copies, allocation, release, pinning and waits, let other threads run.
+Of the calls used here, CuPy 14.2 holds the GIL in `eventQuery`, `memGetInfo` and those that ask for
+attributes, as its compiled code shows. None of them waits for the device. Copies, allocation,
+freeing, page-locking and waits let other threads run.
 """
 
 from __future__ import annotations
@@ -26,16 +24,19 @@ from typing import Any
 
 from mfload import errors
 from mfload.cuda import conversions
-from mfload.cuda.cupy_stream import CupyStream
-from mfload.cuda.device import ALIGNMENT, CUDA, Room
+from mfload.cuda.device import CUDA, Device, MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
+from mfload.planning.blocks import Copy
+from mfload.planning.layout import DEVICE_ALIGNMENT
 
-# Of the headers of the driver and the runtime; CuPy has no names for them.
+# From the headers of the driver and the runtime; CuPy has no names for them.
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices, not this one alone.
 _OUT_OF_MEMORY = 2
-NOT_INITIALISED = 3  # What a forked process is told.
-# After these no call works any more, as the headers say of each.
+NOT_INITIALISED = 3  # What a forked process gets.
+# CUDA keeps it as its runtime's last error; CuPy has a runtime of its own, so no one else sees it.
+_NOT_READY = 600
+# After these no call works any more.
 _LOST = frozenset((226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
 
 FORKED = (
@@ -44,36 +45,10 @@ FORKED = (
 )
 
 
-class _Memory:
-    """Owner of memory that came from `cudaMalloc` itself, not from CuPy's pool.
-
-    `cudaFree` waits for all that was given to the device, so kernels of whatever framework never
-    lose the memory that they were started on. A pool would hand it to its next user at once.
-    CUDA's header says only that it may wait; a test on a GPU looks whether it does.
-    """
-
-    __slots__ = ("_device", "_nbytes", "address")
-
-    def __init__(self, device: CupyDevice, nbytes: int) -> None:
-        self.address = 0
-        self._device = device
-        self._nbytes = nbytes
-        # Nothing at all would have no address, and frameworks don't agree what to make of that.
-        self.address = device.ask("malloc", max(nbytes, ALIGNMENT))
-
-    def __del__(self) -> None:
-        if self.address:
-            with suppress(Exception):  # Modules may be gone when the interpreter ends.
-                self._device.release(self.address, self._nbytes)
-
-
 class CupyDevice:
-    """See `device.Device`. `finding.find` makes them.
+    """See `device.Device`. `discovery.find` makes them.
 
-    Args:
-        number: Its ordinal, as CUDA counts.
-        cupy: The module.
-        driver: CUDA's driver library, initialised, in a form that keeps the GIL.
+    `driver` is CUDA's driver library, initialised, in a form that keeps the GIL.
     """
 
     def __init__(self, number: int, cupy: Any, driver: Any) -> None:
@@ -89,26 +64,23 @@ class CupyDevice:
         limit = self.runtime.cudaDevAttrMaxPitch
         self.longest_pitch: int = self.ask("deviceGetAttribute", limit, number)
         self._known: dict[tuple[Any, Any], bool] = {}
-        # Memory that nobody uses and that is yet to be freed. No lock: the garbage collector may
-        # come to `release` anywhere.
+        # Memory yet to be freed. No lock: the garbage collector may call `release` anywhere.
         self._unused: collections.deque[DeviceBuffer] = collections.deque()
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
-    def room(self) -> Room:
-        """See `device.Device`."""
+    def memory_info(self) -> MemoryInfo:
         self._free()
-        return Room(*self.ask("memGetInfo"))
+        return MemoryInfo(*self.ask("memGetInfo"))
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """See `device.Device`."""
         self._free()
         memory = _Memory(self, nbytes)
         return DeviceBuffer(self, memory.address, nbytes, memory)
 
     def release(self, address: int, nbytes: int) -> None:
-        """Frees memory. Where CUDA refuses, it stays counted, and is tried again later."""
+        """Frees memory. If CUDA refuses, it stays counted, and the next call tries again."""
         self._unused.append(DeviceBuffer(self, address, nbytes, None))
         self._free()
 
@@ -124,20 +96,16 @@ class CupyDevice:
                 self._unused.append(memory)
 
     def pin(self, array: Any) -> None:
-        """See `device.Device`."""
         self.ask("hostRegister", array.ctypes.data, array.nbytes, _PORTABLE)
 
     def unpin(self, array: Any) -> None:
-        """See `device.Device`."""
         with suppress(errors.MfloadError):
             self.ask("hostUnregister", array.ctypes.data)
 
-    def stream(self) -> CupyStream:
-        """See `device.Device`."""
-        return CupyStream(self)
+    def stream(self) -> _CupyStream:
+        return _CupyStream(self)
 
     def converts(self, source: Any, target: Any) -> bool:
-        """See `device.Device`."""
         # No lock, which a fork might leave taken: at worst two threads find out the same.
         pair = source, target
         if pair not in self._known:
@@ -145,16 +113,10 @@ class CupyDevice:
         return self._known[pair]
 
     def current(self) -> _Current:
-        """See `device.Device`."""
         return _Current(self)
 
     def ask(self, call: str, *args: Any) -> Any:
-        """Calls a function of CUDA's runtime with this device current.
-
-        Raises:
-            MemoryLimitError: The device has no such memory, or pages can't be locked.
-            DeviceError: Whatever else CUDA said.
-        """
+        """Calls a function of CUDA's runtime with this device current (errors: see `failed`)."""
         # Some calls a block, all of them with the GIL: nothing here costs more than it must.
         try:
             with _Current(self):
@@ -162,29 +124,15 @@ class CupyDevice:
         except errors.MfloadError:
             raise
         except Exception as error:
-            raise self.ours(error, call, *args) from error
+            raise self.translated(error, call, *args) from error
 
-    def ours(self, error: Exception, call: str, *args: Any) -> errors.MfloadError:
-        """What a call raised as an error of ours.
-
-        Args:
-            error: It.
-            call: What was called.
-            args: What the call was given.
-        """
-        # The runtime, the driver and compilers have each errors of their own.
+    def translated(self, error: Exception, call: str, *args: Any) -> errors.MfloadError:
+        """The error to raise for an exception of CuPy's."""
         said = str(error) or type(error).__name__
         return self.failed(call, getattr(error, "status", 0), said, *args)
 
     def failed(self, call: str, status: int, said: str, *args: Any) -> errors.MfloadError:
-        """The error for what CUDA said.
-
-        Args:
-            call: What was called.
-            status: CUDA's number of the error, 0 for none.
-            said: What it is in words.
-            args: What the call was given.
-        """
+        """The error to raise for CUDA's error number `status` (0: unknown)."""
         what = f"{self.name} failed in {call}"
         if status in _LOST:
             what += ", and no call works any more: restart the process"
@@ -203,14 +151,32 @@ class CupyDevice:
         return errors.DeviceError(what, found=said)
 
     def drive(self, call: str, *args: Any) -> None:
-        """Calls a function of CUDA's driver.
-
-        Raises:
-            DeviceError: The driver refused.
-        """
+        """Calls a function of CUDA's driver; raises DeviceError if it refuses."""
         status = getattr(self.driver, call)(*args)
         if status:
             raise self.failed(call, status, f"the driver's error {status}")
+
+
+class _Memory:
+    """Owner of memory from `cudaMalloc` itself, not from CuPy's pool.
+
+    `cudaFree` waits for all work on the device (a test on a GPU looks whether it does), so no
+    kernel loses the memory that it works on; a pool would hand it to its next user at once.
+    """
+
+    __slots__ = ("_device", "_nbytes", "address")
+
+    def __init__(self, device: CupyDevice, nbytes: int) -> None:
+        self.address = 0
+        self._device = device
+        self._nbytes = nbytes
+        # Zero bytes would have no address, and frameworks don't agree what to make of that.
+        self.address = device.ask("malloc", max(nbytes, DEVICE_ALIGNMENT))
+
+    def __del__(self) -> None:
+        if self.address:
+            with suppress(Exception):  # Modules may be gone when the interpreter ends.
+                self._device.release(self.address, self._nbytes)
 
 
 class _Current:
@@ -244,17 +210,158 @@ class _Current:
         self._device.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
+class _CupyStream:
+    """See `device.Stream`."""
+
+    def __init__(self, device: CupyDevice) -> None:
+        self.device: Device = device
+        self._device = device
+        self._events = _EventPool(device)
+        self._handle: int | None = device.ask(
+            "streamCreateWithFlags", device.runtime.streamNonBlocking
+        )
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._open()  # The protocol's version, and the handle, for CuPy's kernels.
+
+    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
+        self._copy(target.address + at, source.ctypes.data, rows)
+
+    def copy_within(
+        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
+    ) -> None:
+        self._copy(target.address + at, source.address + start, rows)
+
+    def copy_out(self, target: Any, source: DeviceBuffer, start: int) -> None:
+        self._copy(target.ctypes.data, source.address + start, Rows.one(target.nbytes))
+
+    def convert(
+        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
+    ) -> None:
+        cupy, number = self._device.cupy, self._device.place[1]
+
+        def array(buffer: DeviceBuffer, first: int, dtype: Any, strides: Any) -> Any:
+            # No owner: the caller keeps the memory alive.
+            memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, None, number)
+            return cupy.ndarray(copy.shape, dtype, cupy.cuda.MemoryPointer(memory, first), strides)
+
+        if 0 in copy.shape:
+            return
+        try:
+            with self._device.current(), cupy.cuda.Stream.from_external(self):
+                given = array(source, start + copy.start, copy.source, copy.strides)
+                cupy.copyto(array(target, at, copy.target, None), given, casting="unsafe")
+        except errors.MfloadError:
+            raise
+        except Exception as error:
+            raise self._device.translated(error, "convert") from error
+
+    def record(self) -> _CupyEvent:
+        event = _CupyEvent(self._device, self._events)
+        self._device.ask("eventRecord", event.handle, self._open())
+        return event
+
+    def wait(self, event: Any) -> None:
+        self._device.ask("streamWaitEvent", self._open(), event.handle)
+
+    def synchronize(self) -> None:
+        self._device.ask("streamSynchronize", self._open())
+
+    def close(self) -> None:
+        if self._handle is None:
+            return
+        # What failed shows at events and at `synchronize`; this is called on the way out.
+        with suppress(errors.DeviceError):
+            self.synchronize()
+        handle, self._handle = self._handle, None
+        try:
+            with suppress(errors.DeviceError):
+                self._device.ask("streamDestroy", handle)
+        finally:
+            self._events.close()  # They may outlive it.
+
+    def _open(self) -> int:
+        if self._handle is None:
+            # CUDA would take 0 for the default stream, which waits for all others.
+            raise errors.DeviceError("the stream is closed", found=self._device.name)
+        return self._handle
+
+    def _copy(self, target: int, source: int, rows: Rows) -> None:
+        stream, kind = self._open(), self._device.runtime.memcpyDefault
+        count, nbytes, pitch = rows.count, rows.nbytes, rows.pitch
+        if not count * nbytes:
+            return
+        if count == 1 or pitch == nbytes:
+            self._device.ask("memcpyAsync", target, source, count * nbytes, kind, stream)
+        elif nbytes < pitch <= self._device.longest_pitch:
+            args = target, nbytes, source, pitch, nbytes, count, kind, stream
+            self._device.ask("memcpy2DAsync", *args)
+        else:
+            for row in range(count):
+                ends = target + row * nbytes, source + row * pitch
+                self._device.ask("memcpyAsync", *ends, nbytes, kind, stream)
+
+
+class _CupyEvent:
+    """See `device.Event`."""
+
+    def __init__(self, device: CupyDevice, events: _EventPool) -> None:
+        self._device = device
+        self._events = events
+        self.handle = 0
+        self.handle = events.take()
+
+    def done(self) -> bool:
+        status = self._device.ask("eventQuery", self.handle)
+        if status and status != _NOT_READY:
+            said = str(self._device.runtime.CUDARuntimeError(status))
+            raise self._device.failed("eventQuery", status, said)
+        return not status
+
+    def wait(self) -> None:
+        self._device.ask("eventSynchronize", self.handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", 0):
+            # Gone from here: by the time that a finaliser asks, it may be another's.
+            handle, self.handle = self.handle, 0
+            self._events.give(handle)
+
+
+class _EventPool:
+    """Events of a stream, reused: creating and destroying one takes longer than recording it."""
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
+        # No lock: the garbage collector may call `give` anywhere.
+        self._free: collections.deque[int] = collections.deque()
+        self._closed = False
+
+    def take(self) -> int:
+        with suppress(IndexError):
+            return self._free.pop()
+        runtime = self._device.runtime
+        # A wait sleeps instead of spinning: the processors are for the readers.
+        flags = runtime.eventDisableTiming | runtime.eventBlockingSync
+        return self._device.ask("eventCreateWithFlags", flags)
+
+    def give(self, handle: int) -> None:
+        """Takes an event back. A stream that waits for it goes on to wait for what it was then."""
+        self._free.append(handle)
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        self._closed = True  # Events in use are destroyed as soon as they come back.
+        with suppress(IndexError):
+            while True:
+                handle = self._free.pop()
+                with suppress(Exception):  # The driver may be gone when the interpreter ends.
+                    self._device.ask("eventDestroy", handle)
+
+
 def make(number: int, driver: Any) -> CupyDevice:
-    """The device of a number that the driver is known to have.
-
-    Args:
-        number: Its ordinal, as CUDA counts.
-        driver: See `CupyDevice`.
-
-    Raises:
-        FrameworkMissingError: CuPy is not installed.
-        DeviceError: The device does not answer.
-    """
+    """The device of a number that the driver is known to have (see `discovery.find`)."""
     try:
         cupy: Any = importlib.import_module("cupy")
     except ImportError as error:

@@ -1,8 +1,7 @@
-"""What a device is: a few verbs, so that a fake one can run the engines where there is no GPU.
+"""What a device does: a few protocols, so that a fake device can run the engine without a GPU.
 
-A stream runs what it was given in order, at some time after the call; streams know nothing of
-each other. So whoever gives a copy to a stream leaves its source alone until an event that was
-recorded behind it is done.
+A stream runs what it is given in order, at some time after the call; streams do not wait for each
+other. A source of a copy must stay as it is until an event recorded after the copy is done.
 """
 
 from __future__ import annotations
@@ -17,17 +16,9 @@ from mfload.planning.blocks import Copy
 CUDA = 2
 """DLPack's device type of CUDA memory (kDLCUDA)."""
 
-ALIGNMENT = 256
-"""Bytes on which tensors lie in device memory: what CUDA's own allocator gives."""
 
-
-class Room(NamedTuple):
-    """Memory of a device, in bytes.
-
-    Attributes:
-        free: What can still be had of it.
-        total: All of it.
-    """
+class MemoryInfo(NamedTuple):
+    """Memory of a device, in bytes."""
 
     free: int
     total: int
@@ -35,101 +26,68 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Bytes in rows that lie apart in the source and follow each other in the target.
-
-    Attributes:
-        count: How many.
-        nbytes: Bytes a row.
-        pitch: Bytes from the start of one to that of the next in the source.
-    """
+    """Rows of bytes that lie apart in the source and follow each other in the target."""
 
     count: int
     nbytes: int
+    """Bytes a row."""
     pitch: int
+    """Bytes from the start of one row to that of the next in the source."""
 
     @property
     def span(self) -> int:
         """Bytes of the source from the first to the last."""
         return (self.count - 1) * self.pitch + self.nbytes if self.count else 0
 
+    @staticmethod
+    def one(nbytes: int) -> Rows:
+        """Contiguous bytes, as one row."""
+        return Rows(1, nbytes, nbytes)
+
 
 class Event(Protocol):
     """A mark in a stream."""
 
     def done(self) -> bool:
-        """Whether all that the stream was given before the mark is over.
-
-        Raises:
-            DeviceError: Some of it failed.
-        """
+        """Whether the work before the mark is over; raises DeviceError if some of it failed."""
         ...
 
     def wait(self) -> None:
         """Returns when it is (see `done`); other threads run meanwhile."""
-        ...
 
 
 class Stream(Protocol):
     """Work for a device, done in order. Every call but `synchronize` and `close` returns at once.
 
-    Used by one thread at a time; events may be asked and waited for by any.
-
-    Raises:
-        DeviceError: From any call: the device refused, or earlier work of it failed.
+    Used by one thread at a time; any thread may ask and wait for events. Every call raises
+    DeviceError if the device refused, or earlier work of the stream failed.
     """
 
     device: Device
 
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
-        """Copies from the host.
+        """Copies rows from the host to this stream's device, to byte `at` of the target.
 
-        Args:
-            target: Where to; on this stream's device.
-            at: First byte there.
-            source: A contiguous uint8 array of at least `rows.span` bytes, page-locked by `pin`
-                of this device or one like it.
-            rows: What of it.
+        The source is a contiguous uint8 array of at least `rows.span` bytes, page-locked by `pin`
+        of this device or one like it.
         """
-        ...
 
     def copy_within(
         self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
     ) -> None:
-        """Copies from device memory, also from that of another device like this.
-
-        Args:
-            target: Where to.
-            at: First byte there.
-            source: Where from.
-            start: First byte there.
-            rows: What of it, counted from `start`.
-        """
-        ...
+        """Copies rows, counted from byte `start`, out of memory of this or another device."""
 
     def copy_out(self, target: Any, source: DeviceBuffer, start: int) -> None:
-        """Copies to the host.
-
-        Args:
-            target: A contiguous uint8 array, filled whole; page-locked or not.
-            source: Where from.
-            start: First byte there.
-        """
-        ...
+        """Fills a contiguous uint8 array of the host, page-locked or not, from byte `start` on."""
 
     def convert(
         self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
     ) -> None:
-        """Copies elements, converting their values as NumPy's `astype` does.
+        """Copies elements in C order, converting their values as NumPy's `astype` does.
 
-        Args:
-            target: Where to, in C order.
-            at: First byte there, a multiple of the element's size.
-            source: Where from.
-            start: The byte that `copy.start` counts from.
-            copy: Shape, strides and dtypes, for which `Device.converts` said yes; not checked.
-                Elements lie at multiples of their size: kernels can't read others.
+        `copy.start` counts from byte `start`. `Device.converts` knows the dtypes; nothing is
+        checked. In both buffers elements lie at multiples of their size, as kernels need.
         """
-        ...
 
     def record(self) -> Event:
         """A mark behind all that was given so far."""
@@ -137,24 +95,20 @@ class Stream(Protocol):
 
     def wait(self, event: Event) -> None:
         """Has what is given from now on wait for a mark of another stream."""
-        ...
 
     def synchronize(self) -> None:
         """Returns when all that was given is over."""
-        ...
 
     def close(self) -> None:
-        """Ends it, once all that was given is over; more than once does nothing. Never raises."""
-        ...
+        """Ends the stream once all that was given is over. Idempotent; never raises."""
 
 
 class Device(Protocol):
-    """One device.
+    """One device. Every call but `unpin` raises DeviceError if the device refuses.
 
     Attributes:
-        name: As people type it, such as "cuda:0".
         place: DLPack's (device type, number) of its memory.
-        pci: Its address on the PCI bus in the spelling of sysfs ("0000:3b:00.0"); None for none.
+        pci: Its address on the PCI bus as sysfs writes it ("0000:3b:00.0"), if it has one.
     """
 
     name: str
@@ -162,57 +116,41 @@ class Device(Protocol):
     pci: str | None
 
     def current(self) -> AbstractContextManager[None]:
-        """Makes it the device of the calling thread inside a `with`; for libraries that ask.
-
-        Devices may be nested, also in themselves. Afterwards the thread has what it had before.
-
-        Raises:
-            DeviceError: When it is entered: the device refused.
-        """
+        """Makes it the calling thread's device inside a `with`, and restores what was before."""
         ...
 
-    def room(self) -> Room:
-        """How much memory there is.
-
-        Raises:
-            DeviceError: The device does not answer.
-        """
+    def memory_info(self) -> MemoryInfo:
+        """How much memory is free, and how much there is."""
         ...
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """New memory on a boundary of 256 bytes, not initialised; it goes with its last user.
+        """New memory on a boundary of 256 bytes, not initialised; freed with its last user.
 
-        Its release waits for all that runs on the device, so nobody's kernels lose it under them.
+        The free waits for all work on the device, so no kernel loses memory that it works on.
 
         Raises:
-            MemoryLimitError: There is not so much.
+            MemoryLimitError: There is not that much.
         """
         ...
 
     def pin(self, array: Any) -> None:
-        """Locks the pages of a uint8 array that has them to itself, so that copies need no stage.
+        """Page-locks a uint8 array that has its pages to itself, for copies without a stage.
 
         Raises:
             MemoryLimitError: The system or the driver refused.
         """
-        ...
 
     def unpin(self, array: Any) -> None:
-        """Takes `pin` back; nothing copies from the array any more. Never raises."""
-        ...
+        """Unlocks what `pin` locked, once no copy reads from it. Never raises."""
 
     def stream(self) -> Stream:
-        """A stream of its own, which waits for no other.
-
-        Raises:
-            DeviceError: The device refused.
-        """
+        """A new stream, which waits for no other."""
         ...
 
     def converts(self, source: Any, target: Any) -> bool:
-        """Whether `Stream.convert` knows a pair of NumPy dtypes, with the very results of NumPy.
+        """Whether `Stream.convert` has the results of NumPy for a pair of NumPy dtypes.
 
-        Payloads of NaN may differ. The first question for a pair may take a second (a kernel is
-        compiled and tried).
+        Payloads of NaN may differ. The first question for a pair may take a second, since a kernel
+        is compiled and tried.
         """
         ...

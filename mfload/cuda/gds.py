@@ -1,236 +1,170 @@
-"""Whether cuFile really goes from a file's disk to a device, past host memory.
+"""Whether cuFile reads a file into a device without passing host memory.
 
-cuFile copies through host memory wherever it has no direct way, and says nothing of it; so does
-kvikio. So nothing is taken for real that was not seen: first come facts that cost nothing and
-rule it out, then a read in a process of its own in which neither may fall back, with a look at
-the counters of cuFile and of nvidia-fs.
+Where there is no direct way, cuFile and kvikio both copy through host memory without a word. So
+before cuFile is used, it reads a little of the file in a process of its own, in which neither may
+fall back: opening cuFile's driver hangs in some virtual machines. engine="gds" takes cuFile if the
+bytes are right, "auto" if the page cache was seen to be bypassed as well.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
+import re
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from mfload.cuda import cufile, cufile_json
-from mfload.cuda.device import CUDA
-from mfload.cuda.mounts import Mount, mount
-from mfload.cuda.system import System
+import numpy as np
+
+from mfload.cuda import cufile, discovery
+from mfload.cuda.device import CUDA, Device
+from mfload.io import probes
 from mfload.io.subprocess_probe import Answer, ask
+from mfload.planning.blocks import Block
+from mfload.runtime import Deadline
+from mfload.sources.local import LocalFile, OpenFile
 
 TIMEOUT = 20.0
 """Seconds that the probe may take: it starts CUDA and imports CuPy and kvikio."""
 
-_WORTH = 4 << 30
-_LEAST = 0.5  # No machine answers sooner.
+_SAMPLE = 4 << 20
+_WORTH = 4 << 30  # Bytes to read from disk that pay for a probe.
+_LEAST = 0.5  # Seconds; no machine answers sooner.
 _LONGER = 1.5
+# A probe that hangs must leave time for the load, which then goes through the host.
+_SHARE = 0.25
 _ON = ("on", "true", "yes", "1")
-_KINDS = ("ext4", "xfs", "nfs", "nfs4", "lustre", "wekafs", "beegfs", "gpfs", "scatefs", "panfs",
-          "virtiofs")  # fmt: skip
-_WHY_NOT = {
-    "overlay": "overlayfs can't be registered with cuFile (5027, 5030): mount a volume",
-    "tmpfs": "tmpfs is memory, no storage",
-    "ramfs": "ramfs is memory, no storage",
-}
-
-
-class Place(Protocol):
-    """What is asked of a device: nothing that would wake its driver (see `device.Device`)."""
-
-    @property
-    def name(self) -> str:
-        """As people type it."""
-        ...
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """DLPack's (device type, number)."""
-        ...
+# cuFile reads these before its configuration.
+_NO_FALL_BACK = {"KVIKIO_COMPAT_MODE": "OFF", "CUFILE_ALLOW_COMPAT_MODE": "false"}
 
 
 class Verdict(NamedTuple):
-    """Whether reads go past host memory.
+    """What a probe told."""
 
-    Attributes:
-        real: They do, and it was seen.
-        why: The reason, for people.
-    """
-
-    real: bool
+    real: bool  # Whether a read bypassed the page cache.
     why: str
+    works: bool = False  # Whether cuFile brought the right bytes.
 
 
-class _Kept(NamedTuple):
-    """A verdict, and for which looks it holds: those of up to so many seconds."""
-
-    verdict: Verdict
-    seconds: float
+# Verdicts by device and disk, each with the seconds up to which it holds for other probes.
+_known: dict[tuple[int, int], tuple[Verdict, float]] = {}
+_probing = threading.Lock()
 
 
-_known: dict[tuple[Any, ...], _Kept] = {}
-_asking = threading.Lock()
+def check(
+    devices: Sequence[Device], deadline: Deadline, against: str | None, path: str, cold: int | None
+) -> tuple[bool, str]:
+    """Says whether cuFile is to read a file onto devices, and why (see `io.route.PastHost`).
+
+    `against` is what speaks against cuFile from the start, `cold` the bytes that the load reads
+    from disk; None if the user asked for cuFile.
+    """
+    if against:
+        return False, against
+    why = ""
+    for device in devices:
+        kind, number = device.place
+        if kind != CUDA:
+            return False, f"{device.name} is not a CUDA device"
+        seconds = min(TIMEOUT, deadline.left() * _SHARE)
+        real, why, works = verdict(path, number, timeout=seconds, cold=cold)
+        if not (works if cold is None else real):
+            return False, why
+    return True, why
 
 
 def verdict(
-    path: str | os.PathLike[str],
-    device: Place,
+    path: str,
+    number: int,
     *,
     timeout: float | None = TIMEOUT,
     cold: int | None = None,
     root: Path = Path("/"),
 ) -> Verdict:
-    """Says whether cuFile goes from a file's disk to a device past host memory.
+    """Says whether cuFile goes from a file's disk to a CUDA device past host memory.
 
-    A no for a plain reason costs microseconds. Else it reads a few MiB of the file in a process
-    of its own, which costs seconds; the answer is kept for the device and the file system as
-    long as this process lives. That none came in time is kept as well, until somebody gives the
-    probe half as much time again.
-
-    Args:
-        path: The file.
-        device: The device.
-        timeout: Seconds for the probe; then it is killed, and the answer is no. So it is where
-            they are too few for any probe. None for ever.
-        cold: Bytes that are to be read; where they are too few to pay for the probe, the answer
-            is no. None where that does not matter.
-        root: Where `proc`, `sys`, `etc` and `run` are; tests lay made-up trees.
+    A no for a plain reason costs microseconds, a probe seconds. Its answer is kept for the device
+    and the file system as long as this process lives. That none came in time is kept as well,
+    until half as much time again is allowed. `cold` bytes to be read may be too few to pay for a
+    probe. None: always probe. `root` is where `proc`, `etc` and `run` are.
     """
-    system = System(root)
-    real = os.path.realpath(path)
-    no = next(_against(system, real, device), None)
-    if no is not None:
+    if not cufile.installed():
+        return Verdict(False, "kvikio is not installed")
+    if no := next(ruled_out(root), None):
         return Verdict(False, no)
+    real = os.path.realpath(path)
     try:
         status = os.stat(real)
     except OSError as error:
         return Verdict(False, f"the file can't be looked at: {error.strerror}")
-    key = (device.place, status.st_dev, root)
-    end = float("inf") if timeout is None else time.monotonic() + timeout
-    known = _kept(key, timeout)
-    if known is not None:
-        return known
+    seconds = threading.TIMEOUT_MAX if timeout is None else max(0.0, timeout)
+    key, end = (number, status.st_dev), time.monotonic() + seconds
+    if (kept := _known.get(key)) and seconds < kept[1]:
+        return kept[0]
     if cold is not None and cold < _WORTH:
-        return Verdict(False, "too few bytes to pay for a look whether cuFile is real here")
+        return Verdict(False, "too few bytes to pay for a probe of cuFile")
     if status.st_size < cufile.UNIT:
-        return Verdict(False, "the file is too small to tell whether cuFile is real here")
-    # Another thread's look may take all the time that this one has.
-    if not _asking.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-        return Verdict(False, "another thread is still at it to see whether cuFile is real here")
+        return Verdict(False, "the file is too small for a probe of cuFile")
+    # Another thread's probe may take all the time that this one has.
+    if not _probing.acquire(timeout=seconds):
+        return Verdict(False, "another thread still probes cuFile")
     try:
+        if (kept := _known.get(key)) and seconds < kept[1]:
+            return kept[0]
         left = end - time.monotonic()
-        known = _kept(key, timeout)
-        if known is not None:
-            return known
         if left < _LEAST:
-            return Verdict(False, "too little time is left to see whether cuFile is real here")
-        answer = _probe(system, real, device, None if timeout is None else left)
+            return Verdict(False, "too little time is left for a probe of cuFile")
+        with tempfile.TemporaryDirectory(prefix="mfload-", ignore_cleanup_errors=True) as folder:
+            # cuFile would put its log in the user's folder.
+            log = {"CUFILE_LOGFILE_PATH": os.path.join(folder, "cufile.log")}
+            answer = ask(
+                "mfload.cuda.gds", real, str(number),
+                timeout=None if timeout is None else left, environment=_NO_FALL_BACK | log,
+            )  # fmt: skip
         found = judge(answer)
         # With more time it may have answered.
-        _known[key] = _Kept(found, left * _LONGER if answer.late else float("inf"))
+        _known[key] = found, left * _LONGER if answer.late else float("inf")
         return found
     except OSError as error:
         return Verdict(False, f"a probe of cuFile can't be prepared: {error.strerror}")
     finally:
-        _asking.release()
+        _probing.release()
 
 
-def _kept(key: tuple[Any, ...], timeout: float | None) -> Verdict | None:
-    """What an earlier look found, if this one would be no longer."""
-    kept = _known.get(key)
-    seconds = threading.TIMEOUT_MAX if timeout is None else timeout
-    return None if kept is None or seconds >= kept.seconds else kept.verdict
-
-
-def forget() -> None:
-    """Drops what earlier probes found, as after a driver was loaded."""
-    with _asking:
-        _known.clear()
-
-
-def _against(system: System, path: str, device: Place) -> Iterator[str]:
-    """Reasons why it can't be, the plainest first."""
-    if device.place[0] != CUDA:
-        yield f"{device.name} is no CUDA device"
-    if not cufile.installed():
-        yield "kvikio is not installed"
-    yield from without(system)
-    where = mount(system, path)
-    if where is not None:
-        yield from file_system(where)
-
-
-def without(system: System) -> Iterator[str]:
-    """Reasons why no file of this machine can go past host memory.
-
-    Args:
-        system: The machine.
-    """
-    if "microsoft" in (system.text("proc/version") or platform.release()).lower():
-        yield "WSL has no cuFile"
-    if not system.exists("run/udev"):
-        yield "cuFile looks disks up in /run/udev, which is not there"
+def ruled_out(root: Path) -> Iterator[str]:
+    """Reasons why cuFile reads no file of this machine past host memory."""
     if os.environ.get("KVIKIO_COMPAT_MODE", "").lower() in _ON:
         yield "KVIKIO_COMPAT_MODE is on"
-    configuration = cufile_json.read(system)
-    if configuration.trouble:
-        yield f"{configuration.path} is malformed: {configuration.trouble}"
-    if configuration.forced:
+    if not (root / "run/udev").exists():
+        yield "cuFile looks disks up in /run/udev, which is not there"
+    if _is_set(root, "force_compat_mode", "CUFILE_FORCE_COMPAT_MODE"):
         yield "cuFile is told to copy through host memory (force_compat_mode)"
-    if not (system.exists("proc/driver/nvidia-fs/version") or configuration.p2pdma):
+    if not (root / "proc/driver/nvidia-fs/version").exists() and not _is_set(
+        root, "use_pci_p2pdma", "CUFILE_USE_PCIP2PDMA"
+    ):
         yield "neither nvidia-fs is loaded nor use_pci_p2pdma set in cufile.json"
 
 
-def file_system(where: Mount) -> Iterator[str]:
-    """Reasons why no file of a mount can go past host memory.
-
-    Args:
-        where: The mount.
-    """
-    kind = where.kind
-    if kind not in _KINDS:
-        yield _WHY_NOT.get(kind, f"cuFile has no direct way into {kind}")
-    if kind == "ext4" and where.options & {"data=journal", "data=writeback"}:
-        yield "cuFile reads ext4 with data=ordered alone"
-    if kind.startswith("nfs") and "proto=rdma" not in where.options:
-        yield "cuFile needs NFS over RDMA"
-
-
-def _probe(system: System, path: str, device: Place, timeout: float | None) -> Answer:
-    table = cufile_json.read(system).table
-    table = {
-        **table,
-        "properties": {**table.get("properties", {}), "allow_compat_mode": False},
-        "profile": {"cufile_stats": 3},
-    }
-    with tempfile.TemporaryDirectory(prefix="mfload-", ignore_cleanup_errors=True) as folder:
-        options = Path(folder, "cufile.json")
-        options.write_text(json.dumps(table))
-        # Neither library may fall back, and cuFile keeps its log out of the user's folder.
-        environment = {
-            "KVIKIO_COMPAT_MODE": "OFF",
-            "CUFILE_ENV_PATH_JSON": str(options),
-            "CUFILE_LOGFILE_PATH": str(Path(folder, "cufile.log")),
-        }
-        return ask(
-            "mfload.cuda.probe_cufile", path, str(device.place[1]), str(system.root),
-            timeout=timeout, environment=environment,
-        )  # fmt: skip
+def _is_set(root: Path, name: str, variable: str) -> bool:
+    """Whether a flag of cuFile is on: in a variable, or in its configuration with comments."""
+    if given := os.environ.get(variable):
+        return given.lower() in _ON
+    path = os.environ.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
+    try:
+        text = (root / os.path.abspath(path).lstrip("/")).read_text(errors="replace")
+    except (OSError, ValueError):
+        return False
+    return re.search(rf'^[^/\n]*"{name}"\s*:\s*true\b', text, re.MULTILINE) is not None
 
 
 def judge(answer: Answer) -> Verdict:
-    """What a probe's answer means.
-
-    Args:
-        answer: What `probe_cufile` said.
-    """
-    count = int | None
-    answer = answer.of(same=bool, direct=count, posix=count, nvidia_fs=bool | None)
+    """What a probe's answer means."""
+    answer = answer.of(same=bool, cached=float | None)
     if answer.trouble:
         return Verdict(False, f"a probe of cuFile: {answer.trouble}")
     found: dict[str, Any] = answer.data
@@ -238,11 +172,52 @@ def judge(answer: Answer) -> Verdict:
         return Verdict(False, f"a probe of cuFile failed: {found['error']}")
     if not found["same"]:
         return Verdict(False, "a probe of cuFile brought other bytes than the file has")
-    direct, posix, driver = found["direct"], found["posix"], found["nvidia_fs"]
-    if posix:
-        return Verdict(False, "cuFile's counters show reads through host memory")
-    if direct:
-        return Verdict(True, f"cuFile's counters show {direct} direct reads")
-    if direct is None and driver:
-        return Verdict(True, "nvidia-fs counted the reads of a probe")
-    return Verdict(False, "not verified: no counter shows whether cuFile went past host memory")
+    if found["cached"] is None:
+        return Verdict(False, "not verified: the kernel does not say what it caches", works=True)
+    if found["cached"]:
+        return Verdict(False, "a probe of cuFile went through the page cache", works=True)
+    return Verdict(True, "a probe of cuFile bypassed the page cache", works=True)
+
+
+def probe(path: str, device: Device) -> dict[str, Any]:
+    """Reads a little of a file through cuFile; tells whether the bytes were right and are cached.
+
+    "cached" is None if the kernel does not tell, or had some of them before.
+    """
+    source = LocalFile(path)
+    # Whole units: the ragged end of a file goes through host memory in any case.
+    nbytes = min(_SAMPLE, source.size // cufile.UNIT * cufile.UNIT)
+    with OpenFile(source) as opened:
+        os.posix_fadvise(opened.fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
+        before = probes.cached_share(opened.fd, nbytes)
+        slot = cufile.CufileSlot(device, nbytes)
+        try:
+            reader = cufile.CufileReader(source, device)
+            try:
+                start = reader.land(Block(0, 0, nbytes, ()), slot.buffer)
+            finally:
+                reader.close()
+            cached = probes.cached_share(opened.fd, nbytes)
+            found = np.empty(nbytes, np.uint8)
+            stream = device.stream()
+            stream.copy_out(found, slot.buffer, start)
+            stream.synchronize()
+            stream.close()
+        finally:
+            slot.close()
+    same = found.tobytes() == source.read(0, nbytes)
+    return {"same": same, "cached": cached if before == 0 else None}
+
+
+def main(path: str, number: str) -> None:
+    """Prints what `probe` found, as JSON."""
+    try:
+        # Nothing of cuFile before a driver and a device are known: without them it spins.
+        found = probe(path, discovery.find(int(number)))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        found = {"error": str(error) or type(error).__name__}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

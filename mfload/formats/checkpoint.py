@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from mfload import errors
-from mfload.formats import discovery, safetensors, surroundings
-from mfload.formats.discovery import Found, Path
+from mfload.formats import discovery, hints, safetensors, strict_json
+from mfload.formats.discovery import CheckpointFiles, Path
 from mfload.index import Index, TensorInfo
 from mfload.sources.local import LocalFile
 
@@ -17,59 +17,51 @@ _TRIES = 5
 def read(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
     """Reads the headers of a checkpoint.
 
+    They are read again if a writer replaced the checkpoint meanwhile: half of the shards may have
+    been looked at before and half after. Sources notice that, and so do names that do not fit the
+    index. What tells it from damage is that the index changed too.
+
     Args:
-        path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of
-            files.
+        path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of files.
 
     Returns:
         The index, and the source of each of its `files`.
 
     Raises:
-        UsageError: It is no path.
+        UsageError: `path` is not a path.
         SourceError: A file is missing or can't be read.
         HeaderError: A header is malformed.
         CheckpointError: The files disagree; one error names all offenders.
         MemoryLimitError: The headers do not fit in memory.
     """
-    try:
-        return _settled(path)
-    except errors.SourceNotFoundError as error:
-        raise surroundings.explain(error, path) from None
-    except errors.MfloadError:
-        raise
-    except MemoryError:
-        name = path if isinstance(path, str | os.PathLike) else None
-        raise errors.MemoryLimitError("the headers do not fit in memory", file=name) from None
-
-
-def _settled(path: Path | Sequence[Path]) -> tuple[Index, list[LocalFile]]:
-    """Reads the headers, again where a writer put another checkpoint in place meanwhile.
-
-    Half of the shards may have been looked at before and half after: sources notice that, and so
-    do names that do not fit the index. What tells it from damage is that the index changed too.
-    """
-    tries = 0
-    while True:
-        tries += 1
+    for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
             return _read(discovery.find(path))
-        except (errors.SourceError, errors.FormatError):
-            if tries == _TRIES or discovery.state(path) == before:
+        except (errors.SourceError, errors.FormatError) as error:
+            if left and discovery.state(path) != before:
+                continue
+            if isinstance(error, errors.SourceNotFoundError):
+                hints.explain_path(error, path)
+            raise
+        except MemoryError as error:
+            if isinstance(error, errors.MfloadError):
                 raise
+            name = path if isinstance(path, str | os.PathLike) else None
+            raise errors.MemoryLimitError("the headers do not fit in memory", file=name) from None
+    raise AssertionError("unreachable")
 
 
-def _read(found: Found) -> tuple[Index, list[LocalFile]]:
+def _read(found: CheckpointFiles) -> tuple[Index, list[LocalFile]]:
     files = found.files
-    sources = [LocalFile(file) for file in files]
+    sources = list(map(LocalFile, files))
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] | None = None
-    problems = list(found.missing)
+    problems: list[str] = []
     for number, source in enumerate(sources):
         rows, strings = safetensors.read(source, number)
         if strings is not None:
-            metadata = metadata or {}
-            metadata.update(strings)
+            metadata = {**(metadata or {}), **strings}
         for row in rows:
             known = tensors.setdefault(row.name, row)
             if known is not row:
@@ -81,10 +73,15 @@ def _read(found: Found) -> tuple[Index, list[LocalFile]]:
         extra = len(tensors.keys() - found.placed.keys())
         if extra:
             notes.append(f"{extra} tensors are in the shards but not in the index")
-    if problems:
-        raise errors.CheckpointError(
-            "the files of the checkpoint disagree", file=found.name, problems=tuple(problems)
-        )
+        total = sum(row.nbytes for row in tensors.values())
+        if found.total not in (None, total) and not extra and not found.missing:
+            # Off in many published checkpoints, and no loader uses it.
+            given = strict_json.brief(found.total)
+            notes.append(f"the index gives a total_size of {given}, its tensors take {total}")
+    if problems or found.missing:
+        kind = errors.CheckpointError if problems else errors.ShardNotFoundError
+        what = "the files of the checkpoint disagree" if problems else "shards are missing"
+        raise kind(what, file=found.name, problems=(*found.missing, *problems))
     return Index(tuple(files), tensors, metadata, tuple(notes)), sources
 
 

@@ -1,17 +1,18 @@
-"""Which files make a checkpoint: a file, a directory, an index, a list."""
+"""Which files make up a checkpoint: a file, a directory, an index, a list."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import errno
+import operator
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.formats import hints, safetensors, strict_json, surroundings
+from mfload.formats import hints, safetensors, strict_json
 from mfload.formats.strict_json import brief
 from mfload.sources.local import LocalFile
 
@@ -20,23 +21,23 @@ Path = str | os.PathLike[str]
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-# Names that stand for a whole checkpoint of their own. Two of them side by side hold two
-# versions of a model, or a model and its adapter, and loading both is never what was meant.
+# Names that stand for a whole checkpoint. Two of them side by side hold two versions of a model,
+# or a model and its adapter, and loading both is never what was meant.
 _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
                     "diffusion_pytorch_model", "optimizer"})  # fmt: skip
 
+_VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _SHARD = re.compile(r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?")
 
 
-class Found(NamedTuple):
+class CheckpointFiles(NamedTuple):
     """The files of a checkpoint.
 
     Attributes:
         files: Paths, in the order in which they are read.
-        placed: The file of each tensor where an index says so.
-        missing: A line for each file that the index names and that is not there.
-        name: What stands for all of them in an error, None for a list.
-        total: What the index gives as `metadata.total_size`, unchecked.
+        placed: The file of each tensor, if an index says so.
+        missing: A line for each file that belongs to it and does not exist.
+        name: What stands for all of them in an error; None for a list.
     """
 
     files: list[str]
@@ -46,89 +47,91 @@ class Found(NamedTuple):
     total: Any = None
 
 
-def find(path: Path | Sequence[Path], *, partial: bool = False) -> Found:
+def find(path: Path | Sequence[Path], *, partial: bool = False) -> CheckpointFiles:
     """Names the files of a checkpoint without reading their headers.
 
     Args:
-        path: What the user named.
-        partial: Whether shards that are missing from a directory are told in `missing`, as
-            those of an index are.
+        partial: Whether shards that are missing from a directory without an index are listed in
+            `missing`, as those of an index are, instead of raising.
 
     Raises:
-        UsageError: It is no path.
+        UsageError: `path` is not a path.
         SourceError: There is nothing to load there, or it can't be listed.
         HeaderError: The index is malformed.
         CheckpointError: Several checkpoints lie side by side, shards are missing, or the
-            index leads astray.
+            index leads out of its directory.
     """
     if not isinstance(path, str | bytes | os.PathLike):
         return _listed(path)
     name = _text(path)
     if os.path.isdir(name):
-        return _in_directory(name, partial=partial)
+        return _in_directory(name, partial)
     if name.endswith(".json"):
         return _from_index(name)
-    return Found([name], name=name)
+    return CheckpointFiles([name], name=name)
 
 
 def state(path: Path | Sequence[Path]) -> object:
-    """What changes when the files of a checkpoint are exchanged: its index, or their names.
-
-    Args:
-        path: As for `find`.
+    """What changes when the files of a checkpoint are replaced: its index, or their names.
 
     Returns:
-        Something to compare with what the same call gives later; None where nothing can be told.
+        Something to compare with what a later call gives; None if unknown.
     """
     try:
         name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
         if not os.path.isdir(name):
-            return _identity(name) if name else None
+            return _VERSION(os.stat(name)) if name else None
         names = [each for each in os.listdir(name) if not each.startswith(".")]
         indexes = sorted(each for each in names if each.endswith(INDEX_SUFFIX))
         files = sorted(each for each in names if each.endswith(SUFFIX))
         if not indexes and len(files) != 1:
             return files
-        return [(each, _identity(os.path.join(name, each))) for each in indexes or files]
+        return [(each, _VERSION(os.stat(os.path.join(name, each)))) for each in indexes or files]
     except (OSError, ValueError):
         return None
 
 
-def _identity(path: str) -> tuple[int, int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_mtime_ns
-
-
 def _text(path: Any) -> str:
-    """A path as text, and absolute: the process may be elsewhere when it reads the data."""
+    """A path as absolute text: the process may change its directory before it reads the data."""
     try:
         name = os.fsdecode(path)
     except TypeError:
         raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
-    # Joined, not normalised: what `..` means depends on the links before it. An empty path
-    # stays one, and whoever sits in a deleted directory keeps the path as it is.
+    # Joined, not normalised: what `..` means depends on the links before it. An empty path stays
+    # empty, and in a deleted directory a path stays as it is.
     with contextlib.suppress(OSError):
         return os.path.join(os.getcwd(), name) if name else name
     return name
 
 
-def _listed(paths: Any) -> Found:
-    if not isinstance(paths, Iterable):
+def check_path(path: Any) -> None:
+    """Refuses a tree of arrays where a path belongs.
+
+    Raises:
+        UsageError: `path` is neither a path nor a list.
+    """
+    if isinstance(path, Mapping) or not isinstance(path, str | bytes | os.PathLike | Iterable):
         raise errors.UsageError(
-            "not a path", expected="a path or a list of paths", found=repr(paths)
+            "not a path: load(path, framework) takes a path; load_into(target, path) fills a tree",
+            expected="a path or a list of paths",
+            found=type(path).__name__,  # pyright: ignore[reportUnknownArgumentType]
         )
+
+
+def _listed(paths: Any) -> CheckpointFiles:
+    check_path(paths)
     files = [_text(each) for each in paths]
     if not files:
         raise errors.UsageError("an empty list of files")
     twice = [name for name, count in collections.Counter(files).items() if count > 1]
     if twice:
         raise errors.UsageError("a file is listed twice", file=twice[0])
-    return Found(files)
+    return CheckpointFiles(files)
 
 
-def _in_directory(directory: str, *, partial: bool = False) -> Found:
+def _in_directory(directory: str, partial: bool) -> CheckpointFiles:
     try:
-        # What a dot hides is no checkpoint: copies by other systems leave such files.
+        # Copies by other systems leave hidden files that are not part of a checkpoint.
         names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
@@ -140,7 +143,7 @@ def _in_directory(directory: str, *, partial: bool = False) -> Found:
     files = [name for name in names if name.endswith(SUFFIX)]
     if not files:
         raise errors.SourceNotFoundError(
-            f"nothing to load in the directory{surroundings.of_directory(directory, names)}",
+            f"nothing to load in the directory{hints.of_directory(directory, names)}",
             file=directory,
             expected=f"*{INDEX_SUFFIX} or *{SUFFIX}",
             found=", ".join(names[:8]) or "an empty directory",
@@ -151,25 +154,27 @@ def _in_directory(directory: str, *, partial: bool = False) -> Found:
         families.setdefault((stem, total), []).append((number, name))
     stems = [stem for stem, _ in families]
     if len(families) > 1 and (not _WHOLE.isdisjoint(stems) or len({*stems}) < len(stems)):
-        raise _several(directory, [_choice(members) for members in families.values()])
+        counted = [(members[0][1], len(members)) for members in families.values()]
+        choices = [f"{name} … ({n} files)" if n > 1 else name for name, n in counted]
+        raise _several(directory, choices)
     missing = [line for (_, total), shards in families.items() for line in _gaps(shards, total)]
     if missing and not partial:
-        raise errors.CheckpointError(
+        raise errors.ShardNotFoundError(
             "shards are missing, and there is no index; to load a part, list its files",
             file=directory,
             problems=tuple(missing),
         )
     paths = [os.path.join(directory, name) for name in files]
-    return Found(paths, missing=tuple(missing), name=directory)
+    return CheckpointFiles(paths, missing=tuple(missing), name=directory)
 
 
 def stem(name: str) -> str:
-    """What a file's name says of the checkpoint: model-00001-of-00002.safetensors → model."""
+    """The checkpoint's part of a file name: model-00001-of-00002.safetensors → model."""
     return _shard(name)[0]
 
 
 def _shard(name: str) -> tuple[str, int, int | None]:
-    """Takes a file's name apart: model-00001-of-00002 → model, 1, 2."""
+    """Takes a file name apart: model-00001-of-00002 → model, 1, 2."""
     stem = name.removesuffix(SUFFIX)
     shard = _SHARD.fullmatch(stem)
     if shard is None:
@@ -178,19 +183,14 @@ def _shard(name: str) -> tuple[str, int, int | None]:
 
 
 def _gaps(shards: list[tuple[int, str]], total: int | None) -> list[str]:
-    """Shards that files called …-00001-of-00003 say there are and that are not there."""
+    """The missing ones of shards whose names say how many there are."""
     there = {number for number, _ in shards}
     first = 0 if 0 in there else 1
     return [
-        f"shard {number} of {total} is not there, {shards[0][1]!r} is"
+        f"shard {number} of {total} is missing, {shards[0][1]!r} exists"
         for number in range(first, first + min(total or 0, 1000))
         if number not in there
     ]
-
-
-def _choice(members: list[tuple[int, str]]) -> str:
-    first = members[0][1]
-    return first if len(members) == 1 else f"{first} … ({len(members)} files)"
 
 
 def _several(directory: str, choices: list[str]) -> errors.CheckpointError:
@@ -201,62 +201,62 @@ def _several(directory: str, choices: list[str]) -> errors.CheckpointError:
     )
 
 
-def _from_index(path: str) -> Found:
-    source = LocalFile(path)
-    if source.size > safetensors.MAX_HEADER:
-        raise errors.HeaderError(
-            "the index is over the cap",
-            file=path,
-            expected=f"at most {safetensors.MAX_HEADER} bytes",
-            found=f"{source.size} bytes",
-        )
-    try:
-        table = _table(source)
-    except errors.HeaderError as error:
-        raise hints.explain(error, source) from None
+def _from_index(path: str) -> CheckpointFiles:
+    table = read_index(LocalFile(path))
     weights: dict[str, str] = table["weight_map"]
     if not weights:
         raise errors.CheckpointError("the index names no file", file=path)
     directory = os.path.dirname(path)
-    # One shard may be spelled in several ways (x, ./x): it is still one file.
+    # One shard may be spelled in several ways (x, ./x) and is still one file.
     places = {shard: os.path.join(directory, os.path.normpath(shard)) for shard in weights.values()}
     held = collections.Counter(weights.values())
     first = {shard: name for name, shard in reversed(weights.items())}
     problems: list[str] = []
-    astray = False
+    outside = False
     for shard in sorted(places):
-        problem = _astray(shard)
-        astray = astray or problem is not None
+        problem = _outside(shard)
+        outside = outside or problem is not None
         problem = problem or _absent(places[shard])
         if problem is not None:
             count = f"{held[shard]} tensors, {brief(first[shard])} among them"
             problems.append(f"{brief(shard)} is named by the index and {problem} ({count})")
             places.pop(shard)
-    if astray:
+    if outside:
         raise errors.CheckpointError(
             "the index names files outside its directory", file=path, problems=tuple(problems)
         )
-    return Found(
+    metadata = table.get("metadata")
+    return CheckpointFiles(
         sorted({*places.values()}),
         {name: places[shard] for name, shard in weights.items() if shard in places},
         tuple(problems),
         path,
-        _total(table),
+        metadata.get("total_size") if isinstance(metadata, dict) else None,
     )
 
 
-def _total(table: dict[str, Any]) -> Any:
-    strings = table.get("metadata")
-    return strings.get("total_size") if isinstance(strings, dict) else None
+def read_index(source: LocalFile) -> dict[str, Any]:
+    """The JSON of an index; its `weight_map` gives the file of each tensor.
 
-
-def _table(source: LocalFile) -> dict[str, Any]:
-    """The JSON of an index; its weight_map gives the file of each tensor."""
-    table: Any = strict_json.loads(source.read(0, source.size), source.path, "index")
+    Raises:
+        SourceError: It can't be read.
+        HeaderError: It is not an index.
+    """
+    if source.size > safetensors.MAX_HEADER:
+        raise errors.HeaderError(
+            "the index is over the cap",
+            file=source.path,
+            expected=f"at most {safetensors.MAX_HEADER} bytes",
+            found=f"{source.size} bytes",
+        )
+    try:
+        table: Any = strict_json.loads(source.read(0, source.size), source.path, "index")
+    except errors.HeaderError as error:
+        raise hints.explain_file(error, source) from None
     weights = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(x, str) for x in weights.values()):
         raise errors.HeaderError(
-            "no checkpoint index",
+            "not a checkpoint index",
             file=source.path,
             expected='{"weight_map": {name: file}}',
             found=brief(table),
@@ -264,12 +264,12 @@ def _table(source: LocalFile) -> dict[str, Any]:
     return table
 
 
-def _astray(name: str) -> str | None:
-    # Only the name is judged: the links with which the Hugging Face cache lays its
-    # snapshots do lead elsewhere, and were made by the owner of the directory.
+def _outside(name: str) -> str | None:
+    # Only the name is judged: the links with which the Hugging Face cache lays its snapshots do
+    # lead elsewhere, and were made by the owner of the directory.
     parts = re.split(r"[/\\]", name)
     if not name or "\0" in name:
-        return "is no file name"
+        return "is not a file name"
     # Absolute paths begin with a separator or a drive, whatever the system is.
     if ".." in parts or not parts[0] or ":" in parts[0]:
         return "leads out of the directory"
@@ -277,14 +277,14 @@ def _astray(name: str) -> str | None:
 
 
 def _absent(path: str) -> str | None:
-    """Why there is no such file; None where there is one, or opening it will say more."""
+    """Why there is no such file; None if there is, or if opening it will say more."""
     try:
         os.stat(path)
     except ValueError:
-        return "is no file name"
+        return "is not a file name"
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return "is a link that leads nowhere" if os.path.islink(path) else "not there"
+            return "is a broken link" if os.path.islink(path) else "does not exist"
         if error.errno == errno.ENAMETOOLONG:
             return "is longer than a file name can be"
     return None

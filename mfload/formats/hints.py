@@ -1,238 +1,151 @@
-"""What a file that is no safetensors file seems to be: magic bytes and cheap looks.
+"""What a file or path that is not a checkpoint may be: magic bytes, and the nearest names.
 
-Asked only when an error is about to be raised. A file is looked at in its first and last bytes
-and never believed: nothing is unpickled, unpacked or followed.
+Asked only when an error is about to be raised. A file's first bytes are looked at and never
+believed: nothing is unpickled, unpacked or followed.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
+import errno
+import itertools
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from mfload import errors
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
-_HEAD = 4096
-_TAIL = 64 << 10
-_LARGEST_HEADER = 100_000_000
-
-
-class Look(NamedTuple):
-    """What was read of a file.
-
-    Attributes:
-        head: Its first 4 KiB.
-        tail: Its last 64 KiB, which have the names of the members of a zip.
-        size: Bytes of the whole file.
-        name: Its name without directories.
-    """
-
-    head: bytes
-    tail: bytes
-    size: int
-    name: str
-
+_HEAD = 512
+_LISTED = 2000  # Names of a directory that are looked at.
+_SHOWN = 3
 
 _TORCH = "load it with torch.load(path, weights_only=True) and write it with mfload.save"
-_MAGIC = (
+_ORBAX = "restore it with Orbax and write it with mfload.save"
+_UNPACK = "unpack it first"
+_MAGIC: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"PK\x03\x04", f"a zip archive, as PyTorch, NumPy and Keras write: if PyTorch's, {_TORCH}"),
     (0, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", f"a PyTorch file of the old kind: {_TORCH}"),
-    (0, b"\x93NUMPY", "a NumPy array (.npy): load it with numpy.load, write it with mfload.save"),
-    (0, b"GGUF", "a GGUF file, the format of llama.cpp: look for the model's safetensors"),
-    (0, b"lmgg", "a GGML file, an old format of llama.cpp: look for the model's safetensors"),
-    (0, b"fmgg", "a GGML file, an old format of llama.cpp: look for the model's safetensors"),
-    (0, b"tjgg", "a GGML file, an old format of llama.cpp: look for the model's safetensors"),
-    (4, b"TFL3", "a TensorFlow Lite model: look for the weights that it was made of"),
-    (0, b"\x0c\xdb\x3a\x2a", "a part of an Orbax checkpoint (OCDBT): restore it with Orbax"),
-    (0, b"\x1f\x8b", "a gzip file: unpack it first"),
-    (0, b"\x28\xb5\x2f\xfd", "a zstd file: unpack it first"),
-    (0, b"\xfd7zXZ\0", "an xz file: unpack it first"),
-    (0, b"BZh", "a bzip2 file: unpack it first"),
-    (0, b"\x04\x22\x4d\x18", "an lz4 file: unpack it first"),
-    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it first"),
-    (0, b"\x00\x05\x16\x07", "what macOS stores beside a file (AppleDouble): delete it"),
-    (257, b"ustar", "a tar archive: unpack it first"),
-)  # fmt: skip
-_HDF5 = b"\x89HDF\r\n\x1a\n"
-_TABLE_END = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"  # LevelDB's magic, in its byte order.
-_UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".download", ".tmp")
+    (0, b"\x93NUMPY", "a NumPy array: load it with numpy.load, write it with mfload.save"),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file: load it with Keras or h5py"),
+    (0, b"GGUF", "a GGUF file of llama.cpp: look for the model's safetensors"),
+    (0, b"\x0c\xdb\x3a\x2a", f"a part of an Orbax checkpoint: {_ORBAX}"),
+    (0, b"version https://git-lfs", "a Git LFS pointer, not the file: run `git lfs pull`"),
+    (0, b"# xet version", "a Xet pointer, not the file: download it with `hf download`"),
+    (0, b"<!DOCTYPE html", "a web page saved in place of the file: download it again"),
+    (0, b"<html", "a web page saved in place of the file: download it again"),
+    (0, b"<?xml", "XML, maybe an error of a server saved in place of the file"),
+    (0, b'{"error"', "an error of a server saved in place of the file: download it again"),
+    (0, b"{", "JSON: give the directory, or a .safetensors file"),
+    (0, b"\x1f\x8b", f"a gzip file: {_UNPACK}"),
+    (0, b"\x28\xb5\x2f\xfd", f"a zstd file: {_UNPACK}"),
+    (0, b"\xfd7zXZ\0", f"an xz file: {_UNPACK}"),
+    (0, b"BZh", f"a bzip2 file: {_UNPACK}"),
+    (257, b"ustar", f"a tar archive: {_UNPACK}"),
+    (0, bytes(64), "all zeros: was a download interrupted?"),
+    *((0, bytes((0x80, n)), f"a pickle, as torch.save wrote: {_TORCH}") for n in range(2, 6)),
+)
+_NAMES = (
+    (re.compile(r"_METADATA|manifest\.ocdbt"), f"an Orbax checkpoint: {_ORBAX}"),
+    (re.compile(r"saved_model\.pb"), "a SavedModel: load it with tf.saved_model.load"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: use tf.train"),
+    (re.compile(r".*\.distcp"), "a checkpoint of torch.distributed.checkpoint"),
+    (re.compile(r".*\.(bin|pt|pth|ckpt)"), f"PyTorch files: {_TORCH}"),
+    (re.compile(r".*\.gguf"), "GGUF files: look for the model's safetensors"),
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def explain(error: errors.HeaderError, file: LocalFile) -> errors.HeaderError:
-    """Adds to an error what its file seems to be, where that can be told."""
-    found: str | None = None
+def explain_file(error: errors.HeaderError, file: Source) -> errors.HeaderError:
+    """Adds to an error what its file seems to be, by its first bytes."""
     # A file that goes away meanwhile has had its error already.
     with contextlib.suppress(errors.MfloadError, OSError):
-        found = of(file)
-    if found is not None:
-        said = error.message.removesuffix("; is this a safetensors file?")
-        error.message = f"{said}; it seems to be {found}"
-        error.args = (error.message,)
+        found = seems(file.read(0, min(file.size, _HEAD)), file.size)
+        if found is not None:
+            _add(error, f"; it seems to be {found}")
     return error
 
 
-def of(file: LocalFile) -> str | None:
-    """What a file seems to be, and what to do about it; None where nobody can tell.
-
-    Raises:
-        SourceError: It can't be read.
-    """
-    size = file.size
-    head = file.read(0, min(size, _HEAD))
-    tail = file.read(max(0, size - _TAIL), min(size, _TAIL))
-    return seems(Look(head, tail, size, os.path.basename(file.path)))
-
-
-def seems(look: Look) -> str | None:
-    """The same of what was read; pure."""
-    for tell in (_empty, _cut_short, _magic, _zip, _pickle, _protobuf, _msgpack, _by_end, _text):
-        found = tell(look)
-        if found is not None:
-            return found or None
-    if look.name.endswith(_UNFINISHED):
-        return "an unfinished download, by its name"
-    return None
-
-
-def _empty(look: Look) -> str | None:
-    if not look.size:
+def seems(head: bytes, size: int) -> str | None:
+    """What a file of `size` bytes that begins with `head` seems to be; None if unknown."""
+    if not size:
         return "an empty file: was a download interrupted?"
-    if not look.head.strip(b"\0") and not look.tail.strip(b"\0"):
-        return "all zeros: an interrupted download, or space that was set aside and never written"
-    return None
-
-
-def _cut_short(look: Look) -> str | None:
-    length = int.from_bytes(look.head[:8], "little")
-    if look.head[8:9] == b"{" and length <= _LARGEST_HEADER:
-        missing = 8 + length - look.size
-        if missing > 0:
-            return f"a safetensors file cut short: {missing} bytes of its header are missing"
-        # A safetensors file indeed; what is wrong with it has been said.
-        return ""
-    return None
-
-
-def _magic(look: Look) -> str | None:
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
+        return None  # A safetensors header.
+    text = head.lstrip(b"\xef\xbb\xbf\r\n\t ")
     for offset, magic, what in _MAGIC:
-        if look.head.startswith(magic, offset):
+        if head.startswith(magic, offset) or (magic[:1] in b"<{" and _begins(text, magic)):
             return what
-    if any(look.head.startswith(_HDF5, at) for at in (0, 512, 1024, 2048)):
-        whose = "Keras weights, " if look.name.endswith((".h5", ".keras")) else ""
-        return f"an HDF5 file ({whose}h5py reads it): load it with Keras or h5py"
     return None
 
 
-def _zip(look: Look) -> str | None:
-    if not look.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
-        return None
-    members = look.head[:512] + look.tail
-    if b"/data.pkl" in members or b"/.format_version" in members:
-        return f"a PyTorch file: {_TORCH}"
-    if b"model.weights.h5" in members:
-        return "a Keras model: load it with keras.saving.load_model"
-    if b".npy" in members:
-        return "NumPy arrays (.npz): load them with numpy.load, write them with mfload.save"
-    return "a zip archive: unpack it first"
+def _begins(text: bytes, magic: bytes) -> bool:
+    return text[: len(magic)].lower() == magic.lower()
 
 
-def _pickle(look: Look) -> str | None:
-    if not re.match(rb"\x80[\x02-\x05]", look.head) or not look.tail.endswith(b"."):
-        return None
-    if b"torch" in look.head:
-        return f"a PyTorch file: {_TORCH}"
-    return (
-        "a Python pickle (paddle.save writes such files): load it with what wrote it, "
-        "if you trust it, and write it with mfload.save"
-    )
+def of_directory(directory: str, names: Sequence[str]) -> str:
+    """What a directory without a checkpoint holds instead, to be put after a message."""
+    for pattern, what in _NAMES:
+        if any(map(pattern.fullmatch, names)):
+            return f"; it holds {what}"
+    below = [name for name in names if _holds(os.path.join(directory, name))]
+    if "snapshots" in names:  # A repository of the Hugging Face cache.
+        parent = os.path.join(directory, "snapshots")
+        below += [os.path.join("snapshots", name) for name in _listed(parent)]
+    if not below:
+        return ""
+    paths = [_printable(os.path.join(directory, name)) for name in below[:_SHOWN]]
+    return f"; look in {', '.join(paths)}{' …' if len(below) > _SHOWN else ''}"
 
 
-def _protobuf(look: Look) -> str | None:
-    if look.name == "saved_model.pb":
-        return "a TensorFlow SavedModel: load it with tf.saved_model.load"
-    # Field 1 is a small version, field 2 the short name of what wrote it.
-    match = re.match(rb"\x08[\x01-\x20]\x12([\x01-\x40])", look.head, re.DOTALL)
-    if match is not None:
-        name = look.head[4 : 4 + match[1][0]]
-        if re.fullmatch(rb"[\x20-\x7e]+", name):
-            return "an ONNX model: read its initializers with onnx, write them with mfload.save"
-    if look.head.startswith(b"\x08\x01\x12"):
-        return "a TensorFlow SavedModel: load it with tf.saved_model.load"
-    if look.name.endswith(".onnx"):
-        return "an ONNX model, by its name"
-    return None
+def explain_path(error: errors.SourceNotFoundError, asked: object) -> errors.SourceNotFoundError:
+    """Adds to an error the names that are nearest to a path that does not exist.
+
+    Args:
+        asked: The path as the caller gave it.
+    """
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.file:
+        with contextlib.suppress(OSError, ValueError):
+            _add(error, _near(error.file, asked if isinstance(asked, str) else error.file))
+    return error
 
 
-def _msgpack(look: Look) -> str | None:
-    first = look.head[0]
-    start = 1 if 0x81 <= first <= 0x8F else {0xDE: 3, 0xDF: 5}.get(first)
-    if start is None:
-        return None
-    length, rest = look.head[start : start + 1], look.head[start + 1 :]
-    if length == b"\xd9":
-        length, rest = rest[:1], rest[1:]
-        count = length[0] if length else 0
-    else:
-        count = length[0] & 31 if length and 0xA1 <= length[0] <= 0xBF else 0
-    if count and re.fullmatch(rb"[\x20-\x7e]+", rest[:count]):
-        return (
-            "msgpack, as Flax writes it: load it with flax.serialization, write it with mfload.save"
-        )
-    return None
+def _near(path: str, asked: str) -> str:
+    if re.match(r"[A-Za-z][\w+.-]*://", asked):
+        return "; mfload loads local files: download it first"
+    if asked.startswith("~"):
+        return "; only a shell expands ~: use os.path.expanduser"
+    if os.path.islink(path):
+        return f"; it is a link to {_printable(os.readlink(path))}, which does not exist"
+    parent, name = os.path.split(path.rstrip("/" + os.sep))
+    while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
+        parent, name = os.path.split(parent)
+    # Names of files have their ends in common, so likeness has to be high.
+    close = errors.close_names(name, _listed(parent or "."), cutoff=0.8)
+    if close:
+        return f"; close names: {', '.join(map(_printable, close))}"
+    if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):
+        return f"; if this is a model of the Hugging Face Hub, run `hf download {asked}` first"
+    return ""
 
 
-def _by_end(look: Look) -> str | None:
-    if look.tail.endswith(_TABLE_END) or re.search(r"\.data-\d{5}-of-\d{5}$", look.name):
-        return "a part of a TensorFlow checkpoint: load it with tf.train.load_checkpoint"
-    return None
+def _holds(directory: str) -> bool:
+    return any(name.endswith((".safetensors", ".index.json")) for name in _listed(directory))
 
 
-def _text(look: Look) -> str | None:
+def _listed(directory: str) -> list[str]:
     try:
-        # A character may be cut in two at the end of what was read.
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        text = decoder.decode(look.head, look.size <= _HEAD)
-    except UnicodeDecodeError:
-        return None
-    if not text.replace("\n", "").replace("\r", "").replace("\t", "").isprintable():
-        return None
-    text = text.strip()
-    if text.startswith("version https://git-lfs.github.com/spec/"):
-        size = re.search(r"^size (\d{1,20})$", text, re.MULTILINE)
-        promised = f" of {int(size[1])} bytes" if size else ""
-        return f"a Git LFS pointer that stands for a file{promised}: run `git lfs pull`"
-    if text.startswith("# xet version"):
-        return "a Xet pointer, not the file that it stands for: download that with `hf download`"
-    if re.match(r"<(!doctype\s+)?html\b", text, re.IGNORECASE):
-        title = re.search(r"<title>([^<]*)", text, re.IGNORECASE)
-        said = f" titled {_quoted(title[1])}" if title else ""
-        return f"a web page{said}, saved in place of the file: download it again"
-    if text.startswith(("<?xml", "<Error")):
-        said = re.search(r"<(?:Message|Code)>([^<]*)", text)
-        what = f" saying {_quoted(said[1])}" if said else ""
-        return f"XML{what}, maybe an error of a server saved in place of the file"
-    if text.startswith(("{", "[")):
-        return _json(text, look.name)
-    if look.name == "checkpoint" and text.startswith("model_checkpoint_path"):
-        return "a part of a TensorFlow checkpoint: load it with tf.train.load_checkpoint"
-    return f"text that begins with {_quoted(text)}"
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in itertools.islice(entries, _LISTED))
+    except (OSError, ValueError):
+        return []
 
 
-def _json(text: str, name: str) -> str:
-    if '"weight_map"' in text:
-        if name.endswith(".json"):
-            # It was taken for an index; what is wrong with it has been said.
-            return ""
-        return "a safetensors index under another name: mfload takes it for one if it ends in .json"
-    if '"error"' in text[:200]:
-        return f"an error of a server saved in place of the file: {_quoted(text)}"
-    if '"model_type"' in text or '"architectures"' in text:
-        return "a model's configuration: give the directory, or a .safetensors file"
-    return f"JSON that begins with {_quoted(text)}"
+def _add(error: errors.MfloadError, text: str) -> None:
+    error.message += text
+    error.args = (error.message,)
 
 
-def _quoted(text: str) -> str:
-    line = " ".join(text.split())
-    return repr(line if len(line) <= 60 else f"{line[:60]}…")
+def _printable(text: str) -> str:
+    """A name for a message, harmless for a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:1000])

@@ -1,12 +1,12 @@
-"""Adapters, one a framework: the only place that imports one."""
+"""Adapters: one module a framework, and the only place that imports it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping
 from types import ModuleType
-from typing import cast
 
 from mfload import errors
 from mfload.frameworks import several
@@ -22,98 +22,71 @@ _ALIASES = {
     "paddlepaddle": "paddle",
 }
 
-# The module to import, and what installs it.
-_EXTRAS = {
-    "numpy": ("numpy", "pip install numpy"),
-    "jax": ("jax", "pip install 'mfload[jax]'"),
-    "torch": ("torch", "pip install 'mfload[torch]'"),
-    "tensorflow": ("tensorflow", "pip install 'mfload[tensorflow]'"),
-    "paddle": ("paddle", "pip install 'mfload[paddle]'"),
-    "cupy": ("cupy", "pip install 'mfload[cuda13]'"),
+# What installs each framework. Its name is also that of the package to import.
+_INSTALL = {
+    "numpy": "pip install numpy",
+    "jax": "pip install 'mfload[jax]'",
+    "torch": "pip install 'mfload[torch]'",
+    "tensorflow": "pip install 'mfload[tensorflow]'",
+    "paddle": "pip install 'mfload[paddle]'",
+    "cupy": "pip install 'mfload[cuda13]'",
 }
 
-_FOLDERS = {
-    "store": "mesh",
-    "mesh": "mesh",
-    "placing": "trees",
-    "processes": "mesh",
-    "sharding": "mesh",
-    "transforms": "trees",
-    "trees": "trees",
-}
-
-NAMES = tuple(_EXTRAS)
+NAMES = tuple(_INSTALL)
+_PATH = re.compile(r"[/\\]|\.safetensors")
 
 
-def resolve(name: str) -> str:
-    """The framework's own name for a name or an alias.
-
-    Raises:
-        UsageError: There is no such framework.
-    """
-    found = _ALIASES.get(str(name).lower(), str(name).lower())
-    if found not in _EXTRAS:
-        spelled = {each: each for each in NAMES} | _ALIASES
+def resolve(framework: str | ModuleType) -> str:
+    """The name of a framework, from a name, an alias or a module such as `torch` or `jax.numpy`."""
+    if isinstance(framework, ModuleType):
+        name = framework.__name__.partition(".")[0]
+    elif isinstance(framework, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        name = framework.lower()
+    else:
         raise errors.UsageError(
-            f"unknown framework{errors.did_you_mean(name, spelled)}",
+            "unknown framework; load(path, framework) makes arrays by name, "
+            "load_into(target, path) fills a tree",
+            expected=" | ".join(NAMES),
+            found=type(framework).__name__,
+        )
+    found = _ALIASES.get(name, name)
+    if found not in _INSTALL:
+        spelled = {each: each for each in NAMES} | _ALIASES
+        swapped = "; a path comes first: load(path, framework)" if _PATH.search(name) else ""
+        raise errors.UsageError(
+            f"unknown framework{errors.did_you_mean(name, spelled)}{swapped}",
             expected=" | ".join(NAMES),
             found=name,
         )
     return found
 
 
-def get(name: str, device: object = None) -> Adapter:
-    """The adapter of a framework for a device, or for several.
+def get(framework: str | ModuleType, device: object = None, names: Collection[str] = ()) -> Adapter:
+    """The adapter of a framework for one device or several.
 
     Args:
-        name: The framework's name or an alias.
-        device: A string, the framework's own device, or None for its default; a list of such, for
-            each tensor on all of them; or {regex: device}, for each on the one for its name.
-
-    Raises:
-        UsageError: There is no such framework, or a regex is malformed.
-        FrameworkMissingError: It is not installed, or not whole.
-        FrameworkVersionError: It is installed in a version mfload can't work with.
-        DeviceError: There is no such device, or none is named.
+        names: The checkpoint's tensors: a rule or name in `device` that matches none warns.
     """
-    make: Callable[[object], Adapter] = module(resolve(name)).make
-    if isinstance(device, Mapping):
-        # One for each device, however many rules name it.
-        apart = {repr(each): each for each in device.values()}
-        numbers = {text: n for n, text in enumerate(apart)}
-        named = [numbers[repr(each)] for each in device.values()]
-        rules = list(zip(several.rules_of(device), named, strict=True))
-        return several.SeveralAdapter(_each(make, list(apart.values())), rules)
-    if type(device) in (list, tuple):  # TensorFlow's own devices are tuples of a kind.
-        return several.SeveralAdapter(_each(make, cast(Sequence[object], device)))
+    name = resolve(framework)
+    make = require(name, f"mfload.frameworks.{name}_adapter").make
+    if isinstance(device, Mapping) or type(device) in (list, tuple):
+        return several.make(make, device, names)
     return make(device)
 
 
-def _each(make: Callable[[object], Adapter], devices: Sequence[object]) -> list[Adapter]:
-    if not devices:
-        raise errors.DeviceError("no device", expected="at least one", found=repr(devices))
-    return [make(device) for device in devices]
-
-
-def module(name: str, part: str = "adapter") -> ModuleType:
-    """A module of a framework, which imports it.
-
-    Args:
-        name: The framework's own name.
-        part: Which: the adapter, or what else there is for that framework.
-
-    Raises:
-        FrameworkMissingError: It is not installed, or not whole.
-    """
-    package, command = _EXTRAS[name]
-    if importlib.util.find_spec(package) is None:
+def require(framework: str, module: str | None = None) -> ModuleType:
+    """Imports a framework, or a module of mfload that needs it, or says how to install it."""
+    command = _INSTALL[framework]
+    if importlib.util.find_spec(framework) is None:
         raise errors.FrameworkMissingError(
-            f"{name} is not installed; {command}", expected=package, found="no such module"
+            f"{framework} is not installed; {command}", expected=framework, found="no such module"
         )
     try:
-        folder = _FOLDERS.get(part, "frameworks")
-        return importlib.import_module(f"mfload.{folder}.{name}_{part}")
-    except ImportError as error:
+        return importlib.import_module(module or framework)
+    except (ImportError, OSError, SystemError) as error:
+        # A library of its own that is missing, or memory that ran out in the middle of it.
         raise errors.FrameworkMissingError(
-            f"{name} is there and can't be imported; {command}", expected=package, found=str(error)
+            f"{framework} is installed but its import fails; {command}",
+            expected=framework,
+            found=str(error),
         ) from error

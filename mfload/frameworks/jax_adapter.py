@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,32 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from mfload import dtypes, errors
-from mfload.cuda import finding
+from mfload.cuda import discovery
 from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule
-from mfload.frameworks import base, giving, ground, jax_lending, private_api
-from mfload.frameworks.base import Whose
-from mfload.frameworks.jax_context import undisturbed
-from mfload.frameworks.jax_devices import better, land_on, pool_of
-from mfload.planning.requests import Request
+from mfload.frameworks import base, jax_memory, private_api
+from mfload.frameworks.jax_memory import NewArray, undisturbed
+from mfload.planning.requests import Owner, Request
 
 OLDEST = "0.5.3"
-_ALIGNMENT = 64
-_LET_GO = 0.002  # Seconds in which other threads come to their turn.
+_OTHER_THREADS = 0.002  # Seconds in which they get their turn.
 
 
-class JaxAdapter(ground.Landing):
-    """See `adapter.Adapter`.
-
-    Args:
-        device: The `jax.Device` the arrays go to.
-        land: The same device, to land on it; None to copy arrays there from the host.
-        notes: See `adapter.Adapter`.
-    """
+class JaxAdapter(base.Adapter):
+    """Arrays on one `jax.Device` (see `base.Adapter`)."""
 
     name = "jax"
-    alignment = _ALIGNMENT
-    readonly_maps = False
+    alignment = 64
     forms = base.forms(
         {
             name: row.numpy.name
@@ -56,61 +46,58 @@ class JaxAdapter(ground.Landing):
         | {"BOOL": "bool"},
         {"F4": "float4_e2m1fn"} if hasattr(jnp, "float4_e2m1fn") else None,
     )
-    lendable = base.lendable(forms)
 
     def __init__(
-        self, device: Any, land: Device | None = None, notes: tuple[str, ...] = ()
+        self, place: Any, device: Device | None = None, notes: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(land, notes)
-        self._device = device
-        self.on_host = device.platform == "cpu"
-        # The way of views in host memory.
+        super().__init__(device, notes)
+        self._place = place
+        self.on_host = place.platform == "cpu"
+        # Takes views in host memory.
         self._take: Callable[[View], Any] = self._send
         if self.on_host:
-            self._take = private_api.jax_capsule_importer(device) or self._take_public
+            self._take = private_api.jax_capsule_importer(place) or self._import
 
-    @property
-    def allocator(self) -> Whose:
-        """Whose memory is the better one on the device (see `adapter.Adapter`).
-
-        The first answer for a device takes a try on it (`seams.jax_lends_on`), also where it is
-        for a plan alone: a plan says where a load would land.
-        """
-        return better([(self._device, land) for land in self.devices])
+    def owner(self, allocator: str) -> Owner:
+        # The first answer for a device takes a try on it, also for a plan: that says where a load
+        # would land.
+        if allocator == "auto" and jax_memory.fillable(self._place, self.devices[0]):
+            return "framework"
+        return super().owner(allocator)
 
     def pool(self, number: int) -> base.Pool | None:
-        """What XLA's allocator has of the device (see `adapter.Adapter`)."""
-        return pool_of(self._device, self.devices[number])
+        return jax_memory.pool(self._place, self.devices[number])
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        """A `jax.Array` for each view, in order."""
         made = [self.array(view) for view in views]
-        if self.copied(views):
-            let_go()
+        if self.on_host:
+            copied = any(view.dtype.elements > 1 for view in views)
+        else:
+            copied = any(self.copies(view) for view in views)
+        if copied:
+            collect_copied()
         return made
 
-    def copied(self, views: Sequence[View]) -> bool:
-        """Whether JAX made copies of any."""
-        return any(
-            view.dtype.elements > 1 or not (self.on_host or ground.on_device(view.memory))
-            for view in views
-        )
+    def copies(self, view: View) -> bool:
+        """Whether `array` makes a copy of a view."""
+        there = self.on_host or base.on_device(view.memory)
+        return view.dtype.elements > 1 or not there
 
     def array(self, view: View) -> Any:
-        """The `jax.Array` of one view; JAX may hold on to what it was copied from (`let_go`)."""
-        take = self._take_public if ground.on_device(view.memory) else self._take
+        """The `jax.Array` of one view; JAX may hold what it was copied from (`collect_copied`)."""
+        take = self._import if base.on_device(view.memory) else self._take
         if view.dtype.elements > 1:
             return self._unpack(view, take)
         return take(view)
 
-    def _take_public(self, view: View) -> Any:
+    def _import(self, view: View) -> Any:
         with undisturbed():
-            return jax.dlpack.from_dlpack(_OnDevice(view, self._device))
+            return jax.dlpack.from_dlpack(_OnDevice(view, self._place))
 
     def _send(self, view: View) -> Any:
         host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
         with undisturbed():
-            return jax.block_until_ready(jax.device_put(host, self._device))
+            return jax.block_until_ready(jax.device_put(host, self._place))
 
     def _unpack(self, view: View, take: Callable[[View], Any]) -> Any:
         """F4 takes a byte an element in JAX on the CPU: the one type that must be copied."""
@@ -121,41 +108,37 @@ class JaxAdapter(ground.Landing):
 
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Arrays in XLA's own memory, which a jitted function can take over (donation)."""
-        land = self.devices[0] if self.devices else None
-        return lend(requests, [(self._device, None, land)] * len(requests))
+        there = self.devices[0] if self.devices else None
+        return lend(requests, [(self._place, None, there)] * len(requests))
 
 
 def lend(
-    requests: Sequence[Request], spots: Sequence[tuple[Any, str | None, Device | None]]
+    requests: Sequence[Request], places: Sequence[tuple[Any, str | None, Device | None]]
 ) -> list[base.Lent]:
     """Arrays in XLA's own memory.
 
-    Args:
-        requests: What they are to hold.
-        spots: For each the `jax.Device`, which of its memories (None for the default), and the
-            device to land on; None for the host.
-
-    Raises:
-        MemoryLimitError: A device has no room for them.
+    A place is the `jax.Device`, which of its memories (None for the default), and the same device
+    to land on (None for the host).
     """
-    wanted: list[jax_lending.Wanted] = []
-    for request, (device, memory, _) in zip(requests, spots, strict=True):
+    wanted: list[NewArray] = []
+    for request, (device, memory, _) in zip(requests, places, strict=True):
         name, shape = base.lent_as(JaxAdapter.forms[request.dtype.name], request)
-        wanted.append(jax_lending.Wanted(device, memory, name, shape))
+        wanted.append(NewArray(device, memory, name, shape))
     lent: list[base.Lent] = []
-    for array, request, spot in zip(jax_lending.allocate(wanted), requests, spots, strict=True):
-        address = array.unsafe_buffer_pointer() if request.nbytes else 0
-        lent.append(base.Lent(array, base.memory_at(array, address, request.nbytes, spot[2])))
+    arrays = jax_memory.allocate(wanted)
+    for array, request, (*_, there) in zip(arrays, requests, places, strict=True):
+        address = private_api.jax_address(array) if request.nbytes else 0
+        lent.append(base.Lent(array, base.memory_at(array, address, request.nbytes, there)))
     return lent
 
 
-def let_go() -> None:
-    """Has JAX let go of memory that arrays were copied from, before the next wave of a load.
+def collect_copied() -> None:
+    """Has JAX free the memory that arrays were copied from, before the next batch of a load.
 
     JAX does so on threads of its own, which wait for the interpreter, and frees what NumPy arrays
     hold in its part of a collection only.
     """
-    time.sleep(_LET_GO)
+    time.sleep(_OTHER_THREADS)
     gc.collect(0)
 
 
@@ -165,7 +148,7 @@ class _OnDevice:
     def __init__(self, view: View, device: Any) -> None:
         self._view = view
         # JAX looks for the number among this process's devices; `id` counts those of all.
-        host = not ground.on_device(view.memory)
+        host = not base.on_device(view.memory)
         self._place = (1, device.local_hardware_id) if host else view.memory.device.place
 
     def __dlpack__(self, **_: object) -> Any:
@@ -177,11 +160,7 @@ class _OnDevice:
 
 
 def make(device: object) -> JaxAdapter:
-    """The adapter for a device.
-
-    Raises:
-        DeviceError: There is no such device.
-    """
+    """The adapter for a device."""
     base.check_version("jax", jax.__version__, OLDEST)
     if isinstance(device, jax.Device):
         return _at(device)
@@ -199,9 +178,9 @@ def make(device: object) -> JaxAdapter:
         there = jax.local_devices(backend=platform)
     except RuntimeError as error:
         raise base.no_device("JAX", device, _no_platform(platform, error)) from error
-    if (number or 0) >= len(there):
+    if number >= len(there):
         raise base.no_device("JAX", device, there)
-    return _at(there[number or 0])
+    return _at(there[number])
 
 
 def _no_platform(platform: str, error: RuntimeError) -> str:
@@ -209,53 +188,47 @@ def _no_platform(platform: str, error: RuntimeError) -> str:
     said = str(error).splitlines()[0]
     if platform in ("cuda", "gpu"):
         try:
-            finding.count()
+            discovery.count()
         except errors.DeviceError as why:
             said = f"{said}; {why.found}"
     return said
 
 
 def _at(device: Any) -> JaxAdapter:
-    return JaxAdapter(device, *land_on(device))
+    return JaxAdapter(device, *jax_memory.find_device(device))
 
 
-def give(name: str, array: Any) -> giving.Outgoing:
-    """What is to be written of a JAX array; one that is sharded is put together on the host.
-
-    Raises:
-        UnsupportedArrayError: It can't be saved.
-    """
-    _refuse(name, array)
-    row = giving.row_of("jax", name, array.dtype)
+def export(array: Any) -> base.Exported:
+    """What is to be saved of a JAX array; one that is sharded is put together on the host."""
+    base.refuse("jax", _refusals(array))
+    row = base.row_of("jax", array.dtype.name)
     span = None
     devices = array.sharding.device_set
     if len(devices) == 1 and next(iter(devices)).platform == "cpu":
-        address = array.unsafe_buffer_pointer() if array.size else 0
+        address = private_api.jax_address(array) if array.size else 0
         span = address, address + (row.size_of(array.shape) or 0)
-    return giving.late("jax", name, row, array.shape, lambda: _gather(array), span)
+    return base.Exported(row, array.shape, lambda: _gather(array), span)
 
 
-def _refuse(name: str, array: Any) -> None:
-    for kind, why in (
-        (jax.core.Tracer, "a tracer has no numbers; save outside jit, grad and vmap"),
-        (jax.ShapeDtypeStruct, "a shape without numbers; save the array that it stands for"),
-    ):
-        if isinstance(array, kind):
-            raise giving.refused("jax", name, why, type(array).__name__)
-    if not isinstance(array, jax.Array):
-        why = "not an array; of a Ref, save ref[...]"
-        raise giving.refused("jax", name, why, type(array).__name__)
+def _refusals(array: Any) -> Iterator[tuple[bool, str, object]]:
+    kind = type(array).__name__
+    traced = isinstance(array, jax.core.Tracer)
+    yield traced, "a tracer has no numbers; save outside jit, grad and vmap", kind
+    shape = isinstance(array, jax.ShapeDtypeStruct)
+    yield shape, "a shape without numbers; save the array that it stands for", kind
+    yield not isinstance(array, jax.Array), "not an array; of a Ref, save ref[...]", kind
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        why = "a key of random numbers is no array; save jax.random.key_data(key)"
-        raise giving.refused("jax", name, why, array.dtype)
-    if array.is_deleted():
-        raise giving.refused("jax", name, "the array was deleted or donated", array.aval)
-    if not (array.is_fully_addressable or array.is_fully_replicated):
         why = (
-            "part of the array lies with other processes; replicate it first: "
-            "jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(x)"
+            "a typed PRNG key; save jax.random.key_data(key), and turn what is loaded into a key "
+            f"with jax.random.wrap_key_data(data, impl={str(jax.random.key_impl(array))!r})"
         )
-        raise giving.refused("jax", name, why, array.sharding)
+        yield True, why, array.dtype
+    yield array.is_deleted(), "the array was deleted or donated", array.aval
+    why = (
+        "part of the array lies with other processes; replicate it first: "
+        "jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(x)"
+    )
+    yield not (array.is_fully_addressable or array.is_fully_replicated), why, array.sharding
 
 
 def _gather(array: Any) -> Any:
@@ -272,7 +245,7 @@ def _gather(array: Any) -> Any:
 
 def _on_host(array: Any) -> Any:
     """An array of one device as a NumPy array, over its own memory if that is on the host."""
-    if array.device.platform != "cpu" or giving.BY_NAME[array.dtype.name].elements > 1:
+    if array.device.platform != "cpu" or base.ROWS[array.dtype.name].elements > 1:
         # Host copies that were let go of are freed by JAX in its part of a collection only.
         gc.collect(0)
     # An array keeps the copy that NumPy is given for as long as it lives: the one that does so

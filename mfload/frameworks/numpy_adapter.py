@@ -9,37 +9,28 @@ import numpy as np
 
 from mfload import dtypes
 from mfload.dlpack import View
-from mfload.frameworks import base, giving, ground
-from mfload.planning.requests import Request
+from mfload.frameworks import base
 
 OLDEST = "2.0"
+_KINDS = {name: row.numpy for name, row in dtypes.TABLE.items()}
 
 
-class NumpyAdapter(ground.Landing):
-    """See `adapter.Adapter`."""
+class NumpyAdapter(base.Adapter):
+    """Arrays on the host (see `base.Adapter`)."""
 
     name = "numpy"
-    alignment = None
     readonly_maps = True
-    on_host = True
-    forms = base.forms(
-        {name: row.numpy.name for name, row in dtypes.TABLE.items() if row.numpy is not None}
-    )
-    lendable = base.lendable(forms)
+    forms = base.forms({name: kind.name for name, kind in _KINDS.items() if kind is not None})
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        """An array for each view, in order."""
-        make = np.ndarray
-        return [make(shape, dtype.numpy, memory, at) for _, dtype, shape, memory, at, _ in views]
+        make, kinds = np.ndarray, _KINDS
+        return [
+            make(shape, kinds[dtype.name], memory, at) for _, dtype, shape, memory, at, _ in views
+        ]
 
-    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
-        """NumPy's own allocations, one for each need."""
-        lent: list[base.Lent] = []
-        for request in requests:
-            _, shape = base.lent_as(self.forms[request.dtype.name], request)
-            array = np.empty(shape, request.dtype.numpy or np.uint8)
-            lent.append(base.Lent(array, array.reshape(-1).view(np.uint8)))
-        return lent
+    def empty(self, dtype: dtypes.DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
+        array = np.empty(shape, dtype.numpy or kind)
+        return array, array.ctypes.data
 
 
 def make(device: object) -> NumpyAdapter:
@@ -50,16 +41,11 @@ def make(device: object) -> NumpyAdapter:
     return NumpyAdapter()
 
 
-def give(name: str, array: Any) -> giving.Outgoing:
-    """What is to be written of a NumPy array or scalar.
-
-    Raises:
-        UnsupportedArrayError: It can't be saved.
-    """
-    if isinstance(array, np.ma.MaskedArray):
-        raise giving.refused(
-            "numpy", name, "a mask has no place in the file; save x.filled(value)", "MaskedArray"
-        )
-    if not isinstance(array, np.ndarray | np.generic):
-        raise giving.refused("numpy", name, "not an array", type(array).__name__)
-    return giving.host("numpy", name, np.asarray(array))
+def export(array: Any) -> base.Exported:
+    """What is to be saved of a NumPy array or scalar."""
+    masked = isinstance(array, np.ma.MaskedArray)
+    dense = isinstance(array, np.ndarray | np.generic)
+    found = type(array).__name__
+    why = "a mask has no place in the file; save x.filled(value)"
+    base.refuse("numpy", [(masked, why, found), (not dense, "not an array", found)])
+    return base.export_numpy("numpy", np.asarray(array))

@@ -14,8 +14,8 @@ in no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ import paddle
 from mfload import dtypes, errors
 from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import base, giving, ground, private_api
-from mfload.frameworks.base import Whose
-from mfload.planning.requests import Request
+from mfload.frameworks import base, private_api
+from mfload.planning.requests import Owner
 
 OLDEST = "3.0"
 
@@ -48,48 +47,33 @@ _RENAMED = {
 }
 
 
-class PaddleAdapter(ground.Landing):
-    """See `adapter.Adapter`.
-
-    Args:
-        place: Where the tensors go.
-        land: The device that they land on, None to copy them there from the host.
-        notes: See `adapter.Adapter`.
-    """
+class PaddleAdapter(base.Adapter):
+    """Tensors at one place (see `base.Adapter`)."""
 
     name = "paddle"
     alignment = 64
-    readonly_maps = False
     forms = base.forms(
         {name: base.COMMON.get(name, "bfloat16") for name in _TAKEN}
         | {name: kind for name, (_, kind) in _RENAMED.items()}
     )
-    lendable = base.lendable(forms)
 
-    def __init__(self, place: Any, land: Device | None = None, notes: tuple[str, ...] = ()) -> None:
-        super().__init__(land, notes)
+    def __init__(
+        self, place: Any, device: Device | None = None, notes: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(device, notes)
         self._place = place
-        if land is not None:
-            self.landings = frozenset(("framework",))
         self.on_host = isinstance(place, paddle.CPUPlace)
-        self._take: Callable[[Any], Any] = private_api.paddle_constructor(paddle) or self._copy
+        self._take: Callable[[Any], Any] = private_api.paddle_constructor() or self._copy
 
-    @property
-    def allocator(self) -> Whose:
-        """Whose memory is the better one on the device (see `adapter.Adapter`)."""
+    def owner(self, allocator: str) -> Owner:
         return "framework"
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        """A `paddle.Tensor` for each view, in order.
-
-        Raises:
-            UsageError: One lies on a device: Paddle takes no memory of others there.
-        """
         tensors = [self._one(view) for view in views]
         return tensors if self.on_host else [x.to(self._place) for x in tensors]
 
     def _one(self, view: View) -> Any:
-        if ground.on_device(view.memory):
+        if base.on_device(view.memory):
             raise errors.UsageError(
                 "Paddle can't take memory of others on a device without losing track of it",
                 tensor=view.name,
@@ -105,51 +89,37 @@ class PaddleAdapter(ground.Landing):
     def _copy(array: Any) -> Any:
         return paddle.to_tensor(array, place=paddle.CPUPlace())
 
-    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
-        """Tensors of Paddle's own allocator, one for each need."""
-        land = self.devices[0] if self.devices else None
-        place = paddle.CPUPlace() if land is None else self._place
-        lent: list[base.Lent] = []
-        with _making_at(place):
-            for request in requests:
-                name, shape = base.lent_as(self.forms[request.dtype.name], request)
-                made, kind = _RENAMED.get(request.dtype.name) or (name, None)
-                tensor = paddle.empty(list(shape), dtype=made)
-                if kind is not None:
-                    tensor = tensor.view(getattr(paddle, kind))
-                address = tensor.data_ptr() if request.nbytes else 0
-                memory = base.memory_at(tensor, address, request.nbytes, land)
-                lent.append(base.Lent(tensor, memory))
+    @contextlib.contextmanager
+    def allocating(self) -> Generator[None]:
+        # Only the latest versions of Paddle can be told so call by call.
+        before = paddle.get_device()
+        place = self._place if self.devices else paddle.CPUPlace()
+        paddle.set_device(_name(place))
+        try:
+            yield
+        finally:
+            paddle.set_device(before)
         if not self.on_host:
             # Kernels that were started before may still use memory that Paddle gave away again.
             paddle.device.synchronize(place)
-        return lent
+
+    def empty(self, dtype: dtypes.DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
+        made, viewed = _RENAMED.get(dtype.name) or (kind, None)
+        tensor = paddle.empty(list(shape), dtype=made)
+        if viewed is not None:
+            tensor = tensor.view(getattr(paddle, viewed))
+        return tensor, tensor.data_ptr() if 0 not in shape else 0
 
     def pool(self, number: int) -> base.Pool | None:
-        """What Paddle's allocator has of the device (see `adapter.Adapter`)."""
         if self.on_host:
             return None
         place = self._place
         reserved = paddle.device.cuda.memory_reserved(place)
         kept = reserved - paddle.device.cuda.memory_allocated(place)
         return base.Pool(
-            self.devices[number].room().free + kept,
+            self.devices[number].memory_info().free + kept,
             "let go of tensors that are no longer needed, and end other processes on the device",
         )
-
-
-@contextmanager
-def _making_at(place: Any) -> Generator[None]:
-    """A context in which new tensors lie at a place.
-
-    Only the latest versions of Paddle can be told so call by call.
-    """
-    before = paddle.get_device()
-    paddle.set_device(_name(place))
-    try:
-        yield
-    finally:
-        paddle.set_device(before)
 
 
 def _name(place: Any) -> str:
@@ -157,11 +127,7 @@ def _name(place: Any) -> str:
 
 
 def make(device: object) -> PaddleAdapter:
-    """The adapter for a device.
-
-    Raises:
-        DeviceError: There is no such device.
-    """
+    """The adapter for a device."""
     base.check_version("paddle", paddle.__version__, OLDEST)
     if device is None:
         return _at(paddle.get_device())
@@ -174,52 +140,42 @@ def _at(name: str) -> PaddleAdapter:
         return PaddleAdapter(paddle.CPUPlace())
     if kind in ("gpu", "cuda"):
         count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
-        if (number or 0) < count:
-            place = paddle.CUDAPlace(number or 0)
+        if number < count:
+            place = paddle.CUDAPlace(number)
             # ROCm calls its devices so too.
             rocm = paddle.is_compiled_with_rocm()
-            found = (None, ()) if rocm else ground.device_to_land_on(number or 0)
+            found = (None, ()) if rocm else base.find_device(number)
             return PaddleAdapter(place, *found)
     raise base.no_device("Paddle", name, paddle.device.get_available_device())
 
 
-def give(name: str, array: Any) -> giving.Outgoing:
-    """What is to be written of a tensor; one on a device is copied when its turn comes.
-
-    Raises:
-        UnsupportedArrayError: It can't be saved.
-    """
-    _refuse(name, array)
-    row = giving.BY_NAME.get(str(array.dtype).removeprefix("paddle."))
-    if row is None:
-        raise giving.no_word("paddle", name, array.dtype)
+def export(array: Any) -> base.Exported:
+    """What is to be saved of a tensor; one on a device is copied when its turn comes."""
+    base.refuse("paddle", _refusals(array))
+    row = base.row_of("paddle", str(array.dtype).removeprefix("paddle."))
     shape = tuple(array.shape)
     if not array.place.is_cpu_place():
-        return giving.late("paddle", name, row, shape, lambda: _units(array.cpu(), row))
+        return base.Exported(row, shape, lambda: _units(array.cpu(), row))
     units = _units(array, row)
-    return giving.late("paddle", name, row, shape, lambda: units, giving.span_of(units))
+    return base.Exported(row, shape, lambda: units, base.span_of(units))
 
 
 def _units(array: Any, row: dtypes.DType) -> Any:
     """A tensor as a NumPy array over its memory on the host; Paddle's own is a copy."""
     shape, strides = tuple(array.shape), tuple(array.strides)
-    return giving.strided(array, array.data_ptr(), shape, strides, row.nbytes)
+    return base.array_at(array, array.data_ptr(), shape, strides, row.nbytes)
 
 
-def _refuse(name: str, array: Any) -> None:
+def _refusals(array: Any) -> Iterator[tuple[bool, str, object]]:
     found = type(array).__name__
-    if not isinstance(array, paddle.Tensor):
-        why = "not a tensor with numbers; of a layer, save state_dict(), and in dynamic mode"
-        raise giving.refused("paddle", name, why, found)
-    for is_so, why in (
-        (array.is_dist(), "one process's part of a tensor; save it replicated, as a local tensor"),
-        (array.is_sparse(), "a sparse tensor; save x.to_dense()"),
-        (array.is_selected_rows(), "rows of a tensor; save a dense one"),
-    ):
-        if is_so:
-            raise giving.refused("paddle", name, why, f"{found} of {array.dtype}")
+    why = "not a tensor with numbers; of a layer, save state_dict(), and in dynamic mode"
+    yield not isinstance(array, paddle.Tensor), why, found
+    found = f"{found} of {array.dtype}"
+    part = "one process's part of a tensor; save it replicated, as a local tensor"
+    yield array.is_dist(), part, found
+    yield array.is_sparse(), "a sparse tensor; save x.to_dense()", found
+    yield array.is_selected_rows(), "rows of a tensor; save a dense one", found
     try:
         array.data_ptr()
-    except RuntimeError as error:
-        why = "the tensor is not initialised"
-        raise giving.refused("paddle", name, why, f"{found} of {array.dtype}") from error
+    except RuntimeError:
+        yield True, "the tensor is not initialised", found

@@ -3,157 +3,157 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from mfload import errors
-from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import ground
-from mfload.frameworks.base import Adapter, Lent, Pool, Whose
-from mfload.planning.requests import Request
+from mfload.frameworks.base import Adapter, Lent, Pool
+from mfload.options import LoadOptions
+from mfload.planning.requests import Allocation, Request
+from mfload.planning.selection import compiled, hint
 
 _SHOWN = 10
 
 
-class SeveralAdapter(ground.Landing):
-    """See `adapter.Adapter`: an adapter made of others, one a device.
+class SeveralAdapter(Adapter):
+    """An adapter made of others of one framework, one a device (see `base.Adapter`).
 
-    Each need is for one of them (see `assign`), by its number in `Need.devices`, and each array
-    is a tuple of one here.
-
-    Args:
-        parts: The others, of one framework.
-        rules: Regexes and the number of the part whose tensors have such names, the first that
-            is found in a name first; None where all parts get all tensors.
+    Each request is for one of them, by its number in `Request.devices`, and each array is a tuple
+    of one here. `choose` gives that number for a tensor's name, None if no rule says. Default: all
+    parts get all tensors.
     """
 
     def __init__(
-        self, parts: Sequence[Adapter], rules: Sequence[tuple[re.Pattern[str], int]] | None = None
+        self, parts: Sequence[Adapter], choose: Callable[[str], int | None] | None = None
     ) -> None:
         super().__init__(notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)))
         first = parts[0]
         self._parts = parts
-        self._rules = rules
+        self._choose = choose
         self.name = first.name
         self.forms = first.forms
-        self.lendable = first.lendable
         self.alignment = first.alignment
         self.readonly_maps = first.readonly_maps
         self.on_host = all(part.on_host for part in parts)
-        self._landing = [part for part in parts if part.devices]
         # What two parts have in common is one device, with one set of buffers.
-        self.devices: Sequence[Device] = list(
-            dict.fromkeys(device for part in self._landing for device in part.devices)
-        )
-        if self._landing:
-            self.landings = frozenset.intersection(*(part.landings for part in self._landing))
+        found = {device: part for part in reversed(parts) for device in part.devices}
+        self.devices = list(dict.fromkeys(device for part in parts for device in part.devices))
+        self._pools = [found[device] for device in self.devices]
 
-    @property
-    def allocator(self) -> Whose:
-        """Whose memory is the better one on all of the devices (see `adapter.Adapter`)."""
-        whose = {part.allocator for part in self._landing}
-        return "framework" if whose == {"framework"} else "mfload"
+    def allocation(self, request: Request, options: LoadOptions) -> Allocation:
+        (number,) = request.devices
+        part = self._parts[number]
+        made = part.allocation(request, options)
+        if made.device is None:
+            return made
+        return made._replace(device=self.devices.index(part.devices[made.device]))
 
     def assign(self, requests: Sequence[Request]) -> list[Request]:
-        """A need for each device that is to have a tensor (see `adapter.Adapter`).
-
-        Raises:
-            DeviceError: There is no rule for some tensors.
-        """
-        if self._rules is None:
+        if self._choose is None:
             every = range(len(self._parts))
             return [request._replace(devices=(number,)) for request in requests for number in every]
-        numbers = [self._ruled(request.info.name) for request in requests]
-        missing = [
-            request.info.name
-            for request, number in zip(requests, numbers, strict=True)
-            if number is None
-        ]
+        assigned: list[Request] = []
+        missing: list[str] = []
+        for request in requests:
+            number = self._choose(request.info.name)
+            if number is None:
+                missing.append(request.info.name)
+            else:
+                assigned.append(request._replace(devices=(number,)))
         if missing:
-            names = ", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
             raise errors.DeviceError(
-                f"device= has no rule for {len(missing)} tensors",
-                expected="a regex for each name, such as a last one of '.*' for the rest",
-                found=names,
+                f"device= says nothing about {len(missing)} tensors",
+                expected="a device for each name; of a list of (regex, device) pairs, "
+                "a last ('.*', device) is for the rest",
+                found=", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else ""),
             )
-        return [
-            request._replace(devices=(number,))
-            for request, number in zip(requests, numbers, strict=True)
-            if number is not None
-        ]
-
-    def _ruled(self, name: str) -> int | None:
-        return next((n for regex, n in self._rules or () if regex.search(name)), None)
+        return assigned
 
     def results(self, arrays: Sequence[Any]) -> list[Any]:
-        """A list of arrays for each tensor, or its one array (see `adapter.Adapter`)."""
         alone = [array for (array,) in arrays]
-        if self._rules is not None:
+        if self._choose is not None:
             return alone
         count = len(self._parts)
         return [alone[at : at + count] for at in range(0, len(alone), count)]
 
-    def copies(self, request: Request) -> bool:
-        """Whether a need is copied out of mfload's memory (see `adapter.Placing`)."""
-        return self.forms[request.dtype.name].how == "copy" or not self._part(request).on_host
-
-    def lends(self, request: Request) -> bool:
-        """Whether a need must land in the framework's memory (see `adapter.Placing`)."""
-        return False
-
-    def lands(self, request: Request) -> int | None:
-        """The number of the device that a need lands on (see `adapter.Adapter`)."""
-        part = self._part(request)
-        number = part.lands(request)
-        return None if number is None else self.devices.index(part.devices[number])
-
     def pool(self, number: int) -> Pool | None:
-        """What the framework's allocator has of a device (see `adapter.Adapter`)."""
-        return next(p.pool(0) for p in self._landing if p.devices[0] is self.devices[number])
+        return self._pools[number].pool(0)
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        """A tuple of one array for each view, in order."""
         made: dict[int, Any] = {}
-        for number, at in self._by_part(view.devices for view in views):
+        for number, at in _by_part(view.devices for view in views):
             arrays = self._parts[number].wrap([views[n] for n in at])
             made.update(zip(at, ((array,) for array in arrays), strict=True))
         return [made[n] for n in range(len(views))]
 
     def lend(self, requests: Sequence[Request]) -> list[Lent]:
-        """Tuples of one array of the framework's own allocator, one for each need."""
+        """Tuples of one array of the framework's own allocator, one for each request."""
         made: dict[int, Lent] = {}
-        for number, at in self._by_part(request.devices for request in requests):
+        for number, at in _by_part(request.devices for request in requests):
             lent = self._parts[number].lend([requests[n] for n in at])
             made.update(zip(at, (Lent((each.array,), each.memory) for each in lent), strict=True))
         return [made[n] for n in range(len(requests))]
 
-    def _part(self, request: Request) -> Adapter:
-        (number,) = request.devices
-        return self._parts[number]
 
-    def _by_part(self, devices: Iterable[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
-        """Positions by the number of their part."""
-        at: dict[int, list[int]] = {}
-        for n, (number,) in enumerate(devices):
-            at.setdefault(number, []).append(n)
-        return list(at.items())
+def _by_part(devices: Iterable[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
+    """Positions by the number of their part."""
+    at: dict[int, list[int]] = {}
+    for n, (number,) in enumerate(devices):
+        at.setdefault(number, []).append(n)
+    return list(at.items())
 
 
-def rules_of(table: Mapping[Any, object]) -> list[re.Pattern[str]]:
-    """The regexes of `device={regex: device}`.
+def make(
+    make_one: Callable[[object], Adapter], device: object, names: Collection[str]
+) -> SeveralAdapter:
+    """The adapter for a list of devices, a list of (regex, device) pairs or {name: device}."""
+    if isinstance(device, Mapping):
+        rules = list(cast(Mapping[str, object], device).items())
+    else:
+        rules = _pairs(cast(Sequence[Any], device))
+    if not device:
+        raise errors.DeviceError("no device", expected="at least one", found=repr(device))
+    if rules is None:
+        return SeveralAdapter([make_one(each) for each in cast(Sequence[object], device)])
+    # One adapter for each device, however many rules name it.
+    numbers = {text: n for n, text in enumerate(dict.fromkeys(repr(each) for _, each in rules))}
+    parts = {repr(each): each for _, each in rules}
+    choose = _exactly if isinstance(device, Mapping) else _by_search
+    table = [(rule, numbers[repr(each)]) for rule, each in rules]
+    return SeveralAdapter([make_one(each) for each in parts.values()], choose(table, names))
 
-    Raises:
-        UsageError: One is malformed.
-    """
-    found: list[re.Pattern[str]] = []
-    for rule in table:
-        try:
-            regex = re.compile(rule)
-            regex.search("")  # One of bytes matches no name.
-        except (re.error, TypeError) as error:
-            raise errors.UsageError(
-                "malformed regular expression in device=", expected=str(error), found=repr(rule)
-            ) from None
-        found.append(regex)
-    return found
+
+def _pairs(devices: Sequence[Any]) -> list[tuple[Any, Any]] | None:
+    # TensorFlow's own devices are tuples of a kind.
+    pairs = [each for each in devices if type(each) in (tuple, list) and len(each) == 2]
+    if pairs and len(pairs) != len(devices):
+        raise errors.UsageError(
+            "device= mixes devices and rules",
+            expected="a list of devices or a list of (regex, device) pairs",
+            found=repr(devices),
+        )
+    return [(rule, device) for rule, device in pairs] or None
+
+
+def _exactly(
+    table: Sequence[tuple[Any, int]], names: Collection[str]
+) -> Callable[[str], int | None]:
+    for name, _ in table:
+        if names and name not in names:
+            errors.warn(
+                f"device= names {name!r}, which is not in the checkpoint{hint(name, names)}"
+            )
+    return dict(table).get
+
+
+def _by_search(
+    table: Sequence[tuple[Any, int]], names: Collection[str]
+) -> Callable[[str], int | None]:
+    rules: list[tuple[re.Pattern[str], int]] = []
+    for rule, number in table:
+        regex = compiled(rule)
+        if names and not any(map(regex.search, names)):
+            errors.warn(f"device= has a rule {regex.pattern!r} that matches no tensor")
+        rules.append((regex, number))
+    return lambda name: next((number for regex, number in rules if regex.search(name)), None)

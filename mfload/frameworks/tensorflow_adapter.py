@@ -8,19 +8,20 @@ nothing for buffers of others. So there tensors land in memory of its own.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from mfload import errors
+from mfload import dtypes, errors
 from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule, data_address
-from mfload.frameworks import base, giving, ground
-from mfload.frameworks.base import Whose
-from mfload.planning.requests import Request
+from mfload.frameworks import base
+from mfload.options import LoadOptions
+from mfload.planning.requests import Allocation, Owner, Request
 
 OLDEST = "2.19"
 
@@ -33,56 +34,58 @@ _COPIED = {
 }
 
 
-class TensorflowAdapter(ground.Landing):
-    """See `adapter.Adapter`.
+class TensorflowAdapter(base.Adapter):
+    """Tensors on one device (see `base.Adapter`).
 
-    Args:
-        device: TensorFlow's whole name of the device the tensors go to.
-        local: The part of such a name that says which process, for this one.
-        land: The device that they land on, None to copy them there from the host.
-        notes: See `adapter.Adapter`.
+    `place` is TensorFlow's whole name of the device, which begins with `local` in this process. If
+    `lent_alone`, arrays on the device can lie in TensorFlow's own memory alone.
     """
 
     name = "tensorflow"
     alignment = 64
-    readonly_maps = False
     forms = base.forms(
         base.COMMON | {"BF16": "bfloat16"},
         {key: name for key, name in _COPIED.items() if hasattr(tf.dtypes.experimental, name)},
     )
-    lendable = base.lendable(forms)
 
     def __init__(
         self,
-        device: str,
+        place: str,
         local: str,
-        land: Device | None = None,
+        device: Device | None = None,
         notes: tuple[str, ...] = (),
+        *,
+        lent_alone: bool = False,
     ) -> None:
-        super().__init__(land, notes)
-        self._device = device
+        super().__init__(device, notes)
+        self._place = place
         # What is imported appears on the first of TensorFlow's logical CPUs. Its whole name,
         # because "CPU:0" inside the scope of another process's device is that process's.
         self._host = f"{local}/device:CPU:0"
-        self.on_host = device == self._host
-        if land is not None:
-            # For some dtypes TensorFlow has no kernel there, and quietly takes the host's.
-            self.lendable = frozenset(
-                name for name in self.lendable if self._empty(name, (1,)).backing_device == device
-            )
+        self.on_host = place == self._host
+        self._lent_alone = lent_alone
+        # For some dtypes TensorFlow has no kernel on the device, and quietly takes the host's.
+        self._not_lent: frozenset[str] = frozenset()
+        if device is not None:
+            with self._on_device():
+                self._not_lent = frozenset(
+                    row.name
+                    for row in dtypes.TABLE.values()
+                    if (form := self.forms[row.name]).how != "copy"
+                    and self._new(form.type, (1,)).backing_device != place
+                )
 
-    @property
-    def allocator(self) -> Whose:
-        """Whose memory is the better one on the device (see `adapter.Adapter`)."""
-        return "framework"
+    def allocation(self, request: Request, options: LoadOptions) -> Allocation:
+        name = request.dtype.name
+        if self.forms[name].how == "copy":
+            return Allocation(None, "mfload", copied=True)  # They are imported from NumPy arrays.
+        made = super().allocation(request, options)
+        return made._replace(owner="mfload") if name in self._not_lent else made
 
-    def lands(self, request: Request) -> int | None:
-        """The number of the device that a need lands on (see `adapter.Adapter`)."""
-        # The 8-bit floats are imported from NumPy arrays alone.
-        return None if self.forms[request.dtype.name].how == "copy" else super().lands(request)
+    def owner(self, allocator: str) -> Owner:
+        return "framework" if self._lent_alone or allocator != "mfload" else "mfload"
 
     def pool(self, number: int) -> base.Pool | None:
-        """What TensorFlow's allocator has of the device: it does not say (see `Adapter`)."""
         return base.Pool(
             None,
             "allocator='framework' lands in what TensorFlow has set aside for itself; before it "
@@ -90,8 +93,7 @@ class TensorflowAdapter(ground.Landing):
         )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        """A `tf.Tensor` for each view, in order."""
-        with tf.device(self._device):
+        with tf.device(self._place):
             return [self._one(view) for view in views]
 
     def _one(self, view: View) -> Any:
@@ -99,39 +101,35 @@ class TensorflowAdapter(ground.Landing):
             host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
             return tf.convert_to_tensor(host)
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
-        there = self.on_host or ground.on_device(view.memory)
+        there = self.on_host or base.on_device(view.memory)
         return tensor if there else tf.identity(tensor)
 
-    def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
-        """Tensors of TensorFlow's own allocator, one for each need."""
-        land = self.devices[0] if self.devices else None
-        lent: list[base.Lent] = []
-        for request in requests:
-            _, shape = base.lent_as(self.forms[request.dtype.name], request)
-            tensor = self._empty(request.dtype.name, shape)
-            # Not tensor.numpy(), which is a copy.
-            address = data_address(tf.experimental.dlpack.to_dlpack(tensor))
-            memory = base.memory_at(tensor, address, request.nbytes, land)
-            lent.append(base.Lent(tensor, memory))
+    @contextlib.contextmanager
+    def _on_device(self) -> Generator[None]:
+        full = base.full_device("TensorFlow", tf.errors.ResourceExhaustedError)
+        with full, tf.device(self._place if self.devices else self._host):
+            yield
+
+    @contextlib.contextmanager
+    def allocating(self) -> Generator[None]:
+        with self._on_device():
+            yield
         if not self.on_host:
             # Kernels that were started before may still use memory that was given away again.
             tf.test.experimental.sync_devices()
-        return lent
 
-    def _empty(self, name: str, shape: tuple[int, ...]) -> Any:
-        kind = tf.as_dtype(self.forms[name].type)
-        where = self._device if self.devices else self._host
-        full = tf.errors.ResourceExhaustedError
-        with ground.refusals("TensorFlow", full), tf.device(where):
-            return tf.raw_ops.Empty(shape=shape, dtype=kind, init=False)
+    def empty(self, dtype: dtypes.DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
+        tensor = self._new(kind, shape)
+        # Not tensor.numpy(), which is a copy.
+        return tensor, data_address(tf.experimental.dlpack.to_dlpack(tensor))
+
+    @staticmethod
+    def _new(kind: str, shape: tuple[int, ...]) -> Any:
+        return tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(kind), init=False)
 
 
 def make(device: object) -> TensorflowAdapter:
-    """The adapter for a device.
-
-    Raises:
-        DeviceError: There is no such device.
-    """
+    """The adapter for a device."""
     base.check_version("tensorflow", tf.__version__, OLDEST)
     local = _local()
     if device is None:
@@ -150,11 +148,9 @@ def _at(device: str, local: str) -> TensorflowAdapter:
         return TensorflowAdapter(device, local)
     own = int(device.rpartition(":")[2])
     number = _ordinals()[own]
-    made = TensorflowAdapter(device, local, *ground.device_to_land_on(number))
-    if own != number:
-        # What is imported appears on the GPU that TensorFlow, not CUDA, gives that number.
-        made.landings = frozenset(("framework",))
-    return made
+    found = base.find_device(number)
+    # What is imported appears on the GPU to which TensorFlow, not CUDA, gives that number.
+    return TensorflowAdapter(device, local, *found, lent_alone=own != number)
 
 
 def _ordinals() -> list[int]:
@@ -173,11 +169,7 @@ def _local() -> str:
 
 
 def _whole(name: str, local: str) -> str:
-    """The whole name of "/device:GPU:0", "/CPU:0", "cuda:0", "/job:worker/task:1/device:CPU:0".
-
-    Raises:
-        DeviceError: It is no device name.
-    """
+    """The whole name of "/device:GPU:0", "/CPU:0", "cuda:0", "/job:worker/task:1/device:CPU:0"."""
     where, _, short = name.rpartition("/")
     kind, number = base.split_device(re.sub("^device:", "", short, flags=re.IGNORECASE))
     if where:
@@ -188,51 +180,41 @@ def _whole(name: str, local: str) -> str:
                 "not a device name", expected="/job:worker/task:1/device:CPU:0, …", found=name
             ) from error
         where = f"/job:{process.job}/replica:{process.replica or 0}/task:{process.task}"
-    return f"{where or local}/device:{'GPU' if kind == 'cuda' else kind.upper()}:{number or 0}"
+    return f"{where or local}/device:{'GPU' if kind == 'cuda' else kind.upper()}:{number}"
 
 
 # Whose bytes lie in this process.
 _LOCAL = re.compile(r"/job:localhost/.*device:CPU:\d+")
 
 
-def give(name: str, array: Any) -> giving.Outgoing:
-    """What is to be written of a tensor or of what a variable holds now.
-
-    Raises:
-        UnsupportedArrayError: It can't be saved.
-    """
-    _refuse(name, array)
+def export(array: Any) -> base.Exported:
+    """What is to be saved of a tensor, or of what a variable holds now."""
+    base.refuse("tensorflow", _refusals(array))
     if isinstance(array, tf.Variable):
         # The variable's own memory; an assignment later on takes other memory.
         array = array.value()
-    row = giving.BY_NAME.get(array.dtype.name)
-    if row is None:
-        raise giving.no_word("tensorflow", name, array.dtype.name)
+    row = base.row_of("tensorflow", array.dtype.name)
     shape = tuple(array.shape)
     if shape and _LOCAL.fullmatch(array.backing_device):
-        return giving.host("tensorflow", name, np.asarray(array))
+        return base.export_numpy("tensorflow", np.asarray(array))
     # Not NumPy's own call for all: it fails for single numbers of the types that NumPy lacks.
-    return giving.late("tensorflow", name, row, shape, lambda: np.asarray(array.numpy()))
+    return base.Exported(row, shape, lambda: np.asarray(array.numpy()))
 
 
-def _refuse(name: str, array: Any) -> None:
+def _refusals(array: Any) -> Iterator[tuple[bool, str, object]]:
     found = type(array).__name__
-    for kind, why in (
-        (tf.RaggedTensor, "a ragged tensor has no one shape; save x.to_tensor() or its parts"),
-        (tf.SparseTensor, "a sparse tensor; save tf.sparse.to_dense(x) or its parts"),
-        (tf.IndexedSlices, "slices of a tensor; save tf.convert_to_tensor(x)"),
-    ):
-        if isinstance(array, kind):
-            raise giving.refused("tensorflow", name, why, found)
-    if not isinstance(array, tf.Tensor | tf.Variable):
-        why = "not a tensor; of a model, save its variables"
-        raise giving.refused("tensorflow", name, why, found)
-    if not tf.executing_eagerly() or tf.is_symbolic_tensor(array):
-        why = "a tensor of a graph has no numbers; save outside tf.function"
-        raise giving.refused("tensorflow", name, why, found)
+    ragged = isinstance(array, tf.RaggedTensor)
+    yield ragged, "a ragged tensor has no one shape; save x.to_tensor() or its parts", found
+    sparse = isinstance(array, tf.SparseTensor)
+    yield sparse, "a sparse tensor; save tf.sparse.to_dense(x) or its parts", found
+    slices = isinstance(array, tf.IndexedSlices)
+    yield slices, "slices of a tensor; save tf.convert_to_tensor(x)", found
+    known = isinstance(array, tf.Tensor | tf.Variable)
+    yield not known, "not a tensor; of a model, save its variables", found
+    symbolic = not tf.executing_eagerly() or tf.is_symbolic_tensor(array)
+    yield symbolic, "a tensor of a graph has no numbers; save outside tf.function", found
     if isinstance(array, tf.Variable):
-        if not array.is_initialized():
-            raise giving.refused("tensorflow", name, "the variable is not initialised", found)
-    elif "device:CUSTOM" in array.device:
+        yield not array.is_initialized(), "the variable is not initialised", found
+    else:
         why = "a DTensor; save its parts, tf.experimental.dtensor.unpack(x), or a replicated copy"
-        raise giving.refused("tensorflow", name, why, array.device)
+        yield "device:CUSTOM" in array.device, why, array.device

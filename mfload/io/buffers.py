@@ -8,17 +8,20 @@ the last array over it dies; the arrays refer to it, so nothing has to be freed 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
 import mmap
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mfload import errors
-from mfload.io import advise
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
@@ -27,12 +30,14 @@ HUGE = 2 << 20
 _ROUND_FROM = 32 << 20
 
 
-class _Counter:
-    """Bytes live now and at most. Each map keeps it, so it outlives the module at exit."""
+class ByteCounter:
+    """Bytes live now and at most. Each buffer keeps it, so it outlives the module at exit."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
         self.renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
         """Makes the lock anew: a fork may have copied it while another thread held it."""
@@ -40,18 +45,22 @@ class _Counter:
         self._lock = threading.RLock()
 
     def add(self, nbytes: int) -> None:
+        """Counts bytes; negative ones are freed."""
         with self._lock:
             self.live += nbytes
             self.peak = max(self.peak, self.live)
 
-    def reset_peak(self) -> None:
+    def peak_bytes(self, *, reset: bool = False) -> int:
+        """The most bytes that were live at once since the last reset."""
         with self._lock:
-            self.peak = self.live
+            peak = self.peak
+            if reset:
+                self.peak = self.live
+            return peak
 
 
-_counter = _Counter()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_counter.renew)
+_counter = ByteCounter()
+peak_bytes = _counter.peak_bytes
 
 Bytes = NDArray[np.uint8]
 
@@ -66,7 +75,10 @@ class _Map:
         # The kernel gives no promise of alignment below some versions: ask for room to cut.
         room = length + HUGE if length >= HUGE else length
         try:
-            self._map = _anonymous(room)
+            if sys.platform == "win32":
+                self._map = mmap.mmap(-1, room)
+            else:
+                self._map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             raise errors.MemoryLimitError(
                 "the system refused memory", expected=f"{nbytes} bytes", found=str(error)
@@ -102,17 +114,8 @@ def _rounded(nbytes: int) -> tuple[int, int]:
     return max(-(-nbytes // unit) * unit, unit), 0
 
 
-def _anonymous(nbytes: int) -> mmap.mmap:
-    if sys.platform == "win32":
-        return mmap.mmap(-1, nbytes)
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
 def allocate(nbytes: int) -> Bytes:
     """A zeroed, writable buffer on a page boundary, in huge pages from 2 MiB up.
-
-    Args:
-        nbytes: Length in bytes.
 
     Returns:
         A uint8 array of that length; the memory goes when its last view does.
@@ -133,24 +136,85 @@ def live_bytes() -> int:
     return _counter.live
 
 
-def peak_bytes(*, reset: bool = False) -> int:
-    """The most bytes that were live at once since the last reset."""
-    peak = _counter.peak
-    if reset:
-        _counter.reset_peak()
-    return peak
-
-
 class WorkerSlot:
     """Reused memory of one worker (see `blocks.Slot`)."""
 
-    def __init__(self) -> None:
-        self._held: Bytes | None = None
+    _held: Bytes | None = None
 
     def bytes(self, nbytes: int) -> Bytes:
         """At least `nbytes` on a page boundary; what was there before is overwritten."""
         if self._held is None or self._held.size < nbytes:
             self._held = None
             self._held = allocate(nbytes)
-            advise.never_forked(self._held)
+            never_forked(self._held)
         return self._held
+
+
+POPULATE_READ = 22  # Linux 5.14 and newer.
+_DONT_FORK = 10
+_DO_FORK = 11
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def madvise(address: int, nbytes: int, advice: int) -> None:
+    """`madvise(2)` of a range that begins on a page, without the interpreter lock.
+
+    Python's own call keeps the lock, and reading a cold file into a map would stop every thread.
+
+    Raises:
+        OSError: The kernel refused, or the system has no such call (EINVAL).
+    """
+    libc = _libc()
+    if libc is None:
+        raise OSError(errno.EINVAL, "no madvise on this system")
+    if libc.madvise(address, nbytes, advice) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def never_forked(array: Any) -> None:
+    """Keeps memory out of forked children as long as it lives; it has its pages to itself."""
+    # Systems without the call have nothing to forbid.
+    with contextlib.suppress(OSError):
+        madvise(array.ctypes.data, array.nbytes, _DONT_FORK)
+
+
+class ForkProtection:
+    """Keeps memory that a disk writes to out of children forked meanwhile.
+
+    open(2): O_DIRECT into private memory while the process forks can lose what the disk wrote,
+    on kernels that share the page with the child before it arrives. Every reader enters the
+    context while it reads; the protection ends when the last one has left it, so one that hangs
+    in the kernel keeps it.
+
+    Args:
+        arrays: Buffers, each with its pages to itself.
+    """
+
+    def __init__(self, arrays: Sequence[Any] = ()) -> None:
+        self._arrays = arrays
+        self._readers = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._readers += 1
+            if self._readers == 1:
+                for array in self._arrays:
+                    never_forked(array)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._readers -= 1
+            if self._readers == 0:
+                for array in self._arrays:
+                    with contextlib.suppress(OSError):
+                        madvise(array.ctypes.data, array.nbytes, _DO_FORK)

@@ -1,6 +1,6 @@
 """Engines move blocks: submit a batch, take completions, close.
 
-Engines are threads, each with a worker that fills one block after another; every blocking call
+An engine is threads, each with a worker that fills one block after another; every blocking call
 in them gives up the interpreter lock, and blocks are large, so Python threads are enough. A
 thread that hangs in the kernel keeps its own reference to the buffers it writes to, so nothing
 it may still write to is ever freed.
@@ -16,21 +16,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from mfload.io.buffers import WorkerSlot
+from mfload.io.buffers import ForkProtection, WorkerSlot
 from mfload.planning.blocks import Block, Observer, Reader, stored
 
 # Small blocks are reported together: a queue costs more than a small read.
-_WORTH_A_WORD = 1 << 20
+_REPORTED_BYTES = 1 << 20
 
 
 class Done(NamedTuple):
     """What an engine reports: blocks that are in place, or what went wrong.
 
     Attributes:
-        blocks: How many blocks this stands for.
-        nbytes: Bytes read.
-        block: The block that failed.
-        error: Why, None where all is well.
+        error: Why it failed. Default: it did not.
     """
 
     blocks: int
@@ -42,8 +39,8 @@ class Done(NamedTuple):
 class Engine(Protocol):
     """Fills blocks in any order, several at once.
 
-    A completion says that blocks are in place and that their slots are free again: whoever
-    runs a plan never sees a slot, so slots may be host memory, pinned memory or a device's.
+    A completion says that blocks are in place and that their slots are free again. Slots are the
+    engine's own: host memory, pinned memory or a device's.
     """
 
     def submit(self, blocks: Sequence[Block]) -> None:
@@ -55,11 +52,7 @@ class Engine(Protocol):
         ...
 
     def close(self, grace: float) -> bool:
-        """Stops after the blocks in hand, within `grace` seconds.
-
-        Returns:
-            Whether nothing writes to the buffers any more.
-        """
+        """Stops after the blocks in hand, within `grace` seconds."""
         ...
 
 
@@ -68,20 +61,19 @@ class Worker(Protocol):
 
     @property
     def block(self) -> Block | None:
-        """The block that it is concerned with, for the error that names it."""
+        """The block at hand, for the error that names it."""
         ...
 
     def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
         """Reads a block, and at least begins to put it in its places.
 
         Args:
-            block: The block.
-            stopped: Whether the work was given up meanwhile.
+            stopped: Whether the load was given up meanwhile.
         """
         ...
 
     def finished(self) -> tuple[int, int]:
-        """Blocks that came to be in place since the last question, and their bytes."""
+        """Blocks that came to be in place since the last call, and their bytes."""
         ...
 
     def drain(self) -> None:
@@ -93,12 +85,10 @@ class Worker(Protocol):
         ...
 
 
-class Crew(NamedTuple):
+class WorkerPool(NamedTuple):
     """Threads that share blocks.
 
     Attributes:
-        make: Makes the worker of a thread.
-        threads: How many.
         bound: A context for each thread, such as the processor cores it is to run on.
     """
 
@@ -108,59 +98,64 @@ class Crew(NamedTuple):
 
 
 class ThreadEngine:
-    """Fills blocks in threads.
+    """Fills blocks in threads (see `Engine`).
 
     Args:
-        crews: Who shares the work. Without threads, blocks are filled where they are submitted,
+        pools: Who shares the work. Without threads, blocks are filled where they are submitted,
             for loads that are too small to share out.
-        crew_of: Which crew fills a block. Each crew begins its blocks in the order of their
+        pool_of: Which pool fills a block. Each pool begins its blocks in the order of their
             submission.
+        protection: Keeps the buffers out of forked children while a thread may write to them.
     """
 
     def __init__(
-        self, crews: Sequence[Crew], crew_of: Callable[[Block], int] = lambda _: 0
+        self,
+        pools: Sequence[WorkerPool],
+        pool_of: Callable[[Block], int] = lambda _: 0,
+        protection: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._crews = crews
-        self._crew_of = crew_of
-        self._waiting = [collections.deque[Block]() for _ in crews]
+        self._pools = pools
+        self._pool_of = pool_of
+        self._protection = protection or nullcontext()
+        self._waiting = [collections.deque[Block]() for _ in pools]
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def submit(self, blocks: Sequence[Block]) -> None:
-        """Takes blocks to be filled, and starts threads for them (see `Engine`)."""
+        """Takes blocks to be filled, and starts threads for them."""
         for block in blocks:
-            self._waiting[self._crew_of(block)].append(block)
-        for crew, waiting in zip(self._crews, self._waiting, strict=True):
-            self._start(crew, waiting)
+            self._waiting[self._pool_of(block)].append(block)
+        for pool, waiting in zip(self._pools, self._waiting, strict=True):
+            self._start(pool, waiting)
 
-    def _start(self, crew: Crew, waiting: collections.deque[Block]) -> None:
-        if not crew.threads:
-            self._work(crew, waiting)
-        for number in range(min(crew.threads, len(waiting))):
+    def _start(self, pool: WorkerPool, waiting: collections.deque[Block]) -> None:
+        if not pool.threads:
+            self._work(pool, waiting)
+        for number in range(min(pool.threads, len(waiting))):
             # Daemons: a thread that hangs in the kernel must not hold up the exit.
             thread = threading.Thread(
-                target=self._work, args=(crew, waiting), name="mfload-reader", daemon=True
+                target=self._work, args=(pool, waiting), name="mfload-reader", daemon=True
             )
             self._threads.append(thread)
             try:
                 thread.start()
             except RuntimeError:
-                # No more threads to be had: those there are, or this one, do the work.
+                # The system gives no more threads: those there are, or this one, do the work.
                 self._threads.pop()
                 if not number:
-                    self._work(crew, waiting)
+                    self._work(pool, waiting)
                 return
 
     def complete(self, timeout: float) -> Done | None:
-        """The next completion (see `Engine`)."""
+        """The next completion."""
         try:
             return self._done.get(timeout=timeout)
         except queue.Empty:
             return None
 
     def close(self, grace: float) -> bool:
-        """Stops the threads (see `Engine`)."""
+        """Stops the threads."""
         self._stop.set()
         end = time.monotonic() + grace
         for thread in self._threads:
@@ -171,15 +166,15 @@ class ThreadEngine:
             pass
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self, crew: Crew, waiting: collections.deque[Block]) -> None:
+    def _work(self, pool: WorkerPool, waiting: collections.deque[Block]) -> None:
         worker: Worker | None = None
         try:
-            with crew.bound():
-                worker = crew.make()
+            with self._protection, pool.bound():
+                worker = pool.make()
                 self._fill(worker, waiting)
         except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
-            # Nobody waits for what fails after the first, and an error that nobody takes
-            # would keep itself alive by way of this frame, and the buffers with it.
+            # Only the first failure is taken, and an error that is never taken would keep itself
+            # alive through this frame, and the buffers with it.
             if not self._stop.is_set():
                 self._stop.set()
                 self._done.put(Done(0, 0, None if worker is None else worker.block, error))
@@ -199,7 +194,7 @@ class ThreadEngine:
                 worker.fill(block, self._stop.is_set)
             more = worker.finished()
             blocks, nbytes = blocks + more[0], nbytes + more[1]
-            if blocks and (block is None or nbytes >= _WORTH_A_WORD):
+            if blocks and (block is None or nbytes >= _REPORTED_BYTES):
                 self._done.put(Done(blocks, nbytes))
                 blocks = nbytes = 0
             if block is None:
@@ -207,7 +202,7 @@ class ThreadEngine:
 
 
 class Tally:
-    """Counts what is in place, as `Worker.finished` tells it."""
+    """Counts what is in place, as `Worker.finished` reports it."""
 
     def __init__(self) -> None:
         self._blocks = self._nbytes = 0
@@ -218,7 +213,7 @@ class Tally:
         self._nbytes += block.nbytes
 
     def take(self) -> tuple[int, int]:
-        """Blocks and their bytes since the last question."""
+        """Blocks and their bytes since the last call."""
         counted = self._blocks, self._nbytes
         self._blocks = self._nbytes = 0
         return counted
@@ -229,9 +224,8 @@ class HostWorker:
 
     Args:
         open_reader: Opens the reader of a source by its number.
-        memory: The destination buffers.
-        observer: Sees what came. Blocks are taken in the order of their submission, so a witness
-            may wait for the ones before.
+        observer: Sees what came. Blocks are taken in the order of their submission, so an
+            observer may wait for the ones before.
     """
 
     def __init__(
@@ -241,31 +235,25 @@ class HostWorker:
         observer: Observer | None = None,
     ) -> None:
         self.block: Block | None = None
-        self._readers = Opened(open_reader)
+        self._reader = OpenReader(open_reader)
         self._memory = memory
-        self._witness = observer
+        self._observer = observer
         self._slot = WorkerSlot()
         self._tally = Tally()
+        self.finished = self._tally.take
+        self.close = self._reader.close
 
     def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
-        """Reads a block into its places (see `Worker`)."""
+        """Reads a block into its places."""
         self.block = block
-        landed = self._readers.of(block.source).fill(block, self._memory, self._slot)
-        if self._witness is not None:
+        landed = self._reader.of(block.source).fill(block, self._memory, self._slot)
+        if self._observer is not None:
             for offset, data in stored(block, self._memory, landed):
-                self._witness.saw(block.source, offset, data, stopped)
+                self._observer.saw(block.source, offset, data, stopped)
         self._tally.add(block)
 
-    def finished(self) -> tuple[int, int]:
-        """What is in place since the last question (see `Worker`)."""
-        return self._tally.take()
-
     def drain(self) -> None:
-        """Nothing is ever under way (see `Worker`)."""
-
-    def close(self) -> None:
-        """Closes the file (see `Worker`)."""
-        self._readers.close()
+        """Does nothing: a block is in place when `fill` returns."""
 
 
 def on_host(
@@ -273,31 +261,34 @@ def on_host(
     memory: list[Any],
     threads: int,
     observer: Observer | None = None,
+    unforked: Sequence[Any] = (),
 ) -> ThreadEngine:
-    """The engine of buffers in host memory (see `HostWorker`)."""
-    return ThreadEngine([Crew(lambda: HostWorker(open_reader, memory, observer), threads)])
+    """The engine of buffers in host memory (see `HostWorker`).
+
+    Args:
+        open_reader: Opens the reader of a source by its number.
+        unforked: Those of the buffers that a disk writes to (see `ForkProtection`).
+    """
+    pool = WorkerPool(lambda: HostWorker(open_reader, memory, observer), threads)
+    return ThreadEngine([pool], protection=ForkProtection(unforked) if unforked else None)
 
 
-class _Closable(Protocol):
+class _Closing(Protocol):
     def close(self) -> None: ...
 
 
-Closes = TypeVar("Closes", bound=_Closable)
+AnyReader = TypeVar("AnyReader", bound=_Closing)
 
 
-class Opened(Generic[Closes]):
-    """The reader of the source that a worker is at; blocks of one source mostly follow each other.
+class OpenReader(Generic[AnyReader]):
+    """The reader of the source at hand; blocks of one source mostly follow each other."""
 
-    Args:
-        open_reader: Opens one by the source's number.
-    """
-
-    def __init__(self, open_reader: Callable[[int], Closes]) -> None:
+    def __init__(self, open_reader: Callable[[int], AnyReader]) -> None:
         self._open = open_reader
-        self._reader: Closes | None = None
+        self._reader: AnyReader | None = None
         self._source = -1
 
-    def of(self, source: int) -> Closes:
+    def of(self, source: int) -> AnyReader:
         """The reader of a source."""
         if self._reader is None or source != self._source:
             self.close()

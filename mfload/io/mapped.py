@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.io import advise
+from mfload.io import buffers
 from mfload.sources.local import LocalFile, OpenFile, shrunk
 
 # A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
@@ -28,7 +28,6 @@ def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
     """Maps a file privately and brings ranges of it in.
 
     Args:
-        source: The file.
         ranges: (first byte, length) of what will be used.
 
     Returns:
@@ -61,10 +60,10 @@ def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
 
 def _populate(address: int, nbytes: int, source: LocalFile) -> None:
     try:
-        advise.madvise(address, nbytes, advise.POPULATE_READ)
+        buffers.madvise(address, nbytes, buffers.POPULATE_READ)
     except OSError as error:
         if error.errno in (errno.EFAULT, errno.EIO):
-            # EFAULT: whoever touched the page would be killed. The file was cut short, or
+            # EFAULT: touching the page would kill the process. The file was cut short, or
             # the disk failed.
             source.check()
             failed = OSError(errno.EIO, os.strerror(errno.EIO))

@@ -10,18 +10,17 @@ import numpy as np
 from mfload import errors
 from mfload.io.buffers import PAGE
 from mfload.planning.blocks import Block, Segment, Slot
-from mfload.sources.local import LocalFile, OpenFile, shrunk
+from mfload.sources.local import LocalFile, OpenFile
 
-# Linux takes 1024 (UIO_MAXIOV); POSIX promises 16.
-_IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+"""Buffers that one vectored call takes: 1024 on Linux; POSIX promises 16."""
 
-
-# Elements that are looked at together.
-_PART = 1 << 16
+# Elements of which the range is checked together.
+_CHECKED = 1 << 16
 
 
 class PreadReader:
-    """Reads blocks of one file through the page cache.
+    """Reads blocks of one file through the page cache (see `blocks.Reader`, `blocks.Lander`).
 
     Args:
         source: The file; it is open until `close`.
@@ -31,16 +30,15 @@ class PreadReader:
     """
 
     def __init__(self, source: LocalFile) -> None:
-        self._source = source
         self._file = OpenFile(source)
 
     def fill(self, block: Block, memory: list[Any], slot: Slot) -> Any | None:
-        """Reads a block into its destinations (see `blocks.Reader`)."""
+        """Reads a block into its destinations."""
         segments = block.segments
         if len(segments) == 1 and segments[0].copy is None:
             segment = segments[0]
             target = memory[segment.buffer][segment.at : segment.at + segment.nbytes]
-            read_into(self._source.path, self._file.fd, [target], block.offset)
+            self._file.read([target], block.offset)
         elif block.staged:
             landed = self.land(block, slot)
             place(landed, block.offset, block, memory)
@@ -50,9 +48,9 @@ class PreadReader:
         return None
 
     def land(self, block: Block, slot: Slot) -> Any:
-        """Reads a block into a slot (see `blocks.Lander`)."""
+        """Reads a block into a slot."""
         landed = slot.bytes(block.nbytes)[: block.nbytes]
-        read_into(self._source.path, self._file.fd, [landed], block.offset)
+        self._file.read([landed], block.offset)
         return landed
 
     def _scatter(self, block: Block, memory: list[Any], slot: Slot) -> None:
@@ -67,60 +65,15 @@ class PreadReader:
                 vector.append(sink[:gap])
             vector.append(memory[segment.buffer][segment.at : segment.at + segment.nbytes])
             cursor = segment.offset + segment.nbytes
-            if len(vector) > _IOV_MAX - 2:
-                read_into(self._source.path, self._file.fd, vector, start)
+            if len(vector) > IOV_MAX - 2:
+                self._file.read(vector, start)
                 vector, start = [], cursor
         if vector:
-            read_into(self._source.path, self._file.fd, vector, start)
+            self._file.read(vector, start)
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def read_into(path: str, fd: int, vector: list[Any], offset: int, least: int | None = None) -> int:
-    """Fills the arrays of a vector from a file; short reads are taken up again.
-
-    Args:
-        path: For the error message.
-        fd: The file.
-        vector: uint8 arrays.
-        offset: Where in the file to begin, in bytes.
-        least: Bytes that will do where the file ends early; None for all.
-
-    Returns:
-        Bytes read.
-
-    Raises:
-        SourceChangedError: The file ended before.
-        OSError: The system call failed; the caller knows what it means.
-    """
-    wanted = sum(part.nbytes for part in vector)
-    least = wanted if least is None else least
-    done = 0
-    while True:
-        got = (
-            os.preadv(fd, vector, offset + done)
-            if hasattr(os, "preadv")
-            else _seek(fd, vector, offset + done)
-        )
-        done += got
-        if done >= least:
-            return done
-        if got == 0:
-            raise shrunk(path, offset + least, offset + done)
-        while got >= vector[0].nbytes:
-            got -= vector[0].nbytes
-            vector = vector[1:]
-        vector = [vector[0][got:], *vector[1:]]
-
-
-def _seek(fd: int, vector: list[Any], offset: int) -> int:
-    """One read for systems without `preadv`; the descriptor belongs to one thread."""
-    os.lseek(fd, offset, os.SEEK_SET)
-    part = os.read(fd, vector[0].nbytes)
-    vector[0][: len(part)] = np.frombuffer(part, np.uint8)
-    return len(part)
 
 
 def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
@@ -128,9 +81,6 @@ def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
 
     Args:
         landed: uint8 array with the bytes of the file from `origin` on.
-        origin: File offset of its first byte.
-        block: The block; its range lies within.
-        memory: The destination buffers.
 
     Raises:
         LossyCastError: A value does not fit the dtype it was to become.
@@ -144,9 +94,6 @@ def put(landed: Any, segment: Segment, memory: Any, at: int) -> None:
 
     Args:
         landed: uint8 array that begins with the segment's bytes.
-        segment: The segment.
-        memory: uint8 array.
-        at: First byte in it.
 
     Raises:
         LossyCastError: A value does not fit the dtype it was to become.
@@ -193,19 +140,17 @@ def _limits(source: Any, target: np.dtype[Any], tensor: str | None) -> tuple[int
         flags=["external_loop", "buffered"],
         op_dtypes=[np.dtype(np.float64)],
         casting="unsafe",
-        buffersize=_PART,
+        buffersize=_CHECKED,
     )
     for part in parts:
         if not np.isfinite(part).all():
             raise errors.LossyCastError(
-                "a value that is no number can't become an integer",
-                tensor=tensor,
-                expected=str(target),
+                f"cannot cast NaN or infinity to {target}", tensor=tensor, expected=str(target)
             )
         whole = np.trunc(part)
         if target.kind == "b" and (whole != part).any():
             raise errors.LossyCastError(
-                "a fraction can't become a bool",
+                "cannot cast a fraction to bool",
                 tensor=tensor,
                 expected="0 or 1",
                 found=part[whole != part][0],

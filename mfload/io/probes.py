@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 _CACHESTAT = 451  # The same number on every architecture; Linux 6.5 and newer.
 _STATX = {"x86_64": 332, "aarch64": 291}
@@ -65,7 +66,7 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
 
 
 def memory_room(root: Path = Path("/")) -> tuple[int, str] | None:
-    """Bytes that can still be had without the kernel killing somebody, and what says so.
+    """Bytes that can still be allocated before the kernel kills a process, and what limits them.
 
     The smallest of the machine's available memory (with swap) and what each control group
     above this process leaves, page cache counted as free.
@@ -75,6 +76,40 @@ def memory_room(root: Path = Path("/")) -> tuple[int, str] | None:
     """
     rooms = [*_machine_room(root), *_cgroup_rooms(root)]
     return min(rooms) if rooms else None
+
+
+class ProcessLimit(NamedTuple):
+    """A limit on the memory of this process, in bytes."""
+
+    name: str
+    limit: int
+    used: int
+
+
+def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
+    """The limits that are set (`ulimit -v`, `ulimit -d`), and what is used of them.
+
+    Args:
+        root: Where `proc` is; tests lay made-up trees.
+    """
+    try:
+        import resource  # Not on Windows.
+    except ImportError:
+        return []
+    asked = (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData"))
+    limits = {name: resource.getrlimit(getattr(resource, name))[0] for name, _ in asked}
+    if all(limit == resource.RLIM_INFINITY for limit in limits.values()):
+        return []
+    try:
+        lines = (root / "proc/self/status").read_text().splitlines()
+    except OSError:
+        return []
+    table = {key: rest.split() for key, _, rest in (line.partition(":") for line in lines)}
+    return [
+        ProcessLimit(name, limits[name], int(table[key][0]) << 10)
+        for name, key in asked
+        if limits[name] != resource.RLIM_INFINITY and key in table
+    ]
 
 
 def _machine_room(root: Path) -> list[tuple[int, str]]:

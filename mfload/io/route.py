@@ -6,15 +6,11 @@ The plan is the same on every machine; the route is not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from mfload import errors
 from mfload.io import buffers, probes
 from mfload.sources.local import LocalFile, OpenFile
-
-EngineName = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
-ENGINES = ("auto", "mmap", "pread", "direct", "pinned", "gds")
 
 log = logging.getLogger("mfload")
 
@@ -27,11 +23,9 @@ class Leg(NamedTuple):
     """The route of one file.
 
     Attributes:
-        file: Its path.
         engine: "pread", "direct" or "mmap"; "pinned" or "gds" for what lands on a device.
-        why: The reason, for people.
-        cached: Share of its pages in the page cache, None where the kernel does not say.
-        direct: Whether it is read with O_DIRECT, where it is read into host memory.
+        cached: Share of its pages in the page cache; None if the kernel does not say.
+        direct: Whether it is read with O_DIRECT if it is read into host memory.
     """
 
     file: str
@@ -41,42 +35,20 @@ class Leg(NamedTuple):
     direct: bool = False
 
 
-class PastHost(Protocol):
-    """Whether the bytes of a file can go to a device past host memory."""
+PastHost = Callable[[str, int | None], tuple[bool, str]]
+"""Whether the bytes of a file can go to a device past host memory, and why, for people.
 
-    def __call__(self, path: str, cold: int | None) -> tuple[bool, str]:
-        """Asks.
-
-        Args:
-            path: The file.
-            cold: Bytes that the load reads from disk, to see whether it is worth a long look;
-                None where the user asked for it.
-
-        Returns:
-            The answer and its reason, for people.
-        """
-        ...
+Called with the path, and the bytes that the load reads from disk (they tell whether a long look is
+worth it; None if the user asked for it).
+"""
 
 
 def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, ...]:
-    """Chooses an engine for each file.
-
-    Args:
-        wanted: The files, with the bytes that are to be read of each.
-        engine: A name, or "auto".
-
-    Returns:
-        A leg for each file.
-
-    Raises:
-        UsageError: There is no such engine.
-    """
-    if engine not in ENGINES:
-        meant = errors.did_you_mean(engine, ENGINES)
-        raise errors.UsageError(
-            f"unknown engine{meant}", expected=" | ".join(ENGINES), found=engine
-        )
-    return tuple(_logged(_leg(source, nbytes, engine), engine) for source, nbytes in wanted)
+    """Chooses an engine for each file, which comes with the bytes that are to be read of it."""
+    legs: list[Leg] = []
+    for source, nbytes in wanted:
+        legs.append(_logged(_leg(source, nbytes, engine), engine))
+    return tuple(legs)
 
 
 def _logged(leg: Leg, asked: str) -> Leg:
@@ -126,10 +98,6 @@ def choose_onto_device(
     Args:
         wanted: The files, with the bytes that are to be read of each.
         engine: As for `choose`; "pread" and "direct" say how the pinned stage reads.
-        past: Says whether bytes can go past host memory.
-
-    Returns:
-        A leg for each file, "pinned" or "gds".
     """
     inner = "auto" if engine in _ON_DEVICES else engine
     legs = [_leg(source, nbytes, inner, buffers.PAGE) for source, nbytes in wanted]

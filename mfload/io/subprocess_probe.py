@@ -1,4 +1,4 @@
-"""Asking: a probe that might hang or crash runs in a process of its own, for a bounded time."""
+"""A probe that might hang or crash runs in a process of its own, for a bounded time."""
 
 from __future__ import annotations
 
@@ -69,8 +69,6 @@ def ask(
     """Runs a module and reads the table, as JSON, that it prints last.
 
     Args:
-        module: Its name, such as "mfload.diagnostics.probe_cuda".
-        arguments: What it is given.
         timeout: Seconds; then it is killed with all that it has started. None for ever.
         environment: Variables that differ from those of this process.
     """
@@ -118,7 +116,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     try:
         child.wait(1)
     except subprocess.TimeoutExpired:
-        child.returncode = -signal.SIGKILL  # Nobody waits for it any more, Python neither.
+        child.returncode = -signal.SIGKILL  # Or Python would wait for it later.
 
 
 def _signal(number: int) -> str:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from contextlib import nullcontext
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mfload import errors
-from mfload.cuda import past, staged
-from mfload.cuda.copies import Ways
-from mfload.cuda.paths import Staging
-from mfload.io import advise, buffers
-from mfload.io.direct import DirectReader
+from mfload.io import buffers
+from mfload.io.buffers import ForkProtection
 from mfload.io.engine import Engine, on_host
 from mfload.io.pread import PreadReader
 from mfload.io.route import Leg
-from mfload.planning.blocks import Block, Observer, Segment, Slot
+from mfload.planning.blocks import Block, Observer, Reader, Segment, Slot, stored
 from mfload.planning.planner import Plan
 from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
+
+if TYPE_CHECKING:
+    from mfload.cuda.staging import Staging
 
 log = logging.getLogger("mfload")
 
@@ -33,6 +36,7 @@ _GRACE = 5.0
 # A load up to this many bytes is over before a second thread has started.
 _INLINE = 1 << 20
 _MAPPED_BLOCK = 8 << 20
+_DIRECT, _NBYTES = attrgetter("direct"), attrgetter("nbytes")
 
 
 def run(
@@ -45,29 +49,14 @@ def run(
     deadline: Deadline,
     advance: Advance | None = None,
     observer: Observer | None = None,
-    ways: Ways | None = None,
     staging: Staging | None = None,
 ) -> tuple[str, ...]:
-    """Fills the buffers.
+    """Fills the buffers: `memory` has a uint8 array or a `DeviceBuffer` for each.
 
-    Args:
-        plan: The plan.
-        memory: A uint8 array for each of its buffers, a `DeviceBuffer` for those on devices.
-        sources: The files, by number.
-        route: The leg of each, None for those the plan does not read.
-        threads: Readers at once.
-        deadline: When to give up.
-        advance: Told of progress.
-        observer: Sees every wanted byte as the files hold it, those of maps too.
-        ways: How segments get to their places on devices.
-        staging: The slots by way of which they do; None where all lands on the host.
-
-    Returns:
-        What was decided on the way, such as a fall-back.
-
-    Raises:
-        SourceError: Bytes could not be had, or the files changed meanwhile. Readers are
-            joined first; one that hangs in the kernel is left behind with its buffers.
+    `observer` sees every wanted byte as the files hold it, those of maps too. `staging` is None if
+    all lands on the host. Raises SourceError if bytes could not be had, or the files changed
+    meanwhile; readers are joined first, and one that hangs in the kernel is left behind with its
+    buffers. Returns what was decided on the way, such as a fall-back.
     """
     notes: list[str] = []
 
@@ -79,58 +68,79 @@ def run(
     def open_reader(number: int) -> PreadReader:
         source = sources[number]
         leg = route[number]
-        return DirectReader(source, note) if leg is not None and leg.direct else PreadReader(source)
+        if leg is None or not leg.direct:
+            return PreadReader(source)
+        from mfload.io.direct import DirectReader
 
-    def engine(blocks: Sequence[Block], count: int) -> Engine:
-        if staging is None or ways is None or not any(map(ways.devices, blocks)):
-            return on_host(open_reader, memory, count, observer)
-        numbers = frozenset(n for n, leg in enumerate(route) if leg and leg.engine == "gds")
-        rest = sum(b.source in numbers and not ways.stay_on_devices(b) for b in blocks)
-        if rest:
-            note(f"{rest} blocks go by way of the host: devices can't put them in place")
-        direct = past.direct(sources, numbers, note) if numbers else None
-        return staged.engine(
-            blocks, memory, ways, staging, open_reader,
-            threads=count, direct=direct, observer=observer,
-        )  # fmt: skip
+        return DirectReader(source, note)
 
     # Onto devices, a disk writes to slots alone.
-    straight = staging is None and any(leg is not None and leg.direct for leg in route)
-    own = [array for array in memory if straight and buffers.is_own(array)]
-    work = _Work(plan, sources, threads, deadline, advance)
-    with advise.not_forked(own):
-        work.run(plan.blocks, engine)
+    straight = staging is None and any(map(_DIRECT, filter(None, route)))
+    own = list(filter(buffers.is_own, memory)) if straight else ()
+    rounds: list[tuple[Sequence[Block], Callable[[int], Reader]]] = [(plan.blocks, open_reader)]
     if observer is not None:
-        mapped = _mapped_blocks(plan)
-        work.run(mapped, lambda _, n: on_host(lambda _: _AlreadyThere(), memory, n, observer))
-    deadline.bound(lambda: _check(plan, sources), "looking at the files again")
+        rounds.append((_mapped_blocks(plan), lambda _: _AlreadyThere()))
+    for todo, opened in rounds:
+        if not todo:
+            continue
+        nbytes = sum(map(_NBYTES, todo))
+        small = nbytes <= _INLINE or (threads == 1 and advance is None)
+        inline = small and deadline.seconds is None
+        engine: Engine
+        read = opened is open_reader
+        if read and staging is not None and any(map(staging.methods.devices, todo)):
+            from mfload.cuda.engine import Gds, onto_devices
+
+            numbers = frozenset(n for n, leg in enumerate(route) if leg and leg.engine == "gds")
+            gds = Gds(sources, numbers, note) if numbers else None
+            count = 0 if inline else threads
+            engine = onto_devices(
+                todo, memory, staging, open_reader, threads=count, gds=gds, observer=observer
+            )
+        elif inline:
+            with ForkProtection(own) if own else nullcontext():
+                _fill(plan, todo, opened, memory, sources, observer)
+            if advance is not None:
+                advance(nbytes)
+            continue
+        else:
+            engine = on_host(opened, memory, threads, observer, own)
+        try:
+            engine.submit(todo)
+            _wait(plan, todo, engine, sources, deadline, advance)
+        finally:
+            engine.close(min(_GRACE, max(0.0, deadline.left())))
+    deadline.bound(partial(_check, plan, sources), "looking at the files again")
     return tuple(notes)
 
 
-class _Work(NamedTuple):
-    """What each round of blocks of one load shares."""
-
-    plan: Plan
-    sources: Sequence[LocalFile]
-    threads: int
-    deadline: Deadline
-    advance: Advance | None
-
-    def run(
-        self, todo: Sequence[Block], make_engine: Callable[[Sequence[Block], int], Engine]
-    ) -> None:
-        """Has an engine fill blocks, and waits for it."""
-        if not todo:
-            return
-        nbytes = sum(block.nbytes for block in todo)
-        small = nbytes <= _INLINE or (self.threads == 1 and self.advance is None)
-        inline = small and self.deadline.seconds is None
-        engine = make_engine(todo, 0 if inline else self.threads)
-        try:
-            engine.submit(todo)
-            _wait(self.plan, todo, engine, self.sources, self.deadline, self.advance)
-        finally:
-            engine.close(min(_GRACE, max(0.0, self.deadline.left())))
+def _fill(
+    plan: Plan,
+    todo: Sequence[Block],
+    open_reader: Callable[[int], Reader],
+    memory: list[Any],
+    sources: Sequence[LocalFile],
+    observer: Observer | None,
+) -> None:
+    """Fills blocks of host memory in this thread, where others would start too late to help."""
+    slot, reader, source = buffers.WorkerSlot(), None, -1
+    block = todo[0]
+    try:
+        for block in todo:
+            if reader is None or block.source != source:
+                if reader is not None:
+                    reader.close()
+                    reader = None
+                reader, source = open_reader(block.source), block.source
+            landed = reader.fill(block, memory, slot)
+            if observer is not None:
+                for offset, data in stored(block, memory, landed):
+                    observer.saw(source, offset, data, bool)  # bool(): never stopped.
+    except (OSError, errors.MfloadError) as error:
+        _name(plan, block, error, sources)
+    finally:
+        if reader is not None:
+            reader.close()
 
 
 class _AlreadyThere:
@@ -157,7 +167,11 @@ def _mapped_blocks(plan: Plan) -> list[Block]:
 
 
 def _check(plan: Plan, sources: Sequence[LocalFile]) -> None:
-    for number in {piece.source for place in plan.places for piece in place.request.info.pieces}:
+    seen: set[int] = set()
+    for place in plan.places:
+        for piece in place.request.info.pieces:
+            seen.add(piece.source)
+    for number in seen:
         sources[number].check()
 
 

@@ -41,15 +41,15 @@ class LazyCheckpoint:
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
-        return sorted(self._index.tensors)
+        return sorted(self._opened().tensors)
 
     def offset_keys(self) -> list[str]:
         """Names of the tensors in the order in which the files hold them."""
-        return list(self._index.tensors)
+        return list(self._opened().tensors)
 
     def metadata(self) -> dict[str, str] | None:
         """The free-form strings of the headers, None where there are none."""
-        strings = self._index.metadata
+        strings = self._opened().metadata
         return None if strings is None else dict(strings)
 
     def info(self, name: str) -> TensorInfo:
@@ -58,11 +58,11 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        return self._index[name]
+        return self._opened()[name]
 
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
-        return self._index.files[info.pieces[0].source]
+        return self._opened().files[info.pieces[0].source]
 
     def get_tensor(self, name: str) -> Any:
         """One tensor.
@@ -87,23 +87,28 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        return TensorSlice(self, self._index[name])
+        return TensorSlice(self, self._opened()[name])
 
     def _load(self, names: list[str]) -> list[Any]:
-        rows = [self._index[name] for name in names]
+        index = self._opened()
+        rows = [index[name] for name in names]
         return self._fetch([Request(row, row.dtype) for row in rows])
 
     def _fetch(self, requests: list[Request]) -> list[Any]:
+        index = self._opened()
+        options = started(self._arguments[1])
+        return Loader(index, self._sources, self._adapter, options).load(requests)
+
+    def _opened(self) -> Index:
         if self._closed:
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
-        options = started(self._arguments[1])
-        return Loader(self._index, self._sources, self._adapter, options).load(requests)
+        return self._index
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._opened())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._index.tensors
+        return name in self._opened().tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -113,6 +118,7 @@ class LazyCheckpoint:
         self._closed = True
 
     def __enter__(self) -> LazyCheckpoint:
+        self._opened()
         return self
 
     def __exit__(
@@ -126,7 +132,9 @@ class LazyCheckpoint:
     def __repr__(self) -> str:
         files = self._index.files
         where = files[0] if len(files) == 1 else f"{len(files)} files"
-        return f"<mfload checkpoint: {len(self)} tensors in {where}, for {self._adapter.name}>"
+        return (
+            f"<mfload checkpoint: {len(self._index)} tensors in {where}, for {self._adapter.name}>"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = self._arguments
@@ -176,7 +184,8 @@ class TensorSlice:
         """Reads a part.
 
         Args:
-            index: Ints, slices (steps and negatives too), Ellipsis, or a tuple of these.
+            index: Integers, slices (steps and negatives too), Ellipsis, one list of integers, or a
+                tuple of these.
 
         Returns:
             The part as an array.

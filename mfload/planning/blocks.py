@@ -8,15 +8,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mfload.sources.base import Costs as Costs
+
 
 class Copy(NamedTuple):
     """How a segment's elements get from a slot to their place when plain bytes won't do.
 
     Attributes:
-        shape: Elements a dim.
         strides: Bytes between them in the slot, a dim; may be negative.
         start: Byte of the first element, counted from the segment's offset.
-        source: Element type as stored.
         target: Element type as delivered. Where the two differ, values are converted.
         checked: Whether a value that the target can't hold stops the load.
         tensor: Whose they are, for the error that says so.
@@ -32,15 +32,7 @@ class Copy(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A contiguous byte range of a source and where it goes.
-
-    Attributes:
-        offset: First byte in the source.
-        nbytes: Bytes in the source.
-        buffer: Number of the destination buffer.
-        at: First byte in the destination.
-        copy: None for plain bytes.
-    """
+    """A contiguous byte range of a source and where it goes."""
 
     offset: int
     nbytes: int
@@ -63,10 +55,6 @@ class Block(NamedTuple):
     read to be looked at: it stays in the slot, for a witness.
 
     Attributes:
-        source: Number of the source.
-        offset: First byte in the source.
-        nbytes: Bytes in the source.
-        segments: What is taken of it.
         shared: Bytes asked for, where segments may want the same ones; None where each has
             its own.
     """
@@ -90,30 +78,6 @@ class Block(NamedTuple):
         if self.shared is not None:
             return self.shared
         return sum(segment.wanted for segment in self.segments)
-
-
-class Costs(NamedTuple):
-    """What a source declares of itself; the plan takes these as plain numbers.
-
-    Attributes:
-        block: Bytes a read, at most.
-        merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
-        concurrency: Reads in flight beyond which more don't help.
-        staged: Bytes a read, at most, that is picked apart in a slot.
-    """
-
-    block: int = 16 << 20
-    # Any gap shorter than a page holds no page that is not wanted for its ends, so
-    # reading over it costs the disk nothing.
-    merge_gap: int = 4096
-    concurrency: int = 4
-    # What comes is copied out while it is in the processor's cache.
-    staged: int = 2 << 20
-
-    @property
-    def slot(self) -> int:
-        """Bytes a slot has to hold, at most."""
-        return min(self.block, self.staged)
 
 
 class Reader(Protocol):
@@ -167,25 +131,14 @@ class Observer(Protocol):
         were submitted, and ended in any.
 
         Args:
-            source: The source's number.
             offset: Where in the source the bytes begin.
-            data: uint8 array; valid during the call.
             stopped: Whether the work was given up: then nobody waits any longer.
         """
         ...
 
 
 def stored(block: Block, memory: list[Any], landed: Any | None) -> Iterator[tuple[int, Any]]:
-    """The bytes of a filled block as the source holds them, segment by segment.
-
-    Args:
-        block: The block.
-        memory: The destination buffers.
-        landed: What `Reader.fill` returned for it.
-
-    Yields:
-        Offset in the source, and a uint8 array.
-    """
+    """The bytes of a filled block as the source holds them, segment by segment."""
     if landed is not None and not block.segments:
         yield block.offset, landed
     seen = block.offset

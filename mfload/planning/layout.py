@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mfload.cuda.device import ALIGNMENT
-from mfload.planning.requests import Request
+from mfload.planning.requests import Allocation, Request
 
 BUFFER = 64 << 20
 """Bytes a buffer at most, so that no small tensor keeps much memory alive; a page that leads
 to the place of the first comes on top."""
+
+DEVICE_ALIGNMENT = 256
+"""Alignment of tensors in device memory, in bytes: that of CUDA's own allocator."""
 
 _PAGE = 4096
 _SMALL = 64 << 10
@@ -27,7 +29,6 @@ class BufferSpec(NamedTuple):
     """A buffer to be had.
 
     Attributes:
-        nbytes: Length in bytes.
         source: The source to map, None for memory.
         device: Number of the device whose memory it is, None for the host's.
     """
@@ -38,7 +39,7 @@ class BufferSpec(NamedTuple):
 
 
 _Kind = tuple[int | None, bool]
-"""What tensors of one buffer have in common: their device, and whether they are passing through."""
+"""What tensors of one buffer have in common: their device, and whether they are copied."""
 
 
 class Arrangement:
@@ -50,7 +51,7 @@ class Arrangement:
     """
 
     def __init__(self, alignment: int | None, mapped: dict[int, int]) -> None:
-        self._specs: list[BufferSpec] = []
+        self.specs: list[BufferSpec] = []
         self._alignment = alignment
         self._mapped = mapped
         self._maps: dict[int, int] = {}
@@ -62,13 +63,15 @@ class Arrangement:
         request: Request,
         nbytes: int,
         contiguous: int | None,
-        *,
-        alone: bool,
-        device: int | None = None,
-        passing: bool = False,
+        allocation: Allocation,
     ) -> tuple[int, int]:
-        """Buffer and first byte; what is only passing through shares none with what stays."""
-        if alone:
+        """Buffer and first byte.
+
+        An array of the framework is a buffer of its own; what the framework copies shares no
+        buffer with what stays.
+        """
+        device, owner, copied = allocation
+        if owner == "framework":
             return self._new(nbytes, device=device), 0
         if device is None:
             piece = request.info.pieces[0]
@@ -81,39 +84,31 @@ class Arrangement:
             follows = nbytes < _SMALL
         else:
             # No kernel of the host's copies here, so there is no place that suits the file.
-            offset, align, follows = 0, ALIGNMENT, True
-        kind = device, passing
+            offset, align, follows = 0, DEVICE_ALIGNMENT, True
+        kind = device, copied
         number, cursor = self._open.get(kind, (-1, 0))
         at = _next(cursor, offset, align, follows)
         if number < 0 or at + nbytes > BUFFER + _PAGE:
-            self._close(kind)
+            if number >= 0:
+                self.specs[number] = BufferSpec(cursor, None, device)
             number, at = self._new(0, device=device), _next(0, offset, align, follows)
         self._open[kind] = number, at + nbytes
         return number, at
 
     def _new(self, nbytes: int, source: int | None = None, device: int | None = None) -> int:
-        self._specs.append(BufferSpec(nbytes, source, device))
-        return len(self._specs) - 1
+        self.specs.append(BufferSpec(nbytes, source, device))
+        return len(self.specs) - 1
 
     def _map(self, source: int) -> int | None:
         if source in self._mapped and source not in self._maps:
             self._maps[source] = self._new(self._mapped[source], source)
         return self._maps.get(source)
 
-    def is_map(self, buffer: int) -> bool:
-        """Whether a buffer is a map of a file, which needs no reading."""
-        return self._specs[buffer].source is not None
-
-    def _close(self, kind: _Kind) -> None:
-        if kind in self._open:
-            number, cursor = self._open.pop(kind)
-            self._specs[number] = BufferSpec(cursor, None, kind[0])
-
     def end(self) -> tuple[BufferSpec, ...]:
         """The buffers."""
-        for kind in list(self._open):
-            self._close(kind)
-        return tuple(self._specs)
+        for (device, _), (number, cursor) in self._open.items():
+            self.specs[number] = BufferSpec(cursor, None, device)
+        return tuple(self.specs)
 
 
 def _next(cursor: int, offset: int, align: int, follows: bool) -> int:

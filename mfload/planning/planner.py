@@ -7,28 +7,26 @@ at the machine; what depends on those (engine, page cache) is the route.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
-from mfload.planning import ranges
+from mfload.planning import boxes
 from mfload.planning.blocks import Block, Costs
-from mfload.planning.gathering import Gathering, Wanted
 from mfload.planning.layout import Arrangement, BufferSpec
-from mfload.planning.requests import Request
+from mfload.planning.reads import Gathering, Wanted
+from mfload.planning.requests import HOST, Allocation, Request
 
 MESH_GAP = 64 << 10
 """The `Costs.merge_gap` of loads onto a mesh. A row's part that is read by a call of its own costs
 as much as reading some 100 KiB over (2 cores, page cache), and columns are thousands of rows; a
 disk or a network that is slower than that is why the gap is shorter."""
 
+_NBYTES = attrgetter("nbytes")
+_TENSOR = itemgetter(0, 1)  # Of a key of the file's order: source and first byte.
+
 
 class Place(NamedTuple):
-    """Where a need's result lies.
-
-    Attributes:
-        request: What was asked for.
-        buffer: Number of the buffer.
-        at: First byte in the buffer.
-    """
+    """Where a need's result lies."""
 
     request: Request
     buffer: int
@@ -40,15 +38,15 @@ class Plan(NamedTuple):
 
     Attributes:
         places: A place for each need, in the order of the needs.
-        buffers: The buffers to be had.
-        blocks: The reads, in file order.
         staged: Bytes of the longest block that must pass through a slot, 0 for none.
+        allocations: Where each request lands, in the order of the requests.
     """
 
     places: tuple[Place, ...]
     buffers: tuple[BufferSpec, ...]
     blocks: tuple[Block, ...]
     staged: int
+    allocations: tuple[Allocation, ...] = ()
 
     @property
     def result_bytes(self) -> int:
@@ -58,7 +56,7 @@ class Plan(NamedTuple):
     @property
     def read_bytes(self) -> int:
         """Bytes read from the sources."""
-        return sum(block.nbytes for block in self.blocks)
+        return sum(map(_NBYTES, self.blocks))
 
     @property
     def wanted_bytes(self) -> int:
@@ -74,8 +72,11 @@ class Plan(NamedTuple):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of host memory held for the result, padding counted in."""
-        memory = (spec for spec in self.buffers if spec.source is None and spec.device is None)
-        return sum(spec.nbytes for spec in memory)
+        total = 0
+        for nbytes, source, device in self.buffers:
+            if source is None and device is None:
+                total += nbytes
+        return total
 
     @property
     def device_bytes(self) -> dict[int, int]:
@@ -84,6 +85,15 @@ class Plan(NamedTuple):
         for spec in self.buffers:
             if spec.device is not None:
                 held[spec.device] = held.get(spec.device, 0) + spec.nbytes
+        return held
+
+    @property
+    def copied_bytes(self) -> dict[int | None, int]:
+        """Bytes that the framework copies once they have landed, by where they landed."""
+        held: dict[int | None, int] = {}
+        for place, (device, _, copied) in zip(self.places, self.allocations, strict=False):
+            if copied:
+                held[device] = held.get(device, 0) + place.request.nbytes
         return held
 
     def tensors_of(self, block: Block) -> list[str]:
@@ -105,10 +115,8 @@ def make(
     *,
     alignment: int | None = None,
     costs: Costs | None = None,
-    separate: frozenset[int] = frozenset(),
+    allocations: Sequence[Allocation] = (),
     mapped: dict[int, int] | None = None,
-    devices: Sequence[int | None] | None = None,
-    passing: frozenset[int] = frozenset(),
     given: Sequence[tuple[int, int]] | None = None,
     specs: Sequence[BufferSpec] = (),
 ) -> Plan:
@@ -119,59 +127,48 @@ def make(
     Args:
         requests: What is wanted; a need may come twice, and then has two places.
         alignment: Bytes on which every tensor must lie; None for its element's size.
-        costs: What the sources declare.
-        separate: Positions of the needs that get a buffer each, beginning with the tensor: for
-            memory that is not ours.
+        allocations: Where each request lands. Default: in mfload's memory on the host.
         mapped: Sources that may be mapped instead of read, with their sizes in bytes. Only
             what is contiguous, unconverted and aligned in the file is; the rest is read.
-        devices: Number of the device in whose memory each need lands, None for the host's; None
-            where all land there.
-        passing: Positions of the needs that are copied out of their buffers, which go before those
-            of the others.
         given: Buffer and first byte for each need, for callers who know where all goes; then
-            `alignment`, `separate` and `mapped` say nothing.
-        specs: The buffers that `given` names.
-
-    Returns:
-        The plan.
+            `alignment`, `allocations` and `mapped` say nothing.
     """
     costs = costs or Costs()
     layout = Arrangement(alignment, mapped or {})
     gathering = Gathering(costs)
-    places: list[Place | None] = [None] * len(requests)
-    offsets = [ranges.contiguous(request) for request in requests]
-    keys = [_file_order(request, offset) for request, offset in zip(requests, offsets, strict=True)]
-    once = len({key[:2] for key in keys}) == len(keys)
+    places: list[Any] = [None] * len(requests)
+    offsets: list[int | None] = []
+    keys: list[tuple[int, int, int]] = []
+    for request in requests:
+        info, dtype, selection, *_ = request
+        source, start, *_ = info.pieces[0]
+        plain = selection is None and dtype is info.dtype
+        offset = start if plain else boxes.contiguous(request)
+        offsets.append(offset)
+        keys.append((source, start, start if offset is None else offset))
+    once = len(set(map(_TENSOR, keys))) == len(keys)
     for number in sorted(range(len(requests)), key=keys.__getitem__):
         request, contiguous = requests[number], offsets[number]
         nbytes = request.nbytes
         if given is None:
-            buffer, at = layout.place(
-                request,
-                nbytes,
-                contiguous,
-                alone=number in separate,
-                device=None if devices is None else devices[number],
-                passing=number in passing,
-            )
-            read = nbytes and not layout.is_map(buffer)
+            allocation = allocations[number] if allocations else HOST
+            buffer, at = layout.place(request, nbytes, contiguous, allocation)
+            read = nbytes and layout.specs[buffer].source is None
         else:
             buffer, at = given[number]
             read = nbytes
         places[number] = Place(request, buffer, at)
-        if read and once:
+        if read and once and contiguous is not None:
+            gathering.join(keys[number][0], contiguous, nbytes, buffer, at)
+        elif read and once:
             gathering.alone(request, nbytes, contiguous, buffer, at)
         elif read:
             gathering.add(Wanted(request, nbytes, contiguous, buffer, at))
     reads = gathering.end()
     return Plan(
-        tuple(place for place in places if place is not None),
+        tuple(places),
         layout.end() if given is None else tuple(specs),
         reads,
-        max((block.nbytes for block in reads if block.staged), default=0),
+        max((b.nbytes for b in reads if b.staged), default=0) if gathering.staged else 0,
+        tuple(allocations),
     )
-
-
-def _file_order(request: Request, contiguous: int | None) -> tuple[int, int, int]:
-    piece = request.info.pieces[0]
-    return piece.source, piece.offset, piece.offset if contiguous is None else contiguous

@@ -1,33 +1,119 @@
-"""Joining: segments that follow each other become one, and neighbours one read. Pure."""
+"""Reads: requests with places become segments, and neighbours one read. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
+from mfload.index import TensorInfo
+from mfload.planning import boxes, scatter
 from mfload.planning.blocks import Block, Copy, Costs, Segment
+from mfload.planning.requests import Request
 
 # Segments of several buffers are read at once up to so many bytes. Beyond, a read of its own
 # costs little, and one that has a single place needs no slot, whatever the engine.
 _MIXED = 1 << 20
 
 
-class Joiner:
-    """Makes one segment of plain bytes that follow each other in file and memory alike.
+class Wanted(NamedTuple):
+    """A request, where its bytes follow each other in the file (or None), and where they go."""
 
-    Args:
-        costs: What the source declares.
+    request: Request
+    nbytes: int
+    contiguous: int | None
+    buffer: int
+    at: int
+
+
+class Gathering:
+    """Takes needs in file order, and makes blocks of them.
+
+    Attributes:
+        staged: Whether some of what was taken has to pass through a slot.
     """
 
     def __init__(self, costs: Costs) -> None:
+        self.staged = False
         self._costs = costs
+        self._held: list[Wanted] = []
+        self._known: dict[Any, list[scatter.Cell]] = {}
         self._found: list[tuple[int, Segment | Block]] = []
+        # Plain bytes that follow each other, or a range that is shared.
         self._source = -1
         self._run = (0, 0, -1, 0)
         self._file_end = self._memory_end = -1
         self._shared: list[Segment] = []
         self._shared_start = self._shared_end = self._shared_wanted = 0
 
-    def add(
+    def add(self, wanted: Wanted) -> None:
+        """Takes a need of a tensor that others may want as well; they follow each other."""
+        held = self._held
+        if held and not _same(held[0].request.info, wanted.request.info):
+            self._flush()
+        self._held.append(wanted)
+
+    def alone(
+        self, request: Request, nbytes: int, contiguous: int | None, buffer: int, at: int
+    ) -> None:
+        """Takes a need that shares no byte with another."""
+        if contiguous is not None:
+            self.join(request.info.pieces[0].source, contiguous, nbytes, buffer, at)
+        elif request.dtype is request.info.dtype and scatter.is_box(request):
+            self._together([Wanted(request, nbytes, contiguous, buffer, at)])
+        else:
+            for source, segment in boxes.segments(request, buffer, at, self._costs):
+                self.join(source, *segment)
+
+    def end(self) -> tuple[Block, ...]:
+        """The blocks."""
+        if self._held:
+            self._flush()
+        self._end_run()
+        return tuple(blocks(self._found, self._costs))
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        if len(held) == 1:
+            self.alone(*held[0])
+            return
+        found: list[Wanted] = []
+        for wanted in held:
+            if scatter.is_box(wanted.request):
+                found.append(wanted)
+            else:
+                self.alone(*wanted)
+        if found:
+            self._together(found)
+
+    def _together(self, found: list[Wanted]) -> None:
+        piece = found[0].request.info.pieces[0]
+        source, base = piece.source, piece.offset
+        for offset, nbytes, wanted, parts in self._cells([box.request for box in found]):
+            if len(parts) == 1 and parts[0].copy is None:
+                box = found[parts[0].box]
+                at = box.at + parts[0].at
+                self.join(source, base + offset, nbytes, box.buffer, at)
+                continue
+            segments = [
+                Segment(base + first, length, found[n].buffer, found[n].at + at, copy)
+                for n, first, length, at, copy in parts
+            ]
+            self.share(source, base + offset, nbytes, wanted, segments)
+
+    def _cells(self, requests: list[Request]) -> list[scatter.Cell]:
+        """Cells of a tensor; layers of a model are alike, so they are kept."""
+        info = requests[0].info
+        plain = all(request.dtype is info.dtype for request in requests)
+        if not plain:
+            # An error about a value names the tensor, so these are its own.
+            return scatter.cells(requests, self._costs)
+        key = info.dtype.name, info.shape, tuple(request.selection for request in requests)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = scatter.cells(requests, self._costs)
+        return known
+
+    def join(
         self,
         source: int,
         offset: int,
@@ -36,7 +122,7 @@ class Joiner:
         at: int,
         copy: Copy | None = None,
     ) -> None:
-        """Takes the next segment."""
+        """Takes the next segment; plain bytes that follow the last in file and memory join it."""
         first, length, held, start = self._run
         if (
             offset == self._file_end
@@ -49,8 +135,9 @@ class Joiner:
             self._file_end += nbytes
             self._memory_end += nbytes
             return
-        self._flush()
+        self._end_run()
         if copy is not None:
+            self.staged = True
             self._found.append((source, Segment(offset, nbytes, buffer, at, copy)))
             return
         self._source = source
@@ -60,14 +147,9 @@ class Joiner:
     def share(
         self, source: int, offset: int, nbytes: int, wanted: int, segments: Iterable[Segment]
     ) -> None:
-        """Takes the next range whose bytes have several places, or have to be picked apart.
+        """Takes the next range, no longer than a slot, whose bytes have several places.
 
-        Args:
-            source: The source's number.
-            offset: First byte.
-            nbytes: Bytes, no more than a slot holds.
-            wanted: How many of them anybody wants.
-            segments: Who takes what, in file order.
+        `wanted` of its bytes are asked for; `segments` say who takes what, in file order.
         """
         fits = (
             bool(self._shared)
@@ -76,13 +158,14 @@ class Joiner:
             and offset + nbytes - self._shared_start <= self._costs.slot
         )
         if not fits:
-            self._flush()
+            self._end_run()
             self._source, self._shared_start = source, offset
+        self.staged = True
         self._shared += segments
         self._shared_wanted += wanted
         self._shared_end = offset + nbytes
 
-    def _flush(self) -> None:
+    def _end_run(self) -> None:
         if self._run[1]:
             self._found.append((self._source, Segment(*self._run)))
             self._run = (0, 0, -1, 0)
@@ -93,11 +176,6 @@ class Joiner:
             block = Block(self._source, start, end - start, parts, self._shared_wanted)
             self._found.append((self._source, block))
             self._shared, self._shared_wanted = [], 0
-
-    def end(self) -> list[tuple[int, Segment | Block]]:
-        """All segments and shared blocks, in the order in which they came."""
-        self._flush()
-        return self._found
 
 
 def blocks(found: Iterable[tuple[int, Segment | Block]], costs: Costs) -> Iterator[Block]:
@@ -112,7 +190,8 @@ def blocks(found: Iterable[tuple[int, Segment | Block]], costs: Costs) -> Iterat
                 group = []
             yield whole
             continue
-        for segment in _split(whole, costs.block):
+        plain = whole.copy is None and whole.nbytes > costs.block
+        for segment in _split(whole, costs.block) if plain else (whole,):
             most = limit if group else costs.block
             if segment.copy is not None:
                 most = min(most, costs.slot)
@@ -141,15 +220,19 @@ def _block(source: int, group: list[Segment]) -> Block:
 
 
 def _split(segment: Segment, limit: int) -> Iterator[Segment]:
-    """Cuts plain bytes at file offsets that are multiples of the block size.
+    """Cuts plain bytes at file offsets that are multiples of the block size, as direct I/O likes.
 
-    So all inner cuts suit direct I/O. What has to be placed was made small enough before.
+    What has to be placed was made small enough before.
     """
-    if segment.copy is not None or segment.nbytes <= limit:
-        yield segment
-        return
     offset, end = segment.offset, segment.offset + segment.nbytes
     while offset < end:
         stop = min(end, (offset // limit + 1) * limit)
         yield Segment(offset, stop - offset, segment.buffer, segment.at + offset - segment.offset)
         offset = stop
+
+
+def _same(one: TensorInfo, other: TensorInfo) -> bool:
+    if one is other:
+        return True
+    alike = one.pieces[0] == other.pieces[0] and one.shape == other.shape
+    return alike and one.dtype is other.dtype

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mfload.planning.blocks import Copy, Costs
-from mfload.planning.folding import Folded, fold
+from mfload.planning.boxes import Folded, fold
 from mfload.planning.requests import Request
 
 # Runs at least this long go straight to their places: to plan and place one on its own costs
@@ -29,11 +29,7 @@ class Part(NamedTuple):
     """What one box takes of a cell.
 
     Attributes:
-        box: Its number.
         offset: First byte of the range it takes, counted from the tensor's.
-        nbytes: Bytes of the range.
-        at: First byte in the box's result.
-        copy: None for plain bytes.
     """
 
     box: int
@@ -47,8 +43,6 @@ class Cell(NamedTuple):
     """A range that is read at once, and who takes what of it.
 
     Attributes:
-        offset: First byte, counted from the tensor's.
-        nbytes: Bytes.
         wanted: How many of them any box wants.
         parts: In file order. A single one of plain bytes may be of any length.
     """
@@ -63,7 +57,8 @@ def is_box(request: Request) -> bool:
     """Whether a need is some of a tensor, without steps."""
     axes = request.selection
     return bool(request.nbytes) and (
-        axes is None or all(axis.step == 1 or axis.size == 1 for axis in axes)
+        axes is None
+        or all((axis.step == 1 and axis.picks is None) or axis.size == 1 for axis in axes)
     )
 
 
@@ -72,7 +67,6 @@ def cells(requests: Sequence[Request], costs: Costs) -> list[Cell]:
 
     Args:
         requests: They, as `is_box` lets them pass; two may be the same.
-        costs: What the source declares.
 
     Returns:
         Cells in file order; they don't overlap, and leave out whatever gap is long enough.
@@ -84,10 +78,7 @@ class _Reach(NamedTuple):
     """Which bytes of a row its boxes want.
 
     Attributes:
-        start: The first.
-        stop: The one behind the last.
         gap: The longest stretch between that nobody wants.
-        wanted: How many.
         run: The shortest stretch that the same boxes want; 0 where these are not just one.
     """
 

@@ -13,14 +13,14 @@ from mfload.index import Index, TensorInfo
 Names = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None
 _GLOB = "; what a shell writes * is .* here"
 
-Dtypes = Any  # A dtype of any framework, or {regex: dtype}.
+Dtypes = Any  # A dtype of any framework, [(regex, dtype)], or {exact name: dtype}.
+_PATTERN = re.compile(r"[\\^$*+?|()\[\]{}]")  # What a name hardly holds, and a regex does.
 
 
 def select(index: Index, names: Names) -> list[TensorInfo]:
     """The rows that `names=` asks for, in the index's order.
 
     Args:
-        index: The checkpoint.
         names: None for all; a regex that is searched for; a list of exact names; or a
             function from a name to whether it is wanted.
 
@@ -33,7 +33,7 @@ def select(index: Index, names: Names) -> list[TensorInfo]:
     if callable(names):
         return [row for name, row in index.tensors.items() if names(name)]
     if isinstance(names, str | re.Pattern):
-        pattern = _compile(names)
+        pattern = compiled(names)
         found = [row for name, row in index.tensors.items() if pattern.search(name)]
         if not found:
             raise errors.TensorNotFoundError(
@@ -48,6 +48,12 @@ def select(index: Index, names: Names) -> list[TensorInfo]:
         expected = "a regular expression, names, or a function"
         raise errors.UsageError(str(error), expected=expected, found=repr(names)) from None
     for name in wanted:
+        if name not in index.tensors and _PATTERN.search(str(name)):
+            raise errors.TensorNotFoundError(
+                "no such tensor; names=[…] takes exact names, names='…' a regular expression",
+                tensor=name,
+                expected="exact names",
+            )
         index[name]
     chosen = set(wanted)
     return [row for name, row in index.tensors.items() if name in chosen]
@@ -67,15 +73,12 @@ def _hint(pattern: re.Pattern[str], index: Index) -> str:
 def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
     """The dtype a tensor is delivered in.
 
-    One dtype for all converts what it can without harm: a float dtype takes floats (other
-    kinds stay as they are), any other dtype must hold every value of what it is given. A
-    mapping of regexes asks by name, first match first: then a conversion may lose precision,
-    but a value outside an integer target's range still stops the load (a float outside a
-    narrower float's becomes infinity or NaN, as it does in every framework).
-
-    Args:
-        info: The tensor.
-        dtype: What `dtype=` was given.
+    One dtype for all converts what it can without harm: a float dtype takes floats (other kinds
+    stay as they are), any other dtype must hold every value of what it is given. Rules ask by
+    name: in a list of (regex, dtype) pairs the first regex found in the name counts, a mapping
+    holds exact names. Then a conversion may lose precision, but a value outside an integer
+    target's range still stops the load (a float outside a narrower float's becomes infinity or
+    NaN, as it does in every framework).
 
     Returns:
         The row, and whether values are to be checked.
@@ -86,7 +89,7 @@ def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
     """
     if dtype is None:
         return info.dtype, False
-    if isinstance(dtype, Mapping):
+    if has_rules(dtype):
         wanted = named(info.name, dtype)
         if wanted is None or wanted is info.dtype:
             return info.dtype, False
@@ -100,7 +103,7 @@ def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
     _convertible(info, wanted)
     if wanted.kind != "float" and not holds(wanted, info.dtype):
         raise errors.LossyCastError(
-            "the conversion would lose values; ask for it by name: dtype={regex: dtype}",
+            "the conversion would lose values; ask for it by name: dtype={name: dtype}",
             tensor=info.name,
             expected=f"a dtype that {wanted} holds",
             found=info.dtype.name,
@@ -108,26 +111,65 @@ def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
     return wanted, False
 
 
-def named(name: str, table: Mapping[Any, Any]) -> DType | None:
-    """The dtype that the first matching regex has, None where none matches.
+def has_rules(dtype: Dtypes) -> bool:
+    """Whether `dtype=` holds rules for names: a mapping, or a list of pairs."""
+    return isinstance(dtype, Mapping) or (isinstance(dtype, list | tuple) and bool(dtype))
+
+
+def named(name: str, rules: Dtypes) -> DType | None:
+    """The dtype that rules give a name. Default: None.
 
     Raises:
         UsageError: A regex is malformed, or a dtype unknown.
     """
-    for pattern, spec in table.items():
-        if _compile(pattern).search(name):
+    if isinstance(rules, Mapping):
+        found: Any = rules.get(name)
+        return None if found is None else dtypes.resolve(found)
+    for pattern, spec in _pairs(rules):
+        if compiled(pattern).search(name):
             return dtypes.resolve(spec)
     return None
 
 
-def idle(names: Collection[str], table: Mapping[Any, Any]) -> list[str]:
-    """The regexes that match none of the names.
+def check_rules(names: Collection[str], rules: Dtypes) -> list[str]:
+    """What is odd about rules for dtypes: each one that no name matches.
 
     Raises:
-        UsageError: A regex is malformed.
+        UsageError: A regex is malformed, or a dtype unknown.
     """
-    patterns = [_compile(pattern) for pattern in table]
-    return [each.pattern for each in patterns if not any(map(each.search, names))]
+    notes: list[str] = []
+    if isinstance(rules, Mapping):
+        for name, spec in rules.items():
+            dtypes.resolve(spec)
+            if name not in names:
+                notes.append(f"dtype= names {name!r}, which is not there{hint(name, names)}")
+        return notes
+    for pattern, spec in _pairs(rules):
+        dtypes.resolve(spec)
+        regex = compiled(pattern)
+        if not any(map(regex.search, names)):
+            notes.append(f"dtype= has a regex that matches no name: {regex.pattern!r}")
+    return notes
+
+
+def hint(name: object, names: Iterable[str]) -> str:
+    """What an exact name in a mapping that is not there may have been meant to be."""
+    if not isinstance(name, str):
+        return ""
+    form = "; regexes go in a list of pairs: [(regex, …)]" if _PATTERN.search(name) else ""
+    return errors.did_you_mean(name, list(names)) + form
+
+
+def _pairs(rules: Dtypes) -> list[tuple[Any, Any]]:
+    pairs: list[Any] = list(rules)
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise errors.UsageError(
+                "dtype= takes a list of pairs",
+                expected="[(regex, dtype), …], or {exact name: dtype}",
+                found=repr(pair),
+            )
+    return pairs
 
 
 def _convertible(info: TensorInfo, wanted: DType) -> None:
@@ -154,7 +196,12 @@ def holds(wanted: DType, given: DType) -> bool:
     return wanted.bits > given.bits or (wanted.kind == given.kind and wanted.bits == given.bits)
 
 
-def _compile(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """A user's regular expression.
+
+    Raises:
+        UsageError: It is malformed, or one of bytes.
+    """
     try:
         compiled = re.compile(pattern)
         compiled.search("")  # One of bytes matches no name.

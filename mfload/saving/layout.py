@@ -9,17 +9,24 @@ a rank is the caller's, so a file that was loaded and is laid out again comes ou
 from __future__ import annotations
 
 import collections
+import itertools
 import json
+import operator
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring as _quoted
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from mfload import errors
+from mfload import errors, options
 from mfload.dtypes import DType
-from mfload.formats.options import ALIGN, check_align, checked_metadata, encodable
 from mfload.formats.safetensors import MAX_HEADER
+from mfload.formats.strict_json import encodable
 from mfload.index import Piece, TensorInfo
+
+ALIGN = 4096
+"""Default multiple of which the data begins: a page, and a disk's sector."""
+REPLACED = "mfload_replaced"
+"""In the metadata of an index while names change: files that are still to be removed."""
 
 _METADATA = "__metadata__"
 _BEST = 64
@@ -28,72 +35,17 @@ _MAX_COUNT = 2**64 - 1
 _MAX_FILE = 2**63 - 1
 
 
-class Entry(NamedTuple):
-    """A tensor to be written.
-
-    Attributes:
-        name: Its name.
-        dtype: A row of the dtype table.
-        shape: In elements of that dtype.
-    """
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it will take.
-
-        Raises:
-            UnsupportedShapeError: No whole number of bytes, or more than the format can say.
-        """
-        dtype, shape = self.dtype, self.shape
-        nbytes = dtype.size_of(shape)
-        # Without a zero, no product on the way is larger than the last.
-        if nbytes and nbytes <= _MAX_COUNT >> 6 and min(shape, default=0) >= 0:
-            return nbytes
-        count = 1
-        for dim in shape:
-            # In order, as readers multiply: what comes after a zero counts for nothing.
-            count *= dim
-            if not 0 <= count <= _MAX_COUNT:
-                raise self._refused("a number of elements that fits 64 bits")
-        if count * dtype.bits > _MAX_COUNT:
-            raise self._refused("a size in bits that fits 64 bits")
-        if nbytes is None:
-            raise self._refused(f"a whole number of bytes of {dtype}")
-        return nbytes
-
-    def _refused(self, expected: str) -> errors.UnsupportedShapeError:
-        shown = str(list(self.shape[:8]))
-        return errors.UnsupportedShapeError(
-            "no file can hold this shape", tensor=self.name, expected=expected, found=shown
-        )
-
-
 class Row(Protocol):
-    """What a layout needs to know of a tensor: an `Entry`, or whatever says as much."""
+    """What a layout needs to know of a tensor: `TensorInfo` and `TensorToSave` have it."""
 
     @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
+    def name(self) -> str: ...  # noqa: D102
     @property
-    def dtype(self) -> DType:
-        """A row of the dtype table."""
-        ...
-
+    def dtype(self) -> DType: ...  # noqa: D102
     @property
-    def shape(self) -> tuple[int, ...]:
-        """In elements."""
-        ...
-
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
-    def nbytes(self) -> int:
-        """Bytes it will take."""
-        ...
+    def nbytes(self) -> int: ...  # noqa: D102
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -102,10 +54,8 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 class Layout(NamedTuple):
     """A file to be written.
 
-    Attributes:
-        header: Its first bytes: the length, the JSON and the spaces; the data begins after them.
-        rows: Name, dtype, shape and bytes of each tensor, in file order.
-        size: Bytes of the whole file.
+    The data begins after `header`: the length, the JSON and the spaces. `rows` are name, dtype,
+    shape and bytes of each tensor in file order; `size` is that of the whole file.
     """
 
     header: bytes
@@ -126,41 +76,30 @@ class Layout(NamedTuple):
 def lay_out(
     entries: Iterable[Row], metadata: Mapping[str, str] | None = None, align: int = ALIGN
 ) -> Layout:
-    """Lays out one file; pure.
-
-    Args:
-        entries: The tensors, in any order.
-        metadata: Strings for the header's `__metadata__`; None for none.
-        align: Multiple of which the data begins, in bytes: a power of two from 8 up.
-
-    Returns:
-        The layout; equal arguments give equal bytes.
-
-    Raises:
-        UsageError: A name or the metadata can't be written, a name is given twice, or the header
-            grows beyond what readers take.
-        UnsupportedShapeError: A shape has no whole number of bytes, or overflows.
-    """
-    align = check_align(align)
+    """Lays out one file; equal arguments give equal bytes."""
     parts: list[str] = []
     if metadata is not None:
-        parts.append(f'"{_METADATA}":{_compact(checked_metadata(metadata))}')
-    rows = [(row.name, row.dtype, row.shape, nbytes) for row, nbytes in _ranked(entries)]
+        parts.append(f'"{_METADATA}":{_metadata_json(metadata)}')
+    rows = [(row.name, row.dtype, row.shape, row.nbytes) for row in _ranked(entries)]
     shapes: dict[tuple[str, tuple[int, ...]], str] = {}
     cursor = 0
     for name, dtype, shape, nbytes in rows:
         if type(name) is not str or not name.isascii() or name == _METADATA:
             _check_name(name)
-        # By hand: a checkpoint may have hundreds of thousands, and few shapes.
+        # By hand: a checkpoint may have hundreds of thousands of tensors, and few shapes.
         what = shapes.get((dtype.name, shape))
         if what is None:
+            _check_shape(name, dtype, shape, nbytes)
             dims = ",".join(map(str, shape))
             what = f'"dtype":{_quoted(dtype.name)},"shape":[{dims}],"data_offsets"'
             shapes[dtype.name, shape] = what
         end = cursor + nbytes
         parts.append(f"{_quoted(name)}:{{{what}:[{cursor},{end}]}}")
         cursor = end
-    _check_twice([row[0] for row in rows])
+    names = [row[0] for row in rows]
+    if len({*names}) < len(names):
+        ((twice, _),) = collections.Counter(names).most_common(1)
+        raise errors.UsageError("a name is given twice", tensor=twice)
     text = f"{{{','.join(parts)}}}".encode()
     length = -(-(8 + len(text)) // align) * align - 8
     if length > MAX_HEADER:
@@ -169,56 +108,34 @@ def lay_out(
             expected=f"at most {MAX_HEADER} bytes",
             found=f"{length} bytes",
         )
-    start = 8 + length
-    if start + cursor > _MAX_FILE:
-        raise errors.UsageError(
-            "no file can be that large", expected=f"{_MAX_FILE} bytes", found=f"{start + cursor}"
-        )
-    return Layout(struct.pack("<Q", length) + text.ljust(length), rows, start + cursor)
+    size = 8 + length + cursor
+    if size > _MAX_FILE:
+        expected = f"at most {_MAX_FILE} bytes"
+        raise errors.UsageError("the file would be too large", expected=expected, found=str(size))
+    return Layout(struct.pack("<Q", length) + text.ljust(length), rows, size)
 
 
 def split(entries: Iterable[AnyRow], limit: int | None) -> list[list[AnyRow]]:
     """Spreads tensors over files, greedily; pure.
 
-    They are ranked first, as they will lie in the files. So whoever loads the files and splits
-    again, by the same limit, gets the same ones.
-
-    Args:
-        entries: The tensors.
-        limit: Bytes of tensors a file, at most; a larger tensor gets a file of its own. None for
-            one file.
-
-    Returns:
-        The tensors of each file; one empty list where there are none.
+    They are ranked first, as they will lie in the files, so loading the files and splitting again
+    by the same limit gives the same ones. A tensor over the limit gets a file of its own.
     """
     if limit is None:
         return [list(entries)]
     files: list[list[AnyRow]] = [[]]
     held = 0
-    for entry, nbytes in _ranked(entries):
-        if files[-1] and held + nbytes > limit:
+    for entry in _ranked(entries):
+        if files[-1] and held + entry.nbytes > limit:
             files.append([])
             held = 0
         files[-1].append(entry)
-        held += nbytes
+        held += entry.nbytes
     return files
 
 
-REPLACED = "mfload_replaced"
-"""In the metadata of an index, while files of an old checkpoint are still to be removed: which."""
-
-
 def index_json(placed: Mapping[str, str], total: int, replaced: Sequence[str] = ()) -> bytes:
-    """The index beside the files of a checkpoint, as Hugging Face lays it out.
-
-    Args:
-        placed: The file of each tensor.
-        total: Bytes of all tensors.
-        replaced: Files of an old checkpoint that are still to be removed.
-
-    Raises:
-        UsageError: It grows beyond what readers take.
-    """
+    """The index beside the files of a checkpoint, as Hugging Face lays it out."""
     metadata: dict[str, object] = {"total_size": total}
     if replaced:
         metadata[REPLACED] = list(replaced)
@@ -233,32 +150,70 @@ def index_json(placed: Mapping[str, str], total: int, replaced: Sequence[str] = 
     return raw
 
 
-def _ranked(entries: Iterable[AnyRow]) -> list[tuple[AnyRow, int]]:
-    """Entries with their sizes, in the order in which they will lie."""
-    best: list[tuple[AnyRow, int]] = []
-    ranks: dict[int, list[tuple[AnyRow, int]]] = {}
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+def checked_align(align: object) -> int:
+    """The argument `align=` in bytes: a power of two from 8 up, or a text such as "4KiB"."""
+    value = _bytes_of(align)
+    if not 8 <= value <= MAX_HEADER or value & (value - 1):
+        expected = f"a power of two from 8 to {1 << (MAX_HEADER.bit_length() - 1)} (bytes)"
+        raise errors.UsageError("invalid align", expected=expected, found=repr(align))
+    return value
+
+
+def shard_limit(size: object) -> int | None:
+    """The argument `max_shard_size=` in bytes; None for no limit."""
+    value = None if size is None else _bytes_of(size)
+    if value is not None and value < 1:
+        expected = 'bytes above 0, or a text such as "5GB" or "500MiB"'
+        raise errors.UsageError("invalid max_shard_size", expected=expected, found=repr(size))
+    return value
+
+
+def _bytes_of(value: Any) -> int:
+    """A number or text as bytes; 0 if it is neither."""
+    try:
+        found = options.size(value) if isinstance(value, str) else value
+    except ValueError:  # UsageError, or more digits than Python converts.
+        return 0
+    return int(found) if hasattr(found, "__index__") and not isinstance(found, bool) else 0
+
+
+def _metadata_json(metadata: Mapping[str, str]) -> str:
+    wrong: list[object] = [metadata]
+    if isinstance(metadata, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        wrong = [text for text in (*metadata.keys(), *metadata.values()) if not encodable(text)]
+    if wrong:
+        expected = "{str: str}, encodable as UTF-8"
+        raise errors.UsageError("invalid metadata", expected=expected, found=repr(wrong[0]))
+    return json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+
+
+def _ranked(entries: Iterable[AnyRow]) -> list[AnyRow]:
+    """Entries in the order in which they will lie."""
+    best: list[AnyRow] = []
+    ranks: dict[int, list[AnyRow]] = {}
     for entry in entries:
-        if type(entry) is Entry:
-            key = entry.dtype.name, entry.shape
-            nbytes = sizes.get(key)
-            if nbytes is None:
-                nbytes = sizes[key] = entry.nbytes
+        nbytes = entry.nbytes
+        # The greatest power of two that divides the size; an empty tensor fits everywhere.
+        if nbytes % _BEST == 0:
+            best.append(entry)
         else:
-            nbytes = entry.nbytes
-        # The greatest power of two that divides the size; nothing at all fits everywhere.
-        rank = nbytes & -nbytes if nbytes % _BEST else _BEST
-        if rank == _BEST:
-            best.append((entry, nbytes))
-        else:
-            ranks.setdefault(rank, []).append((entry, nbytes))
+            ranks.setdefault(nbytes & -nbytes, []).append(entry)
     return [*best, *(each for rank in sorted(ranks, reverse=True) for each in ranks[rank])]
 
 
-def _check_twice(names: list[str]) -> None:
-    if len({*names}) < len(names):
-        ((twice, _),) = collections.Counter(names).most_common(1)
-        raise errors.UsageError("a name is given twice", tensor=twice)
+def _check_shape(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> None:
+    # In order, as readers multiply: what comes after a zero counts for nothing.
+    counts = [1, *itertools.accumulate(shape, operator.mul)]
+    fits = (
+        all(0 <= count <= _MAX_COUNT for count in counts) and counts[-1] * dtype.bits <= _MAX_COUNT
+    )
+    if not fits or (dtype.known and dtype.size_of(shape) != nbytes):
+        raise errors.UnsupportedShapeError(
+            "no file can hold this shape",
+            tensor=name,
+            expected=f"whole bytes of {dtype}, and a size that fits 64 bits",
+            found=str(list(shape[:8])),
+        )
 
 
 def _check_name(name: object) -> None:
@@ -268,9 +223,5 @@ def _check_name(name: object) -> None:
         )
     if not encodable(name):
         raise errors.UsageError(
-            "no name for a tensor", expected="a string that UTF-8 can spell", found=repr(name)
+            "invalid tensor name", expected="a string that UTF-8 can encode", found=repr(name)
         )
-
-
-def _compact(value: dict[str, str]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,200 +1,183 @@
 """How the files of a checkpoint get their names: all at one stroke.
 
-One file over one file is a rename. Several files change their names one by one, so it is the
-index that commits them: whoever loads the directory or the index follows it alone.
+- One file over one file, or over nothing, is a link or a rename.
+- Several files over nothing: they get their names, and the index that leads to them comes last.
+- Several files or an index are replaced, where a load follows the index alone:
 
-1. The new files get hidden names, which nothing else has.
-2. An index that leads to these takes the place of the old one: this is the stroke. Until then a
-   load finds the old checkpoint, from then on the new one.
-3. The files get their own names too, by hard links.
-4. What the old checkpoint had and the new one has not goes; the first index remembers its names.
-5. An index that leads to their own names takes the place of the first, and the hidden names go.
+  1. The new files get hidden names, which nothing else has.
+  2. An index that leads to these takes the place of the old one. This is the stroke: until then a
+     load finds the old checkpoint, from then on the new one.
+  3. The files get their own names too, by hard links, and what only the old checkpoint had is
+     removed. The index remembers which names these are, in case the writer dies.
+  4. An index that leads to their own names takes the place of the first, and the hidden names go;
+     for a single file the index goes too.
 
-A writer that dies on the way leaves one of the two whole; what lies about then is removed by the
-next. `renaming` has the steps for file systems without hard links.
+A writer that dies leaves the old or the new checkpoint whole; the next writer removes what it left.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import logging
 import os
 import stat
+import threading
+import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from mfload import errors
 from mfload.formats.discovery import INDEX_SUFFIX
-from mfload.saving import existing, folders, layout, renaming, targets
-from mfload.saving.drafts import Draft
-from mfload.saving.existing import Found
-from mfload.saving.folders import Folder
-from mfload.saving.renaming import Change
+from mfload.saving import drafts as files, layout, targets
+from mfload.saving.drafts import NO_LINKS, Draft
+from mfload.saving.targets import Existing, Location
 
 log = logging.getLogger("mfload")
 
 Held = Sequence[Sequence[str]]
 """The names of the tensors in each file."""
 
+_TICK = 0.01  # Seconds between two tries for a lock.
+_SHOWN = 8
+
 
 class Published(NamedTuple):
-    """What lies there now.
-
-    Attributes:
-        files: Paths; the index last where there is one.
-        notes: What a user should hear of.
-    """
+    """What lies there now: paths, the index last if there is one; and notes for the user."""
 
     files: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-class Target:
-    """Where a checkpoint is to be written.
-
-    Args:
-        path: A file, or a directory for a `model.safetensors` in it.
-        overwrite: Whether what is there may be replaced.
-
-    Raises:
-        UsageError: It is no path for a checkpoint.
-        TargetExistsError: Something is there.
-        TargetError: No file can lie there.
-    """
+class SaveTarget:
+    """Where a checkpoint is to be written: a file, or a `model.safetensors` in a directory."""
 
     def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
         self.place = targets.resolve(path)
         self.path = self.place.path
         self.overwrite = overwrite
-        self._hidden = self.place.hidden()
-        self._folder: Folder | None = None
-        self._refuse_existing(existing.look(self.place))
+        self.hidden = self.place.hidden()
+        self.fd = -1  # The directory, while drafts are there.
+        self._old()
 
-    def _refuse_existing(self, old: Found) -> None:
-        if self.overwrite:
-            if old.broken is not None:
-                raise old.broken
-            return
+    def _old(self) -> Existing:
+        """What is there; refused unless it may be replaced."""
+        old = targets.look(self.place)
         names = [self.place.name] * old.single + [str(self.place.index)] * old.indexed
-        named = old.shards | old.strays
-        if names or named:
-            found = (names or sorted(named))[0]
+        found = names or sorted(old.named)
+        if found and not self.overwrite:
             raise errors.TargetExistsError(
-                "a checkpoint is there already; overwrite=True replaces it",
-                file=os.path.join(self.place.directory, found),
+                "a checkpoint exists already; overwrite=True replaces it",
+                file=self.place.at(found[0]),
             )
-
-    def names(self, count: int) -> list[str]:
-        """What so many files will be called."""
-        return self.place.names(count)
+        return old
 
     @contextmanager
     def drafts(self, sizes: Sequence[int]) -> Generator[list[Draft]]:
-        """Makes the files, invisible and with room for all their bytes.
-
-        Args:
-            sizes: Bytes of each.
-
-        Yields:
-            The drafts. What is not published when the context ends is gone.
-
-        Raises:
-            WriteError: The disk has no room.
-            TargetError: No such files can be made there.
-        """
-        names = self._checked(len(sizes))
+        """Makes files of these sizes, invisible; those not published at the end are gone."""
+        place, names = self.place, self.place.names(len(sizes))
+        self._check(names, targets.look(place))
         drafts: list[Draft] = []
         # Whatever happens to one on the way out, the others are let go of.
         with contextlib.ExitStack() as stack:
-            folder = self._folder = Folder(self.place.directory)
-            stack.callback(folder.close)
-            stack.callback(setattr, self, "_folder", None)
-            # Under the lock, so that nobody takes a draft with a name for a leftover.
-            with folder.locked():
-                old = existing.look(self.place)
-                self._refuse_existing(old)
+            try:
+                targets.make_directory(place.directory)
+                self.fd = stack.enter_context(files.open_directory(place.directory))
+            except OSError as error:
+                raise errors.from_target(error, place.directory, "open the directory") from error
+            # Under the lock, so that no other save takes a draft with a name for a leftover.
+            with _locked(self.fd, place.directory):
+                old = self._old()
                 self._sweep(old)
                 for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
-                    hidden = f"{self._hidden}{number:05}.safetensors"
-                    drafts.append(self._draft(hidden, size, name, old))
+                    hidden = f"{self.hidden}{number:05}.safetensors"
+                    drafts.append(self.draft(hidden, size, name, old))
                     stack.callback(drafts[-1].discard)
+                if _swaps(old, len(names)):
+                    self._check_links(drafts[0])
             yield drafts
 
-    def _checked(self, count: int) -> list[str]:
-        """Names of the files, none of which may be a link where several change at once."""
-        place, names = self.place, self.names(count)
-        old = existing.look(place)
-        several = count > 1 or old.indexed or bool(old.shards)
-        behind = place.linked
+    def _check(self, names: Sequence[str], old: Existing) -> None:
+        """Refuses what can't be replaced, where several files change."""
+        place, behind = self.place, self.place.linked
+        several = len(names) > 1 or old.sharded
         if behind is not None and not several:
             # The link's own neighbours would go on hiding what lies behind it.
-            there = existing.look(targets.Place(*os.path.split(behind)))
-            several = there.indexed or bool(there.shards)
-        if several and behind is not None:
+            several = targets.look(Location(*os.path.split(behind))).sharded
+        if not several:
+            return targets.check_names(place, names, links=False)
+        if behind is not None:
             raise errors.TargetError(
                 "several files can't be replaced through a symbolic link; name its target",
                 file=behind,
                 expected=self.path,
             )
-        if several:
-            self._refuse_unspelled()
-            self._refuse_kept(names, old)
-        index = [place.index] if several and place.index is not None else []
-        targets.check_names(place.directory, [*names, *index], links=False)
-        return names
-
-    def _refuse_unspelled(self) -> None:
-        """An index is UTF-8, and has the names in it."""
         try:
-            self.place.name.encode()
+            place.name.encode()
         except UnicodeEncodeError:
             raise errors.UsageError(
                 "an index can't name the files",
                 file=self.path,
-                expected="a name that UTF-8 can spell",
-                found=repr(self.place.name),
+                expected="a name that UTF-8 can encode",
+                found=repr(place.name),
             ) from None
-
-    def _refuse_kept(self, names: Sequence[str], old: Found) -> None:
-        """What another index leads to neither changes nor goes, where several files do."""
-        taken = ({self.place.name} if old.single else set[str]()) | {*names}
-        for name in sorted(taken & old.kept):
-            path = os.path.join(self.place.directory, name)
-            if os.path.lexists(path):
+        if old.doubt is not None:
+            raise errors.TargetError(
+                "an index can't be read, so it is unknown which files are its; remove it first",
+                file=place.at(old.doubt),
+            )
+        for name in sorted({*names, *([place.name] * old.single)}):
+            if name in old.kept and os.path.lexists(place.at(name)):
                 raise errors.TargetError(
                     "an index of another name leads to the file, which would be replaced; "
                     "name that index's checkpoint, or another target",
-                    file=path,
+                    file=place.at(name),
                 )
+        index = [] if place.index is None else [place.index]
+        return targets.check_names(place, [*names, *index], links=False)
 
-    def _draft(self, hidden: str, size: int, name: str, old: Found) -> Draft:
-        path = os.path.join(self.place.directory, hidden)
-        shown = os.path.join(self.place.directory, name)
-        return Draft(path, size, shown, self._mode(name, old))
+    def _check_links(self, draft: Draft) -> None:
+        """Refuses to replace shards on a file system without hard links, before bytes come."""
+        if not draft.named:
+            return
+        spare = f"{draft.hidden}.link"
+        try:
+            os.link(draft.hidden, spare)
+            os.unlink(spare)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise errors.from_target(error, self.path, "link the file") from error
+            raise errors.TargetError(
+                "this file system has no hard links, and without them a sharded checkpoint can't "
+                "be replaced; remove it first, or save to another directory",
+                file=self.path,
+            ) from error
 
-    def _mode(self, name: str, old: Found) -> int | None:
-        """Permissions of the file that is replaced, or of one of its checkpoint's."""
+    def draft(self, hidden: str, size: int, name: str, old: Existing) -> Draft:
+        """A file of so many bytes that will have a name."""
+        mode = None
+        # Permissions of the file that is replaced, or of one of its checkpoint's.
         for each in (name, self.place.name, *sorted(old.names)):
             with contextlib.suppress(OSError):
-                status = os.lstat(os.path.join(self.place.directory, each))
+                status = os.lstat(self.place.at(each))
                 if stat.S_ISREG(status.st_mode):
-                    return stat.S_IMODE(status.st_mode) & 0o777
-        return None
+                    mode = stat.S_IMODE(status.st_mode) & 0o777
+                    break
+        return Draft(self.place.at(hidden), size, self.place.at(name), mode)
 
-    def _sweep(self, old: Found) -> None:
+    def _sweep(self, old: Existing) -> None:
         """Removes what writers of this checkpoint left that died."""
         if old.doubt is not None:
             return  # They may be what that index leads to.
-        for name in old.hidden - old.placed - old.kept:
-            path = os.path.join(self.place.directory, name)
+        for path in map(self.place.at, old.hidden - old.placed - old.kept):
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
                 try:
-                    if folders.lock(fd):
+                    if files.lock(fd):
                         os.unlink(path)
                         log.info("%s: removed, its writer died", path)
                 finally:
@@ -203,118 +186,185 @@ class Target:
     def publish(self, drafts: Sequence[Draft], held: Held, total: int) -> Published:
         """Gives the drafts their final names, at one stroke; they are whole and synced.
 
-        Args:
-            drafts: The files, as `drafts` gave them.
-            held: The names of the tensors in each.
-            total: Bytes of all tensors.
-
-        Returns:
-            What lies there now. From the stroke on, a failure leaves the new checkpoint.
-
-        Raises:
-            TargetExistsError: Somebody else was faster.
-            TargetError: The names could not be given.
+        From the stroke on, a failure leaves the new checkpoint.
         """
-        folder = self._folder
-        assert folder is not None, "published outside of the drafts' context"
-        names = self.names(len(drafts))
-        with folder.locked():
-            old = existing.look(self.place)
-            self._refuse_existing(old)
-            if len(drafts) == 1 and not old.indexed and not old.shards:
-                notes: list[str] = []
-                self._single(drafts[0], folder)
-            else:
-                notes = self._several(drafts, names, held, total, folder, old)
-        if self.place.index is not None and os.path.exists(folder.at(self.place.index)):
-            names.append(self.place.index)
-        strays = sorted(old.strays - {*names})
-        if strays and self.overwrite:
-            notes.append(
-                f"{len(strays)} files such as {strays[0]} are named as shards of it, and were "
-                "left: no index leads to them, and they are no complete set"
-            )
-        notes += self._neighbours(names, old)
-        return Published(tuple(map(folder.at, names)), tuple(notes))
-
-    def _neighbours(self, names: list[str], old: Found) -> list[str]:
-        """What else a load of the directory would see, for whoever named the directory."""
-        seen = [name for name in old.others if len(names) == 1 or name.endswith(INDEX_SUFFIX)]
-        if not seen or not self.place.whole:
-            return []
-        return [f"{seen[0]} lies beside it: load {names[-1]} by its name, not the directory"]
-
-    def _single(self, draft: Draft, folder: Folder) -> None:
-        """One file where one file, or none, was: a link or a rename."""
-        try:
+        place = self.place
+        names = place.names(len(drafts))
+        with _locked(self.fd, place.directory):
+            old = self._old()
+            change = _Change(self, drafts, names, held, total, old)
+            commit = change.add
+            if _swaps(old, len(names)):
+                commit = change.replace
+                self._check(names, old)
+                if not any(held):
+                    raise errors.TargetError(
+                        "cannot replace a sharded checkpoint with an empty one; remove it first",
+                        file=self.path,
+                    )
             try:
-                renaming.place(draft, self.path)
-            except FileExistsError:
-                if not self.overwrite:
-                    raise
-                os.replace(draft.appear(), self.path)
-                draft.published()
-            folder.sync()
-        except OSError as error:
-            raise errors.from_target(error, self.path, "put the file in its place") from error
-
-    def _several(
-        self,
-        drafts: Sequence[Draft],
-        names: list[str],
-        held: Held,
-        total: int,
-        folder: Folder,
-        old: Found,
-    ) -> list[str]:
-        """Several files, or over several: by the index."""
-        final = str(self.place.index)
-        self._refuse_unspelled()
-        self._refuse_kept(names, old)
-        if not any(held):
-            raise errors.TargetError(
-                "nothing can't take the place of a sharded checkpoint at one stroke; "
-                "remove that first",
-                file=folder.at(final),
-            )
-        numbers = itertools.count()
-        with contextlib.ExitStack() as stack:
-
-            def index(files: Iterable[str], replaced: Sequence[str]) -> Draft:
-                pairs = zip(files, held, strict=True)
-                placed = {name: file for file, some in pairs for name in some}
-                raw = np.frombuffer(layout.index_json(placed, total, replaced), np.uint8)
-                hidden = f"{self._hidden}index{next(numbers)}.json"
-                draft = self._draft(hidden, raw.size, final, old)
-                stack.callback(draft.discard)
-                draft.write(0, raw)
-                draft.sync()
-                return draft
-
-            going = old.names | {self.place.name} if old.single else old.names
-            staying = sorted(going - {*names}) if old.doubt is not None else []
-            change = Change(
-                folder,
-                drafts,
-                names,
-                index,
-                final,
-                replaces=self.overwrite,
-                # For one file it is there for the time of the change alone.
-                keeps_index=len(names) > 1,
-                old=frozenset() if old.doubt is not None else going,
-                stays=bool(staying),
-                led=old.placed if old.indexed else None,
-                alone=not (old.single or old.shards or old.others),
-            )
-            if old.doubt is not None:
-                change.notes.append(
-                    f"{old.doubt} was no index that can be read: no file was removed"
-                )
-            try:
-                return change.run()
+                commit()
             except OSError as error:
-                told = errors.from_target(error, folder.at(final), "put the files in place")
+                told = errors.from_target(error, self.path, "put the files in their place")
                 if change.committed:
                     told.message += "; the new checkpoint is whole, and loads by its index"
                 raise told from (None if told is error else error)
+        notes = change.notes
+        if place.index is not None and os.path.exists(place.at(place.index)):
+            names.append(place.index)
+        # What else a load of the directory would see, if the directory was named.
+        seen = [name for name in old.others if len(names) == 1 or name.endswith(INDEX_SUFFIX)]
+        if seen and place.whole:
+            notes.append(
+                f"{seen[0]} lies beside it: load {names[-1]} by its name, not the directory"
+            )
+        return Published(tuple(map(place.at, names)), tuple(notes))
+
+
+def _swaps(old: Existing, count: int) -> bool:
+    """Whether so many files can only be put in place at the stroke of an index."""
+    return old.sharded or (count > 1 and old.single)
+
+
+@dataclass
+class _Change:
+    """A change of names, in progress; the directory is locked."""
+
+    target: SaveTarget
+    drafts: Sequence[Draft]
+    names: Sequence[str]
+    held: Held
+    total: int
+    old: Existing
+    committed: bool = False
+    notes: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self._at = self.target.place.at
+        self._sync = functools.partial(files.fsync, self.target.fd)
+        # Without a name that can be numbered there is one file, and no index.
+        self._index_name = self.target.place.index or ""
+        self._indexes = 0
+
+    def add(self) -> None:
+        """Gives the names where no checkpoint is followed by an index; the index comes last."""
+        given: list[str] = []
+        several = len(self.names) > 1
+        try:
+            for draft, name in zip(self.drafts, self.names, strict=True):
+                draft.publish(self._at(name), replace=self.target.overwrite)
+                given.append(self._at(name))
+            if several:
+                self._sync()
+                self._place_index(self.names)
+        except BaseException:
+            # A single file is there, or it is not.
+            if several and not self.committed:
+                _remove(given)
+            raise
+        self._sync()
+
+    def replace(self) -> None:
+        """Replaces several files, or an index, at the stroke of an index."""
+        old, names = self.old, self.names
+        single = [self.target.place.name] * old.single
+        going = sorted({*old.names, *single} - {*names, self._index_name})
+        hidden = [draft.appear() for draft in self.drafts]
+        try:
+            self._sync()
+            for draft in self.drafts:
+                draft.published()  # Its hidden name is what the index leads to.
+            self._place_index(map(os.path.basename, hidden), [*going, *names])
+        finally:
+            if not self.committed:
+                _remove(hidden)
+        self._sync()
+        for path, name in zip(hidden, names, strict=True):
+            os.link(path, f"{path}.link")
+            os.replace(f"{path}.link", self._at(name))
+        left = self._remove_old(going)
+        # The names are on disk before what leads to them.
+        self._sync()
+        self._place_index(names, left)
+        self._sync()
+        _remove(hidden)
+        if len(names) == 1 and not left:
+            # Only now: without the index, a load of the directory takes all files there are.
+            self._sync()
+            _remove([self._at(self._index_name)])
+        self._sync()
+
+    def _place_index(self, names: Iterable[str], replaced: Sequence[str] = ()) -> None:
+        """Writes an index that leads to files of these names, and gives it its name."""
+        pairs = zip(names, self.held, strict=True)
+        placed = {tensor: name for name, some in pairs for tensor in some}
+        raw = np.frombuffer(layout.index_json(placed, self.total, replaced), np.uint8)
+        self._indexes += 1
+        hidden = f"{self.target.hidden}index{self._indexes}.json"
+        draft = self.target.draft(hidden, raw.size, self._index_name, self.old)
+        path = self._at(self._index_name)
+        try:
+            draft.write(0, raw)
+            draft.sync()
+            try:
+                draft.publish(path, replace=self.target.overwrite)
+            finally:
+                # Ctrl-C may have come right after the rename: the disk knows what is true.
+                self.committed = self.committed or draft.is_at(path)
+        finally:
+            draft.discard()
+
+    def _remove_old(self, going: Sequence[str]) -> list[str]:
+        """Removes what only the old checkpoint had; returns what stays of it."""
+        failed = {*_remove(map(self._at, going))}
+        left = [name for name in going if self._at(name) in failed]
+        gone = [name for name in going if name not in left]
+        if left:
+            self.notes.append(f"of the old checkpoint, {self._at(left[0])} could not be removed")
+        if gone:
+            more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+            self.notes.append(f"removed of the old checkpoint: {', '.join(gone[:_SHOWN])}{more}")
+        return left
+
+
+def _remove(paths: Iterable[str]) -> list[str]:
+    """Removes files; returns those that stay."""
+    left: list[str] = []
+    for path in paths:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            left.append(path)
+    return left
+
+
+_holders: set[tuple[int, int, int, int]] = set()
+"""Whose locks are held: process, thread, device and inode of the directory."""
+
+
+@contextmanager
+def _locked(fd: int, path: str) -> Generator[None]:
+    """Keeps other saves out of a directory: two writers must not take names in turns.
+
+    The kernel drops the lock of a process that dies. Some file systems have no such locks.
+    """
+    status = os.fstat(fd) if fd >= 0 else None
+    # A fork copies the record, but the child is another process.
+    device, inode = (status.st_dev, status.st_ino) if status else (0, 0)
+    owner = os.getpid(), threading.get_ident(), device, inode
+    if owner in _holders:
+        raise errors.TargetError("this thread is already saving into this directory", file=path)
+    locked: bool | None = None
+    try:
+        _holders.add(owner)
+        # In ticks, so that Ctrl-C gets through.
+        while (locked := files.lock(fd)) is False:
+            time.sleep(_TICK)
+        yield
+    finally:
+        if locked:
+            with contextlib.suppress(OSError):
+                files.fcntl.flock(fd, files.fcntl.LOCK_UN)
+        _holders.discard(owner)

@@ -1,4 +1,4 @@
-"""A save from arrays to files: the street run backwards."""
+"""A save from arrays to files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.formats import options
 from mfload.io import probes
 from mfload.progress import Progress, shown
-from mfload.report import html_table, human, table
+from mfload.report import Printable, human
 from mfload.runtime import gc_paused
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
-from mfload.saving.export import Outgoing, outgoing
+from mfload.saving.export import TensorToSave, export
 from mfload.saving.layout import Layout
-from mfload.saving.publishing import Target
-from mfload.saving.writers import Job, Writers
+from mfload.saving.publishing import SaveTarget
+from mfload.saving.writers import BlockWrite, Writers
 
 # Writes past the page cache wait for the disk, not for a core.
 _THREADS = 4
@@ -34,7 +33,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Printable):
     """What `mfload.save` did; prints well.
 
     Attributes:
@@ -60,7 +59,8 @@ class Saved:
         """All of it as plain data."""
         return asdict(self) | {"gib_per_s": self.gib_per_s}
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values, as they are printed."""
         rows = [
             ("saved", f"{self.tensors} tensors, {human(self.bytes)}"),
             ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s, on disk"),
@@ -70,33 +70,27 @@ class Saved:
             rows.append(("file", f"… and {len(self.files) - _SHOWN} more"))
         return rows + [("note", note) for note in self.notes]
 
-    def __str__(self) -> str:
-        return table(self._rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._rows())
-
 
 def save(
     arrays: Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
-    align: int = options.ALIGN,
+    align: int | str = layout.ALIGN,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     progress: Progress = False,
 ) -> Saved:
     """See `mfload.save`."""
     start = time.perf_counter()
-    limit = options.shard_limit(max_shard_size)
-    align = options.check_align(align)
-    target = Target(path, overwrite)
+    limit = layout.shard_limit(max_shard_size)
+    begin = layout.checked_align(align)
+    target = SaveTarget(path, overwrite)
     with gc_paused():
-        given = outgoing(arrays)
+        given = export(arrays)
         wanted = {each.name: each for each in given}
         files = layout.split(given, limit)
-        layouts = [layout.lay_out(entries, metadata, align) for entries in files]
+        layouts = [layout.lay_out(entries, metadata, begin) for entries in files]
         notes = _shared(given)
     del given
     size = sum(made.size for made in layouts)
@@ -129,7 +123,7 @@ def _threads(size: int) -> int:
     return max(1, min(most, size // (_BLOCKS * BLOCK)))
 
 
-def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[Job]:
+def _jobs(draft: Draft, made: Layout, wanted: dict[str, TensorToSave]) -> Iterator[BlockWrite]:
     """Cuts a file into blocks, each fetched when its turn comes.
 
     Bytes are fetched in the thread that saves: frameworks order their work by thread. Whatever
@@ -138,7 +132,7 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
     header = np.frombuffer(made.header, np.uint8)
     start = len(header) // BLOCK * BLOCK
     for at in range(0, start, BLOCK):
-        yield Job(draft, at, [header[at : at + BLOCK]], BLOCK, None)
+        yield BlockWrite(draft, at, [header[at : at + BLOCK]], BLOCK, None)
     pieces: list[Any] = [header[start:]]
     filled = len(header) - start
     first: str | None = None
@@ -164,43 +158,30 @@ def _jobs(draft: Draft, made: Layout, wanted: dict[str, Outgoing]) -> Iterator[J
             filled += stop - at
             at = stop
             if filled == BLOCK:
-                yield Job(draft, start, pieces, filled, first)
+                yield BlockWrite(draft, start, pieces, filled, first)
                 start, filled, pieces, first = start + BLOCK, 0, [], None
         del data
     if pieces:
-        yield Job(draft, start, pieces, filled, first)
+        yield BlockWrite(draft, start, pieces, filled, first)
 
 
-def _shared(given: Sequence[Outgoing]) -> list[str]:
+def _shared(given: Sequence[TensorToSave]) -> list[str]:
     """Says which tensors lie in each other's memory: each is written in full."""
     owners = {each.owner for each in given}
     if len(owners) == len(given) and None not in owners:
         return []
     named = [(each.span, each.name) for each in given if each.nbytes]
-    spans = [(*span, name) for span, name in named if span is not None]
-    if not _overlapping([span[0] for span in spans], [span[1] for span in spans]):
-        return []
-    notes: list[str] = []
-    group: list[str] = []
+    groups: list[list[str]] = []
     end = 0
-    for first, past, name in [*sorted(spans), (1 << 70, 0, "")]:
-        if first >= end:
-            if len(group) > 1:
-                notes.append(f"lie in the same memory, each is written in full: {_named(group)}")
-            group = []
-        group.append(name)
+    for first, past, name in sorted((*span, name) for span, name in named if span is not None):
+        if first < end:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
         end = max(end, past)
-    return notes
-
-
-def _overlapping(first: list[int], past: list[int]) -> bool:
-    """Whether any two spans have an address in common."""
-    starts, ends = np.array(first, np.uint64), np.array(past, np.uint64)
-    order = np.argsort(starts)
-    # Of all spans that overlap one, its next neighbour begins first.
-    return bool((starts[order][1:] < ends[order][:-1]).any())
-
-
-def _named(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return [
+        f"lie in the same memory, each is written in full: {', '.join(names[:_SHOWN])}"
+        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        for names in groups
+        if len(names) > 1
+    ]

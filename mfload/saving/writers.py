@@ -18,16 +18,8 @@ _GRACE = 5.0
 _AHEAD = 2
 
 
-class Job(NamedTuple):
-    """One write.
-
-    Attributes:
-        draft: Where to.
-        offset: First byte.
-        pieces: uint8 arrays that lie together in the file.
-        nbytes: Bytes of them all.
-        tensor: Whose bytes come first, for the error that says so.
-    """
+class BlockWrite(NamedTuple):
+    """Arrays that lie together in a file; errors name the tensor whose bytes come first."""
 
     draft: Draft
     offset: int
@@ -35,53 +27,53 @@ class Job(NamedTuple):
     nbytes: int
     tensor: str | None
 
+    def run(self) -> None:
+        """Writes the block."""
+        try:
+            self.draft.gather(self.offset, self.pieces)
+        except errors.MfloadError as error:
+            error.tensor = error.tensor or self.tensor
+            raise
+
 
 class Writers:
-    """Takes jobs, from one thread, and holds few of them at a time.
+    """Takes writes, from one thread, and holds few of them at a time.
 
-    Args:
-        threads: How many write at once; 0 has `put` do it, for saves too small to share out.
-        advance: Told of bytes that were written, in the thread that calls `put` and `drain`.
+    Without threads `put` writes itself, for saves too small to share out. `advance` is called
+    with the bytes that were written, in the thread that calls `put`.
     """
 
     def __init__(self, threads: int, advance: Callable[[int], None] | None = None) -> None:
         self._count = threads
-        self._advance = advance
+        self._advance = advance or (lambda nbytes: None)
         self._changed = threading.Condition()
-        self._waiting: collections.deque[Job] = collections.deque()
+        self._waiting: collections.deque[BlockWrite] = collections.deque()
         self._open = self._written = 0
         self._error: BaseException | None = None
         self._stop = False
         self._threads: list[threading.Thread] = []
 
-    def put(self, job: Job) -> None:
-        """Takes a job, once there is room for it.
-
-        Raises:
-            TargetError: A write failed, this one or another.
-        """
-        if self._count == 0:
-            _write(job)
-            self._tell(job.nbytes)
+    def put(self, write: BlockWrite) -> None:
+        """Takes a write, once there is room for it."""
+        if self._count:
+            self._wait(self._count * _AHEAD)
+            if len(self._threads) < min(self._count, self._open + 1):
+                self._start()
+        if not self._count:
+            write.run()
+            self._advance(write.nbytes)
             return
-        self._wait(self._count * _AHEAD)
         with self._changed:
-            self._waiting.append(job)
+            self._waiting.append(write)
             self._open += 1
             self._changed.notify()
-        if len(self._threads) < min(self._count, self._open):
-            self._start()
 
     def drain(self) -> None:
-        """Returns when every job is done.
-
-        Raises:
-            TargetError: A write failed.
-        """
+        """Returns when every write is done."""
         self._wait(1)
 
     def close(self) -> None:
-        """Stops the threads; jobs that none has begun are dropped."""
+        """Stops the threads; writes that have not begun are dropped."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
@@ -99,17 +91,12 @@ class Writers:
         try:
             thread.start()
         except RuntimeError:
-            # No more threads to be had: those there are, or this one, do the work.
+            # The system gives no more threads: those there are, or this one, do the work.
             self._threads.pop()
             self._count = len(self._threads)
-            while self._count == 0 and self._waiting:
-                job = self._waiting.popleft()
-                self._open -= 1
-                _write(job)
-                self._tell(job.nbytes)
 
     def _wait(self, room: int) -> None:
-        """Waits until fewer than so many jobs are open."""
+        """Waits until fewer than so many writes are open."""
         while True:
             with self._changed:
                 if self._open >= room and self._error is None:
@@ -119,13 +106,9 @@ class Writers:
             if error is not None:
                 raise error
             if written:
-                self._tell(written)
+                self._advance(written)
             if not full:
                 return
-
-    def _tell(self, nbytes: int) -> None:
-        if self._advance is not None:
-            self._advance(nbytes)
 
     def _work(self) -> None:
         while True:
@@ -134,29 +117,21 @@ class Writers:
                     self._changed.wait()
                 if self._stop:
                     return
-                job = self._waiting.popleft()
+                write = self._waiting.popleft()
             error: BaseException | None = None
             try:
-                _write(job)
+                write.run()
             except BaseException as caught:  # noqa: BLE001 - raised again in the saving thread
                 error = caught
-            nbytes = job.nbytes
-            # Or the bytes would be held until the next job comes.
-            del job
+            nbytes = write.nbytes
+            # Or the bytes would be held until the next write comes.
+            del write
             with self._changed:
                 self._open -= 1
                 self._written += nbytes
                 if error is not None and self._error is None:
-                    # Its frames hold the slots, and whoever keeps the error keeps them.
+                    # Its frames hold the slots, which would live as long as the error.
                     traceback.clear_frames(error.__traceback__)
                     self._error = error
                 self._changed.notify_all()
             error = None
-
-
-def _write(job: Job) -> None:
-    try:
-        job.draft.gather(job.offset, job.pieces)
-    except errors.MfloadError as error:
-        error.tensor = error.tensor or job.tensor
-        raise

@@ -1,4 +1,4 @@
-"""A local file as a source: bytes by offset, and an identity that is checked again.
+"""A local file as a source.
 
 Nothing stays open between uses. A load opens a file once a worker, an opened checkpoint once
 a request; each opening checks that the file is still the one whose header was read. So forks,
@@ -7,69 +7,76 @@ pickles and thousands of shards need no care.
 
 from __future__ import annotations
 
+import operator
 import os
 import stat
-from typing import NamedTuple
+from typing import Any
 
 from mfload import errors
+from mfload.sources.base import Identity, Source
+
+# O_NONBLOCK: a FIFO put in a file's place must not hang the open.
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
+_IDENTITY = operator.attrgetter("st_ino", "st_size", "st_mtime_ns", "st_dev")
+
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+"""What may lie at a path instead of a regular file, by `stat.S_IFMT`."""
 
 
-class Identity(NamedTuple):
-    """What tells one version of a file from the next."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-    def __str__(self) -> str:
-        return f"{self.size} bytes, inode {self.inode}, mtime {self.mtime_ns} ns"
-
-
-class LocalFile:
-    """A regular file.
-
-    Args:
-        path: Where it lies; symbolic links are followed.
+class LocalFile(Source):
+    """A regular file; symbolic links are followed.
 
     Raises:
-        SourceError: It can't be opened, or is no regular file.
+        SourceError: It can't be opened, or is not a regular file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self.identity: Identity | None = None
-        with OpenFile(self) as opened:
-            self.identity = opened.identity
+        fd, self.identity = _open(self.path, 0)
+        os.close(fd)
         self.size = self.identity.size
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Reads exactly that range.
-
-        Raises:
-            SourceChangedError: The file is no longer the same, or ends before.
-        """
-        parts: list[bytes] = []
+    def read_into(self, offset: int, memory: Any) -> None:
+        """Fills a buffer with the bytes from `offset` on (see `Source`)."""
         with OpenFile(self) as opened:
+            try:
+                opened.read([memoryview(memory)], offset)
+            except errors.MfloadError:
+                raise
+            except OSError as error:
+                raise errors.from_os(error, self.path, "read") from error
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Reads exactly that range (see `Source`)."""
+        # `pread` makes the bytes itself: no buffer is cleared first and copied after.
+        parts: list[bytes] = []
+        opened = OpenFile(self)
+        try:
             while nbytes:
-                try:
-                    part = _pread(opened.fd, nbytes, offset)
-                except OSError as error:
-                    raise errors.from_os(error, self.path, "read") from error
+                part = _pread(opened.fd, nbytes, offset)
                 if not part:
                     raise shrunk(self.path, offset + nbytes, offset)
                 parts.append(part)
                 offset, nbytes = offset + len(part), nbytes - len(part)
+        except OSError as error:
+            if isinstance(error, errors.MfloadError):
+                raise
+            raise errors.from_os(error, self.path, "read") from error
+        finally:
+            opened.close()
         return b"".join(parts)
 
     def check(self) -> None:
-        """Looks again at what lies at the path.
-
-        Raises:
-            SourceChangedError: It is another file, or the same one rewritten.
-        """
+        """Looks again at what lies at the path (see `Source`)."""
         try:
-            found = _identity(os.stat(self.path))
+            found = Identity(*_IDENTITY(os.stat(self.path)))
         except OSError as error:
             raise errors.SourceChangedError(
                 "the file is gone since its header was read",
@@ -77,57 +84,64 @@ class LocalFile:
                 expected=self.identity,
                 found=error.strerror,
             ) from error
-        self.compare(found)
-
-    def compare(self, found: Identity) -> None:
-        """Raises SourceChangedError where `found` is not what the header was read from."""
-        if self.identity is not None and found != self.identity:
-            raise errors.SourceChangedError(
-                "the file changed since its header was read",
-                file=self.path,
-                expected=self.identity,
-                found=found,
-            )
+        if found != self.identity:
+            self.compare(found)
 
 
 class OpenFile:
-    """A source while it is open; a context manager.
+    """A file while it is open; a context manager.
 
     Args:
-        source: The file.
         flags: Added to the flags it is opened with, such as `os.O_DIRECT`.
 
     Raises:
-        SourceError: It can't be opened, or is no regular file.
+        SourceError: It can't be opened, or is not a regular file.
         SourceChangedError: It is no longer the one that `source` stands for.
     """
 
     def __init__(self, source: LocalFile, flags: int = 0) -> None:
-        self.fd = -1
-        # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
-        flags |= os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-        flags |= getattr(os, "O_BINARY", 0)
-        try:
-            self.fd = os.open(source.path, flags)
-            status = os.fstat(self.fd)
-        except OSError as error:
-            self.close()
-            raise errors.from_os(error, source.path, "open") from error
-        except ValueError as error:
-            raise errors.SourceNotFoundError(str(error), file=source.path) from error
-        try:
-            if not stat.S_ISREG(status.st_mode):
-                raise errors.SourceError(
-                    "not a regular file",
-                    file=source.path,
-                    expected="a regular file",
-                    found=_KINDS.get(stat.S_IFMT(status.st_mode), "something else"),
-                )
-            self.identity = _identity(status)
-            source.compare(self.identity)
-        except BaseException:
-            self.close()
-            raise
+        self.path = source.path
+        self.fd, found = _open(source.path, flags)
+        if found != source.identity:
+            try:
+                source.compare(found)
+            except BaseException:
+                self.close()
+                raise
+
+    def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
+        """Fills the buffers of a vector; short reads are taken up again.
+
+        Args:
+            vector: Buffers of bytes that have `nbytes`: uint8 arrays or memoryviews.
+            least: Bytes that will do where the file ends early. Default: all.
+
+        Raises:
+            SourceChangedError: The file ended before.
+            OSError: The system call failed; the caller knows what it means.
+        """
+        wanted: int = vector[0].nbytes
+        if len(vector) > 1:
+            wanted = sum(part.nbytes for part in vector)
+        least = wanted if least is None else least
+        done = 0
+        while done < least:
+            if hasattr(os, "preadv"):
+                got = os.preadv(self.fd, vector, offset + done)
+            else:
+                part = _pread(self.fd, vector[0].nbytes, offset + done)
+                got = len(part)
+                memoryview(vector[0])[:got] = part
+            done += got
+            if done >= least:
+                break
+            if got == 0:
+                raise shrunk(self.path, offset + least, offset + done)
+            while got >= vector[0].nbytes:
+                got -= vector[0].nbytes
+                vector = vector[1:]
+            vector = [vector[0][got:], *vector[1:]]
+        return done
 
     def close(self) -> None:
         """Closes the file; more than once does nothing."""
@@ -142,25 +156,37 @@ class OpenFile:
         self.close()
 
 
+def _open(path: str, flags: int) -> tuple[int, Identity]:
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise errors.SourceError(
+                "not a regular file",
+                file=path,
+                expected="a regular file",
+                found=KINDS.get(stat.S_IFMT(status.st_mode), "something else"),
+            )
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, errors.MfloadError):
+            raise
+        if isinstance(error, OSError):
+            raise errors.from_os(error, path, "open") from error
+        if isinstance(error, ValueError):  # A null byte.
+            raise errors.SourceNotFoundError(str(error), file=path) from error
+        raise
+    return fd, Identity(*_IDENTITY(status))
+
+
 def _pread(fd: int, nbytes: int, offset: int) -> bytes:
     if hasattr(os, "pread"):
         return os.pread(fd, nbytes, offset)
-    # Windows. The descriptor belongs to one reader, so that nobody sees it move.
+    # Windows. The descriptor belongs to one thread.
     os.lseek(fd, offset, os.SEEK_SET)
     return os.read(fd, nbytes)
-
-
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-}
-
-
-def _identity(status: os.stat_result) -> Identity:
-    return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def shrunk(path: str, expected: int, found: int) -> errors.SourceChangedError:

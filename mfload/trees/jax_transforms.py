@@ -1,14 +1,14 @@
-"""Programs on shards: jitted, on the devices where the shards landed, without any collective.
+"""Transforms on shards: jitted, on the devices where the shards landed, without any collective.
 
-Devices whose arrays are alike (same program, same shapes) run one compiled function together: it
-sees their arrays as one array that is split over them, and each works on its own part alone. So
-what twelve layers on eight devices have in common is compiled once.
+Devices whose arrays are alike (same transform, same shapes) run one compiled function together:
+it takes their arrays as one array that is split over them, and each device works on its own part.
+So what twelve layers on eight devices have in common is compiled once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mfload import errors
-from mfload.frameworks.jax_adapter import undisturbed
-
-Evaluate = Callable[[Any, Sequence[Any], Any], Any]
-"""What a program does with arrays: (program, arrays, `jax.numpy`) → array."""
+from mfload.frameworks.jax_memory import undisturbed
+from mfload.trees.transforms import Transform, evaluate, shape_of
 
 Arrays = tuple[Any, ...]
 Devices = tuple[Any, ...]
@@ -30,109 +28,61 @@ _CACHED = 4096
 _BOOL = (0, 1)  # A fraction is neither.
 
 
-class Transforms:
-    """Runs programs on arrays that lie on single devices.
+def run(transform: Transform, devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
+    """Makes an array on each of several devices, in memory of XLA's own; see `wait`.
 
-    Args:
-        evaluate: What a program does; the same object for programs that mean the same, because
-            compiled functions are kept by it.
+    `rows` are the arrays on each device, alike in shapes and dtypes. The transform makes at least
+    one element.
     """
+    return _apart(_call(_compiled(transform, devices, _ranks(rows)), rows, devices), devices)
 
-    def __init__(self, evaluate: Evaluate) -> None:
-        self._evaluate = evaluate
 
-    def run(self, program: Hashable, devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
-        """Makes an array on each of several devices.
+def empty(devices: Devices, shape: tuple[int, ...], dtype: Any) -> list[Any]:
+    """An array of zeros on each device, to be filled by `put`."""
+    if 0 in shape:  # XLA takes such for replicas.
+        with undisturbed():
+            nothing = np.zeros(shape, dtype)
+            return [jax.device_put(nothing, device) for device in devices]
+    return _apart(_call(_zeros(devices, shape, np.dtype(dtype)), [()], devices), devices)
 
-        Args:
-            program: What to do; JAX compiles one for each program, shapes and devices.
-            devices: The devices.
-            rows: For each of them the arrays on it, alike in shapes and dtypes on all. What the
-                program makes of them has elements.
 
-        Returns:
-            For each device an array in memory of XLA's own, perhaps not there before `wait`.
-        """
-        call = _compiled(self._evaluate, program, devices, _ranks(rows))
-        return _apart(_call(call, _together(devices, rows)), devices)
+def put(
+    transform: Transform,
+    devices: Devices,
+    wholes: Sequence[Any],
+    rows: Sequence[Arrays],
+    start: tuple[int, ...],
+) -> list[Any]:
+    """Makes a part of an array on each of several devices, in the memory of the whole.
 
-    def empty(self, devices: Devices, shape: tuple[int, ...], dtype: Any) -> list[Any]:
-        """An array of zeros on each device, to be filled by `put`."""
-        if 0 in shape:  # XLA takes such for replicas.
-            with undisturbed():
-                nothing = np.zeros(shape, dtype)
-                return [jax.device_put(nothing, device) for device in devices]
-        call = _zeros(devices, shape, np.dtype(dtype))
-        return _apart(_call(call, []), devices)
-
-    def put(
-        self,
-        program: Hashable,
-        devices: Devices,
-        wholes: Sequence[Any],
-        rows: Sequence[Arrays],
-        start: tuple[int, ...],
-    ) -> list[Any]:
-        """Makes a part of an array on each of several devices, in the memory of the whole.
-
-        Args:
-            program: What makes the part.
-            devices: The devices.
-            wholes: For each of them the array that it is a part of, from `empty` or `put`; of no
-                use afterwards.
-            rows: For each device what the program works on.
-            start: Where in the whole the part begins.
-
-        Returns:
-            The wholes, with the part in them.
-        """
-        call = _compiled_put(self._evaluate, program, devices, _ranks(rows), wholes[0].ndim)
-        whole = _together(devices, [(each,) for each in wholes])
-        at = np.asarray(start, np.int32)
-        return _apart(_call(call, [*whole, at, *_together(devices, rows)]), devices)
+    The part begins at `start`. `wholes` are the arrays from `empty` or `put`; they are donated.
+    """
+    call = _compiled_put(transform, devices, _ranks(rows), wholes[0].ndim)
+    at = np.asarray(start, np.int32)
+    whole = _together(devices, [(each,) for each in wholes])
+    return _apart(_call(functools.partial(call, *whole, at), rows, devices), devices)
 
 
 def fits(devices: Devices, rows: Sequence[Arrays], low: int, high: int) -> list[Any]:
-    """Whether an integer dtype holds all numbers of arrays.
-
-    Args:
-        devices: The devices.
-        rows: For each of them the arrays on it, alike on all.
-        low: The least that the dtype holds.
-        high: The most.
-
-    Returns:
-        For each device an array of one bool.
-    """
-    call = _compiled_fits(devices, _ranks(rows), low, high)
-    return _apart(_call(call, _together(devices, rows)), devices)
+    """Whether an integer dtype from `low` to `high` holds all numbers, for each device."""
+    return _apart(_call(_compiled_fits(devices, _ranks(rows), low, high), rows, devices), devices)
 
 
 def wait(arrays: Sequence[Any]) -> None:
-    """Waits until arrays are there, and what they were made of is no longer read.
-
-    Raises:
-        MemoryLimitError: A device has no room for them.
-    """
+    """Waits until arrays are there, and what they were made of is no longer read."""
     try:
         jax.block_until_ready(list(arrays))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         text = str(error).splitlines()[0]
-        raise errors.MemoryLimitError("no room on the device", found=text) from error
-
-
-def in_default_memory(sharding: Any) -> Any:
-    """A sharding in the memory that arrays lie in by default."""
-    return sharding if sharding.memory_kind is None else sharding.with_memory_kind(None)
+        raise errors.MemoryLimitError("the device is out of memory", found=text) from error
 
 
 def move(array: Any, sharding: Any) -> Any:
-    """An array in the memory of its device that a sharding names; itself where it lies there.
+    """An array in the memory of its device that a sharding names, once it is there.
 
-    What is moved is there, and no longer read: JAX gives no memory away to one of another kind,
-    so whoever moves several lets go of each before the next.
+    JAX does not donate memory to another kind: let go of each array before the next is moved.
     """
     kind = sharding.memory_kind
     if kind is None or array.sharding.memory_kind == kind:
@@ -146,7 +96,8 @@ def _ranks(rows: Sequence[Arrays]) -> tuple[int, ...]:
     return tuple(array.ndim for array in rows[0])
 
 
-def _call(call: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+def _call(call: Callable[..., Any], rows: Sequence[Arrays], devices: Devices) -> Any:
+    arrays = _together(devices, rows)
     with undisturbed():
         return call(*arrays)
 
@@ -167,12 +118,10 @@ def _together(devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
 def _spread(mesh: Any, shape: tuple[int, ...], kind: str | None) -> tuple[Any, Any]:
     """Shape and sharding of arrays of one shape put one after the other.
 
-    A scalar can't be: it passes for a replica, which nobody compares.
+    A scalar can't be split: it passes for a replica, which is not compared.
     """
-    if not shape:
-        return shape, NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-    sharding = NamedSharding(mesh, PartitionSpec(_DEVICE), memory_kind=kind)
-    return (shape[0] * mesh.size, *shape[1:]), sharding
+    sharding = NamedSharding(mesh, _spec(len(shape)), memory_kind=kind)
+    return (shape[0] * mesh.size, *shape[1:]) if shape else shape, sharding
 
 
 def _apart(array: Any, devices: Devices) -> list[Any]:
@@ -186,27 +135,35 @@ def _apart(array: Any, devices: Devices) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def _compiled(
-    evaluate: Evaluate, program: Hashable, devices: Devices, ranks: tuple[int, ...]
-) -> Callable[..., Any]:
-    return _build(lambda *arrays: evaluate(program, arrays, jnp), devices, ranks, None)
+def _compiled(transform: Transform, devices: Devices, ranks: tuple[int, ...]) -> Any:
+    def body(*arrays: Any) -> Any:
+        return evaluate(transform, arrays, jnp)
+
+    return _jitted(body, devices, ranks, len(shape_of(transform)))
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def _compiled_fits(
-    devices: Devices, ranks: tuple[int, ...], low: int, high: int
-) -> Callable[..., Any]:
+def _compiled_put(transform: Transform, devices: Devices, ranks: tuple[int, ...], rank: int) -> Any:
+    def body(whole: Any, start: Any, *arrays: Any) -> Any:
+        part = evaluate(transform, arrays, jnp)
+        return jax.lax.dynamic_update_slice(whole, part, tuple(start[n] for n in range(rank)))
+
+    return _jitted(body, devices, (rank, 0, *ranks), rank, donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def _compiled_fits(devices: Devices, ranks: tuple[int, ...], low: int, high: int) -> Any:
     def body(*arrays: Any) -> Any:
         return jnp.all(jnp.stack([_holds(array, low, high) for array in arrays]))
 
-    return _build(body, devices, ranks, 0)
+    return _jitted(body, devices, ranks, 0)
 
 
 def _holds(value: Any, low: int, high: int) -> Any:
     if jnp.issubdtype(value.dtype, jnp.floating):
         wide = value.astype(jnp.float64)
         cut = jnp.trunc(wide)
-        # high + 1 is a power of two, which every float holds; high itself may be none.
+        # high + 1 is a power of two, which every float holds; high itself may not be.
         inside = (cut >= float(low)) & (wide < float(high + 1))
         return jnp.all(inside & (cut == wide) if (low, high) == _BOOL else inside)
     if value.dtype == bool:
@@ -216,74 +173,35 @@ def _holds(value: Any, low: int, high: int) -> Any:
     return jnp.all((value >= least) & (value <= most))
 
 
-@functools.lru_cache(maxsize=_CACHED)
-def _compiled_put(
-    evaluate: Evaluate,
-    program: Hashable,
-    devices: Devices,
-    ranks: tuple[int, ...],
-    rank: int,
-) -> Callable[..., Any]:
-    def put(whole: Any, start: Any, *arrays: Any) -> Any:
-        part = evaluate(program, arrays, jnp)
-        return jax.lax.dynamic_update_slice(whole, part, tuple(start[n] for n in range(rank)))
+def _jitted(
+    body: Callable[..., Any], devices: Devices, ranks: tuple[int, ...], rank: int, **options: Any
+) -> Any:
+    """A jitted function of arrays of these ranks, to one of the last."""
+    if len(devices) > 1:
+        specs, out, mesh = tuple(map(_spec, ranks)), _spec(rank), _mesh(devices)
+        if hasattr(jax, "shard_map"):
+            body = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        else:
+            from jax.experimental.shard_map import shard_map
 
-    if len(devices) == 1:
-        return jax.jit(put, donate_argnums=0)
-    specs = (_spec(rank), PartitionSpec(), *map(_spec, ranks))
-    return jax.jit(_mapped(put, devices, specs, _spec(rank)), donate_argnums=0)
-
-
-def _build(
-    body: Callable[..., Any], devices: Devices, ranks: tuple[int, ...], rank: int | None
-) -> Callable[..., Any]:
-    """A jitted function; `rank` is that of its result, None where the program says it."""
-    if len(devices) == 1:
-        return jax.jit(body)
-    specs = tuple(map(_spec, ranks))
-
-    def call(*arrays: Any) -> Any:
-        # The rank of what a program makes is known once its arrays are.
-        local = [
-            jax.ShapeDtypeStruct(_share(each.shape, len(devices)), each.dtype) for each in arrays
-        ]
-        made = rank if rank is not None else jax.eval_shape(body, *local).ndim
-        return _mapped(body, devices, specs, _spec(made))(*arrays)
-
-    return jax.jit(call)
-
-
-def _share(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    return (shape[0] // count, *shape[1:]) if shape else shape
+            body = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_rep=False)
+    return jax.jit(body, **options)
 
 
 def _spec(rank: int) -> Any:
     return PartitionSpec(_DEVICE) if rank else PartitionSpec()
 
 
-def _mapped(
-    body: Callable[..., Any], devices: Devices, specs: tuple[Any, ...], out: Any
-) -> Callable[..., Any]:
-    mesh = _mesh(devices)
-    newer = getattr(jax, "shard_map", None)
-    if newer is not None:
-        return newer(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-    from jax.experimental.shard_map import shard_map
-
-    return shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_rep=False)
-
-
 @functools.lru_cache(maxsize=_CACHED)
-def _zeros(devices: Devices, shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
+def _zeros(devices: Devices, shape: tuple[int, ...], dtype: Any) -> Any:
     if len(devices) == 1:
         there: Any = SingleDeviceSharding(devices[0])
-        whole = shape
     else:
-        whole, there = _spread(_mesh(devices), shape, None)
-    return jax.jit(lambda: jnp.zeros(whole, dtype), out_shardings=there)
+        shape, there = _spread(_mesh(devices), shape, None)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=there)
 
 
 @functools.lru_cache(maxsize=256)
 def _mesh(devices: Devices) -> Any:
-    # A mesh for this alone, of which nothing is seen outside.
+    """A mesh for these functions alone."""
     return Mesh(np.array(devices, object), (_DEVICE,))

@@ -1,12 +1,15 @@
 """Trees of JAX: a target as a row of leaves with names, and back as the same type with arrays.
 
-Anything that JAX knows as a pytree is taken apart and put together by JAX itself. What Flax adds
-(variables that several modules share, boxes with the names of axes) is told by `flax_trees`.
+Anything that JAX knows as a pytree is taken apart and rebuilt by JAX itself. What Flax adds is
+handled here: modules and variables that are shared, boxes that name axes, train states. A target
+can only hold these if Flax was imported, so that nothing here imports it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,158 +17,101 @@ import jax
 import numpy as np
 
 from mfload import dtypes, errors
-from mfload.dtypes import DType
-from mfload.trees import flax_trees
-from mfload.trees.flax_trees import PLAIN, Role
+from mfload.trees.recipe import Leaf
 
 _Path = tuple[Any, ...]
 _KEYS = ("key", "idx", "name")  # What the entries of a path call theirs.
+_STATISTICS = "batch_stats"  # Linen's collection of them.
+_OPTIMIZER = ("opt_state", "step")  # Fields of a TrainState.
 
 
-class Leaf(NamedTuple):
-    """One leaf of a target.
+class Axes(NamedTuple):
+    """The axes that a variable or a box names for the dims of its array."""
 
-    Attributes:
-        names: Its names, more than one where variables are shared.
-        shape: In elements.
-        dtype: Row of the dtype table; None where it takes what comes, or `held` is False.
-        value: The leaf itself.
-        sharding: Its own, as it is (the mesh may be abstract); None where it has none.
-        role: What Flax says of it.
-        optional: Whether it stays as it is where the checkpoint has nothing for it.
-        held: Whether it can hold a tensor; functions, texts and random keys can't.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: DType | None
-    value: Any
-    sharding: Any
-    role: Role
-    optional: bool
-    held: bool
-
-    @property
-    def name(self) -> str:
-        """The first of its names."""
-        return self.names[0]
-
-    @property
-    def optimizer(self) -> bool:
-        """Whether it is an optimizer's state."""
-        return self.role.optimizer
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is a number or an array, of random keys too; not a function or a text."""
-        return self.held or hasattr(self.value, "dtype")
-
-    @property
-    def abstract(self) -> bool:
-        """Whether it is a shape without any numbers."""
-        return isinstance(self.value, jax.ShapeDtypeStruct)
+    names: Any  # One for each dim, as the owner wrote them; or a sharding.
+    mesh: Any  # The owner's, if it has one.
+    rules: Any  # The owner's, from logical axes to those of a mesh, if it has any.
+    logical: bool  # Whether all names are of logical axes.
 
 
 class Tree(NamedTuple):
-    """A target taken apart.
-
-    Attributes:
-        leaves: Its leaves; one that is shared appears once.
-        rebuild: Makes a tree of the same type from a value for each leaf.
-    """
+    """A target taken apart: its leaves (a shared one once), and how to rebuild it from values."""
 
     leaves: tuple[Leaf, ...]
     rebuild: Callable[[Sequence[Any]], Any]
 
 
 def take_apart(target: Any) -> Tree:
-    """Takes a target apart. It is left as it is, and so is everything in it.
-
-    Args:
-        target: Any pytree whose leaves are arrays or `jax.ShapeDtypeStruct`s: dicts, lists,
-            dataclasses, Flax modules, states, params, boxes and train states among them.
-
-    Returns:
-        Its leaves, and how to put it together.
-
-    Raises:
-        UsageError: Two leaves have the same name, a leaf is a tracer, or it is no tree.
-    """
+    """The leaves of any pytree, and how to put it together. The tree is left as it is."""
     walk = _Walk()
-    build = walk.below(target, ()) if flax_trees.is_node(target) else walk.node(target, ())
-    leaves = tuple(each.leaf() for each in walk.found)
-    _check_names(leaves)
+    top = walk.below if is_node(target) else walk.node
+    build = top(target, (), _Role())
+    leaves = tuple(_leaf(*found) for found in walk.found)
+    counts = Counter(name for leaf in leaves for name in leaf.names)
+    for name in (name for name, count in counts.items() if count > 1):
+        raise errors.UsageError("two leaves of the target have the same name", found=repr(name))
+    return Tree(leaves, lambda values: build(_Values(values, {})))
 
-    def rebuild(values: Sequence[Any]) -> Any:
-        return build(_Values(values))
 
-    return Tree(leaves, rebuild)
-
-
-def mould(target: Any) -> Tree:
-    """Takes apart what is to be filled.
-
-    Args:
-        target: As for `take_apart`.
-
-    Raises:
-        UsageError: As `take_apart`, or it has no place for a tensor.
-    """
+def take_apart_target(target: Any) -> Tree:
+    """The same for a target that is to be filled, which has a place for a tensor."""
+    if isinstance(target, str | os.PathLike):
+        raise errors.UsageError(
+            "load_into(target, path): the arguments are swapped",
+            expected="a tree first, then a path",
+            found=repr(target),
+        )
     made = take_apart(target)
-    if flax_trees.is_split(target) or not any(leaf.counts for leaf in made.leaves):
-        raise _no_mould(target)
+    definition = getattr(_nnx(), "GraphDef", ())
+    if type(target) is tuple and target and isinstance(target[0], definition):
+        raise errors.UsageError(
+            "the target is what nnx.split gives, not a tree of its own",
+            expected="the state alone; merge what comes back: nnx.merge(graphdef, loaded)",
+            found="(graphdef, state)",
+        )
+    if not any(leaf.counts for leaf in made.leaves):
+        kind = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        raise errors.UsageError(
+            "no leaf of the target can hold a tensor",
+            expected="a pytree with arrays or jax.ShapeDtypeStructs as its leaves, such as "
+            "nnx.eval_shape or jax.eval_shape makes; dataclasses must be registered with "
+            "jax.tree_util.register_dataclass",
+            found=kind,
+        )
     return made
 
 
-class _Values:
-    """The values of the leaves, by number, and what was made of nodes that are shared."""
+class _Role(NamedTuple):
+    """What Flax says of a leaf; see `Leaf`."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.values = values
-        self.shared: dict[int, Any] = {}
+    axes: Axes | None = None
+    optional: bool = False
+    optimizer: bool = False
+
+
+class _Values(NamedTuple):
+    """The values of the leaves, by number, and what was made of nodes that are shared, by id."""
+
+    values: Sequence[Any]
+    shared: dict[int, Any]
 
 
 _Build = Callable[[_Values], Any]
-
-
-class _Found:
-    """A leaf that was come by, perhaps on several paths."""
-
-    def __init__(self, path: _Path, value: Any, role: Role) -> None:
-        self.paths, self.value, self.role = [path], value, role
-
-    def leaf(self) -> Leaf:
-        names = tuple(dict.fromkeys(".".join(path) for path in self.paths))
-        role = self.role
-        if any(flax_trees.is_statistics(path) for path in self.paths):
-            role = role._replace(optional=True)
-        return _leaf(names, self.value, role)
-
-
-class _Shared(NamedTuple):
-    """A node that may be come by again.
-
-    Attributes:
-        path: Where it was first.
-        first, last: Its leaves among all, half-open; `last` is -1 while it is taken apart.
-    """
-
-    path: _Path
-    first: int
-    last: int
 
 
 class _Walk:
     """Goes through a tree once."""
 
     def __init__(self) -> None:
-        self.found: list[_Found] = []
-        self._seen: dict[int, _Shared] = {}
-        self._kept: list[Any] = []  # Or else their ids could come again.
-        self._kinds = flax_trees.kinds()
+        self.found: list[tuple[list[_Path], Any, _Role]] = []  # Leaves, with all of their paths.
+        # By id of a node that may occur again: its first path, and its leaves among all,
+        # half-open; -1 while it is taken apart.
+        self._seen: dict[int, tuple[_Path, int, int]] = {}
+        self._kept: list[Any] = []  # Keeps ids unique.
+        self._kinds = _kinds()
 
-    def node(self, tree: Any, path: _Path, role: Role = PLAIN) -> _Build:
-        """Takes apart what JAX sees at once, and then what Flax told it to stop at."""
+    def node(self, tree: Any, path: _Path, role: _Role) -> _Build:
+        """Takes apart what JAX sees at once, and then the nodes of Flax that it stopped at."""
         top = True
 
         def stop(each: Any) -> bool:
@@ -176,35 +122,33 @@ class _Walk:
         try:
             flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)
         except (TypeError, ValueError, RecursionError) as error:
-            where = ".".join(path) or "the target"
-            raise errors.UsageError(
-                f"JAX can't take {where} apart: {str(error).splitlines()[0]}",
-                expected="a pytree",
-                found=type(tree).__name__,
-            ) from error
-        # What variables and boxes call their value is no part of a name.
-        hidden = isinstance(tree, self._kinds) and flax_trees.hides_its_key(tree)
+            where, text = ".".join(path) or "the target", str(error).splitlines()[0]
+            message, kind = f"JAX can't take {where} apart: {text}", type(tree).__name__
+            raise errors.UsageError(message, expected="a pytree", found=kind) from error
+        # What variables and boxes call their value is not part of a name.
+        states = _states()
+        hidden = isinstance(tree, self._kinds) and not isinstance(tree, (*_modules(), *states))
         builds: list[_Build] = []
         for entries, each in flat:
             names = tuple(_texts(entries[hidden:]))
-            said = flax_trees.role_of_field(tree, names[0], role) if names else role
+            state = bool(names) and isinstance(tree, states) and names[0] in _OPTIMIZER
+            said = role._replace(optimizer=True) if state else role
             builds.append(self.below(each, (*path, *names), said))
         return lambda values: structure.unflatten([build(values) for build in builds])
 
-    def below(self, each: Any, path: _Path, role: Role = PLAIN) -> _Build:
+    def below(self, each: Any, path: _Path, role: _Role) -> _Build:
         """Takes apart a node of Flax, or notes a leaf."""
+        key, first = id(each), len(self.found)
         if not isinstance(each, self._kinds):
-            number = len(self.found)
-            self.found.append(_Found(path, each, role))
-            return lambda values: values.values[number]
-        key = id(each)
+            self.found.append(([path], each, role))
+            return lambda values: values.values[first]
         if key in self._seen:
-            return self._again(each, path, self._seen[key])
-        first = len(self.found)
-        self._seen[key] = _Shared(path, first, -1)
+            self._again(path, *self._seen[key])
+            return lambda values: values.shared[key]
+        self._seen[key] = path, first, -1
         self._kept.append(each)
-        build = self.node(each, path, flax_trees.role(each, role))
-        self._seen[key] = _Shared(path, first, len(self.found))
+        build = self.node(each, path, _role(each, role))
+        self._seen[key] = path, first, len(self.found)
 
         def remember(values: _Values) -> Any:
             values.shared[key] = made = build(values)
@@ -212,90 +156,94 @@ class _Walk:
 
         return remember
 
-    def _again(self, each: Any, path: _Path, before: _Shared) -> _Build:
-        if before.last < 0:
-            raise errors.UsageError(
-                "the target holds itself",
-                expected="a tree",
-                found=f"{'.'.join(path)} is {'.'.join(before.path) or 'the target'}",
-            )
-        for found in self.found[before.first : before.last]:
-            found.paths.append((*path, *found.paths[0][len(before.path) :]))
-        key = id(each)
-        return lambda values: values.shared[key]
+    def _again(self, path: _Path, before: _Path, first: int, last: int) -> None:
+        """Notes that the leaves of a node have another path each."""
+        if last < 0:
+            found = f"{'.'.join(path)} is {'.'.join(before) or 'the target'}"
+            raise errors.UsageError("the target holds itself", expected="a tree", found=found)
+        for paths, _, _ in self.found[first:last]:
+            paths.append((*path, *paths[0][len(before) :]))
 
 
 def _texts(entries: tuple[Any, ...]) -> Iterator[str]:
     """The texts of a path, as `jax.tree_util.keystr(simple=True)` gives them."""
     for entry in entries:
-        for attribute in _KEYS:
-            if hasattr(entry, attribute):
-                yield str(getattr(entry, attribute))
-                break
-        else:
-            yield str(entry)
+        names = (getattr(entry, each) for each in _KEYS if hasattr(entry, each))
+        yield str(next(names, entry))
 
 
-def _leaf(names: tuple[str, ...], value: Any, role: Role) -> Leaf:
+def _leaf(paths: list[_Path], value: Any, role: _Role) -> Leaf:
+    names = tuple(dict.fromkeys(".".join(path) for path in paths))
     if isinstance(value, jax.core.Tracer):
         raise errors.UsageError(
             "a tracer can't be loaded into; load outside jit, grad and vmap",
             expected="arrays or jax.ShapeDtypeStruct",
             found=names[0],
         )
-    if isinstance(value, bool | int | float | complex):
-        # A number of the configuration, as steps and rates are.
-        return Leaf(names, (), None, value, None, role, True, True)
+    leaf = Leaf(names, (), None, value, axes=role.axes, optional=True, optimizer=role.optimizer)
+    if isinstance(value, bool | int | float | complex):  # Such as steps and rates.
+        return leaf
+    leaf = leaf._replace(held=False, abstract=isinstance(value, jax.ShapeDtypeStruct))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if not isinstance(shape, tuple) or dtype is None or _is_extended(dtype):
-        return Leaf(names, (), None, value, None, role, True, False)
-    row = row_of(dtype)
-    own = _own_sharding(value)
-    return Leaf(names, shape, row, value, own, role, role.optional, row is not None)
-
-
-def row_of(dtype: Any) -> DType | None:
-    """The row of the dtype table for a dtype of JAX, None where it has none."""
+    array = isinstance(shape, tuple) and dtype is not None
+    # Typed PRNG keys are arrays of an extended dtype.
+    if not array or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return leaf
+    optional = role.optional or any(_STATISTICS in path for path in paths)
+    leaf = leaf._replace(shape=shape, optional=optional)
+    placed = getattr(value, "committed", getattr(value, "_committed", True))
+    if placed or not isinstance(value, jax.Array):  # Others merely lie on the default device.
+        leaf = leaf._replace(sharding=getattr(value, "sharding", None))
     try:
-        return dtypes.resolve(np.dtype(dtype).name)
+        return leaf._replace(dtype=dtypes.resolve(np.dtype(dtype).name), held=True)
     except (TypeError, errors.UsageError):
-        return None
+        return leaf
 
 
-def _is_extended(dtype: Any) -> bool:
-    """Whether it is a dtype of JAX's own, such as that of random keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))
+# -- Flax ------------------------------------------------------------------------------------
 
 
-def _own_sharding(value: Any) -> Any:
-    """The sharding that somebody gave a leaf; what merely lies on the default device has none."""
-    if isinstance(value, jax.Array):
-        committed = getattr(value, "committed", getattr(value, "_committed", True))
-        return value.sharding if committed else None
-    return getattr(value, "sharding", None)
+def is_node(value: Any) -> bool:
+    """Whether a value is a module, a variable, a box or a train state of Flax."""
+    return isinstance(value, _kinds())
 
 
-def _no_mould(target: Any) -> errors.UsageError:
-    """Says what to pass instead, as far as it can be seen."""
-    message, found = "no leaf of the target can hold a tensor", type(target).__name__
-    expected = "a pytree with arrays or jax.ShapeDtypeStructs as its leaves"
-    if flax_trees.is_split(target):
-        message = "the target is what nnx.split gives, not a tree of its own"
-        expected = "pass the state, and merge what comes back: nnx.merge(graphdef, loaded)"
-    elif isinstance(target, type):
-        expected = "an instance, such as nnx.eval_shape or jax.eval_shape makes"
-        found = f"the class {target.__name__}"
-    elif dataclasses.is_dataclass(target) and jax.tree_util.all_leaves([target]):
-        expected = "a dataclass that JAX knows, by jax.tree_util.register_dataclass"
-    return errors.UsageError(message, expected=expected, found=found)
+def _kinds() -> tuple[type, ...]:
+    meta, nnx = sys.modules.get("flax.core.meta"), _nnx()
+    found = (*(() if meta is None else (meta.AxisMetadata,)), *_states())
+    return found if nnx is None else (*found, nnx.Variable, *_modules())
 
 
-def _check_names(leaves: Sequence[Leaf]) -> None:
-    seen: set[str] = set()
-    for leaf in leaves:
-        for name in leaf.names:
-            if name in seen:
-                raise errors.UsageError(
-                    "two leaves of the target have the same name", found=repr(name)
-                )
-            seen.add(name)
+def _modules() -> tuple[type, ...]:
+    nnx = _nnx()
+    return () if nnx is None else (nnx.Pytree,)
+
+
+def _states() -> tuple[type, ...]:
+    kind = getattr(sys.modules.get("flax.training.train_state"), "TrainState", None)
+    return () if kind is None else (kind,)
+
+
+def _nnx() -> Any:
+    """`flax.nnx`, if it is there as a whole (another thread may be importing it)."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx if hasattr(nnx, "Pytree") else None
+
+
+def _role(node: Any, before: _Role) -> _Role:
+    """What a node of Flax says of the leaves in it, beside what those around it said."""
+    nnx, meta = _nnx(), sys.modules.get("flax.core.meta")
+    if nnx is not None and isinstance(node, nnx.Variable):
+        state = isinstance(node, nnx.RngState | nnx.BatchStat)
+        optimizer = before.optimizer or isinstance(node, nnx.OptState)
+        axes, known = before.axes, node.get_metadata()
+        for key in ("out_sharding", "sharding", "sharding_names"):  # Flax renamed it twice.
+            if known.get(key):
+                axes = Axes(known[key], known.get("mesh"), known.get("sharding_rules"), False)
+                break
+        return _Role(axes, before.optional or state, optimizer)
+    if meta is not None and isinstance(node, meta.Partitioned):
+        kind = getattr(sys.modules.get("flax.linen.spmd"), "LogicallyPartitioned", ())
+        rules = getattr(node, "rules", None)
+        return before._replace(axes=Axes(node.names, node.mesh, rules, isinstance(node, kind)))
+    return before

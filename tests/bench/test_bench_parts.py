@@ -1,4 +1,4 @@
-"""The parts that measure: extents, patterns, sums, page cache, touching, figures."""
+"""The parts that measure: extents, patterns, page cache, touching, figures."""
 
 from __future__ import annotations
 
@@ -11,24 +11,13 @@ import numpy as np
 import pytest
 import samples
 
+from benchmarks import markdown, results
+from benchmarks.results import Results
+from benchmarks.subject import whole
 from mfload import errors
-from mfload.bench import (
-    ceilings,
-    extents,
-    loaders,
-    machine,
-    markdown,
-    memory,
-    pagecache,
-    results,
-    subject,
-    sums,
-    touch,
-)
-from mfload.bench.ceilings import MIB, Pattern
-from mfload.bench.extents import Extent
-from mfload.bench.options import Options, entrants
-from mfload.bench.results import Results
+from mfload.bench import ceilings, loaders, machine, measuring
+from mfload.bench.ceilings import MIB, Extent, Pattern
+from mfload.bench.measuring import BenchOptions, entrants_of
 from mfload.formats import checkpoint
 from mfload.io import probes
 
@@ -39,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def _on_disk(path: Path) -> bool:
-    return pagecache.file_system(path) not in pagecache.MEMORY_FILE_SYSTEMS
+    return machine.file_system(path) not in machine.MEMORY_FILE_SYSTEMS
 
 
 # Extents ----------------------------------------------------------------------------------
@@ -48,25 +37,25 @@ def _on_disk(path: Path) -> bool:
 def test_extents_join_what_nearly_touches(model: Path) -> None:
     index, _ = checkpoint.read(model)
     rows = list(index.tensors.values())
-    (one,) = extents.of_rows(index, rows)
+    (one,) = ceilings.extents_of(index, rows)
     first = min(row.pieces[0].offset for row in rows)
     assert one == Extent(str(model), first, model.stat().st_size)
     large = sorted(rows, key=lambda row: row.nbytes)[-2:]
-    apart = extents.of_rows(index, large)
-    assert extents.total(apart) == sum(row.nbytes for row in large)
-    assert extents.paths_of(apart) == [str(model)]
+    apart = ceilings.extents_of(index, large)
+    assert sum(stop - start for _, start, stop in apart) == sum(row.nbytes for row in large)
+    assert ceilings.paths_of(apart) == [str(model)]
 
 
 def test_an_empty_tensor_has_no_extent(model: Path) -> None:
     index, _ = checkpoint.read(model)
-    assert extents.of_rows(index, [index["empty"]]) == []
+    assert ceilings.extents_of(index, [index["empty"]]) == []
 
 
 # Ceilings ---------------------------------------------------------------------------------
 
 
 def _held(found: ceilings.Bytes) -> list[bytes]:
-    whole = [touch._Strided((address, nbytes)) for address, nbytes in found.spans]
+    whole = [loaders.Strided((address, nbytes)) for address, nbytes in found.spans]
     for each, (_, nbytes) in zip(whole, found.spans, strict=True):
         each.__array_interface__ |= {"shape": (nbytes,), "strides": None}
     return [np.asarray(each).tobytes() for each in whole]
@@ -89,15 +78,13 @@ def test_a_pattern_reads_the_bytes_of_every_extent(
         Extent(str(path), 4 * MIB, len(data)),
     ]
     found = ceilings.read(parts, Pattern(threads, 1 * MIB, direct=direct))
-    assert found.whole
     assert _held(found) == [data[start:stop] for _, start, stop in parts]
 
 
 def test_used_slots_hold_the_last_block_alone(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"a" * MIB + b"b" * MIB)
-    found = ceilings.read(extents.whole([str(path)]), Pattern(1, MIB, reuse=True))
-    assert not found.whole
+    found = ceilings.read(whole([str(path)]), Pattern(1, MIB, reuse=True))
     assert _held(found) == [b"b" * MIB]
 
 
@@ -120,39 +107,12 @@ def test_patterns_on_trial_are_known_by_name(cores: int) -> None:
         assert any(not pattern.reuse for pattern in few)
 
 
-# What touching yields -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block", [4096, 100_000, 16 << 20])
-def test_sums_are_those_of_the_arrays(
-    model: Path, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sums, "_BLOCK", block)
-    index, _ = checkpoint.read(model)
-    rows = list(index.tensors.values())
-    parts = extents.of_rows(index, rows)
-    kept = ceilings.read(parts, ceilings.WARM)
-    flat = [np.frombuffer(array.tobytes(), np.uint8) for array in samples.model().values()]
-    assert sums.read(index.files, rows, parts) == (
-        sum(int(each[::4096].sum()) for each in flat),
-        touch.touch(kept.spans),
-    )
-
-
-def test_sums_of_a_file_that_shrank_are_an_error(model: Path) -> None:
-    index, _ = checkpoint.read(model)
-    rows = list(index.tensors.values())
-    os.truncate(model, model.stat().st_size - 10)
-    with pytest.raises(errors.SourceChangedError):
-        sums.read(index.files, rows, extents.of_rows(index, rows))
-
-
 def test_touching_numpy_reads_every_page() -> None:
     array = np.random.default_rng(0).integers(0, 65_536, 10_000, dtype=np.uint16)
-    found = touch.touch([touch.SPAN["numpy"](array)])
+    found = loaders.touch([loaders.SPAN["numpy"](array)])
     assert found == int(array.view(np.uint8)[::4096].sum())
     with pytest.raises(ValueError, match="contiguous"):
-        touch.SPAN["numpy"](array[::2])
+        loaders.SPAN["numpy"](array[::2])
 
 
 # Page cache ---------------------------------------------------------------------------------
@@ -164,37 +124,24 @@ def test_the_page_cache_is_filled_and_dropped(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(np.random.default_rng(0).bytes(3 * MIB + 5))
     parts = [Extent(str(path), 4096, 2 * MIB), Extent(str(path), 2 * MIB + 4096, 3 * MIB + 5)]
-    assert pagecache.drop(parts) in (0, None)
-    assert pagecache.why_not_cold(parts) is None
-    assert pagecache.warm(parts) in (1, None)
-    assert pagecache.cached_share(parts) in (1, None)
-    assert pagecache.drop(parts) in (0, None)
-
-
-def test_mincore_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not _on_disk(tmp_path):
-        pytest.skip("a file system in memory")
-    path = tmp_path / "data"
-    path.write_bytes(bytes(3 * MIB))
-    parts = [Extent(str(path), 5000, 2 * MIB)]
-    monkeypatch.setattr(probes, "cached_share", lambda *_: None)
-    assert pagecache.drop(parts) == 0
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
-        file.seek(8192)
-        file.read(4096)
-    assert 0 < (pagecache.cached_share(parts) or 0) < 0.1
-    assert pagecache.warm(parts) == 1
+    machine.drop(parts)
+    assert machine.cached_share(parts) in (0, None)
+    assert machine.why_not(parts, cold=True) is None
+    machine.warm(parts)
+    assert machine.cached_share(parts) in (1, None)
+    assert machine.why_not(parts, cold=False) is None
+    machine.prepare(parts, 4 * MIB, cold=True)
+    assert machine.cached_share(parts) in (0, None)
 
 
 def test_memory_file_systems_are_not_cold() -> None:
     shm = Path("/dev/shm")
-    if not shm.is_dir() or pagecache.file_system(shm) != "tmpfs":
+    if not shm.is_dir() or machine.file_system(shm) != "tmpfs":
         pytest.skip("no tmpfs here")
     path = shm / f"mfload-test-{os.getpid()}"
     try:
         path.write_bytes(bytes(MIB))
-        why = pagecache.why_not_cold(extents.whole([str(path)]))
+        why = machine.why_not(whole([str(path)]), cold=True)
         assert why == "tmpfs keeps its files in memory"
     finally:
         path.unlink()
@@ -203,66 +150,57 @@ def test_memory_file_systems_are_not_cold() -> None:
 def test_what_stays_cached_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(MIB))
-    parts = extents.whole([str(path)])
-    monkeypatch.setattr(pagecache, "MEMORY_FILE_SYSTEMS", frozenset())
-    monkeypatch.setattr(pagecache, "cached_share", lambda _: 0.5)
-    with pytest.raises(pagecache.UnfitError, match=r"holds 50\.0%"):
-        pagecache.drop(parts)
-    assert "holds 50.0%" in (pagecache.why_not_cold(parts) or "")
-    with pytest.raises(pagecache.UnfitError, match=r"keeps only 50\.0%"):
-        pagecache.warm(parts)
-    monkeypatch.setattr(pagecache, "cached_share", lambda _: None)
-    assert "does not tell" in (pagecache.why_not_cold(parts) or "")
+    parts = whole([str(path)])
+    monkeypatch.setattr(machine, "MEMORY_FILE_SYSTEMS", frozenset())
+    monkeypatch.setattr(machine, "cached_share", lambda _: 0.5)
+    with pytest.raises(machine.UnfitError, match=r"holds 50\.0%"):
+        machine.drop(parts)
+    assert "holds 50.0%" in (machine.why_not(parts, cold=True) or "")
+    assert "keeps only 50.0%" in (machine.why_not(parts, cold=False) or "")
+    # A kernel that does not say what it caches is asked all the same.
+    monkeypatch.setattr(machine, "cached_share", lambda _: None)
+    assert machine.why_not(parts, cold=True) is None
 
 
 def test_memory_is_primed_and_counted() -> None:
-    assert memory.prime(1 << 20)
-    assert 0 < memory.status("VmRSS") <= memory.status("VmHWM")
-    assert memory.free() > 0
+    assert machine.prime(1 << 20)
+    assert 0 < machine.memory_status("VmRSS") <= machine.memory_status("VmHWM")
 
 
 # What is measured ---------------------------------------------------------------------------
 
 
 def test_a_subject_is_the_whole_checkpoint(model: Path) -> None:
-    chosen = subject.choose(str(model), None, 1 << 30)
-    what = chosen.subject
-    assert (what.names, chosen.notes, chosen.known) == (None, [], True)
+    what, notes = measuring.choose(str(model), None, 1 << 30)
+    assert (what.names, notes) == (None, [])
     assert what.tensors == len(samples.model())
     assert what.nbytes == sum(array.nbytes for array in samples.model().values())
 
 
 def test_a_subject_is_cut_to_what_may_be_measured(model: Path) -> None:
-    chosen = subject.choose(str(model), None, 500_000)
-    what = chosen.subject
+    what, (note,) = measuring.choose(str(model), None, 500_000)
     assert what.names is not None
     assert 0 < what.nbytes <= 500_000
     assert what.tensors == len(what.names) < len(samples.model())
-    (note,) = chosen.notes
     assert f"{what.tensors} of {len(samples.model())} tensors" in note
     assert "--max-bytes 488.3 KiB" in note
 
 
 def test_a_subject_fits_into_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "memory_room", lambda: (1_000_000, "test"))
-    chosen = subject.choose(str(model), None, 1 << 30)
-    assert chosen.subject.nbytes <= 350_000
-    assert "left in the test" in chosen.notes[0]
+    what, notes = measuring.choose(str(model), None, 1 << 30)
+    assert what.nbytes <= 350_000
+    assert "left in the test" in notes[0]
     monkeypatch.setattr(probes, "memory_room", lambda: (1, "test"))
     with pytest.raises(errors.MemoryLimitError, match="no tensor fits"):
-        subject.choose(str(model), "^wide$", 1 << 30)
+        measuring.choose(str(model), "^wide$", 1 << 30)
 
 
 def test_a_subject_can_be_named(model: Path) -> None:
-    what = subject.choose(str(model), r"layer\.0", 1 << 30).subject
+    what, _ = measuring.choose(str(model), r"layer\.0", 1 << 30)
     assert what.names == ["layer.0.q", "layer.0.norm"]
     with pytest.raises(errors.UsageError, match="no tensor holds any bytes"):
-        subject.choose(str(model), "empty", 1 << 30)
-
-
-def test_packed_dtypes_have_no_sum_to_compare(tmp_path: Path) -> None:
-    path = samples.save_raw(tmp_path / "f4.safetensors", [("w", "F4", (4, 4), bytes(8))])
-    assert not subject.choose(str(path), None, 1 << 30).known
+        measuring.choose(str(model), "empty", 1 << 30)
 
 
 # Options and loaders ------------------------------------------------------------------------
@@ -275,7 +213,7 @@ def test_packed_dtypes_have_no_sum_to_compare(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError):
-        Options(**wrong)
+        BenchOptions(**wrong)
 
 
 def test_loaders_are_found_by_name() -> None:
@@ -290,14 +228,14 @@ def test_loaders_are_found_by_name() -> None:
 
 
 def test_entrants_say_why_they_cannot_take_part() -> None:
-    found = {each.loader.name: each.why_not for each in entrants(Options(), everything=True)}
+    found = {loader.name: why for loader, why in entrants_of(BenchOptions(), everything=True)}
     assert list(found) == [
         f"mfload-{name}" for name in ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
     ]
     assert found["mfload-numpy"] is None
     assert found["mfload-cupy"]
-    both = Options(frameworks=("np", "numpy"), engines=("pread", "mmap"), peers=True)
-    part = {each.loader.name: each.why_not for each in entrants(both, everything=False)}
+    both = BenchOptions(frameworks=("np", "numpy"), engines=("pread", "mmap"), peers=True)
+    part = {loader.name: why for loader, why in entrants_of(both, everything=False)}
     assert list(part) == ["mfload-numpy-pread", "mfload-numpy-mmap", "safetensors-numpy"]
     assert "whole files only" in (part["safetensors-numpy"] or "")
 

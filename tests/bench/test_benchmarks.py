@@ -12,10 +12,10 @@ import pytest
 from matplotlib import image
 
 from benchmarks import ROOT, commands, listing, listing_files, load, pages, saving, verifying
-from mfload.bench import machine, memory
-from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
-from mfload.bench.process import ChildError
-from mfload.bench.runner import Case
+from benchmarks.process import ChildError
+from benchmarks.runner import Case
+from mfload.bench import machine
+from mfload.bench.machine import MEMORY_FILE_SYSTEMS, file_system
 
 PERFORMANCE = ROOT / "docs" / "performance"
 
@@ -25,7 +25,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Leaves out what only matters to figures."""
     if file_system(tmp_path) in MEMORY_FILE_SYSTEMS:
         pytest.skip("a file system in memory")
-    monkeypatch.setattr(memory, "prime", lambda nbytes: True)
+    monkeypatch.setattr(machine, "prime", lambda nbytes: True)
     monkeypatch.setattr(machine, "busy_share", lambda seconds=0: 0.0)
 
 

@@ -39,15 +39,15 @@ from benchmarks.gpu_given import landings
 from benchmarks.gpu_plan import COLD, FAST, PLAIN, SWEEP, WARM, Plan
 from benchmarks.gpu_rounds import Rounds, Step
 from benchmarks.gpu_tasks import Way
+from benchmarks.results import Results
+from benchmarks.runner import Bed
 from mfload import frameworks
 from mfload.bench import machine
-from mfload.bench.pagecache import MEMORY_FILE_SYSTEMS, file_system
-from mfload.bench.results import Results
-from mfload.bench.runner import Bed
-from mfload.cuda import slots
+from mfload.bench.machine import MEMORY_FILE_SYSTEMS, file_system
+from mfload.cuda import staging
 from mfload.frameworks.torch_adapter import TorchAdapter
 from mfload.io import probes
-from mfload.loading import overheads
+from mfload.planning import memory as limits
 
 ROOT = gpu_run.ROOT
 MADE_UP = {"name": "Made-up GPU of a test", "memory": 48 << 30, "pci": "0000:00:00.0",
@@ -281,9 +281,9 @@ def test_ways_have_names() -> None:
 
 def test_a_ring_is_varied_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = types.SimpleNamespace(SLOT=1, DEPTH=2)
-    monkeypatch.setitem(sys.modules, "mfload.cuda.slots", ring)
+    monkeypatch.setitem(sys.modules, "mfload.cuda.staging", ring)
     beside = types.SimpleNamespace(_LEAST_SLOT=1)
-    monkeypatch.setitem(sys.modules, "mfload.loading.overheads", beside)
+    monkeypatch.setitem(sys.modules, "mfload.planning.memory", beside)
     gpu_tasks.find(f"cpu/{Way('numpy', slot=4).name}")
     assert (ring.SLOT, ring.DEPTH, beside._LEAST_SLOT) == (4 << 20, 2, 4 << 20)
     gpu_tasks.find(f"cpu/{Way('numpy', depth=8).name}")
@@ -302,9 +302,9 @@ def test_a_ring_is_what_its_label_says(
 ) -> None:
     """Whatever mfload would have chosen for so small a checkpoint and so many slots."""
     torch = pytest.importorskip("torch")
-    made = TorchAdapter(torch.device("cpu"), land=FakeDevice())
-    monkeypatch.setattr(frameworks, "get", lambda name, device=None: made)
-    for module, name in ((slots, "SLOT"), (slots, "DEPTH"), (overheads, "_LEAST_SLOT")):
+    made = TorchAdapter(torch.device("cpu"), FakeDevice())
+    monkeypatch.setattr(frameworks, "get", lambda *_: made)
+    for module, name in ((staging, "SLOT"), (staging, "DEPTH"), (limits, "_LEAST_SLOT")):
         monkeypatch.setattr(module, name, getattr(module, name))
     path = tmp_path / "w.safetensors"
     gpu_given.write(path, [gpu_given.Row("w", "U8", (70 << 20,))], 1)
@@ -312,7 +312,7 @@ def test_a_ring_is_what_its_label_says(
     found = task.find(task.run({"path": str(path)}))  # type: ignore[typeddict-item]
     assert found.report is not None
     assert f"blocks of up to {block} MiB" in found.report.notes
-    assert varied.get("depth", 2) == slots.DEPTH
+    assert varied.get("depth", 2) == staging.DEPTH
 
 
 def test_a_second_load_of_a_process_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import (
     ROOT,
+    child,
     gpu_costs,
     gpu_facts,
     gpu_given,
@@ -30,11 +31,10 @@ from benchmarks.gpu_budget import Budget
 from benchmarks.gpu_ceilings import PEAK, cached, direct
 from benchmarks.gpu_given import Given, Row, SkipError
 from benchmarks.gpu_tasks import Way
+from benchmarks.process import environment
+from benchmarks.runner import Bed
 from mfload import dtypes
-from mfload.bench import child
-from mfload.bench.process import environment
-from mfload.bench.runner import Bed
-from mfload.bench.touch import PAGE, touch
+from mfload.bench.loaders import PAGE, touch
 from mfload.io.subprocess_probe import Answer
 
 # What is known of the GPU --------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_the_driver_is_asked_where_mfload_is_not_installed(monkeypatch: pytest.M
     """As on a machine that has the source tree alone: the probe is told where that is."""
     told: list[str] = []
 
-    def ask(module: str, *, timeout: float, environment: dict[str, str]) -> Answer:
+    def ask(*_: str, timeout: float, environment: dict[str, str]) -> Answer:
         told.append(environment["PYTHONPATH"])
         return Answer({"error": "none"})
 

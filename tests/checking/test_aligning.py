@@ -26,7 +26,7 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checking import align as aligning, rewriting
+from mfload.checking import align as aligning
 from mfload.checking.manifest import Manifest
 from mfload.io import buffers
 from mfload.saving.drafts import Draft
@@ -37,7 +37,7 @@ MODEL = samples.model()
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mfload.checking.rewriting.BLOCK", 64 << 10)
+        patch.setattr("mfload.checking.align.BLOCK", 64 << 10)
         yield
 
 
@@ -224,7 +224,7 @@ def test_any_layout(
     source = samples.save_raw(directory / "a.safetensors", rows, start=start)
     (directory / "out").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewriting, "BLOCK", 512)
+        patch.setattr(aligning, "BLOCK", 512)
         done = mfload.align(source, directory / "out", max_shard_size=limit)
     files = [Path(file) for file in done.files if file.endswith(".safetensors")]
     found = {name: array.tobytes() for file in files for name, array in _read(file).items()}
@@ -313,7 +313,7 @@ def test_all_is_on_disk_before_it_has_its_name(
     shards: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Draft] = []
-    real, publish = Draft.sync, aligning.Target.publish
+    real, publish = Draft.sync, aligning.SaveTarget.publish
 
     def sync(draft: Draft) -> None:
         synced.append(draft)
@@ -324,7 +324,7 @@ def test_all_is_on_disk_before_it_has_its_name(
         return publish(self, drafts, *args)
 
     monkeypatch.setattr(Draft, "sync", sync)
-    monkeypatch.setattr(aligning.Target, "publish", check)
+    monkeypatch.setattr(aligning.SaveTarget, "publish", check)
     mfload.align(shards, target)
     assert len(synced) >= 3
 
@@ -347,7 +347,7 @@ def test_failures_leave_what_was_there(
 
         monkeypatch.setattr(os, "preadv", preadv)
     else:
-        monkeypatch.setattr(aligning.Target, "publish", lambda *_: 1 / 0)
+        monkeypatch.setattr(aligning.SaveTarget, "publish", lambda *_: 1 / 0)
     with pytest.raises((errors.ReadError, ZeroDivisionError)):
         mfload.align(source, overwrite=True, options=mfload.Options(threads=3))
     assert source.read_bytes() == before
@@ -358,7 +358,7 @@ def test_failures_leave_what_was_there(
 def test_a_source_that_changes_meanwhile(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewriting.streaming, "look", _touching(rewriting.streaming.look, source))
+    monkeypatch.setattr(aligning, "scan", _touching(aligning.scan, source))
     with pytest.raises(errors.SourceChangedError):
         mfload.align(source, target)
     assert _names(target) == set()
@@ -394,7 +394,7 @@ def test_the_time_runs_out(source: Path, target: Path, monkeypatch: pytest.Monke
 
 
 def test_memory_is_bounded(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "BLOCK", 1 << 20)
+    monkeypatch.setattr(aligning, "BLOCK", 1 << 20)
     source = samples.save(tmp_path / "a.safetensors", {"w": np.zeros(24 << 20, np.uint8)})
     buffers.peak_bytes(reset=True)
     mfload.align(source, target, options=mfload.Options(threads=2))
@@ -412,7 +412,7 @@ def test_arguments_that_make_no_sense(source: Path, target: Path) -> None:
     with pytest.raises(errors.SourceNotFoundError):
         mfload.align(target / "none.safetensors", target)
     with pytest.raises(errors.TargetError):
-        mfload.align(source, target / "none" / "x.safetensors")
+        mfload.align(source, source / "x.safetensors")
 
 
 def test_progress_and_what_it_says(source: Path, target: Path) -> None:
@@ -463,8 +463,8 @@ def test_names_that_a_killed_writer_gave_go_with_its_files(shards: Path) -> None
     mfload.align(shards, overwrite=True, max_shard_size="1GB")
     code = """
         import os, sys, mfload
-        from mfload.saving.renaming import Change
-        Change._tidy = lambda self, going: os._exit(9)
+        from mfload.saving.publishing import _Change
+        _Change._remove_old = lambda self, going: os._exit(9)
         mfload.align(sys.argv[1], overwrite=True, max_shard_size=300_000)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), os.fspath(shards)]
@@ -537,14 +537,14 @@ def test_a_stop_at_the_stroke_leaves_no_stale_manifest(
     when: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mfload.verify(source, checksums="write")
-    real = aligning.Target.publish
+    real = aligning.SaveTarget.publish
 
     def publish(*args: Any) -> Any:
         if when == "after":
             real(*args)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(aligning.Target, "publish", publish)
+    monkeypatch.setattr(aligning.SaveTarget, "publish", publish)
     with pytest.raises(ZeroDivisionError):
         mfload.align(source, overwrite=True)
     assert mfload.verify(source, checksums="check").ok

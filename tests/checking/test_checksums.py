@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 from mfload import dtypes, errors
 from mfload.checking import checksums
-from mfload.checking.checksums import Observer
+from mfload.checking.checksums import Hasher
 from mfload.index import Piece, TensorInfo
 from mfload.io.engine import on_host
 from mfload.planning.blocks import Block, Segment, stored
@@ -55,7 +55,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
 ) -> None:
     size, rows, cuts = layout
     data = _data(size, seed)
-    observer = Observer(rows, {0: size} if whole else None)
+    observer = Hasher(rows, {0: size} if whole else None)
     blocks = [Block(0, a, b - a, ()) for a, b in itertools.pairwise(cuts)]
     delays = random.Random(seed)
 
@@ -86,7 +86,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
 
 def test_a_range_waits_for_the_ones_before() -> None:
     data = _data(30)
-    observer = Observer([_row("a", 0, 30)])
+    observer = Hasher([_row("a", 0, 30)])
     order: list[int] = []
 
     def late(start: int) -> None:
@@ -109,7 +109,7 @@ def test_a_range_waits_for_the_ones_before() -> None:
 
 
 def test_who_waits_when_all_is_given_up_goes() -> None:
-    observer = Observer([_row("a", 0, 30)], {0: 30})
+    observer = Hasher([_row("a", 0, 30)], {0: 30})
     stop = threading.Event()
     waiting = threading.Thread(
         target=observer.saw, args=(0, 10, _data(10), stop.is_set), daemon=True
@@ -134,7 +134,7 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
             raise ZeroDivisionError
 
     monkeypatch.setattr(checksums, "tensor_hash", lambda: Failing)
-    observer = Observer([_row("a", 0, 100)])
+    observer = Hasher([_row("a", 0, 100)])
 
     class Reader:
         def fill(self, block: Block, memory: Any, slot: Any) -> Any:
@@ -153,14 +153,14 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bytes_shown_twice_are_a_fault_and_no_digest() -> None:
-    observer = Observer([_row("a", 0, 30)])
+    observer = Hasher([_row("a", 0, 30)])
     observer.saw(0, 0, _data(10), _never)
     with pytest.raises(AssertionError, match="twice"):
         observer.saw(0, 5, _data(10), _never)
 
 
 def test_files_and_empty_tensors_and_others_bytes() -> None:
-    observer = Observer([_row("a", 8, 4, source=1), _row("none", 12, 0, source=1)])
+    observer = Hasher([_row("a", 8, 4, source=1), _row("none", 12, 0, source=1)])
     observer.saw(0, 0, _data(100), _never)  # Of a source that holds none of them.
     observer.saw(1, 0, _data(8), _never)
     assert observer.tensor("none") == xxhash.xxh3_128_hexdigest(b"")
@@ -168,13 +168,13 @@ def test_files_and_empty_tensors_and_others_bytes() -> None:
         observer.tensor("a")
     observer.saw(1, 8, np.arange(4, dtype=np.uint8), _never)
     assert observer.tensor("a") == xxhash.xxh3_128_hexdigest(bytes(range(4)))
-    empty = Observer(files={0: 0})
+    empty = Hasher(files={0: 0})
     assert empty.file(0) == hashlib.sha256().hexdigest()
 
 
 def test_the_published_digest_of_some_bytes() -> None:
     # From the algorithm's own test vectors: nothing, with seed 0.
-    observer = Observer([_row("none", 0, 0)])
+    observer = Hasher([_row("none", 0, 0)])
     assert observer.tensor("none") == "99aa06d3014798d86001c324468d497f"
 
 
@@ -183,9 +183,9 @@ def test_without_the_package_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'mfload\[verify\]'"):
-        Observer([_row("a", 0, 1)])
+        Hasher([_row("a", 0, 1)])
     # SHA-256 takes no package.
-    Observer(files={0: 1})
+    Hasher(files={0: 1})
 
 
 def test_what_was_stored_is_shown_segment_by_segment() -> None:

@@ -22,7 +22,7 @@ MODEL = samples.model()
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mfload.checking.pairing.PART", 10_000)
+    monkeypatch.setattr("mfload.checking.compare.PART", 10_000)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ours = np.zeros(4 << 20, np.uint8)
     a = samples.save(tmp_path / "a.safetensors", {"w": ours.view(ml_dtypes.float8_e4m3fn)})
     b = samples.save(tmp_path / "b.safetensors", {"w": ours.astype(np.float32)})
-    monkeypatch.setattr("mfload.checking.pairing.PART", 1 << 20)
+    monkeypatch.setattr("mfload.checking.compare.PART", 1 << 20)
     buffers.peak_bytes(reset=True)
     assert mfload.diff(a, b, options=mfload.Options(threads=2)).tensors[0].max_abs == 0
     # Two slots a reader: the larger of a part of each, and pages for what is not aligned.

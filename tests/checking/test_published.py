@@ -11,7 +11,7 @@ import pytest
 
 from mfload import errors
 from mfload.checking import published
-from mfload.checking.published import Sum
+from mfload.checking.published import PublishedSum
 
 A = hashlib.sha256(b"a").hexdigest()
 B = hashlib.sha256(b"b").hexdigest()
@@ -25,7 +25,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def test_digits_for_one_file(files: list[str]) -> None:
-    assert published.expected(A.upper(), files[:1]) == {files[0]: Sum(A, "given")}
+    assert published.expected(A.upper(), files[:1]) == {files[0]: PublishedSum(A, "given")}
     with pytest.raises(errors.UsageError, match="one sha256 for several files"):
         published.expected(A, files)
     assert published.expected(None, files) == {}
@@ -33,7 +33,7 @@ def test_digits_for_one_file(files: list[str]) -> None:
 
 def test_digits_by_name(files: list[str]) -> None:
     for name in ("b.safetensors", files[1], "./b.safetensors"):
-        assert published.expected({name: B}, files) == {files[1]: Sum(B, "given")}
+        assert published.expected({name: B}, files) == {files[1]: PublishedSum(B, "given")}
     bad: list[dict[Any, Any]] = [{"x": B}, {"b.safetensors": "x"}, {"b.safetensors": 5}, {5: B}]
     for given in bad:
         with pytest.raises(errors.UsageError):
@@ -53,7 +53,10 @@ def test_lists_as_programs_write_them(text: str, files: list[str], tmp_path: Pat
     path.write_text(text.format(A=A, B=B, C="0" * 64))
     for given in (path, os.fspath(path)):
         found = published.expected(given, files)
-        assert found == {files[0]: Sum(A, os.fspath(path)), files[1]: Sum(B, os.fspath(path))}
+        assert found == {
+            files[0]: PublishedSum(A, os.fspath(path)),
+            files[1]: PublishedSum(B, os.fspath(path)),
+        }
 
 
 def test_a_list_in_another_directory_means_other_files(files: list[str], tmp_path: Path) -> None:
@@ -66,8 +69,8 @@ def test_a_list_in_another_directory_means_other_files(files: list[str], tmp_pat
 def test_digits_alone_in_a_file(files: list[str], tmp_path: Path) -> None:
     path = tmp_path / "a.sha256"
     path.write_text(f"{A}\n")
-    assert published.expected(path, files[:1]) == {files[0]: Sum(A, os.fspath(path))}
-    with pytest.raises(errors.HeaderError, match="no list of sums"):
+    assert published.expected(path, files[:1]) == {files[0]: PublishedSum(A, os.fspath(path))}
+    with pytest.raises(errors.HeaderError, match="not a list of sums"):
         published.expected(path, files)
 
 
@@ -80,7 +83,7 @@ def test_what_is_no_list(files: list[str], tmp_path: Path, monkeypatch: pytest.M
     path.write_text(f"{A}  a.safetensors\n")
     assert published.expected(path, files)
     monkeypatch.setattr(published, "_MAX_LIST", 3)
-    with pytest.raises(errors.HeaderError, match="no list"):
+    with pytest.raises(errors.HeaderError, match="not a list"):
         published.expected(path, files)
     with pytest.raises(errors.SourceNotFoundError):
         published.expected(tmp_path / "none", files)
@@ -101,9 +104,8 @@ def test_the_cache_of_the_hub(tmp_path: Path) -> None:
     other = snapshot / "config.safetensors"
     other.symlink_to(blobs / A[:40])
     found = published.expected("auto", [os.fspath(link), os.fspath(other)])
-    assert found == {os.fspath(link): Sum(A, "the name of its blob")}
-    assert published.is_blob(os.fspath(link))
-    assert not published.is_blob(os.fspath(other))
+    assert found == {os.fspath(link): PublishedSum(A, "the name of its blob")}
+    assert published.expected("auto", [os.fspath(other)]) == {}
 
 
 def test_what_a_download_into_a_directory_leaves(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from hypothesis import given, settings, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checking import streaming
 from mfload.checking.manifest import Manifest
+from mfload.checking.scan import scan
 
 MODEL = samples.model()
 
@@ -49,8 +49,8 @@ def shards(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(streaming.look.__kwdefaults__, "block", 64 << 10)
-        patch.setattr("mfload.checking.pairing.PART", 64 << 10)
+        patch.setitem(scan.__kwdefaults__, "block", 64 << 10)
+        patch.setattr("mfload.checking.compare.PART", 64 << 10)
         yield
 
 
@@ -129,6 +129,48 @@ def test_any_flipped_bit_is_found(
     assert not found
 
 
+def test_a_manifest_that_lies_there_is_compared_unasked(path: Path) -> None:
+    mfload.verify(path, checksums="write")
+    found = mfload.verify(path)
+    assert found.checked == ("headers", "checksums", "sha256")
+    assert found.manifest == os.fspath(path.with_name("model.checksums.json"))
+    assert "all is well" in str(found)
+    _flip(path, -1)
+    found = mfload.verify(path)
+    assert not found.ok
+    assert "the tensor's bytes have changed" in str(found)
+    ignored = mfload.verify(path, checksums="never")
+    assert ignored.ok
+    assert ignored.checked == ("headers",)
+
+
+def test_headers_alone_are_not_called_well(path: Path) -> None:
+    for checksums in ("auto", "never"):
+        found = mfload.verify(path, checksums=checksums)
+        assert found.ok
+        assert not found.data_checked
+        assert found.as_dict()["data_checked"] is False
+        assert "all is well" not in str(found)
+        assert "headers only" in str(found)
+    assert "checksums='write'" in str(mfload.verify(path))
+    assert mfload.verify(path, against=path).data_checked
+
+
+@pytest.mark.parametrize("text", ["", '{"mfload_checksums": 1, ', '{"mfload_checksums": 2}'])
+def test_a_damaged_manifest_is_a_problem_unasked(text: str, path: Path) -> None:
+    at = path.with_name("model.checksums.json")
+    at.write_text(text)
+    found = mfload.verify(path)
+    if text:
+        assert [each.file for each in found.problems] == [os.fspath(at)]
+    else:
+        # Another program's file, for all that can be told.
+        assert found.ok
+        assert "is not a manifest" in found.notes[-1]
+    assert found.manifest is None
+    assert not found.data_checked
+
+
 def test_what_a_flipped_bit_is_said_to_be(path: Path) -> None:
     mfload.verify(path, checksums="write")
     known = Manifest.read(path.with_name("model.checksums.json"))
@@ -158,9 +200,9 @@ def test_what_the_manifest_knows_and_the_headers_do_not(path: Path) -> None:
     )  # fmt: skip
     found = mfload.verify(path, checksums="check")
     told = {each.tensor: each.what for each in found.problems}
-    assert told["odd"] == "the manifest's tensor is not there"
-    assert told["new"] == "the manifest does not know the tensor"
-    assert told["embed"] == "not the tensor of the manifest"
+    assert told["odd"] == "a tensor of the manifest is missing"
+    assert told["new"] == told["embed"]
+    assert told["embed"] == "the tensor is not as in the manifest"
     assert "SHA-256" in told[None]
     assert len(told) == 4
 
@@ -271,7 +313,7 @@ def test_a_snapshot_of_the_hubs_cache(tmp_path: Path) -> None:
     for options in ({"sha256": "auto"}, {"checksums": "write", "overwrite": True}):
         found = mfload.verify(snapshot, **as_options(options))  # type: ignore[arg-type]
         assert not found.ok
-        assert "the name of its blob" in str(found.problems[0])
+        assert any("the name of its blob" in str(each) for each in found.problems)
     # Who asks for what nobody published is told so.
     samples.save(tmp_path / "y.safetensors", MODEL)
     assert not mfload.verify(tmp_path / "y.safetensors", sha256="auto").ok
@@ -353,15 +395,17 @@ def test_progress_ends_at_the_total(shards: Path, path: Path) -> None:
 
 def test_arguments_that_make_no_sense(path: Path, tmp_path: Path) -> None:
     bad: list[dict[str, Any]] = [
-        {"checksums": "read"}, {"checksums": True}, {"manifest": "x"}, {"threads": 0},
+        {"checksums": "read"}, {"checksums": True}, {"threads": 0},
+        {"checksums": "never", "manifest": "x"}, {"checksums": None},
         {"timeout": -1}, {"checksums": "write", "manifest": Manifest({})},
         {"checksums": "check", "manifest": 5}, {"sha256": 5}, {"sha256": {"x": "y"}},
     ]  # fmt: skip
     for options in bad:
         with pytest.raises(errors.UsageError):
             mfload.verify(path, **as_options(options))
-    with pytest.raises(errors.SourceNotFoundError):
-        mfload.verify(path, checksums="check")
+    for options in ({"checksums": "check"}, {"manifest": "x"}):
+        with pytest.raises(errors.SourceNotFoundError):
+            mfload.verify(path, **as_options(options))
     with pytest.raises(errors.SourceNotFoundError):
         mfload.verify(path, against=tmp_path / "none.safetensors")
     with pytest.raises(errors.SourceNotFoundError):
@@ -448,7 +492,7 @@ def test_a_directory_and_its_index_mean_one_manifest(shards: Path) -> None:
 def test_close_names_are_told(path: Path) -> None:
     for options in ({}, {"against": path.with_name("model.safetensor")}):
         source = path if options else path.with_name("model.safetensor")
-        with pytest.raises(errors.SourceNotFoundError, match=r"close to it are model\.safetensors"):
+        with pytest.raises(errors.SourceNotFoundError, match=r"close names: model\.safetensors"):
             mfload.verify(source, **as_options(options))  # type: ignore[arg-type]
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import samples
 
-from mfload.bench import machine, memory, outputs, pagecache, plot
+from mfload.bench import machine, results
 from mfload.cli import bench
-from mfload.cli.app import run
+from mfload.cli.running import run
 
 QUICK = ("--quick", "--rounds", "1", "--frameworks", "numpy")
 
@@ -27,7 +27,7 @@ QUICK = ("--quick", "--rounds", "1", "--frameworks", "numpy")
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what only matters to figures."""
-    monkeypatch.setattr(memory, "prime", lambda nbytes: True)
+    monkeypatch.setattr(machine, "prime", lambda nbytes: True)
     monkeypatch.setattr(machine, "busy_share", lambda seconds=0: 0.25)
 
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_too_large_is_measured_in_part(
 
 def test_what_lies_in_memory_is_not_called_cold(capsys: pytest.CaptureFixture[str]) -> None:
     shm = Path("/dev/shm")
-    if not shm.is_dir() or pagecache.file_system(shm) != "tmpfs":
+    if not shm.is_dir() or machine.file_system(shm) != "tmpfs":
         pytest.skip("no tmpfs here")
     path = shm / f"mfload-test-{os.getpid()}.safetensors"
     try:
@@ -185,7 +185,7 @@ def test_what_lies_in_memory_is_not_called_cold(capsys: pytest.CaptureFixture[st
 def test_files_in_memory_alone_have_nothing_to_draw(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pagecache, "MEMORY_FILE_SYSTEMS", {pagecache.file_system(model)})
+    monkeypatch.setattr(machine, "MEMORY_FILE_SYSTEMS", {machine.file_system(model)})
     plot = tmp_path / "bench.png"
     assert run(["bench", str(model), *QUICK, "--cold", "--plot", str(plot)]) == 0
     assert "nothing was measured" in capsys.readouterr().err
@@ -244,8 +244,8 @@ def test_what_is_no_earlier_result_is_kept(model: Path, tmp_path: Path) -> None:
     assert run(["bench", str(model), *QUICK, "--out", str(link)]) == 2
     for fine in (b"", b'{"machine": 1, "run": 1, "samples": []}'):
         other.write_bytes(fine)
-        outputs.check_json(other)
-    outputs.check_json(Path("/dev/null"))
+        bench._check_json(other)
+    bench._check_json(Path("/dev/null"))
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -259,8 +259,8 @@ def test_a_picture_that_fails_loses_nothing(
     def fail(*_: object) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(plot, "draw", fail)
-    monkeypatch.setattr(bench, "write_json", fail)
+    monkeypatch.setattr(results, "draw", fail)
+    monkeypatch.setattr(Path, "write_text", fail)
     more = ["--plot", str(tmp_path / "x.png"), "--out", str(tmp_path / "x.json")]
     json_ = ["--json"] if as_json else []
     assert run(["bench", str(model), *QUICK, "--warm", *more, *json_]) == 3
@@ -271,7 +271,7 @@ def test_a_picture_that_fails_loses_nothing(
     else:
         assert "a fresh process for each sample" in printed.out
     monkeypatch.undo()
-    monkeypatch.setattr(plot, "draw", fail)
+    monkeypatch.setattr(results, "draw", fail)
     assert run(["bench", str(model), *QUICK, "--warm", *more, *json_]) == 3
     assert json.loads((tmp_path / "x.json").read_text())["rows"]
 

@@ -29,12 +29,12 @@ def test_version_imports_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--tree"], ["--json"], ["--summary"]])
-def test_ls_imports_no_framework_and_no_rich(model: Path, options: list[str]) -> None:
+def test_ls_imports_no_framework_and_no_typer(model: Path, options: list[str]) -> None:
     ran = process("ls", model, *options, code=LOADED)
     assert ran.code == 0
     loaded = {*ran.err.split()}
     assert "mfload.formats.checkpoint" in loaded
-    assert not loaded & {*FRAMEWORKS, "rich", "tqdm", "safetensors", "mfload.api"}
+    assert not loaded & {*FRAMEWORKS, "numpy", "typer", "rich", "safetensors", "mfload.api"}
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -148,6 +148,13 @@ def test_full_streams_are_told_once_and_by_the_code(model: Path, unbuffered: str
         assert ran.code == code, (arguments, ran)
 
 
+def test_a_warning_is_one_line(model: Path) -> None:
+    ran = process("plan", model, "--dtype", "no such name=bfloat16")
+    assert ran.code == 0
+    line = "mfload: warning: dtype= has a regex that matches no name: 'no such name'\n"
+    assert ran.err == line
+
+
 SLOW = """
 import sys, time
 import mfload.api
@@ -183,7 +190,7 @@ importlib.util.find_spec = find_spec
 @pytest.mark.parametrize("way", ["from interrupt", ""])
 def test_ctrl_c_while_numpy_starts_is_an_interrupt(model: Path, way: str) -> None:
     broken = f"""
-import mfload.cli.listing as listing
+import mfload.cli.ls as listing
 def totals(*_):
     try:
         raise KeyboardInterrupt
@@ -279,7 +286,7 @@ def test_piped_lines_are_whole_whatever_the_width(tmp_path: Path) -> None:
 
 
 BAR = """
-import mfload.cli.progress as progress
+import mfload.cli.terminal as progress
 import mfload.api, time
 progress._PATIENCE = 0.0
 real = mfload.api.load
@@ -332,7 +339,7 @@ def test_traces_are_shown_to_who_asks(run: Run, model: Path) -> None:
 
 
 def test_a_fault_of_ours_is_told_apart(model: Path) -> None:
-    broken = "import mfload.cli.listing as x; x.totals = lambda *_: 1 / 0"
+    broken = "import mfload.cli.ls as x; x.totals = lambda *_: 1 / 0"
     ran = process("ls", model, code=broken)
     assert ran.code == 70
     assert "ZeroDivisionError" in ran.err

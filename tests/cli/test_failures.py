@@ -13,7 +13,7 @@ import samples
 from conftest import Run
 
 from mfload import errors
-from mfload.cli import exits, failures
+from mfload.cli import failures
 
 KINDS = {
     name: kind
@@ -41,6 +41,7 @@ CODES = {
     "ShardingError": 5,
     "MappingError": 5,
     "ProcessError": 5,
+    "ShardNotFoundError": 4,
     "UnsupportedDtypeError": 5,
     "UnsupportedShapeError": 5,
     "UnsupportedArrayError": 5,
@@ -54,13 +55,13 @@ CODES = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_error_has_its_code(name: str) -> None:
-    assert exits.code_of(KINDS[name]("x")) == CODES[name]
+    assert failures.code_of(KINDS[name]("x")) == CODES[name]
 
 
 def test_errors_of_others() -> None:
-    assert exits.code_of(OSError(errno.ENOSPC, "full")) == 3
-    assert exits.code_of(MemoryError()) == 5
-    assert exits.code_of(ZeroDivisionError()) == 70
+    assert failures.code_of(OSError(errno.ENOSPC, "full")) == 3
+    assert failures.code_of(MemoryError()) == 5
+    assert failures.code_of(ZeroDivisionError()) == 70
 
 
 def test_fields_are_on_lines_of_their_own(run: Run, tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_problems_are_listed(run: Run, shards: Path) -> None:
     ran = run("ls", shards)
     assert ran.code == 4
     lines = ran.err.splitlines()
-    assert lines[0] == "mfload: error: the files of the checkpoint disagree"
+    assert lines[0] == "mfload: error: shards are missing"
     assert any(line.startswith("  - 'model-00002-of-00002.safetensors' is named") for line in lines)
     problems = run("ls", shards, "--json").json["error"]["problems"]
     assert [f"  - {line}" for line in problems] == lines[2:]

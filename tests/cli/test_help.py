@@ -107,7 +107,7 @@ def test_dtypes_for_all_or_by_name() -> None:
     assert options.dtypes(None) is None
     assert options.dtypes([]) is None
     assert options.dtypes(["bf16"]) == "bf16"
-    assert options.dtypes([r"a=b$=int8", "c=f32"]) == {"a=b$": "int8", "c": "f32"}
+    assert options.dtypes([r"a=b$=int8", "c=f32"]) == [("a=b$", "int8"), ("c", "f32")]
     with pytest.raises(UsageError, match="takes a regex"):
         options.dtypes(["bf16", "a=f32"])
 

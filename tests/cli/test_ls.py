@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import struct
 import time
@@ -13,7 +14,7 @@ import pytest
 import samples
 from conftest import Run, process
 
-from mfload.cli import listing
+from mfload.cli import app, commands, ls
 from mfload.formats import checkpoint
 
 
@@ -97,6 +98,18 @@ def test_orders(run: Run, model: Path) -> None:
     assert run("ls", model, "--sort", "nme").code == 2
 
 
+def test_a_limit_leaves_rows_out_and_totals_as_they_are(run: Run, model: Path) -> None:
+    lines = run("ls", model, "--limit", "2").out.splitlines()
+    assert lines[3] == "… and 4 more"
+    assert lines[5] == "6 tensors, 5.07 KiB, in 1 file"
+    assert len(_names(run, model, "--limit", "2")) == 2
+    assert len(_names(run, model, "--limit", "99")) == 6
+    data = run("ls", model, "--limit", "1", "--sort", "size", "--json").json
+    assert [each["name"] for each in data["tensors"]] == ["embed.weight"]
+    assert data["total"]["tensors"] == 6
+    assert "… and 2 more" in run("ls", model, "--tree", "--depth", "1", "--limit", "1").out
+
+
 def test_json_says_all_of_it(run: Run, shards: Path) -> None:
     data = run("ls", shards, "--json").json
     index, sources = checkpoint.read(shards)
@@ -163,7 +176,7 @@ def test_names_made_of_dots_have_a_tree_all_the_same(run: Run, tmp_path: Path) -
 
 def test_digits_without_end_can_be_sorted() -> None:
     long = ["9" * 9000, "1" + "0" * 9000, "8" * 9000, "007", "7a"]
-    assert sorted(long, key=listing.natural)[-3:] == ["8" * 9000, "9" * 9000, "1" + "0" * 9000]
+    assert sorted(long, key=ls.natural)[-3:] == ["8" * 9000, "9" * 9000, "1" + "0" * 9000]
 
 
 def test_a_dtype_nobody_knows_is_listed(run: Run, tmp_path: Path) -> None:
@@ -216,3 +229,42 @@ def test_1000_shards_are_all_there_and_quick(tmp_path: Path) -> None:
     assert len(ran.json["files"]) == 1000
     assert {each["name"] for each in ran.json["tensors"]} == placed.keys()
     assert len(process("ls", tmp_path, "--summary").out.splitlines()) == 1006
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a"],
+        ["a", "-q", "--tree", "--summary", "--metadata", "--bytes", "--json"],
+        ["--names", "x.*", "a", "--sort", "size", "--shard", "b*", "-b"],
+    ],
+)
+def test_plain_words_mean_what_they_mean_to_typer(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ls.simple_arguments(words)
+    assert given is not None
+    called: list[dict[str, object]] = []
+    monkeypatch.setattr(ls, "ls", lambda **each: called.append(each))
+    assert app.call(["ls", *words], as_json=False) == 0
+    unset = inspect.signature(commands.ls).parameters
+    assert called == [{name: each.default for name, each in unset.items()} | given]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "a b",
+        "--help",
+        "a --sort",
+        "a -qb",
+        "a --sort=size",
+        "-",
+        "a --names -x",
+        "a -- b",
+        "a --limit 1",
+    ],
+)
+def test_all_other_words_are_left_to_typer(line: str) -> None:
+    assert ls.simple_arguments(line.split()) is None

@@ -8,8 +8,8 @@ import pytest
 from conftest import Run, process
 
 import mfload
-from mfload.cli import options, progress
-from mfload.cli.output import fancy
+from mfload.cli import terminal
+from mfload.cli.terminal import fancy
 
 
 def test_a_plan_is_the_librarys(run: Run, model: Path) -> None:
@@ -41,7 +41,7 @@ def test_devices_in_the_plural(
     monkeypatch.setattr(mfload.api, name, asked)
     for words in (["cpu"], ["cpu", "cpu:1"], ["a=cpu", "^b=x=cpu:1"]):
         assert run(name, model, *(w for word in words for w in ("--device", word))).code == 0
-    assert seen == ["cpu", ["cpu", "cpu:1"], {"a": "cpu", "^b=x": "cpu:1"}]
+    assert seen == ["cpu", ["cpu", "cpu:1"], [("a", "cpu"), ("^b=x", "cpu:1")]]
     ran = run(name, model, "--device", "a=cpu", "--device", "cpu:1")
     assert "--device takes a regex each time" in ran.err
 
@@ -77,6 +77,7 @@ def test_a_load_says_what_happened(run: Run, model: Path) -> None:
         "loaded",
         "time",
         "stages",
+        "CPU",
         "read",
         "mapped",
         "aliased",
@@ -94,6 +95,10 @@ def test_repeats_are_told_one_by_one(run: Run, model: Path) -> None:
     ran = run("load", model, "--repeat", "3")
     rows = [line.split() for line in ran.out.split("\n\n")[1].splitlines()]
     assert [row[0] for row in rows] == ["run", "1", "2", "3", "median"]
+    heads = ["run", "seconds", "GiB/s", "import", "user", "system", "page", "faults"]
+    assert rows[0] == heads
+    # Each run has its own CPU seconds and page faults.
+    assert all(float(row[4]) >= 0 and int(row[6]) >= 0 for row in rows[1:4])
     assert len(run("load", model, "--repeat", "3", "--json").json["runs"]) == 3
 
 
@@ -135,13 +140,13 @@ def test_a_bar_waits_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = _Screen()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with progress.bar("reading") as shown:
+    with terminal.bar("reading") as shown:
         assert shown
         shown(1, 10)
         shown(10, 10)
     assert screen.text == ""
-    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
-    with progress.bar("reading") as shown:
+    monkeypatch.setattr(terminal, "_PATIENCE", 0.0)
+    with terminal.bar("reading") as shown:
         assert shown
         shown(1 << 30, 10 << 30)
         # Its threads may be many, and the total may grow.
@@ -155,26 +160,26 @@ def test_a_bar_waits_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_nobody_looks_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    with progress.bar("reading") as shown:
+    with terminal.bar("reading") as shown:
         assert shown is False
     monkeypatch.setattr("sys.stderr", _Screen())
     monkeypatch.setenv("TERM", "dumb")
     assert not fancy(_Screen())
-    with progress.bar("reading") as shown:
+    with terminal.bar("reading") as shown:
         assert shown is False
 
 
 def test_names_of_options_are_those_of_the_library() -> None:
     import inspect
 
-    from mfload.cli import load, plan
+    from mfload.cli.commands import load, plan
 
     # Meshes are objects of a program.
-    meshes = {"mesh", "shardings", "unmatched", "exchange"}
-    ours = {*inspect.signature(load.command).parameters}
-    rest = {"progress", "report"} | meshes
+    meshes = {"mesh", "shardings", "unmatched"}
+    fields = {*mfload.Options.__dataclass_fields__} - {"exchange"}
+    ours = {*inspect.signature(load).parameters}
+    assert fields <= ours
+    rest = {"progress", "report", "options"} | meshes
     assert {*inspect.signature(mfload.load).parameters} - ours <= rest
-    assert {*inspect.signature(mfload.plan).parameters} - meshes <= {
-        *inspect.signature(plan.command).parameters
-    }
-    assert options.dtypes is not None
+    planned = {*inspect.signature(mfload.plan).parameters} - meshes - {"options"} | fields
+    assert planned <= {*inspect.signature(plan).parameters}

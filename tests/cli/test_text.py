@@ -16,7 +16,7 @@ import samples
 from hypothesis import example, given, strategies as st
 
 from mfload import errors, options
-from mfload.cli import app, output, text
+from mfload.cli import output, running, terminal
 
 NASTY = st.one_of(
     st.text(max_size=40),
@@ -41,7 +41,7 @@ def _file(names: list[str]) -> Iterator[Path]:
 def _run(*arguments: object) -> str:
     out = StringIO()
     with redirect_stdout(out):
-        assert app.run([str(each) for each in arguments]) == 0
+        assert running.run([str(each) for each in arguments]) == 0
     return out.getvalue()
 
 
@@ -55,7 +55,7 @@ def test_one_harmless_line_a_tensor(names: list[str]) -> None:
         assert len(lines) == len(names)
         assert printed.replace("\n", "").isprintable()
         for line, name in zip(lines, names, strict=True):
-            assert line == f"U8  [1]  1 B  {text.clean(name)}".rstrip()
+            assert line == f"U8  [1]  1 B  {terminal.clean(name)}".rstrip()
         assert _run("ls", path, "--tree").replace("\n", "").isprintable()
         data = json.loads(_run("ls", path, "--json"))
         assert [each["name"] for each in data["tensors"]] == names
@@ -82,7 +82,7 @@ def test_a_drawn_table_is_as_harmless(name: str) -> None:
                 os.environ[key] = value
     drawn = re.sub(r"\x1b\[\d*m", "", screen.getvalue())
     assert drawn.replace("\n", "").isprintable()
-    assert text.clean(name).strip() in drawn
+    assert terminal.clean(name).strip() in drawn
 
 
 def test_long_tables_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,14 @@ def test_long_tables_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.text())
 def test_clean_leaves_what_is_harmless(value: str) -> None:
-    cleaned = text.clean(value)
+    cleaned = terminal.clean(value)
     assert cleaned.isprintable()
     if value.isprintable():
         assert cleaned == value
 
 
 def test_wide_characters_take_two_columns() -> None:
-    assert [text.cells(each) for each in ("", "ab", "雪", "e\u0301", "ａ")] == [0, 2, 2, 1, 2]
+    assert [terminal.cells(each) for each in ("", "ab", "雪", "e\u0301", "ａ")] == [0, 2, 2, 1, 2]
     lines = list(output.aligned([["雪", "1"], ["ab", "2"], ["", "3"]], ()))
     assert lines == ["雪  1", "ab  2", "    3"]
 

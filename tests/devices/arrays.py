@@ -13,6 +13,8 @@ from mfload.cuda.memory import DeviceBuffer
 from mfload.dlpack import View
 from mfload.frameworks import base
 from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.options import LoadOptions
+from mfload.planning.memory import Allocation
 from mfload.planning.requests import Request
 
 
@@ -27,7 +29,6 @@ class Arrays(NumpyAdapter):
     """
 
     readonly_maps = False
-    landings = frozenset(("mfload", "framework"))
 
     def __init__(
         self,
@@ -42,7 +43,13 @@ class Arrays(NumpyAdapter):
         self._pool = pool
         if copies:
             self.forms = {**self.forms, **{n: base.Form("copy", "") for n in copies}}
-            self.lendable = base.lendable(self.forms)
+
+    def allocation(self, request: Request, options: LoadOptions) -> Allocation:
+        made = super().allocation(request, options)
+        number = self.lands(request)
+        if number is None or made.device is None:
+            return made._replace(device=None, owner="mfload")
+        return made._replace(device=number)
 
     def lands(self, request: Request) -> int | None:
         if request.dtype.name in self._held:
@@ -69,7 +76,8 @@ class Arrays(NumpyAdapter):
                 lent.append(one._replace(array=(one.array,)) if request.devices else one)
                 continue
             device = self.devices[number]
-            address = one.memory.ctypes.data
+            there = isinstance(one.memory, DeviceBuffer)
+            address = one.memory.address if there else one.memory.ctypes.data
             memory = DeviceBuffer(device, address, request.nbytes, one.memory, own=False)
             array = (one.array,) if request.devices else one.array
             lent.append(base.Lent(array, memory))

@@ -10,14 +10,14 @@ import pytest
 from devices.entered import entered
 from devices.stub_kvikio import Kvikio
 
-from mfload.cuda import finding
+from mfload.cuda import discovery
 
 
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
     """A stub, and the end of every test: nothing open, registered or current."""
     stub = Kvikio()
-    monkeypatch.setattr(finding, "count", lambda: 1)
+    monkeypatch.setattr(discovery, "count", lambda: 1)
     monkeypatch.setitem(sys.modules, "kvikio", stub)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
     before = len(os.listdir("/proc/self/fd"))

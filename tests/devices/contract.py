@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mfload import errors
 from mfload.cuda import conversions, memory
-from mfload.cuda.device import ALIGNMENT, Rows
+from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import TABLE
 from mfload.io import buffers
 from mfload.planning.blocks import Copy
+from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
 
 NUMPY = [row.numpy for row in TABLE.values() if row.numpy is not None]
 drawn = settings(
@@ -110,19 +111,19 @@ class Contract:
         assert memory.live_bytes() == before
 
     def test_room(self, device: Any) -> None:
-        before = device.room()
+        before = device.memory_info()
         assert 0 < before.free <= before.total
         held = device.allocate(32 << 20)
-        assert device.room().free <= before.free - (32 << 20)
-        assert device.room().total == before.total
+        assert device.memory_info().free <= before.free - (32 << 20)
+        assert device.memory_info().total == before.total
         del held
         gc.collect()
-        assert device.room().free >= before.free
+        assert device.memory_info().free >= before.free
 
     def test_too_much_memory(self, device: Any) -> None:
         with pytest.raises(errors.MemoryLimitError, match=device.name) as caught:
-            device.allocate(device.room().total + ALIGNMENT)
-        assert str(device.room().total + ALIGNMENT) in str(caught.value.expected)
+            device.allocate(device.memory_info().total + ALIGNMENT)
+        assert str(device.memory_info().total + ALIGNMENT) in str(caught.value.expected)
         assert caught.value.found is not None
         device.allocate(1024)
 

@@ -15,9 +15,10 @@ from devices.entered import entered
 from devices.queues import Mark, Mode, Queue, Queues, Span
 
 from mfload import errors
-from mfload.cuda.device import ALIGNMENT, Room, Rows
+from mfload.cuda.device import MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.blocks import Copy
+from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
 
 _PAGE = 4096
 _lock = threading.RLock()
@@ -270,13 +271,15 @@ class FakeDevice:
             with _lock:
                 self.depth -= 1
 
-    def room(self) -> Room:
+    def memory_info(self) -> MemoryInfo:
         with _lock:
-            return Room(max(self.total - self.taken - sum(self.memory.values()), 0), self.total)
+            return MemoryInfo(
+                max(self.total - self.taken - sum(self.memory.values()), 0), self.total
+            )
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         self.called("allocate", nbytes)
-        free = self.room().free
+        free = self.memory_info().free
         if nbytes > free:
             raise errors.MemoryLimitError(
                 f"{self.name} refused memory", expected=f"{nbytes} bytes", found=f"{free} free"

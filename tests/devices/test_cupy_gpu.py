@@ -13,7 +13,7 @@ import pytest
 from conformance.suite import no_gpu
 from devices.contract import Contract, download, flat, noise, pinned, streams, upload
 
-from mfload.cuda import conversions, finding
+from mfload.cuda import conversions, discovery
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import live_bytes
 from mfload.dtypes import TABLE
@@ -24,19 +24,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=s
 
 @pytest.fixture
 def device() -> Any:
-    return finding.find(0)
+    return discovery.find(0)
 
 
 class TestContract(Contract):
     @pytest.fixture
     def device(self) -> Any:
-        return finding.find(0)
+        return discovery.find(0)
 
     @pytest.fixture
     def other(self) -> Any:
-        if finding.count() < 2:
+        if discovery.count() < 2:
             pytest.skip("there is one GPU only")
-        return finding.find(1)
+        return discovery.find(1)
 
 
 def test_its_address_is_in_sysfs(device: Any) -> None:
@@ -59,7 +59,7 @@ def test_every_yes_is_right(device: Any) -> None:
 
 def test_a_pitch_beyond_what_cuda_takes(device: Any) -> None:
     pitch = device.longest_pitch + 1
-    if device.room().free < 2 * pitch:
+    if device.memory_info().free < 2 * pitch:
         pytest.skip("the device is too small")
     source = device.allocate(pitch + 1000)
     target = device.allocate(2000)
@@ -73,7 +73,7 @@ def test_a_pitch_beyond_what_cuda_takes(device: Any) -> None:
 
 def test_rows_of_the_longest_pitch(device: Any) -> None:
     pitch = device.longest_pitch
-    if device.room().free < 2 * pitch:
+    if device.memory_info().free < 2 * pitch:
         pytest.skip("the device is too small")
     source, target = device.allocate(pitch + 10), device.allocate(20)
     with streams(device) as stream:
@@ -83,10 +83,10 @@ def test_rows_of_the_longest_pitch(device: Any) -> None:
 
 def test_the_callers_device_is_left_as_it_was(device: Any) -> None:
     runtime: Any = importlib.import_module("cupy").cuda.runtime
-    count = finding.count()
+    count = discovery.count()
     for number in range(count):
         runtime.setDevice(number)
-        download(upload(finding.find(count - 1 - number), noise(100)))
+        download(upload(discovery.find(count - 1 - number), noise(100)))
         assert runtime.getDevice() == number
     runtime.setDevice(0)
 

@@ -17,9 +17,9 @@ from devices.queues import MODES
 
 import mfload
 from mfload import errors
-from mfload.cuda import slots
+from mfload.cuda import staging
 from mfload.cuda.cupy_device import CupyDevice
-from mfload.cuda.live import live_bytes
+from mfload.cuda.memory import live_bytes
 
 MODEL = samples.model()
 CALLS = [
@@ -39,7 +39,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(slots, "SLOT", 64 << 10)
+    monkeypatch.setattr(staging, "SLOT", 64 << 10)
     return samples.save(tmp_path / "model.safetensors", MODEL)
 
 
@@ -64,7 +64,7 @@ def test_bit_for_bit(path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, thr
     found = mfload.load(path, framework="numpy", options=mfload.Options(threads=threads))
     samples.assert_same(found, MODEL)
     calls = machine.calls - before
-    assert calls["eventCreateWithFlags"] <= threads * slots.DEPTH < calls["eventRecord"]
+    assert calls["eventCreateWithFlags"] <= threads * staging.DEPTH < calls["eventRecord"]
     del found
     settled(machine)
 

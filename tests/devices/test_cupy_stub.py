@@ -115,7 +115,7 @@ def test_the_callers_device_is_left_as_it_was(machine: Machine, device: CupyDevi
     def use() -> None:
         assert device.converts(F4, F2)
         download(upload(device, noise(1000)))
-        device.room()
+        device.memory_info()
         with pytest.raises(errors.MemoryLimitError):
             device.allocate(1 << 40)
 
@@ -174,7 +174,7 @@ def test_rows_beyond_the_longest_pitch(machine: Machine, device: CupyDevice) -> 
 
 CALLS = {
     "malloc": lambda d, s, e, m: d.allocate(5),
-    "memGetInfo": lambda d, s, e, m: d.room(),
+    "memGetInfo": lambda d, s, e, m: d.memory_info(),
     "streamCreateWithFlags": lambda d, s, e, m: d.stream().close(),
     "eventCreateWithFlags": lambda d, s, e, m: s.record(),
     "eventRecord": lambda d, s, e, m: s.record(),
@@ -255,7 +255,7 @@ def test_the_end_of_the_interpreter(machine: Machine, device: CupyDevice) -> Non
     gc.collect()
     machine.events.clear()
     machine.fail.clear()
-    device.room()
+    device.memory_info()
 
 
 def test_events_are_used_again_and_end_with_their_stream(
@@ -331,7 +331,7 @@ def test_an_interrupt_of_a_call_comes_through(
 ) -> None:
     interrupt(monkeypatch, device.runtime, "memGetInfo")
     with pytest.raises(KeyboardInterrupt):
-        device.room()
+        device.memory_info()
     assert machine.stack == [None]
 
 
@@ -342,7 +342,7 @@ def test_a_driver_that_refuses_the_thread(
     with monkeypatch.context() as patched:
         patched.setattr(device.driver, call, lambda _: 201)
         with pytest.raises(errors.DeviceError, match=rf"cuda:1 failed in {call}") as caught:
-            device.room()
+            device.memory_info()
         assert str(caught.value).count("failed in") == 1
         assert caught.value.__cause__ is None
     assert machine.stack == [None]
@@ -366,7 +366,7 @@ def test_an_error_without_words_is_told_by_its_name(
 
     monkeypatch.setattr(device.runtime, "memGetInfo", wordless)
     with pytest.raises(errors.DeviceError) as caught:
-        device.room()
+        device.memory_info()
     assert caught.value.found == "MemoryError"
 
 
@@ -410,7 +410,7 @@ class TestCaptures:
 
 
 RETRIES = {
-    "room": lambda d, other: d.room(),
+    "room": lambda d, other: d.memory_info(),
     "allocate": lambda d, other: d.allocate(8),
     "the next free": lambda d, other: other.clear(),
 }
@@ -425,7 +425,7 @@ def test_memory_that_is_not_freed_is_counted_and_tried_again(
     machine.fail["free"] = 900
     held.clear()
     gc.collect()
-    device.room()
+    device.memory_info()
     assert counted.live_bytes() == before + 110
     machine.fail.clear()
     RETRIES[way](device, other)
@@ -440,7 +440,7 @@ def test_a_device_that_is_lost(machine: Machine, device: CupyDevice, call: str) 
     lose(machine, device, call)
     gc.collect()
     machine.lost = 0
-    device.room()
+    device.memory_info()
     machine.streams.clear()
     machine.events.clear()
 
@@ -488,7 +488,7 @@ def test_pages_of_a_device_that_is_lost(machine: Machine, device: CupyDevice) ->
 def test_a_forked_process_says_so(machine: Machine, device: CupyDevice) -> None:
     machine.fail["memGetInfo"] = 3
     with pytest.raises(errors.DeviceError, match=r"cuda:1.*memGetInfo.*fork.*spawn"):
-        device.room()
+        device.memory_info()
 
 
 def test_memory_may_outlive_everything() -> None:
@@ -496,7 +496,7 @@ def test_memory_may_outlive_everything() -> None:
 import builtins, sys
 sys.path[:0] = {[str(Path(__file__).parents[n]) for n in (1, 2)]!r}
 from devices.cupy_stub import Machine
-from mfload.devices.cupy_device import CupyDevice
+from mfload.cuda.cupy_device import CupyDevice
 machine = Machine()
 device = CupyDevice(0, machine.cupy(), machine.driver())
 stream = device.stream()

@@ -271,11 +271,11 @@ def test_what_is_current(device: FakeDevice) -> None:
 
 def test_limits(device: FakeDevice) -> None:
     device.total, device.taken = 10_000, 2000
-    assert device.room() == (8000, 10_000)
+    assert device.memory_info() == (8000, 10_000)
     held = upload(device, noise(5000))
-    assert device.room() == (8000 - 5120, 10_000)
+    assert device.memory_info() == (8000 - 5120, 10_000)
     with pytest.raises(errors.MemoryLimitError, match=r"fake:0.*4000 bytes.*2880 free"):
         device.allocate(4000)
     del held
     gc.collect()
-    assert device.room() == (8000, 10_000)
+    assert device.memory_info() == (8000, 10_000)

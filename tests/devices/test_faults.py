@@ -19,10 +19,10 @@ from devices.queues import MODES
 
 import mfload
 from mfload import errors
-from mfload.cuda import slots
-from mfload.cuda.live import live_bytes
-from mfload.io import pread
+from mfload.cuda import staging
+from mfload.cuda.memory import live_bytes
 from mfload.io.pread import PreadReader
+from mfload.sources.local import OpenFile
 
 MODEL = samples.model()
 CALLS = ("allocate", "pin", "stream", "copy_in", "convert", "record", "event_done", "event_wait")
@@ -31,7 +31,7 @@ WORK = ("copy_in", "convert")
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "SLOT", 64 << 10)
+    monkeypatch.setattr(staging, "SLOT", 64 << 10)
 
 
 @pytest.fixture
@@ -125,17 +125,16 @@ def test_a_read_fails(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) 
 
 @pytest.mark.parametrize("engine", ["pinned", "direct"])
 def test_a_file_shrinks(path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
-    real = pread.read_into
+    real = OpenFile.read
     done = threading.Event()
 
-    def read_into(*args: Any, **more: Any) -> int:
+    def read(*args: Any, **more: Any) -> int:
         if not done.is_set():
             done.set()
             os.truncate(path, path.stat().st_size - 100_000)
         return real(*args, **more)
 
-    monkeypatch.setattr(pread, "read_into", read_into)
-    monkeypatch.setattr("mfload.io.direct.read_into", read_into)
+    monkeypatch.setattr(OpenFile, "read", read)
     device = FakeDevice(mode="mixed")
     arrays.take(monkeypatch, arrays.Arrays(device))
     with pytest.raises(errors.SourceChangedError) as caught:

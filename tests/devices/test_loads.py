@@ -19,14 +19,14 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.cuda import memory, numa, slots
-from mfload.cuda.slots import Ring
-from mfload.cuda.staged import StagedWorker
+from mfload.cuda import memory, numa, staging
+from mfload.cuda.engine import DeviceWorker
+from mfload.cuda.staging import Ring
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Pool
 from mfload.io import buffers
 from mfload.loading import session
-from mfload.options import Options
+from mfload.options import LoadOptions
 from mfload.planning.requests import Request, select
 
 MODEL = samples.model()
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "SLOT", 64 << 10)
+    monkeypatch.setattr(staging, "SLOT", 64 << 10)
 
 
 def _load(path: Path, **how: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_bit_for_bit(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("known", [True, False], ids=["on the device", "on the host"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", {"steps|layer.1": "int8"}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", [("steps|layer.1", "int8")]])
 def test_conversions(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +140,7 @@ def test_parts_of_tensors(tmp_path_factory: Any, data: st.DataObject) -> None:
         numbers = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
         request = Request(info, info.dtype, select(info, at), devices=tuple(numbers))
         wants.append((request, model[name][at]))
-    options = Options(threads=data.draw(st.integers(1, 3)))
+    options = LoadOptions(threads=data.draw(st.integers(1, 3)))
     report = mfload.Report(stages={})
     loader = session.Loader(index, sources, arrays.Arrays(*there), options)
     found = loader.load([request for request, _ in wants], report=report)
@@ -160,7 +160,7 @@ def test_replicas_are_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     index, sources = checkpoint.read(path)
     requests = [Request(info, info.dtype, devices=(0, 1, 2, 3)) for info in index.tensors.values()]
     report = mfload.Report(stages={})
-    loader = session.Loader(index, sources, arrays.Arrays(*there), Options(threads=4))
+    loader = session.Loader(index, sources, arrays.Arrays(*there), LoadOptions(threads=4))
     found = loader.load(requests, report=report)
     for request, replicas in zip(requests, found, strict=True):
         assert all(samples.same(each, MODEL[request.info.name]) for each in replicas)
@@ -190,7 +190,7 @@ def test_each_device_has_readers_of_its_own(
     index, sources = checkpoint.read(path)
     infos = list(index.tensors.values())
     requests = [Request(info, info.dtype, devices=(n % 2,)) for n, info in enumerate(infos)]
-    loader = session.Loader(index, sources, arrays.Arrays(*there), Options(threads=2))
+    loader = session.Loader(index, sources, arrays.Arrays(*there), LoadOptions(threads=2))
     found = loader.load(requests)
     assert all(samples.same(one, MODEL[i.name]) for (one,), i in zip(found, infos, strict=True))
     assert seen == {f"fake:{n}": {near[f"0000:0{n}:00.0"]} for n in range(2)}
@@ -220,7 +220,7 @@ def test_what_is_copied_on_the_device_comes_in_waves(
     assert caught.value.tensor == "wide"
     report = mfload.Report()
     samples.assert_same(_load(path, max_device_overhead=largest, report=report), MODEL)
-    assert any("waves" in note for note in report.notes)
+    assert any("batches" in note for note in report.notes)
     plain = sum(a.nbytes for a in MODEL.values() if a.dtype.name not in ("float32", "bfloat16"))
     assert report.device_peak_bytes <= plain + largest + 4096
 
@@ -329,7 +329,7 @@ class TestTheSuiteSees:
     """Bugs planted in the engine: each must be caught."""
 
     def _caught(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(slots, "SLOT", 64 << 10)
+        monkeypatch.setattr(staging, "SLOT", 64 << 10)
         caught = 0
         for mode in MODES:
             device = FakeDevice(mode=mode)
@@ -358,10 +358,11 @@ class TestTheSuiteSees:
                 self._finished(block)
 
         def close(self: Any) -> None:
-            for each in self._paths:
+            for each in self._rings:
                 each.close()
-            self._placer.close()
+            self._landers.close()
+            self._copier.close()
 
         monkeypatch.setattr(Ring, "drain", drain)
-        monkeypatch.setattr(StagedWorker, "close", close)
+        monkeypatch.setattr(DeviceWorker, "close", close)
         self._caught(path, monkeypatch)

@@ -99,7 +99,7 @@ def test_a_fork_while_another_thread_counts_does_not_hang() -> None:
 def test_buffers_may_outlive_the_module_at_exit() -> None:
     script = """
         import builtins, types
-        from mfload.devices.memory import DeviceBuffer
+        from mfload.cuda.memory import DeviceBuffer
         device = types.SimpleNamespace(name="cuda:0")
         builtins.kept = DeviceBuffer(device, 4096, 256, None)
         cycle = [DeviceBuffer(device, 4096, 256, None)]

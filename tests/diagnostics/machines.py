@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mfload.cuda.system import System
-from mfload.diagnostics.findings import Finding
+from mfload.diagnostics.findings import Finding, Machine
 
 
-def machine(root: Path, files: dict[str, str]) -> System:
+def machine(root: Path, files: dict[str, str]) -> Machine:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return System(root)
+    return Machine(root)
 
 
 def named(findings: Any, what: str) -> Finding:

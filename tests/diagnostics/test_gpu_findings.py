@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from diagnostics.machines import CARD, ONE, machine, named
 import mfload
 from mfload import errors
 from mfload.cuda import gds
-from mfload.cuda.mounts import Mount
-from mfload.cuda.system import System
-from mfload.diagnostics import cufile, doctor, gpus, packages, probe_cupy
+from mfload.diagnostics import doctor, gpu, probe
+from mfload.diagnostics.findings import Machine
+from mfload.diagnostics.host import Mount
 from mfload.io.route import Leg
 from mfload.io.subprocess_probe import Answer
 
@@ -52,7 +51,7 @@ def test_what_other_devices_see_of_a_card(
     tmp_path: Path, resource: str, found: str, level: str
 ) -> None:
     files = CARD | {"sys/bus/pci/devices/0000:1b:00.0/resource": resource}
-    card = named(gpus.look(machine(tmp_path, files), Answer(ONE)), "0000:1b:00.0")
+    card = named(gpu.look(machine(tmp_path, files), Answer(ONE)), "0000:1b:00.0")
     assert card.level == level
     assert found in card.found
     assert ("BAR1" in card.found) is bool(found)
@@ -71,19 +70,19 @@ def test_how_cards_reach_each_other(
     tmp_path: Path, pairs: list[Any], found: str, level: str
 ) -> None:
     two = {"driver": "13.0", "devices": ONE["devices"] * 2, "pairs": pairs}  # type: ignore[operator]
-    between = named(gpus.look(machine(tmp_path, CARD), Answer(two)), "between devices")
+    between = named(gpu.look(machine(tmp_path, CARD), Answer(two)), "between devices")
     assert (between.level, between.data) == (level, pairs)
     assert found in between.found
 
 
 def test_cufile_is_not_asked_about_without_a_gpu(tmp_path: Path) -> None:
-    (found,) = cufile.look(machine(tmp_path, {"etc/cufile.json": "{"}), 0, EXT4)
+    (found,) = gpu.cufile(machine(tmp_path, {"etc/cufile.json": "{"}), 0, EXT4)
     assert "no GPU" in found.found
 
 
 def test_a_machine_that_lacks_all(tmp_path: Path) -> None:
     overlay = Mount("overlay", frozenset(), "0:1")
-    findings = list(cufile.look(machine(tmp_path, {"proc/version": "Linux"}), 1, overlay))
+    findings = list(gpu.cufile(machine(tmp_path, {"proc/version": "Linux"}), 1, overlay))
     assert "5008" in named(findings, "nvidia-fs").advice
     reasons = {each.found: each.advice for each in findings if each.what == "in the way"}
     assert any("-v /run/udev" in advice for advice in reasons.values())
@@ -104,7 +103,7 @@ def test_a_machine_that_lacks_all(tmp_path: Path) -> None:
     ],
 )
 def test_file_systems(tmp_path: Path, where: Mount, says: str) -> None:
-    findings = list(cufile.look(machine(tmp_path, NVIDIA_FS), 1, where))
+    findings = list(gpu.cufile(machine(tmp_path, NVIDIA_FS), 1, where))
     told = [each.found for each in findings if each.what == "file system"]
     assert bool(told) is bool(says)
     assert says in "".join(told)
@@ -117,17 +116,17 @@ def test_nvidia_fs_and_who_else_holds_registered_memory(tmp_path: Path) -> None:
         "GPU 0000:e7:00.0  uuid:029f : Registered_MiB=16 Cache_MiB=0 max_pinned_MiB=64\n"
     )
     system = machine(tmp_path, NVIDIA_FS)
-    assert named(cufile.look(system, 1, EXT4), "nvidia-fs").found == "version: 2.26"
+    assert named(gpu.cufile(system, 1, EXT4), "nvidia-fs").found == "version: 2.26"
     machine(tmp_path, {"proc/driver/nvidia-fs/stats": stats})
-    found = named(cufile.look(system, 1, EXT4), "nvidia-fs")
+    found = named(gpu.cufile(system, 1, EXT4), "nvidia-fs")
     assert found.data == {"processes": 2, "mib": 80}
     assert "5016" in found.advice
-    assert not [each for each in cufile.look(system, 1, EXT4) if each.what == "in the way"]
+    assert not [each for each in gpu.cufile(system, 1, EXT4) if each.what == "in the way"]
 
 
 def test_containers_need_the_devices_of_nvidia_fs(tmp_path: Path) -> None:
     files = {name: text for name, text in NVIDIA_FS.items() if not name.startswith("dev")}
-    found = named(cufile.look(machine(tmp_path, files), 1, EXT4), "nvidia-fs")
+    found = named(gpu.cufile(machine(tmp_path, files), 1, EXT4), "nvidia-fs")
     assert "--device" in found.advice
 
 
@@ -139,45 +138,9 @@ def test_cores_that_are_not_for_this_process(
     system = machine(tmp_path, files)
     for cpus, says in (({0, 1}, "no core"), ({3, 4}, "")):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cpus=cpus: cpus, raising=False)
-        card = named(gpus.look(system, Answer(ONE)), "0000:1b:00.0")
+        card = named(gpu.look(system, Answer(ONE)), "0000:1b:00.0")
         assert bool(card.advice) is bool(says)
         assert says in card.advice
-
-
-ALL_SET = UDEV | {
-    "etc/cufile.json": '{"properties": {"use_pci_p2pdma": true}}',
-    "proc/driver/nvidia/params": 'EnableMSI: 1\nRegistryDwords: "RMForceStaticBar1=1;X=1;"\n',
-    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module  580.1",
-    "sys/module/nvme_core/parameters/multipath": "N\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("changed", "lacks", "level"),
-    [
-        ({}, "", "ok"),
-        ({"proc/driver/nvidia/params": 'RegistryDwords: ""\n'}, "RMForceStaticBar1", "note"),
-        ({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Kernel Module"}, "open", "note"),
-        ({"sys/module/nvme_core/parameters/multipath": "Y\n"}, "multipath=N", "note"),
-        # Nobody asked for it.
-        ({"etc/cufile.json": "{}"}, "use_pci_p2pdma", "ok"),
-    ],
-)
-def test_peer_to_peer_without_nvidia_fs(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, str],
-    lacks: str,
-    level: str,
-) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    findings = list(cufile.look(machine(tmp_path, ALL_SET | changed), 1, EXT4))
-    found = named(findings, "P2PDMA")
-    assert found.level == level
-    assert bool(found.advice) is bool(lacks)
-    assert lacks in found.advice
-    missing = "etc/cufile.json" in changed
-    assert named(findings, "nvidia-fs").level == ("note" if missing else "ok")
 
 
 def test_virtual_machines(tmp_path: Path) -> None:
@@ -185,28 +148,11 @@ def test_virtual_machines(tmp_path: Path) -> None:
         "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu hypervisor sse\n",
         "sys/class/dmi/id/product_name": "Some VM\n",
     }
-    found = named(cufile.look(machine(tmp_path, NVIDIA_FS | files), 1, EXT4), "inside")
+    found = named(gpu.cufile(machine(tmp_path, NVIDIA_FS | files), 1, EXT4), "inside")
     assert "Some VM" in found.found
     assert "hangs" in found.advice
     real = machine(tmp_path / "real", NVIDIA_FS | {"proc/cpuinfo": "flags\t: fpu sse\n"})
-    assert not [each for each in cufile.look(real, 1, EXT4) if each.what == "inside"]
-
-
-@pytest.mark.parametrize(
-    ("text", "found", "level"),
-    [
-        ('{"properties": {"allow_compat_mode": true}} // so', "allow_compat_mode: true", "ok"),
-        ('{"properties": {"max_device_pinned_mem_size_kb": 1024}}', "at most 1 MiB pinned", "ok"),
-        ("{", "malformed", "trouble"),
-        ("[" * 200_000, "malformed", "trouble"),
-        ('{"a":' * 500 + "{}" + "}" * 500, "malformed", "trouble"),
-        ('{"properties": 3}', "malformed", "trouble"),
-    ],
-)
-def test_configurations(tmp_path: Path, text: str, found: str, level: str) -> None:
-    system = machine(tmp_path, NVIDIA_FS | {"etc/cufile.json": text})
-    told = named(cufile.look(system, 1, None), "/etc/cufile.json")
-    assert (told.level, found in told.found) == (level, True)
+    assert not [each for each in gpu.cufile(real, 1, EXT4) if each.what == "inside"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +166,7 @@ def test_configurations(tmp_path: Path, text: str, found: str, level: str) -> No
     ],
 )
 def test_verdicts(verdict: gds.Verdict, level: str, says: str) -> None:
-    found = cufile.verdict(verdict, "cuda:0")
+    found = gpu.verdict(verdict, "cuda:0")
     assert (found.level, found.data["real"]) == (level, verdict.real)
     assert says in found.advice
     assert bool(found.advice) is bool(says)
@@ -228,10 +174,10 @@ def test_verdicts(verdict: gds.Verdict, level: str, says: str) -> None:
 
 def test_warm_files_are_faster_by_way_of_the_cache() -> None:
     legs = tuple(Leg("f", "pread", "", share) for share in (1.0, 0.1, None))
-    (found,) = cufile.warm(legs)
+    (found,) = gpu.warm(legs)
     assert "1 of 3" in found.found
     assert "slower" in found.advice
-    assert list(cufile.warm(legs[1:])) == []
+    assert list(gpu.warm(legs[1:])) == []
 
 
 @pytest.mark.parametrize(
@@ -248,7 +194,7 @@ def test_warm_files_are_faster_by_way_of_the_cache() -> None:
     ],
 )
 def test_cupy(answer: Answer | None, level: str, says: str) -> None:
-    found = packages.cupy(answer)
+    found = gpu.cupy(answer)
     assert found.level == level
     assert says in found.advice
 
@@ -273,13 +219,13 @@ class StubCupy:
     [(1.0, None), (2.0, "a kernel gave a wrong result"), (RuntimeError("no\nheaders"), "no")],
 )
 def test_what_cupy_is_asked(result: Any, compiling: str | None) -> None:
-    assert probe_cupy.look(StubCupy(result)) == {"version": "14.2", "compiling": compiling}
+    assert probe.cupy(StubCupy(result)) == {"version": "14.2", "compiling": compiling}
 
 
 def test_a_cupy_that_can_not_be_imported(tmp_path: Path) -> None:
     (tmp_path / "cupy.py").write_text("raise OSError('libnvrtc is not there')")
     done = subprocess.run(
-        [sys.executable, "-c", "from mfload.diagnostics import probe_cupy; probe_cupy.main()"],
+        [sys.executable, "-c", "from mfload.diagnostics import probe; probe.main('cupy')"],
         env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}, capture_output=True, timeout=60,
     )  # fmt: skip
     assert json.loads(done.stdout) == {"error": "libnvrtc is not there"}
@@ -299,13 +245,13 @@ def test_what_xla_takes(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    (told,) = packages.xla(environment)
+    (told,) = gpu.xla(environment)
     assert found in told.found
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "jax" else None)
-    (told,) = packages.xla(environment)
+    (told,) = gpu.xla(environment)
     assert "jax[cuda13]" in told.advice
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert list(packages.xla(environment)) == []
+    assert list(gpu.xla(environment)) == []
 
 
 @pytest.fixture
@@ -313,9 +259,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A machine with a GPU, as its probes tell; which were asked."""
     asked: list[str] = []
 
-    def ask(module: str, *_: str, timeout: float | None) -> Answer:
-        asked.append(module)
-        if module.endswith("probe_cuda"):
+    def ask(module: str, *arguments: str, timeout: float | None) -> Answer:
+        asked.append(" ".join((module, *arguments)))
+        if "cuda" in arguments:
             return Answer(ONE)
         return Answer({"version": "14.2", "compiling": None})
 
@@ -348,10 +294,12 @@ def test_without_a_path_cufile_is_not_tried(
     monkeypatch.setattr(gds, "verdict", None)
     found = mfload.doctor()
     assert found.onto_device == ()
-    assert "mfload.diagnostics.probe_cuda" in card
+    assert "mfload.diagnostics.probe cuda" in card
 
 
-@pytest.mark.parametrize("part", ["host", "gpus", "cufile", "versions", "disk"])
+@pytest.mark.parametrize(
+    "part", ["host.look", "gpu.look", "gpu.cufile", "host.frameworks", "host.disk", "host.files"]
+)
 def test_a_look_that_fails_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: list[str], part: str
 ) -> None:
@@ -359,7 +307,7 @@ def test_a_look_that_fails_is_a_finding(
         yield from ()
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(getattr(doctor, part), "look", look)
+    monkeypatch.setattr(f"mfload.diagnostics.{part}", look)
     path = samples.save(tmp_path / "m.safetensors", {"w": np.zeros(8, np.float32)})
     found = mfload.doctor(path)
     assert "ZeroDivisionError: oh" in named(found.findings, "the rest").found
@@ -378,21 +326,21 @@ def test_answers_of_no_sense_are_no_crash(monkeypatch: pytest.MonkeyPatch, data:
 @pytest.fixture
 def cufile_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: list[str]
-) -> Iterator[System]:
+) -> Iterator[Machine]:
     """The card on a machine where no plain fact rules cuFile out."""
     system = machine(tmp_path / "machine", NVIDIA_FS | {
         "proc/self/mountinfo": "1 1 259:0 / / rw - ext4 /dev/x rw,data=ordered\n",
     })  # fmt: skip
     real = gds.verdict
 
-    def verdict(path: str, device: gds.Place, **how: Any) -> gds.Verdict:
-        return real(path, device, root=system.root, **how)
+    def verdict(path: str, number: int, **how: Any) -> gds.Verdict:
+        return real(path, number, root=system.root, **how)
 
     monkeypatch.setattr(gds, "verdict", verdict)
     monkeypatch.setattr("mfload.cuda.cufile.installed", lambda: True)
-    gds.forget()
+    gds._known.clear()
     yield system
-    gds.forget()
+    gds._known.clear()
 
 
 def _shards(folder: Path, count: int) -> Path:
@@ -403,7 +351,7 @@ def _shards(folder: Path, count: int) -> Path:
 
 
 def test_a_probe_that_hangs_is_asked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cufile_there: System
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cufile_there: Machine
 ) -> None:
     """A hundred files may lie on one file system."""
     asked: list[float | None] = []
@@ -453,4 +401,4 @@ def test_no_bound_on_questions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_empty_tree_is_no_crash(tmp_path: Path) -> None:
-    assert list(cufile.look(System(tmp_path), 1, None))
+    assert list(gpu.cufile(Machine(tmp_path), 1, None))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 from diagnostics.machines import CARD, ONE, machine, named
 
-from mfload.cuda.mounts import mount
-from mfload.cuda.system import System
-from mfload.diagnostics import disk, gpus, host, probe_cuda, versions
+from mfload.diagnostics import gpu, host, probe
+from mfload.diagnostics.findings import Finding, Machine
+from mfload.diagnostics.host import mount
 from mfload.io.subprocess_probe import Answer
 
 
 def test_a_bare_tree_is_no_trouble(tmp_path: Path) -> None:
     missing = Answer({"error": "no", "missing": True})
-    findings = [*host.look(System(tmp_path)), *gpus.look(System(tmp_path), missing)]
+    findings = [*host.look(Machine(tmp_path)), *gpu.look(Machine(tmp_path), missing)]
     assert all(each.level != "trouble" for each in findings)
     assert named(findings, "NUMA nodes").found == "1"
     assert "no card" in named(findings, "devices").found
@@ -73,7 +74,7 @@ def test_wsl_is_told(tmp_path: Path) -> None:
 def test_drivers(
     tmp_path: Path, answer: Answer, files: dict[str, str], level: str, says: str
 ) -> None:
-    last = list(gpus.look(machine(tmp_path, files), answer))[-1]
+    last = list(gpu.look(machine(tmp_path, files), answer))[-1]
     assert last.level == level
     assert says in last.advice
     if level == "trouble":
@@ -97,7 +98,7 @@ def test_drivers(
     ],
 )
 def test_a_driver_that_answers_without_sense(tmp_path: Path, data: Any) -> None:
-    (found,) = gpus.look(machine(tmp_path, CARD), gpus.checked(Answer(data)))
+    (found,) = gpu.look(machine(tmp_path, CARD), gpu.checked(Answer(data)))
     assert (found.what, found.level) == ("driver", "trouble")
     assert "no sense" in found.found
 
@@ -105,11 +106,11 @@ def test_a_driver_that_answers_without_sense(tmp_path: Path, data: Any) -> None:
 @pytest.mark.parametrize("pci", ["0000:1b:00.0", "00000000:1b:00.0", "0:1b:00.0"])
 def test_a_device_and_its_link(tmp_path: Path, pci: str) -> None:
     one = {"driver": "13.0", "devices": [ONE["devices"][0] | {"pci": pci}]}  # type: ignore[index]
-    found = named(gpus.look(machine(tmp_path, CARD), Answer(one)), pci)
+    found = named(gpu.look(machine(tmp_path, CARD), Answer(one)), pci)
     assert found.found == "G, 80 GiB, PCIe x16 at 32.0 GT/s, on NUMA node 1"
     assert found.level == "ok"
     half = CARD | {"sys/bus/pci/devices/0000:1b:00.0/current_link_width": "8\n"}
-    found = named(gpus.look(machine(tmp_path, half), Answer(one)), pci)
+    found = named(gpu.look(machine(tmp_path, half), Answer(one)), pci)
     assert (found.level, "8 of 16" in found.advice) == ("note", True)
 
 
@@ -137,6 +138,40 @@ def test_the_mount_of_a_path(tmp_path: Path, path: str, kind: str) -> None:
     assert found.kind == kind
 
 
+def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_DATA: 512 << 20}
+    plain = resource.RLIM_INFINITY
+
+    def getrlimit(kind: int) -> tuple[int, int]:
+        return limits.get(kind, plain), plain
+
+    monkeypatch.setattr(resource, "getrlimit", getrlimit)
+    pages = (300 << 20) // resource.getpagesize()
+    files = {
+        "proc/self/statm": f"{pages} 1 1 1 0 {pages // 3} 0\n",
+        "proc/self/cgroup": "0::/user/job\n",
+        "sys/fs/cgroup/user/job/memory.max": f"{2 << 30}\n",
+        "sys/fs/cgroup/user/job/memory.current": f"{1 << 30}\n",
+        "sys/fs/cgroup/user/memory.max": "max\n",
+        "sys/fs/cgroup/user/memory.current": f"{1 << 30}\n",
+    }
+    findings = list(host.look(machine(tmp_path, files)))
+    space = named(findings, "RLIMIT_AS")
+    assert (space.level, space.found) == ("note", "1 GiB, 300 MiB of it in use")
+    assert space.data == {"limit": 1 << 30, "used": pages * resource.getpagesize()}
+    assert "ulimit -v" in space.advice
+    assert named(findings, "RLIMIT_DATA").found == "512 MiB, 100 MiB of it in use"
+    group = named(findings, "control group /user/job")
+    assert group.data == {"limit": 2 << 30, "used": 1 << 30}
+    assert not [each for each in findings if each.what == "control group /user"]
+    limits.clear()
+    assert "RLIMIT_AS" not in [each.what for each in host.look(machine(tmp_path, files))]
+
+
+def _disk(there: Machine, path: str) -> list[Finding]:
+    return list(host.disk(there, mount(there, path)))
+
+
 def test_disks(tmp_path: Path) -> None:
     here = os.path.realpath(tmp_path)
     base = "sys/dev/block/259:0"
@@ -146,20 +181,20 @@ def test_disks(tmp_path: Path) -> None:
         f"{base}/queue/rotational": "0\n",
         f"{base}/queue/read_ahead_kb": "128\n",
     }
-    findings = list(disk.look(machine(tmp_path, files), here))
-    assert "data=ordered" in named(findings, "file system").advice
+    findings = _disk(machine(tmp_path, files), here)
+    assert named(findings, "file system").found == "ext4"
     assert named(findings, "device").found.startswith("FAST DISK, flash")
     assert named(findings, "read-ahead").data == 128
-    assert [each.found for each in disk.look(System(tmp_path / "none"), here)] == ["unknown"]
+    assert [each.found for each in _disk(Machine(tmp_path / "none"), here)] == ["unknown"]
     files["proc/self/mountinfo"] = f"1 1 0:9 / {here} rw - nfs4 h:/ rw\n"
-    (found,) = disk.look(machine(tmp_path, files), here)
+    (found,) = _disk(machine(tmp_path, files), here)
     assert "mmap" in found.advice
 
 
 def test_files_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(1 << 16))
     (tmp_path / "b").write_bytes(b"")
-    findings = list(disk.files([str(tmp_path / "a"), str(tmp_path / "b")]))
+    findings = list(host.files([str(tmp_path / "a"), str(tmp_path / "b")]))
     assert "64 KiB in 2 files" in named(findings, "in the page cache").found
     assert named(findings, "O_DIRECT").topic == "disk"
 
@@ -170,8 +205,8 @@ def test_files_of_a_checkpoint(tmp_path: Path) -> None:
      ("1.0.0.dev3+cpu", "note")],
 )  # fmt: skip
 def test_versions(monkeypatch: pytest.MonkeyPatch, installed: str, level: str) -> None:
-    monkeypatch.setattr(versions, "version", lambda _package: installed)
-    assert named(versions.look(), "jax").level == level
+    monkeypatch.setattr(host, "version", lambda _package: installed)
+    assert named(host.frameworks(), "jax").level == level
 
 
 class Stub:
@@ -200,20 +235,20 @@ class Stub:
 
 
 def test_what_a_driver_says() -> None:
-    found = probe_cuda.look(Stub(2, {}))
+    found = probe.cuda(Stub(2, {}))
     assert found["driver"] == "13.2"
     assert [each["pci"] for each in found["devices"]] == ["0000:1b:00.0"] * 2
     assert found["devices"][0]["memory"] == 80 << 30
-    assert probe_cuda.look(Stub(0, {}))["devices"] == []
+    assert probe.cuda(Stub(0, {}))["devices"] == []
     for call in ("cuInit", "cuDeviceGetCount"):
-        assert probe_cuda.look(Stub(1, {call: 999})) == {"error": f"{call}: CUDA_ERROR_STUB (999)"}
+        assert probe.cuda(Stub(1, {call: 999})) == {"error": f"{call}: CUDA_ERROR_STUB (999)"}
     # None visible, as with an empty CUDA_VISIBLE_DEVICES, is no error.
-    assert probe_cuda.look(Stub(0, {"cuInit": 100})) == {
+    assert probe.cuda(Stub(0, {"cuInit": 100})) == {
         "driver": "13.2", "devices": [], "pairs": [],
     }  # fmt: skip
 
 
 def test_what_a_driver_says_of_pairs() -> None:
-    assert probe_cuda.look(Stub(2, {}))["pairs"] == [(0, 1, True, False), (1, 0, True, False)]
+    assert probe.cuda(Stub(2, {}))["pairs"] == [(0, 1, True, False), (1, 0, True, False)]
     refused = Stub(2, {"cuDeviceGetP2PAttribute": 1})
-    assert probe_cuda.look(refused)["pairs"] == [(0, 1, False, False), (1, 0, False, False)]
+    assert probe.cuda(refused)["pairs"] == [(0, 1, False, False), (1, 0, False, False)]

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance.allocator import Ground, LandingConformance
-from conformance.giving import kind, read
+from conformance.device_memory import DeviceMemoryConformance, Ground
+from conformance.export import kind, read
 from conformance.material import COMMON, stored
 from conformance.suite import Conformance, assert_documented, no_gpu
 from devices.entered import entered
@@ -28,7 +28,7 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
 from mfload.planning.requests import Request
-from mfload.saving.export import outgoing
+from mfload.saving.export import export
 
 
 class Look(Conformance):
@@ -61,7 +61,7 @@ class WithoutAPool(cupy_adapter.CupyAdapter):
         return None
 
 
-class TestLanding(LandingConformance):
+class TestLanding(DeviceMemoryConformance):
     look = Look()
 
     @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ class TestItsOwnMemory:
         pool = SimpleNamespace(free_bytes=lambda: 5)
         made = self.make(device, get_default_memory_pool=lambda: pool).pool(0)
         assert made is not None
-        assert made.free == device.room().free + 5
+        assert made.free == device.memory_info().free + 5
 
 
 class TestOnTheHost:
@@ -208,12 +208,12 @@ def test_round_trip_on_a_gpu(zoo: Any) -> None:
             assert array.dtype.name == (COMMON[row.dtype] if own else "uint8"), row.name
             assert array.shape == (row.shape if own else row.bytes_shape()), row.name
         assert buffers.live_bytes() == 0  # None of it went by a copy that stayed.
-        given = {one.name: one for one in outgoing(loaded)}
+        given = {one.name: one for one in export(loaded)}
         for row in rows:
             assert given[row.name].span is None
             assert given[row.name].fetch().tobytes() == row.raw, row.name
         turned = cupy.arange(15, dtype="float32").reshape(3, 5).T[::-1]
-        (one,) = outgoing({"w": turned})
+        (one,) = export({"w": turned})
         assert one.fetch().tobytes() == turned.get().tobytes()
 
 
@@ -252,7 +252,7 @@ class TestGivingWithoutAGpu:
         for dtype in COMMON:
             row = stored("w", dtype, (5, 3))
             array = FakeArray(np.frombuffer(row.raw, kind(dtype)).reshape(5, 3))
-            (given,) = outgoing({"w": array})
+            (given,) = export({"w": array})
             assert (given.span, array.copies) == (None, 0)
             assert (read(given), array.copies) == (row, 1)
 
@@ -262,5 +262,5 @@ class TestGivingWithoutAGpu:
             (FakeSparse(), "toarray"),
         ):
             with pytest.raises(errors.UnsupportedArrayError, match=said) as caught:
-                outgoing({"w": array})
+                export({"w": array})
             assert caught.value.tensor == "w"

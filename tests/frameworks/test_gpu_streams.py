@@ -129,7 +129,7 @@ def test_mfload_that_waits_for_no_copy_is_seen(
     torch = pytest.importorskip("torch")
     from mfload.frameworks.torch_adapter import TorchAdapter
 
-    made = TorchAdapter(torch.device("cpu"), land=FakeDevice())
+    made = TorchAdapter(torch.device("cpu"), FakeDevice())
     monkeypatch.setattr(frameworks, "get", lambda name, device=None: made)
     given = Given("cpu", tmp_path)
     assert gpu_trial.run("streams/torch/mfload", given)["status"] == "pass"

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import material
-from conformance.allocator import Ground, LandingConformance, lent, request, wrapped, write
+from conformance.device_memory import (
+    DeviceMemoryConformance,
+    Ground,
+    allocation,
+    lent,
+    request,
+    wrapped,
+    write,
+)
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
@@ -22,18 +30,18 @@ from mfload import dtypes, errors
 from mfload.cuda import memory
 from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import jax_adapter, jax_devices, jax_lending, private_api
+from mfload.frameworks import jax_adapter, jax_memory
 from mfload.frameworks.base import Adapter
 from mfload.io import buffers
-from mfload.mesh import jax_mesh
-from mfload.mesh.jax_sharding import Spot
+from mfload.mesh import jax_backend
+from mfload.mesh.jax_backend import Spot
 
 
 def cpu(number: int) -> Any:
     return jax.devices("cpu")[number]
 
 
-class TestJaxLanding(LandingConformance):
+class TestJaxLanding(DeviceMemoryConformance):
     look = JaxConformance()
     allocator = "framework"
 
@@ -110,23 +118,23 @@ class TestNoRoom:
 
             return make
 
-        monkeypatch.setattr(jax_lending, "_maker", maker)
-        wanted = [jax_lending.Wanted(cpu(0), None, "int8", (3,))]
+        monkeypatch.setattr(jax_memory, "_program", maker)
+        wanted = [jax_memory.NewArray(cpu(0), None, "int8", (3,))]
         said = "RESOURCE_EXHAUSTED"
         with pytest.raises(errors.MemoryLimitError, match="no room") as caught:
-            jax_lending.allocate(wanted)
+            jax_memory.allocate(wanted)
         assert caught.value.found == "RESOURCE_EXHAUSTED: 7 GiB"
         said = "INTERNAL"
         with pytest.raises(jax.errors.JaxRuntimeError):
-            jax_lending.allocate(wanted)
+            jax_memory.allocate(wanted)
 
 
 class TestNewArrays:
     def test_no_two_share_memory(self) -> None:
         # Equal ones, and others of as many bytes.
         kinds = [("int32", (16, 4)), ("float32", (16, 4)), ("float32", (64,)), ("bool", (256,))]
-        wanted = [jax_lending.Wanted(cpu(n), None, *kind) for kind in kinds * 5 for n in (0, 3, 0)]
-        made = jax_lending.allocate(wanted)
+        wanted = [jax_memory.NewArray(cpu(n), None, *kind) for kind in kinds * 5 for n in (0, 3, 0)]
+        made = jax_memory.allocate(wanted)
         for array, (device, _, dtype, shape) in zip(made, wanted, strict=True):
             assert (array.device, array.dtype, array.shape) == (device, dtype, shape)
         starts = sorted(array.unsafe_buffer_pointer() for array in made)
@@ -136,7 +144,7 @@ class TestNewArrays:
         if not hasattr(jax.lax, "empty"):
             pytest.skip("this version of JAX has no arrays of nothing")
         kinds = ((None, "float32", (3, 5)), (None, "int8", (7,)))
-        program = jax_lending._maker((cpu(0),), kinds).trace()
+        program = jax_memory._program((cpu(0),), kinds).trace()
         text = program.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("AllocateBuffer") == 2
         assert "broadcast" not in text
@@ -153,26 +161,28 @@ class TestOnAMesh:
             device.assert_clean()
 
     @pytest.fixture
-    def mesh(self, lands: Any) -> jax_mesh.JaxMeshAdapter:
+    def mesh(self, lands: Any) -> jax_backend.JaxMeshAdapter:
         kind = cpu(1).default_memory().kind
         spots = [*(Spot(cpu(n), None) for n in (4, 0, 1, 2)), Spot(cpu(1), kind)]
-        return jax_mesh.JaxMeshAdapter(spots, lambda device: (lands.get(device), ("said",)))
+        return jax_backend.JaxMeshAdapter(spots, lambda device: (lands.get(device), ("said",)))
 
-    def test_what_lands_where(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
+    def test_what_lands_where(self, lands: Any, mesh: jax_backend.JaxMeshAdapter) -> None:
         row = material.stored("w", "F32", (4, 8))
         assert [device.name for device in mesh.devices] == ["fake:4", "fake:1", "fake:2"]
-        assert [mesh.lands(request(row, (n,))) for n in range(5)] == [0, None, 1, 2, None]
-        assert mesh.lands(request(row)) is None
-        assert mesh.allocator == "framework"
+        found = [allocation(mesh, row, devices=(n,)) for n in range(5)]
+        assert [each.device for each in found] == [0, None, 1, 2, None]
+        owners = ["framework", "mfload", "framework", "framework", "framework"]
+        assert [each.owner for each in found] == owners
+        assert not any(each.copied for each in found)
+        assert allocation(mesh, row).device is None
         assert mesh.notes == ("said",)
-        assert mesh.copies(request(material.stored("f", "F4", (4, 8)), (0,)))
-        assert not mesh.copies(request(row, (0,)))
+        assert allocation(mesh, material.stored("f", "F4", (4, 8)), devices=(0,)).copied
         pool = mesh.pool(1)
         assert pool is not None
         assert pool.free is None
         assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in pool.advice
 
-    def test_arrays_on_each(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
+    def test_arrays_on_each(self, lands: Any, mesh: jax_backend.JaxMeshAdapter) -> None:
         rows = material.zoo()
         for spot, number in ((0, 4), (2, 1), (3, 2)):
             ground = Ground(mesh, lands[cpu(number)])
@@ -185,14 +195,14 @@ class TestOnAMesh:
                 del arrays, loaded
                 assert left() == 0
 
-    def test_one_program_for_many(self, lands: Any, mesh: jax_mesh.JaxMeshAdapter) -> None:
+    def test_one_program_for_many(self, lands: Any, mesh: jax_backend.JaxMeshAdapter) -> None:
         # 24 layers of three shapes and one tensor besides, on three devices.
         shapes = [(2, 3), (5,), (4, 4)] * 24 + [(7, 7)]
         rows = [material.stored(f"w{n}", "F32", shape, n) for n, shape in enumerate(shapes)]
         requests = [request(row, (spot,)) for spot in (0, 2, 3) for row in rows]
-        jax_lending._maker.cache_clear()
+        jax_memory._program.cache_clear()
         given = mesh.lend(requests)
-        assert jax_lending._maker.cache_info().misses == 2
+        assert jax_memory._program.cache_info().misses == 2
         by_device: dict[Any, list[tuple[Any, int, bytes]]] = {}
         for each, row in zip(given, rows * 3, strict=True):
             by_device.setdefault(each.memory.device, []).append((each.memory, 0, row.raw))
@@ -208,17 +218,17 @@ class TestTrial:
 
     def test_all_is_well(self) -> None:
         land = FakeDevice()
-        assert private_api.jax_lends_on(cpu(0), land)
+        assert jax_memory.fillable(cpu(0), land)
         streams = land.calls["stream"]
         assert streams > 0
-        assert private_api.jax_lends_on(cpu(0), land)  # Known by now.
+        assert jax_memory.fillable(cpu(0), land)  # Known by now.
         assert land.calls["stream"] == streams
         land.assert_clean()
 
     def test_one_program_is_compiled(self, caplog: pytest.LogCaptureFixture) -> None:
-        jax_lending._maker.cache_clear()
+        jax_memory._program.cache_clear()
         with jax.log_compiles():
-            assert private_api.jax_lends_on(cpu(0), FakeDevice())
+            assert jax_memory.fillable(cpu(0), FakeDevice())
         finished = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
         assert len(finished) == 1
 
@@ -232,57 +242,51 @@ class TestTrial:
 
         land = FakeDevice()
         with monkeypatch.context() as patch:
-            patch.setattr(jax_lending, "allocate", full)
-            assert not private_api.jax_lends_on(cpu(0), land)
+            patch.setattr(jax_memory, "allocate", full)
+            assert not jax_memory.fillable(cpu(0), land)
         assert "no room" in caplog.text
-        assert private_api.jax_lends_on(cpu(0), land)
+        assert jax_memory.fillable(cpu(0), land)
 
     @pytest.mark.parametrize("verb", ["stream", "pin", "copy_in", "synchronize"])
     def test_a_device_that_fails(self, verb: str, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO", "mfload")
         land = FakeDevice(fail={verb: 1})
-        assert jax_devices.better([(cpu(0), land)]) == "mfload"
+        assert not jax_memory.fillable(cpu(0), land)
         assert "told to fail" in caplog.text
         land.assert_clean()
 
     def test_writes_that_nobody_sees(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(private_api, "_write", lambda *_: None)
-        assert not private_api.jax_lends_on(cpu(0), FakeDevice())
+        monkeypatch.setattr(jax_memory, "_write", lambda *_: None)
+        assert not jax_memory.fillable(cpu(0), FakeDevice())
 
     def test_writes_that_go_too_far(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", "mfload")
         made: list[Any] = []
-        real, allocate = private_api._write, jax_lending.allocate
+        real, allocate = jax_memory._write, jax_memory.allocate
         monkeypatch.setattr(
-            jax_lending, "allocate", lambda rows: made.extend(allocate(rows)) or made
+            jax_memory, "allocate", lambda rows: made.extend(allocate(rows)) or made
         )
 
-        def twice(land: Device, target: Any, source: Any) -> None:
-            real(land, target, source)
+        def twice(land: Device, target: Any, numbers: Any) -> None:
+            real(land, target, numbers)
             beside = made[0].unsafe_buffer_pointer()
-            real(land, memory.DeviceBuffer(land, beside, 4, made[0], own=False), source[:4].copy())
+            real(land, memory.DeviceBuffer(land, beside, 4, made[0], own=False), numbers[:1])
 
-        monkeypatch.setattr(private_api, "_write", twice)
+        monkeypatch.setattr(jax_memory, "_write", twice)
         land = FakeDevice()
-        assert not private_api.jax_lends_on(cpu(0), land)
+        assert not jax_memory.fillable(cpu(0), land)
         assert "in another" in caplog.text
 
-    def test_one_that_fails_speaks_for_all(self) -> None:
-        well, ill = (cpu(0), FakeDevice()), (cpu(0), FakeDevice(fail={"stream": 1}))
-        assert jax_devices.better([well]) == "framework"
-        assert jax_devices.better([well, ill]) == "mfload"
-        assert jax_devices.better([]) == "mfload"
-
     def test_arrays_that_share_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        allocate = jax_lending.allocate
-        monkeypatch.setattr(jax_lending, "allocate", lambda rows: allocate(rows[:1]) * 2)
-        assert not private_api.jax_lends_on(cpu(0), FakeDevice())
+        allocate = jax_memory.allocate
+        monkeypatch.setattr(jax_memory, "allocate", lambda rows: allocate(rows[:1]) * 2)
+        assert not jax_memory.fillable(cpu(0), FakeDevice())
 
     def test_no_pointers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(jax_lending, "allocate", lambda rows: [object()] * 2)
-        assert not private_api.jax_lends_on(cpu(0), FakeDevice())
+        monkeypatch.setattr(jax_memory, "allocate", lambda rows: [object()] * 2)
+        assert not jax_memory.fillable(cpu(0), FakeDevice())
 
 
 class Told:
@@ -311,7 +315,7 @@ class TestPool:
     def test_what_is_free(self, stats: dict[str, int], free: int | None) -> None:
         land = FakeDevice(total=1000)
         land.taken = 900
-        assert jax_devices.pool_of(Told(**stats), land).free == free
+        assert jax_memory.pool(Told(**stats), land).free == free
 
 
 class TestLandOn:
@@ -325,14 +329,14 @@ class TestLandOn:
 
     def test_nvidia_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: Sequence[int] = []
-        from mfload.cuda import finding
+        from mfload.cuda import discovery
 
         land = FakeDevice()
-        monkeypatch.setattr(finding, "find", lambda number: asked.append(number) or land)
-        assert jax_devices.land_on(self.Gpu("gpu", "PJRT C API\ncuda 13000")) == (land, ())
+        monkeypatch.setattr(discovery, "find", lambda number: asked.append(number) or land)
+        assert jax_memory.find_device(self.Gpu("gpu", "PJRT C API\ncuda 13000")) == (land, ())
         assert asked == [1]
         for platform, version in (("gpu", "rocm 7"), ("tpu", "libtpu"), ("METAL", "jax 0.5")):
-            assert jax_devices.land_on(self.Gpu(platform, version)) == (None, ())
+            assert jax_memory.find_device(self.Gpu(platform, version)) == (None, ())
         assert asked == [1]
 
 
@@ -345,13 +349,13 @@ def test_a_real_gpu_gives_its_memory() -> None:
         device = jax.local_devices(backend="gpu")[0]
     except RuntimeError as error:
         pytest.skip(f"JAX knows no GPU: {error}")
-    land, notes = jax_devices.land_on(device)
+    land, notes = jax_memory.find_device(device)
     if land is None:
         pytest.skip(f"nothing lands: {notes}")
-    assert private_api.jax_lends_on(device, land)
-    pool = jax_devices.pool_of(device, land)
+    assert jax_memory.fillable(device, land)
+    pool = jax_memory.pool(device, land)
     assert pool.free is not None
-    wanted = jax_lending.Wanted(device, None, "int8", (pool.free * 2,))
+    wanted = jax_memory.NewArray(device, None, "int8", (pool.free * 2,))
     with pytest.raises(errors.MemoryLimitError):
-        jax_lending.allocate([wanted])
+        jax_memory.allocate([wanted])
     assert jnp.zeros(3, device=device).sum() == 0

@@ -9,9 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from conformance import giving
-from conformance.giving import GivingConformance, give, read
-from conformance.material import BITS, COMMON, FLOATS8
+from conformance.export import ExportConformance, give, read
+from conformance.material import BITS, COMMON, FLOATS8, Stored
 from conformance.suite import ENGINES, WritableConformance
 
 import mfload
@@ -59,7 +58,7 @@ class TestNumpy(WritableConformance):
             mfload.load(aligned[0], framework="nympy")
 
 
-class TestNumpyGives(GivingConformance):
+class TestNumpyGives(ExportConformance):
     framework = "numpy"
     gives = tuple(BITS)
     unpacked = ("F4", "F6_E2M3", "F6_E3M2")
@@ -110,7 +109,7 @@ class TestNumpyGives(GivingConformance):
                 assert other.tobytes() != row.raw
             for swapped, wanted in ((other, array), (other.T[::-1], array.T[::-1])):
                 given = give(swapped)
-                assert read(given) == giving.Stored("w", dtype, wanted.shape, wanted.tobytes())
+                assert read(given) == Stored("w", dtype, wanted.shape, wanted.tobytes())
 
     def test_numbers_repeated(self) -> None:
         few = np.arange(3, dtype=np.int16)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from conformance import material
-from conformance.allocator import LandingConformance, request
-from conformance.giving import GivingConformance, give, read
+from conformance.device_memory import DeviceMemoryConformance, request
+from conformance.export import ExportConformance, give, read
 from conformance.material import BITS, COMMON, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
 from devices.fake import FakeDevice
@@ -137,13 +137,13 @@ def test_the_public_way_gives_the_same(tmp_path: Any, monkeypatch: pytest.Monkey
         material.stored("u", "U64", (2,), 4),
     ]
     path = save(tmp_path / "w.safetensors", rows)
-    monkeypatch.setattr("mfload.frameworks.private_api.paddle_constructor", lambda _: None)
+    monkeypatch.setattr("mfload.frameworks.private_api.paddle_constructor", lambda: None)
     loaded = mfload.load(path, framework="paddle")
     assert mfload.live_bytes() == 0  # Copies: nothing of ours is held.
     TestPaddle().assert_loaded(loaded, rows)
 
 
-class TestPaddleLanding(LandingConformance):
+class TestPaddleLanding(DeviceMemoryConformance):
     look = TestPaddle()
     landings = ("framework",)
     allocator = "framework"
@@ -168,12 +168,13 @@ class TestPaddleLanding(LandingConformance):
         told: list[str] = []
         monkeypatch.setattr(paddle, "get_device", lambda: "gpu:1")
         monkeypatch.setattr(paddle, "set_device", told.append)
-        with pytest.raises(errors.MfloadError), paddle_adapter._making_at(paddle.CPUPlace()):
+        adapter = paddle_adapter.PaddleAdapter(paddle.CPUPlace())
+        with pytest.raises(errors.MfloadError), adapter.allocating():
             raise errors.MfloadError("on the way")
         assert told == ["cpu", "gpu:1"]
 
 
-class TestPaddleGives(GivingConformance):
+class TestPaddleGives(ExportConformance):
     framework = "paddle"
     gives = tuple(key for key in BITS if key in TestPaddle.own)
     reference_lacks = UNSIGNED

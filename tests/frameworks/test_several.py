@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import samples
 import torch
 from conformance import material
-from conformance.allocator import Ground, disjoint, lent, request, wrapped
+from conformance.device_memory import Ground, allocation, disjoint, lent, request, wrapped
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
@@ -48,14 +50,38 @@ class TestAssigning:
         ]
         assert adapter.results([(n,) for n in range(6)]) == [[0, 1, 2], [3, 4, 5]]
 
-    def test_names(self) -> None:
-        table = {r"^embed": "cpu:1", re.compile("LAYERS", re.I): "cpu:4", "": "cpu:1"}
+    def test_rules(self) -> None:
+        table = [(r"^embed", "cpu:1"), (re.compile("LAYERS", re.I), "cpu:4"), ("", "cpu:1")]
         adapter = frameworks.get("flax", table)
         assert isinstance(adapter, several.SeveralAdapter)
         names = ("embed", "layers.0.embed", "head", "model.Layers.1")
         requests = adapter.assign([request(row) for row in rows(*names)])
         assert [each.devices for each in requests] == [(0,), (1,), (0,), (1,)]
         assert adapter.results([(n,) for n in range(4)]) == [0, 1, 2, 3]
+
+    def test_exact_names(self) -> None:
+        adapter = frameworks.get("jax", {"a.b": "cpu:1", "axb": "cpu:4", "c": "cpu:1"})
+        requests = adapter.assign([request(row) for row in rows("axb", "a.b", "c")])
+        assert [each.devices for each in requests] == [(1,), (0,), (0,)]
+        with pytest.raises(errors.DeviceError, match="nothing about 1 tensor"):
+            adapter.assign([request(row) for row in rows("c.0")])
+
+    @pytest.mark.parametrize(
+        ("device", "message"),
+        [
+            ({"layer.0": "cpu", "laeyr.1": "cpu"}, "'laeyr.1'.*did you mean 'layer.1'"),
+            ([("layer.[0-9]", "cpu"), ("haed", "cpu")], "'haed' that matches no tensor"),
+            ({"layer.0": "cpu", "layer.*": "cpu"}, "regexes go in a list of pairs"),
+        ],
+    )
+    def test_what_matches_no_tensor_warns(self, device: Any, message: str) -> None:
+        with pytest.warns(UserWarning, match=message) as caught:
+            frameworks.get("jax", device, ["layer.0", "layer.1", "head"])
+        assert len(caught) == 1
+
+    def test_devices_and_rules_do_not_mix(self) -> None:
+        with pytest.raises(errors.UsageError, match="mixes"):
+            frameworks.get("jax", [("a", "cpu:0"), "cpu:1"])
 
     def test_one_device_is_as_it_was(self) -> None:
         adapter = frameworks.get("jax", "cpu:2")
@@ -65,8 +91,8 @@ class TestAssigning:
         assert adapter.results([7]) == [7]
 
     def test_names_without_a_rule(self) -> None:
-        adapter = frameworks.get("jax", {"^a": "cpu:0"})
-        with pytest.raises(errors.DeviceError, match="no rule for 2 tensors") as caught:
+        adapter = frameworks.get("jax", [("^a", "cpu:0")])
+        with pytest.raises(errors.DeviceError, match="nothing about 2 tensors") as caught:
             adapter.assign([request(row) for row in rows("a", "b", "ba")])
         assert caught.value.found == "b, ba"
         with pytest.raises(errors.DeviceError) as caught:
@@ -79,14 +105,14 @@ class TestAssigning:
             frameworks.get("jax", nothing)
 
     def test_devices_that_are_not_there(self) -> None:
-        for device in (["cpu:0", "cpu:99"], {"a": "cpu:0", "b": "nonsense"}):
+        for device in (["cpu:0", "cpu:99"], [("a", "cpu:0"), ("b", "nonsense")], {"a": "cpu:99"}):
             with pytest.raises(errors.DeviceError):
                 frameworks.get("jax", device)
 
     @pytest.mark.parametrize("rule", ["(", b"a", 3])
     def test_malformed_rules(self, rule: Any) -> None:
         with pytest.raises(errors.UsageError, match="malformed"):
-            frameworks.get("jax", {rule: "cpu:0"})
+            frameworks.get("jax", [(rule, "cpu:0")])
 
 
 class TestLanding:
@@ -116,12 +142,12 @@ class TestLanding:
     ) -> None:
         (row,) = rows("w")
         assert list(adapter.devices) == [lands[1], lands[0]]
-        assert [adapter.lands(request(row, (n,))) for n in range(4)] == [0, None, 1, 0]
+        found = [allocation(adapter, row, devices=(n,)) for n in range(4)]
+        assert [each.device for each in found] == [0, None, 1, 0]
+        assert [each.owner for each in found] == ["framework", "mfload", "framework", "framework"]
+        assert not found[1].copied
         assert adapter.notes == ("a", "b")
-        assert adapter.allocator == "framework"
-        assert adapter.copies(request(material.stored("f", "F4", (4, 8)), (0,)))
-        assert not adapter.copies(request(row, (1,)))
-        assert not adapter.lends(request(row, (1,)))
+        assert allocation(adapter, material.stored("f", "F4", (4, 8)), devices=(0,)).copied
 
     def test_pools(self, adapter: several.SeveralAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(JaxAdapter, "pool", lambda self, n: Pool(None, self.devices[n].name))
@@ -152,16 +178,14 @@ class TestLanding:
 
     def test_whose_memory(self, lands: Sequence[FakeDevice]) -> None:
         first, second = lands
-        mixed = several.SeveralAdapter([TorchAdapter(CPU, first), TorchAdapter(CPU, second)])
-        assert mixed.allocator == "mfload"
-        assert mixed.landings == {"mfload", "framework"}
-        odd = TorchAdapter(CPU, first)
-        odd.landings = frozenset(("framework",))
-        parts = [odd, TorchAdapter(CPU), TorchAdapter(CPU, second)]
-        assert several.SeveralAdapter(parts).landings == {"framework"}
+        (row,) = rows("w")
         unlike = several.SeveralAdapter([JaxAdapter(cpu(2), first), TorchAdapter(CPU, second)])
-        assert [part.allocator for part in unlike._parts] == ["framework", "mfload"]
-        assert unlike.allocator == "mfload"
+        for asked, owners in (
+            ("auto", ["framework", "mfload"]),
+            ("mfload", ["mfload", "mfload"]),
+            ("framework", ["framework", "framework"]),
+        ):
+            assert [allocation(unlike, row, asked, (n,)).owner for n in range(2)] == owners
 
 
 class TestLoading:
@@ -205,12 +229,12 @@ class TestLoading:
 
     def test_names(self, aligned: Any) -> None:
         path, stored = aligned
-        loaded = mfload.load(path, framework="jax", device={"^F": "cpu:1", ".*": "cpu:6"})
+        loaded = mfload.load(path, framework="jax", device=[("^F", "cpu:1"), (".*", "cpu:6")])
         LOOK.assert_loaded(loaded, stored)
         for name, array in loaded.items():
             assert array.device == cpu(1 if name.startswith("F") else 6)
-        with pytest.raises(errors.DeviceError, match="no rule"):
-            mfload.load(path, framework="jax", device={"^F": "cpu:1"})
+        with pytest.raises(errors.DeviceError, match="says nothing"):
+            mfload.load(path, framework="jax", device=[("^F", "cpu:1")])
         gc.collect()
 
     def test_an_opened_checkpoint(self, aligned: Any) -> None:
@@ -244,3 +268,9 @@ class TestLoading:
         row = next(row for row in stored if row.dtype == "F32")
         for tensor in (far, near):
             assert tensor.cpu().numpy().tobytes() == row.raw
+
+
+def test_a_name_that_is_not_there_is_answered_with_one_that_is(tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "a.safetensors", {"head": np.zeros(3, np.float32)})
+    with pytest.warns(UserWarning, match="'haed'.*did you mean 'head'"):
+        mfload.load(path, "jax", device={"head": "cpu:0", "haed": "cpu:1"})

@@ -15,8 +15,8 @@ import pytest
 import safetensors.tensorflow
 import tensorflow as tf
 from conformance import material
-from conformance.allocator import LandingConformance, request
-from conformance.giving import GivingConformance, give, read
+from conformance.device_memory import DeviceMemoryConformance, request
+from conformance.export import ExportConformance, give, read
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ROOT, Conformance, no_gpu
 from devices.fake import FakeDevice
@@ -173,7 +173,7 @@ import os, socket, sys
 import numpy as np, tensorflow as tf
 import mfload
 from mfload import errors
-from mfload.frameworks.outgoing import outgoing
+from mfload.saving.export import TensorToSave, export
 
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
@@ -182,16 +182,17 @@ server = tf.distribute.Server({"worker": [address]}, job_name="worker", task_ind
 tf.config.experimental_connect_to_host(address, job_name="worker")
 remote = "/job:worker/replica:0/task:0/device:CPU:0"
 here = mfload.load(sys.argv[1], framework="tf")
-for landing in ("mfload", "framework"):
+for allocator in ("mfload", "framework"):
+    how = mfload.Options(allocator=allocator)
     for device in (remote, "/job:worker/task:0/cpu:0"):
-        there = mfload.load(sys.argv[1], framework="tf", device=device, allocator=landing)
+        there = mfload.load(sys.argv[1], framework="tf", device=device, options=how)
         assert {x.device for x in there.values()} == {remote}
     with tf.device(remote):
-        default = mfload.load(sys.argv[1], framework="tf", allocator=landing)
-        back = mfload.load(sys.argv[1], framework="tf", allocator=landing, device="cpu")
+        default = mfload.load(sys.argv[1], framework="tf", options=how)
+        back = mfload.load(sys.argv[1], framework="tf", options=how, device="cpu")
     assert {x.device for x in default.values()} == {remote}
     assert {x.device for x in back.values()} == {"/job:localhost/replica:0/task:0/device:CPU:0"}
-given = outgoing(there)
+given = export(there)
 assert {one.span for one in given} == {None}
 for one in given:
     assert one.fetch().tobytes() == np.asarray(here[one.name]).tobytes(), one.name
@@ -204,7 +205,7 @@ os._exit(0)  # The server has no end of its own.
 """
 
 
-class TestTensorflowLanding(LandingConformance):
+class TestTensorflowLanding(DeviceMemoryConformance):
     look = TestTensorflow()
     stays = frozenset(TestTensorflow.copied)
     allocator = "framework"
@@ -223,8 +224,7 @@ class TestTensorflowLanding(LandingConformance):
                 return made(shape=shape, dtype=dtype, init=init)
 
         monkeypatch.setattr(tf.raw_ops, "Empty", empty)
-        missing = TensorflowAdapter.lendable - self.adapter(FakeDevice()).lendable
-        assert missing == {"BOOL", "U16"}
+        assert self.adapter(FakeDevice())._not_lent == {"BOOL", "U16"}
 
     def test_what_tensorflow_still_runs_is_waited_for(
         self, monkeypatch: pytest.MonkeyPatch
@@ -259,7 +259,7 @@ class TestTensorflowLanding(LandingConformance):
         assert tensorflow_adapter._ordinals() == [3, 0, 2, 2]
 
 
-class TestTensorflowGives(GivingConformance):
+class TestTensorflowGives(ExportConformance):
     framework = "tensorflow"
     gives = tuple(
         key

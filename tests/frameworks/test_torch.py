@@ -11,8 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 from conformance import material
-from conformance.allocator import Ground, LandingConformance, lent, request, wrapped
-from conformance.giving import GivingConformance, give, read
+from conformance.device_memory import DeviceMemoryConformance, Ground, lent, request, wrapped
+from conformance.export import ExportConformance, give, read
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
 from devices.fake import FakeDevice
@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as arrays
 
 import mfload
 from mfload import errors
-from mfload.cuda import finding
+from mfload.cuda import discovery
 from mfload.cuda.device import Device
 from mfload.frameworks import torch_adapter
 from mfload.frameworks.base import Adapter
@@ -79,11 +79,16 @@ class TestTorch(WritableConformance):
         self.assert_loaded(mfload.load(path, framework="torch", device=torch.device("cpu")), rows)
         nowhere = mfload.load(path, framework="torch", device="meta", names=["F32"])["F32"]
         assert nowhere.is_meta
+
+    def test_the_meta_device_as_a_default_is_refused(self, aligned: Any) -> None:
         with torch.device("meta"):
-            assert mfload.load(path, framework="torch", names=["F32"])["F32"].is_meta
+            with pytest.raises(errors.DeviceError, match=r"'meta'.*no weights") as caught:
+                mfload.load(aligned[0], framework="torch", names=["F32"])
+            assert not mfload.load(aligned[0], framework="torch", device="cpu")["F32"].is_meta
+        assert "device='cpu'" in str(caught.value)
 
 
-class TestTorchLanding(LandingConformance):
+class TestTorchLanding(DeviceMemoryConformance):
     look = TestTorch()
 
     def adapter(self, land: Device) -> Adapter:
@@ -100,7 +105,7 @@ class TestTorchLanding(LandingConformance):
 
     def test_what_a_gpu_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         land, gpu, asked = FakeDevice(total=1000), SimpleNamespace(type="cuda", index=3), []
-        monkeypatch.setattr(finding, "find", lambda number: asked.append(number) or land)
+        monkeypatch.setattr(discovery, "find", lambda number: asked.append(number) or land)
         monkeypatch.setattr(torch.version, "cuda", None)
         assert list(torch_adapter._at(gpu).devices) == []  # As in a build that is not for CUDA.
         monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -138,7 +143,7 @@ class TestTorchLanding(LandingConformance):
             assert array.unique().tolist() == [4.0]
 
 
-class TestTorchGives(GivingConformance):
+class TestTorchGives(ExportConformance):
     framework = "torch"
     gives = tuple(key for key in BITS if key in TestTorch.own)
     refused: ClassVar = {

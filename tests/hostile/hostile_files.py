@@ -82,7 +82,7 @@ refused("zeros", bytes(64), "not JSON")
 
 for _label, _text in (("list", "[]"), ("number", "1"), ("string", '"{}"'), ("null", "null"),
                       ("true", "true")):  # fmt: skip
-    refused(f"json-{_label}", _text, "no JSON object")
+    refused(f"json-{_label}", _text, "not a JSON object")
 refused("json-garbage", "{oops}", "not JSON")
 refused("json-unfinished", GOOD[:-1], "not JSON")
 refused("json-twice", GOOD + "{}", "not JSON")

@@ -67,13 +67,15 @@ def index(root: Path, table: Any, name: str = INDEX) -> Path:
 # --- files and index disagree ----------------------------------------------------------------
 
 
-@refused(errors.CheckpointError, "'2.safetensors'", "not there", "2 tensors, 'b' among them")
+@refused(
+    errors.ShardNotFoundError, "'2.safetensors'", "does not exist", "2 tensors, 'b' among them"
+)
 def shard_missing(root: Path) -> Path:
     shard(root / "1.safetensors", a=1)
     return index(root, {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"})
 
 
-@refused(errors.CheckpointError, "'2.safetensors'", "'3.safetensors'", "a link that leads nowhere")
+@refused(errors.ShardNotFoundError, "'2.safetensors'", "'3.safetensors'", "is a broken link")
 def shard_link_broken(root: Path) -> Path:
     shard(root / "1.safetensors", a=1)
     (root / "2.safetensors").symlink_to(root / "blobs" / "gone")
@@ -118,7 +120,7 @@ ASTRAY = ["../out.safetensors", "sub/../../out.safetensors", "/etc/passwd", ".."
 
 
 @refused(errors.CheckpointError, "'/etc/passwd'", "'gone.safetensors'", "'C:out'",
-         "leads out of the directory", "is no file name", "and not there")  # fmt: skip
+         "leads out of the directory", "is not a file name", "and does not exist")  # fmt: skip
 def astray(root: Path) -> Path:
     shard(root / "out.safetensors", b=2)
     shard(root / "inner" / "sub" / "1.safetensors", a=1)
@@ -138,13 +140,15 @@ def _no_index(name: str, text: str, error: type[errors.MfloadError], *says: str)
 
 
 _no_index("empty", "", errors.HeaderError, "the index is not JSON")
-_no_index("list", "[]", errors.HeaderError, "no checkpoint index")
-_no_index("null", "null", errors.HeaderError, "no checkpoint index")
-_no_index("without_map", "{}", errors.HeaderError, "no checkpoint index")
-_no_index("map_null", '{"weight_map":null}', errors.HeaderError, "no checkpoint index")
-_no_index("map_list", '{"weight_map":["a"]}', errors.HeaderError, "no checkpoint index")
-_no_index("map_of_numbers", '{"weight_map":{"a":1}}', errors.HeaderError, "no checkpoint index")
-_no_index("map_of_lists", '{"weight_map":{"a":["1.safetensors"]}}', errors.HeaderError, "no check")
+_no_index("list", "[]", errors.HeaderError, "not a checkpoint index")
+_no_index("null", "null", errors.HeaderError, "not a checkpoint index")
+_no_index("without_map", "{}", errors.HeaderError, "not a checkpoint index")
+_no_index("map_null", '{"weight_map":null}', errors.HeaderError, "not a checkpoint index")
+_no_index("map_list", '{"weight_map":["a"]}', errors.HeaderError, "not a checkpoint index")
+_no_index("map_of_numbers", '{"weight_map":{"a":1}}', errors.HeaderError, "not a checkpoint index")
+_no_index(
+    "map_of_lists", '{"weight_map":{"a":["1.safetensors"]}}', errors.HeaderError, "not a check"
+)
 _no_index("map_empty", '{"weight_map":{}}', errors.CheckpointError, "names no file")
 _no_index("name_twice", '{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}',
           errors.HeaderError, "the index gives a name twice", "'a'")  # fmt: skip
@@ -158,12 +162,12 @@ _no_index(
 )
 _no_index("itself", '{"weight_map":{"a":"' + INDEX + '"}}', errors.HeaderError, "over the cap")
 _no_index("directory", '{"weight_map":{"a":"."}}', errors.SourceError, "not a regular file")
-_no_index("long_name", '{"weight_map":{"a":"' + "x" * 5000 + '"}}', errors.CheckpointError,
+_no_index("long_name", '{"weight_map":{"a":"' + "x" * 5000 + '"}}', errors.ShardNotFoundError,
           "longer than a file name")  # fmt: skip
-_no_index("escape_codes", '{"weight_map":{"a":"\\u001b[2J"}}', errors.CheckpointError, "x1b[2J")
+_no_index("escape_codes", '{"weight_map":{"a":"\\u001b[2J"}}', errors.ShardNotFoundError, "x1b[2J")
 
 
-@refused(errors.CheckpointError, "and 19950 more")
+@refused(errors.ShardNotFoundError, "and 19950 more")
 def index_of_many_missing(root: Path) -> Path:
     return index(root, {f"t{n}": f"{n}.safetensors" for n in range(20_000)})
 
@@ -232,7 +236,7 @@ def two_indexes(root: Path) -> Path:
     return index(root, {"a": "1.safetensors"}, "other.safetensors.index.json")
 
 
-@refused(errors.CheckpointError, "shards are missing", "shard 2 of 3 is not there")
+@refused(errors.ShardNotFoundError, "shards are missing", "shard 2 of 3 is missing")
 def shards_incomplete(root: Path) -> Path:
     shard(root / "model-00001-of-00003.safetensors", a=1)
     shard(root / "model-00003-of-00003.safetensors", b=2)

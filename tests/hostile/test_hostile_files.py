@@ -121,7 +121,7 @@ class TestUnknownDtype:
                     ask("b")
 
     def test_a_conversion_does_not_help(self, path: Path) -> None:
-        for dtype in ("float32", {".": "float32"}):
+        for dtype in ("float32", [(".", "float32")]):
             with pytest.raises(errors.UnsupportedDtypeError):
                 mfload.load(path, framework="numpy", dtype=dtype)
 

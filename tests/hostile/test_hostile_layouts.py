@@ -57,7 +57,7 @@ def test_each_astray_name_is_refused_alone(name: str, tmp_path: Path) -> None:
         mfload.open(inner)
     assert len(caught.value.problems) == 1
     assert repr(name) in caught.value.problems[0]
-    assert ("is no file name" in caught.value.problems[0]) == (name in ("", "a\0b"))
+    assert ("is not a file name" in caught.value.problems[0]) == (name in ("", "a\0b"))
 
 
 def test_one_error_names_every_offender(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import gc, resource, sys, threading
 import mfload
 from mfload import errors
 path, room, engine, landing = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
-options = dict(framework="numpy", engine=engine, allocator=landing)
+options = dict(framework="numpy", options=mfload.Options(engine=engine, allocator=landing))
 mfload.load(path, names=["small"], **options)  # All that is imported late.
 with open("/proc/self/statm") as file:
     mapped = int(file.read().split()[0]) * resource.getpagesize()

@@ -85,7 +85,7 @@ class EngineSuite:
     def many_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks small enough that a small file has many, whatever the threads do."""
         small = blocks.Costs(block=64 << 10)
-        monkeypatch.setattr("mfload.loading.overheads.Costs", lambda **_: small)
+        monkeypatch.setattr("mfload.planning.memory.Costs", lambda **_: small)
 
     def load(self, path: Any, **options: Any) -> dict[str, Any]:
         return mfload.load(
@@ -126,7 +126,7 @@ class EngineSuite:
             samples.assert_same(self.load(path, names=names), {name: MODEL[name] for name in names})
 
     def test_conversions(self, path: Path) -> None:
-        loaded = self.load(path, dtype={"embed|wide": "float64", "layer.1": "int32"})
+        loaded = self.load(path, dtype=[("embed|wide", "float64"), ("layer.1", "int32")])
         expected = dict(MODEL)
         for name, dtype in (("embed", "f8"), ("wide", "f8"), ("layer.1.q", "i4")):
             with np.errstate(all="ignore"):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import pytest
 import mfload
 from mfload import errors
 from mfload.io import buffers
+from mfload.io.engine import on_host
+from mfload.planning.blocks import Block
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1 << 20, (2 << 20) - 1, 2 << 20,
@@ -182,3 +185,41 @@ def test_a_few_bytes_over_cost_no_huge_page() -> None:
         buffer[:] = 1
     # Four huge pages are 8 MiB.
     assert resident() - before < (4 << 25) + (4 << 20)
+
+
+def _forked(array: Any) -> bool:
+    """Whether a child that is forked now gets the memory."""
+    address = array.ctypes.data
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in (head := line.split(" ", 1)[0]) and not head.endswith(":"):
+            start, stop = (int(part, 16) for part in head.split("-"))
+            inside = start <= address < stop
+        elif inside and line.startswith("VmFlags:"):
+            return "dc" not in line.split()
+    raise AssertionError("no such memory")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")
+def test_fork_protection_lasts_until_a_hung_reader_has_ended() -> None:
+    array = buffers.allocate(1 << 20)
+    go, inside = threading.Event(), threading.Event()
+
+    class Hangs:
+        def fill(self, block: Block, memory: list[Any], slot: Any) -> None:
+            if block.offset:
+                inside.set()
+                go.wait(20)
+
+        def close(self) -> None:
+            pass
+
+    engine = on_host(lambda _: Hangs(), [array], 2, unforked=[array])
+    assert _forked(array)
+    engine.submit([Block(0, 0, 1, ()), Block(0, 1, 1, ())])
+    assert inside.wait(20)
+    assert not engine.close(0.1), "the reader has ended"
+    assert not _forked(array)
+    go.set()
+    assert engine.close(20)
+    assert _forked(array)

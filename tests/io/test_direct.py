@@ -16,7 +16,8 @@ from calls import as_options
 
 import mfload
 from mfload import errors
-from mfload.io import direct, probes
+from mfload.io import probes
+from mfload.sources.local import OpenFile
 
 MODEL = samples.model()
 
@@ -90,13 +91,13 @@ def test_memory_that_does_not_suit_goes_through_a_slot(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    real = direct.read_into
+    real = OpenFile.read
 
-    def read_into(path: str, fd: int, vector: list[Any], *args: Any, **more: Any) -> int:
+    def count(self: OpenFile, vector: list[Any], *args: Any, **more: Any) -> int:
         read.append(vector[0].ctypes.data % 4096)
-        return real(path, fd, vector, *args, **more)
+        return real(self, vector, *args, **more)
 
-    monkeypatch.setattr(direct, "read_into", read_into)
+    monkeypatch.setattr(OpenFile, "read", count)
     assert samples.same(_load(path, names=["odd"])["odd"], MODEL["odd"])
     assert read == [0]
 

@@ -11,7 +11,7 @@ import watch
 from engine_suite import EngineSuite
 
 from mfload import errors
-from mfload.io import advise
+from mfload.io import buffers
 
 
 class TestPread(EngineSuite):
@@ -39,7 +39,7 @@ class TestMmap(EngineSuite):
         def failing(*_: int) -> None:
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(advise, "madvise", failing)
+        monkeypatch.setattr(buffers, "madvise", failing)
         with watch.nothing_left():
             with pytest.raises(errors.ReadError) as info:
                 self.load(path)

@@ -15,7 +15,7 @@ import watch
 
 import mfload
 from mfload import errors
-from mfload.io import advise, mapped
+from mfload.io import buffers, mapped
 from mfload.sources.local import LocalFile
 
 
@@ -82,9 +82,9 @@ def test_kernels_that_bring_nothing_in_do_so_on_touch(
         raise OSError(number, os.strerror(number))
 
     if number is None:
-        monkeypatch.setattr(advise, "_libc", lambda: None)
+        monkeypatch.setattr(buffers, "_libc", lambda: None)
     else:
-        monkeypatch.setattr(advise, "madvise", old)
+        monkeypatch.setattr(buffers, "madvise", old)
     loaded = mfload.load(path, framework="numpy", options=mfload.Options(engine="mmap"))
     assert samples.same(loaded["a"], samples.numbers((5000,), np.float32))
 

@@ -18,7 +18,7 @@ from mfload import errors
 from mfload.io import pread
 from mfload.io.buffers import WorkerSlot
 from mfload.planning.blocks import Block, Copy, Segment
-from mfload.sources.local import LocalFile
+from mfload.sources.local import LocalFile, OpenFile
 
 MODEL = samples.model()
 
@@ -76,7 +76,7 @@ def test_the_shortest_vector_that_a_system_may_take_will_do(
 ) -> None:
     arrays = {f"t{n:03}": samples.numbers((3,), np.uint8, n) for n in range(100)}
     path = samples.save(tmp_path / "many.safetensors", arrays)
-    monkeypatch.setattr(pread, "_IOV_MAX", limit)
+    monkeypatch.setattr(pread, "IOV_MAX", limit)
     reads = watch.spy(monkeypatch)
     names = list(arrays)[::2]
     samples.assert_same(_load(path, names=names), {name: arrays[name] for name in names})
@@ -90,7 +90,7 @@ def test_systems_that_lack_a_call_load_all_the_same(
 ) -> None:
     monkeypatch.delattr(os, name)
     loaded = mfload.load(
-        path, framework="numpy", dtype={"layer.1": "int32"}, options=mfload.Options(engine=engine)
+        path, framework="numpy", dtype=[("layer.1", "int32")], options=mfload.Options(engine=engine)
     )
     expected = {**MODEL, "layer.1.q": MODEL["layer.1.q"].astype(np.int32)}
     samples.assert_same(loaded, expected)
@@ -102,13 +102,14 @@ def test_without_preadv_a_file_that_shrank_is_noticed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "preadv")
-    real = os.lseek
+    real = os.pread
 
-    def lseek(fd: int, offset: int, how: int) -> int:
-        os.truncate(path, 3000)
-        return real(fd, offset, how)
+    def pread(fd: int, nbytes: int, offset: int) -> bytes:
+        if offset > 8:  # Data, not the header.
+            os.truncate(path, 3000)
+        return real(fd, nbytes, offset)
 
-    monkeypatch.setattr(os, "lseek", lseek)
+    monkeypatch.setattr(os, "pread", pread)
     with pytest.raises(errors.SourceChangedError):
         _load(path)
 
@@ -117,17 +118,14 @@ def test_reads_end_where_the_caller_says(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(range(100)))
     target = np.zeros(200, np.uint8)
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        assert pread.read_into("file", fd, [target[:150]], 10, least=90) == 90
+    with OpenFile(LocalFile(file)) as opened:
+        assert opened.read([target[:150]], 10, least=90) == 90
         assert target[:90].tobytes() == bytes(range(10, 100))
         assert not target[90:].any()
         with pytest.raises(errors.SourceChangedError) as info:
-            pread.read_into("file", fd, [target], 10)
+            opened.read([target], 10)
         assert info.value.expected == "at least 210 bytes"
         assert info.value.found == "100 bytes"
-    finally:
-        os.close(fd)
 
 
 def test_gaps_go_to_one_small_sink(tmp_path: Path) -> None:

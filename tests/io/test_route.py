@@ -13,7 +13,6 @@ import samples
 import watch
 
 import mfload
-from mfload import errors
 from mfload.io import probes, route
 from mfload.sources.local import LocalFile
 
@@ -139,10 +138,3 @@ def test_choices_are_logged_and_orders_are_not(
     _with(monkeypatch, 0.2, None)
     _leg(large, "direct")
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-
-
-def test_no_such_engine(small: Path) -> None:
-    with pytest.raises(errors.UsageError, match="unknown engine") as info:
-        _leg(small, "uring")
-    assert info.value.expected == "auto | mmap | pread | direct | pinned | gds"
-    assert info.value.found == "uring"

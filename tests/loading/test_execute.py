@@ -18,9 +18,11 @@ import samples
 
 import mfload
 from mfload import errors
+from mfload.frameworks.base import Lent
+from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.io import buffers, probes
 from mfload.io.engine import on_host
-from mfload.loading import allocate, rooms
+from mfload.loading import allocate, session
 from mfload.planning import blocks, layout, planner
 
 MODEL = samples.model()
@@ -137,7 +139,7 @@ def test_time_runs_out_though_bytes_keep_coming(
 ) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros(24 << 20, np.uint8)})
     small = blocks.Costs(block=1 << 20)
-    monkeypatch.setattr("mfload.loading.overheads.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.planning.memory.Costs", lambda **_: small)
     seen: list[int] = []
 
     def slow(done: int, _: int) -> None:
@@ -178,30 +180,22 @@ def _plan(nbytes: int) -> planner.Plan:
 
 def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "memory_room", lambda: (100 << 20, "test machine"))
-    rooms.check_host(100 << 20)
+    session.check_host(100 << 20)
     with pytest.raises(errors.MemoryLimitError, match="test machine") as info:
-        rooms.check_host((100 << 20) + 1)
+        session.check_host((100 << 20) + 1)
     assert info.value.found == f"{100 << 20} bytes free"
     # Little loads are not worth the question, and maps take no memory.
     monkeypatch.setattr(probes, "memory_room", lambda: (0, "test machine"))
-    rooms.check_host((64 << 20) - 1)
+    session.check_host((64 << 20) - 1)
     assert planner.Plan((), (layout.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
     monkeypatch.setattr(probes, "memory_room", lambda: None)
-    rooms.check_host(1 << 40)
+    session.check_host(1 << 40)
 
 
 def test_lent_memory_is_used_as_it_is() -> None:
     lent = np.zeros(10, np.uint8)
     plan = planner.Plan((), (layout.BufferSpec(5), layout.BufferSpec(10)), (), 0)
-
-    class Lender:
-        def memory(self, number: int, spec: layout.BufferSpec) -> Any:
-            return lent if number == 1 else None
-
-        def array(self, number: int) -> Any:
-            return None
-
-    memory = allocate.allocate(plan, [Lender(), allocate.OwnMemory(plan, ())])
+    memory = allocate.allocate(plan, [], NumpyAdapter(), {1: Lent(lent, lent)})
     assert memory[1] is lent
     assert memory[0].size == buffers.live_bytes() == 5
 
@@ -209,11 +203,11 @@ def test_lent_memory_is_used_as_it_is() -> None:
 INTERRUPTED = """
     import gc, os, signal, sys, threading, time
     import mfload
-    from mfload.io import blocks
-    import mfload.loading.overheads
+    from mfload.planning import blocks
+    import mfload.planning.memory
 
     path, threads, timeout, progress = sys.argv[1], *map(int, sys.argv[2:])
-    mfload.loading.overheads.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    mfload.planning.memory.Costs = lambda **_: blocks.Costs(block=64 << 10)
     real = os.preadv
     reads = 0
 

@@ -335,3 +335,28 @@ def test_a_slice_reads_no_page_that_it_does_not_need(
     with mfload.open(path, options=mfload.Options(engine=engine)) as opened:
         assert samples.same(opened.get_slice("a")[index], np.asarray(array[index]))
     assert seen == pages
+
+
+def test_a_closed_checkpoint_raises_whatever_is_asked(path: Path) -> None:
+    with mfload.open(path) as opened:
+        part = opened.get_slice("embed")
+        info = opened.info("embed")
+        assert opened.keys()
+    for ask in (
+        opened.keys,
+        opened.offset_keys,
+        opened.metadata,
+        opened.get_tensors,
+        lambda: opened.get_tensor("embed"),
+        lambda: opened.get_slice("embed"),
+        lambda: opened.info("embed"),
+        lambda: part[0],
+        lambda: len(opened),
+        lambda: list(opened),
+        lambda: "embed" in opened,
+        lambda: opened.file_of(info),
+        opened.__enter__,
+    ):
+        with pytest.raises(errors.UsageError, match="closed"):
+            ask()
+    assert "mfload checkpoint" in repr(opened)

@@ -1,57 +1,64 @@
+"""Processes agree, or all raise. Threads are processes here, each with a backend of its own."""
+
 from __future__ import annotations
 
 import pickle
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import boards
 import pytest
+import stores
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.mesh import fingerprints, group as parties, heartbeat, outcome
+from mfload.mesh import agree, heartbeat
 from mfload.runtime import Deadline
 
 STEPS = 3
-KINDS = ("post", "error", "verdict")
 
 
 class Broken(Exception):
     """What a process fails with of its own."""
 
 
+@pytest.fixture(autouse=True)
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of this test don't wait for each other as those of one process do."""
+    monkeypatch.setattr(agree.ProcessGroup, "wait_for_threads", lambda _: None)
+    monkeypatch.setattr(agree.CollectiveGroup, "wait_for_threads", lambda _: None)
+    monkeypatch.setattr(agree.atexit, "register", lambda *_: None)
+
+
 def enter(
     rank: int,
-    board: boards.MemoryBoard,
+    store: stores.MemoryStore | None,
     count: int,
     *,
     act: Callable[[int], None] = lambda step: None,
-    prints: Callable[[int], str] = lambda step: "same",
+    lines: Callable[[int], list[str]] = lambda step: ["same"],
     seconds: float | None = None,
     steps: int = STEPS,
+    swaps: stores.Swaps | None = None,
 ) -> str:
-    with fingerprints.together(range(count), rank, board, Deadline(seconds)) as party:
+    backend: Any = stores.Backend(rank, store, swaps)
+    with agree.joined(backend, range(count), Deadline(seconds)) as group:
         for step in range(steps):
             act(step)
-            party.agree(f"step {step}", prints(step))
+            group.agree(f"step {step}", lines(step))
         act(steps)
     return "well"
 
 
-def test_one_process_needs_no_board() -> None:
-    with fingerprints.together([3], 3, None, Deadline(None)) as party:
-        party.agree("anything", "x")
-        party.watch("anything")
-
-
 def test_a_process_that_takes_no_part() -> None:
+    backend: Any = stores.Backend(2, stores.MemoryStore(stores.Memory()))
     with (
         pytest.raises(errors.UsageError, match="takes no part"),
-        fingerprints.together([0, 1], 2, boards.MemoryBoard(boards.Memory()), Deadline(None)),
+        agree.joined(backend, [0, 1], Deadline(None)),
     ):
         pass
 
@@ -68,8 +75,8 @@ FATES = ("well", "well", "well", "fails", "late", "gives up", "interrupted", "di
 )
 def test_all_go_on_or_all_stop(fates: list[tuple[str, int]], seed: int) -> None:
     """Whatever happens to whom and when; and the next load of all of them works."""
-    memory, count = boards.Memory(), len(fates)
-    made = [boards.MemoryBoard(memory) for _ in fates]
+    memory, count = stores.Memory(), len(fates)
+    made = [stores.MemoryStore(memory) for _ in fates]
 
     def process(rank: int) -> Callable[[], str]:
         fate, at = fates[rank]
@@ -90,11 +97,11 @@ def test_all_go_on_or_all_stop(fates: list[tuple[str, int]], seed: int) -> None:
                 time.sleep(0.02)
 
         made[rank].before = before
-        prints = (lambda step: f"{step == at}") if fate == "differs" else (lambda step: "False")
+        lines = (lambda step: [f"{step == at}"]) if fate == "differs" else (lambda step: ["False"])
         seconds = chance.random() * 0.02 + 0.001 if fate == "gives up" else None
-        return lambda: enter(rank, made[rank], count, act=act, prints=prints, seconds=seconds)
+        return lambda: enter(rank, made[rank], count, act=act, lines=lines, seconds=seconds)
 
-    ended = boards.all_at_once([process(rank) for rank in range(count)])
+    ended = stores.all_at_once([process(rank) for rank in range(count)])
     well = [each == "well" for each in ended]
     for rank, (fate, _) in enumerate(fates):
         own = {
@@ -104,181 +111,237 @@ def test_all_go_on_or_all_stop(fates: list[tuple[str, int]], seed: int) -> None:
         }
         allowed = (errors.ProcessError, own.get(fate, errors.ProcessError))
         assert well[rank] or isinstance(ended[rank], allowed), ended
-    # Who was interrupted after all were through keeps the others from nothing.
+    # A process that is interrupted once all have agreed on the end keeps the others from nothing.
     rest = [w for w, (fate, _) in zip(well, fates, strict=True) if fate != "interrupted"]
     assert len(set(rest)) < 2, (fates, ended)
     if any(fate == "fails" for fate, _ in fates):
         assert not any(well)
-    for board in made:
-        board.before = lambda: None
+    for store in made:
+        store.before = lambda: None
     acts = [lambda rank=rank: enter(rank, made[rank], count) for rank in range(count)]
-    assert boards.all_at_once(acts) == ["well"] * count
-    # Of all that was posted, the last load's texts remain.
-    assert not [k for k in memory.texts if any(f"/1/{kind}/" in k for kind in KINDS)]
+    assert stores.all_at_once(acts) == ["well"] * count
+    # Of all that was written, the last load's texts remain.
+    assert not [key for key in memory.texts if key.split("/")[2:-1][:1] == ["1"]]
 
 
 def test_what_differs_is_told_on_all() -> None:
-    memory = boards.Memory()
-    prints = ["a: 1 byte\nb: 2 bytes", "a: 1 byte\nb: 3 bytes", "a: 1 byte\nb: 2 bytes"]
+    memory = stores.Memory()
+    texts = [["a: 1 byte", "b: 2"], ["a: 1 byte", "b: 3"], ["a: 1 byte", "b: 2"]]
     acts = [
         lambda rank=rank: enter(
-            rank, boards.MemoryBoard(memory), 3, prints=lambda step, rank=rank: prints[rank]
+            rank, stores.MemoryStore(memory), 3, lines=lambda step, rank=rank: texts[rank]
         )
         for rank in range(3)
     ]
-    ended = boards.all_at_once(acts)
+    ended = stores.all_at_once(acts)
     assert {str(each) for each in ended} == {
-        "the processes do not see the same step 0\n"
-        "  - processes 0, 2: b: 2 bytes\n  - process 1: b: 3 bytes"
+        "the processes do not see the same step 0\n  - processes 0, 2: b: 2\n  - process 1: b: 3"
     }
     assert str(pickle.loads(pickle.dumps(ended[0]))) == str(ended[0])
 
 
-def test_processes_at_different_calls() -> None:
-    memory = boards.Memory()
+def test_one_of_many_lines_differs() -> None:
+    memory = stores.Memory()
+    lines = [[f"tensor {n}" for n in range(5000)] for _ in range(2)]
+    lines[1][4998] = "another"
     acts = [
-        lambda rank=rank: enter(rank, boards.MemoryBoard(memory), 2, steps=rank) for rank in (0, 1)
+        lambda rank=rank: enter(
+            rank, stores.MemoryStore(memory), 2, lines=lambda step, rank=rank: lines[rank]
+        )
+        for rank in (0, 1)
     ]
-    for each in boards.all_at_once(acts):
+    for each in stores.all_at_once(acts):
+        assert "tensor 4999" in str(each)
+    assert max(map(len, memory.texts.values())) < 10_000
+
+
+def test_processes_at_different_calls() -> None:
+    memory = stores.Memory()
+    acts = [
+        lambda rank=rank: enter(rank, stores.MemoryStore(memory), 2, steps=rank) for rank in (0, 1)
+    ]
+    for each in stores.all_at_once(acts):
         assert isinstance(each, errors.ProcessError)
         assert "not at the same call" in str(each)
 
 
-def test_the_first_error_is_told_with_class_and_text() -> None:
-    memory = boards.Memory()
+def _fail(step: int) -> None:
+    raise errors.ReadError("could not read", file="a.safetensors")
 
-    def act(step: int) -> None:
-        raise errors.ReadError("could not read", file="a.safetensors")
 
-    fail = lambda: enter(0, boards.MemoryBoard(memory), 2, act=act)  # noqa: E731
-    wait = lambda: enter(1, boards.MemoryBoard(memory), 2)  # noqa: E731
-    own, other = boards.all_at_once([fail, wait])
+@pytest.mark.parametrize("collective", [False, True])
+def test_the_first_error_is_told_with_class_and_text(collective: bool) -> None:
+    memory, swaps = stores.Memory(), stores.Swaps(2)
+
+    def process(rank: int) -> str:
+        store = None if collective else stores.MemoryStore(memory)
+        act = (lambda step: None) if rank else _fail
+        return enter(rank, store, 2, act=act, swaps=swaps)
+
+    own, other = stores.all_at_once([lambda: process(0), lambda: process(1)])
     assert isinstance(own, errors.ReadError)
     assert isinstance(other, errors.ProcessError)
     assert "process 0 failed" in str(other)
     assert "ReadError: could not read [file: a.safetensors]" in str(other)
 
 
-def test_who_loads_alone_times_out_and_the_latecomer_hears_of_it() -> None:
-    memory = boards.Memory()
-    made = [boards.MemoryBoard(memory), boards.MemoryBoard(memory)]
+def test_a_late_process_and_the_one_that_gave_up_hear_of_it() -> None:
+    memory = stores.Memory()
+    made = [stores.MemoryStore(memory), stores.MemoryStore(memory)]
     with pytest.raises(errors.LoadTimeoutError, match="process 1"):
         enter(0, made[0], 2, seconds=0.05)
     with pytest.raises(errors.ProcessError, match="process 0 gave up waiting"):
         enter(1, made[1], 2)
     acts = [lambda rank=rank: enter(rank, made[rank], 2) for rank in (0, 1)]
-    assert boards.all_at_once(acts) == ["well", "well"]
+    assert stores.all_at_once(acts) == ["well", "well"]
 
 
-def test_a_dead_process_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = boards.Memory()
-    boards.MemoryBoard(memory).post("mfload/at/1", heartbeat.Place("its name").text())
-    monkeypatch.setattr(heartbeat, "alive", lambda who: who != "its name")
+@pytest.mark.parametrize("identity", ["its identity", "ended"])
+def test_a_process_that_is_gone_is_missed(monkeypatch: pytest.MonkeyPatch, identity: str) -> None:
+    memory = stores.Memory()
+    stores.MemoryStore(memory).put("mfload/alive/1", identity)
+    monkeypatch.setattr(heartbeat, "alive", lambda who: None if who == "ended" else who != identity)
     start = time.monotonic()
     with pytest.raises(errors.ProcessError, match="process 1 is gone"):
-        enter(0, boards.MemoryBoard(memory), 2)
+        enter(0, stores.MemoryStore(memory), 2)
     with pytest.raises(errors.ProcessError, match="process 1 is gone"):
-        enter(2, boards.MemoryBoard(memory), 3)
+        enter(2, stores.MemoryStore(memory), 3)
     assert time.monotonic() - start < 2
 
 
-def test_watching_tells_of_an_error_elsewhere() -> None:
-    memory = boards.Memory()
+def test_checking_tells_of_an_error_elsewhere() -> None:
+    memory = stores.Memory()
 
     def fails() -> None:
-        enter(0, boards.MemoryBoard(memory), 2, act=lambda step: 1 / (1 - step), steps=1)
+        enter(0, stores.MemoryStore(memory), 2, act=lambda step: 1 / (1 - step), steps=1)
 
-    def watches() -> None:
-        with fingerprints.together([0, 1], 1, boards.MemoryBoard(memory), Deadline(None)) as party:
-            party.agree("step 0", "same")
-            raise party.failure("the exchange")
+    def checks() -> None:
+        backend: Any = stores.Backend(1, stores.MemoryStore(memory))
+        with agree.joined(backend, [0, 1], Deadline(None)) as group:
+            group.agree("step 0", ["same"])
+            while True:
+                group.check("the exchange")
 
-    own, other = boards.all_at_once([fails, watches])
+    own, other = stores.all_at_once([fails, checks])
     assert isinstance(own, ZeroDivisionError)
     assert isinstance(other, errors.ProcessError)
     assert "ZeroDivisionError" in str(other)
 
 
-def test_the_first_verdict_counts() -> None:
-    """Process 0 is about to give up when process 1 comes, sees all there, and goes on."""
-    memory = boards.Memory()
-    late = boards.MemoryBoard(memory)
-    true, came = late.decide, []
-
-    def decide(key: str, text: str) -> str:
-        if not came:
-            came.append(key)
-            with fingerprints.together(
-                [0, 1], 1, boards.MemoryBoard(memory), Deadline(0.2)
-            ) as party:
-                party.agree("step 0", "same")
-                came.append("goes on")
-                raise Broken
-        return true(key, text)
-
-    late.decide = lambda key, text: _without(Broken, lambda: decide(key, text), true, key, text)
-
-    def goes_on() -> None:
-        with fingerprints.together([0, 1], 0, late, Deadline(0.05)) as party:
-            party.agree("step 0", "same")
-            came.append("goes on too")
-
-    with pytest.raises(errors.ProcessError, match="process 1 failed"):
-        goes_on()
-    assert came[1:] == ["goes on", "goes on too"]
-
-
-def _without(
-    kind: type[Exception], call: Callable[[], str], after: Callable[[str, str], str], *args: str
-) -> str:
-    try:
-        return call()
-    except kind:
-        return after(*args)
-
-
-def test_a_failure_is_settled_at_once() -> None:
-    """Who comes after a process failed hears of it, though the error's own text is gone."""
-    memory = boards.Memory()
-
-    def act(step: int) -> None:
-        raise Broken
-
-    with pytest.raises(Broken):
-        enter(0, boards.MemoryBoard(memory), 2, act=act)
-    assert [outcome.read(t).kind for k, t in memory.texts.items() if "/verdict/" in k] == ["failed"]
-
-
-def test_who_leaves_says_which_turn_was_the_last() -> None:
-    memory = boards.Memory()
-    made = [
-        parties.Party([0, 1, 2], rank, boards.MemoryBoard(memory), Deadline(None))
-        for rank in range(3)
-    ]
-    assert made[0].left() is None
-    made[1].leave(7)
-    made[2].leave(5)
-    assert [party.left() for party in made] == [5, 5, 5]
-
-
 def test_waiting_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(parties, "_PATIENCE", 0.01)
+    monkeypatch.setattr(agree, "_PATIENCE", 0.01)
     with pytest.raises(errors.LoadTimeoutError):
-        enter(0, boards.MemoryBoard(boards.Memory()), 2, seconds=0.1)
-    assert [r.message for r in caplog.records if "waits for processes 1" in r.message]
+        enter(0, stores.MemoryStore(stores.Memory()), 2, seconds=0.1)
+    assert [r.message for r in caplog.records if "waits for processes [1]" in r.message]
 
 
-def test_a_board_that_fails_leaves_the_error() -> None:
-    board = boards.MemoryBoard(boards.Memory())
+def test_a_store_that_fails_leaves_the_error() -> None:
+    store = stores.MemoryStore(stores.Memory())
 
     def act(step: int) -> None:
-        board.decide = lambda key, text: 1 / 0  # type: ignore
+        store.first = lambda key, text: 1 / 0  # type: ignore
         raise Broken
 
     with pytest.raises(Broken):
-        enter(0, board, 2, act=act)
+        enter(0, store, 2, act=act)
+
+
+class TestWithoutAStore:
+    """Rows travel by collectives."""
+
+    def test_all_agree(self) -> None:
+        swaps = stores.Swaps(3)
+        acts = [lambda rank=rank: enter(rank, None, 3, swaps=swaps) for rank in range(3)]
+        assert stores.all_at_once(acts * 1) == ["well"] * 3
+        assert stores.all_at_once(acts) == ["well"] * 3
+
+    def test_what_differs(self) -> None:
+        swaps = stores.Swaps(2)
+        acts = [
+            lambda rank=rank: enter(
+                rank, None, 2, lines=lambda step, rank=rank: ["a", f"b {rank}"], swaps=swaps
+            )
+            for rank in range(2)
+        ]
+        for each in stores.all_at_once(acts):
+            assert "process 1: b 1" in str(each)
+
+    def test_one_that_does_not_come(self) -> None:
+        swaps = stores.Swaps(2, seconds=0.05)
+        with pytest.raises(errors.ProcessError, match="broke off"):
+            enter(0, None, 2, swaps=swaps)
+
+
+class TestThreads:
+    """Loads of several threads of one process take turns, in the order in which they enter."""
+
+    @pytest.fixture(autouse=True)
+    def turns(self, processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(agree.atexit, "register", lambda *_: None)
+
+    def _load(
+        self, name: str, alone: Any, said: list[str], act: Callable[[], None], seconds: float = 10
+    ) -> None:
+        try:
+            # The other process is a thread that takes no turns in this one.
+            with agree.joined(alone, (0, 1), Deadline(seconds)):
+                said.append(f"{name} begins")
+                act()
+                said.append(f"{name} ends")
+                raise Broken  # It does not wait for another process at its end.
+        except Broken:
+            pass
+
+    def test_they_take_turns(self) -> None:
+        backend: Any = stores.Backend(0, stores.MemoryStore(stores.Memory()))
+        said: list[str] = []
+        begun = threading.Event()
+
+        def first() -> None:
+            begun.set()
+            time.sleep(0.1)
+
+        def second() -> None:
+            assert begun.wait(5)
+            self._load("b", backend, said, lambda: None)
+
+        stores.all_at_once([lambda: self._load("a", backend, said, first), second])
+        assert said == ["a begins", "a ends", "b begins", "b ends"]
+
+    def test_one_that_gives_up_before_its_turn_tells_under_its_own_number(self) -> None:
+        memory = stores.Memory()
+        backend: Any = stores.Backend(0, stores.MemoryStore(memory))
+        said: list[str] = []
+        begun, given_up = threading.Event(), threading.Event()
+
+        def first() -> None:
+            begun.set()
+            assert given_up.wait(5)
+
+        def second() -> None:
+            assert begun.wait(5)
+            try:
+                with pytest.raises(errors.LoadTimeoutError, match="another thread"):
+                    self._load("b", backend, said, lambda: None, seconds=0.05)
+            finally:
+                given_up.set()
+
+        stores.all_at_once([lambda: self._load("a", backend, said, first), second])
+        assert said == ["a begins", "a ends"]
+        assert "failed" in memory.texts["mfload/0,1/2/0/outcome"]
+
+    def test_a_load_inside_of_another(self) -> None:
+        backend: Any = stores.Backend(0, stores.MemoryStore(stores.Memory()))
+
+        def load() -> Any:
+            return agree.joined(backend, (0, 1), Deadline(10))
+
+        with pytest.raises(errors.UsageError, match="part of another"), load(), load():
+            pass
+        assert agree._queue == []
 
 
 def test_alive() -> None:
@@ -301,71 +364,4 @@ def test_a_zombie_is_not_alive() -> None:
         end = time.monotonic() + 5
         while heartbeat.alive(who) and time.monotonic() < end:
             time.sleep(0.01)
-        assert heartbeat.alive(who) is False  # Nobody has asked for its exit status yet.
-
-
-@given(st.lists(st.text(max_size=30), max_size=200), st.integers(0, 3))
-def test_fingerprints(lines: list[str], repeat: int) -> None:
-    text = fingerprints.fingerprint(lines * 10**repeat)
-    assert len(text.encode()) < 100_000
-    assert text == fingerprints.fingerprint(lines * 10**repeat)
-
-
-def test_fingerprints_of_many_lines_differ() -> None:
-    lines = [f"tensor {n}" for n in range(5000)]
-    other = [*lines[:-2], "another", lines[-1]]
-    posts = {
-        0: ("files", fingerprints.fingerprint(lines)),
-        1: ("files", fingerprints.fingerprint(other)),
-    }
-    verdict: Any = outcome.compare(posts, lambda text: text)
-    assert verdict.kind == "differ"
-    assert "tensor 4999" in verdict.problems[0]
-    assert outcome.read(verdict.text()) == verdict
-
-
-def test_circles_of_processes_that_wait_for_each_other() -> None:
-    all_, two = heartbeat.Place().asked("all", (0, 1, 2)), heartbeat.Place().asked("two", (0, 1))
-    free = heartbeat.Place()
-    # Process 1 will begin the load of all once it has ended its own, or process 0 has begun that.
-    assert heartbeat.circle({0: all_, 1: two, 2: all_}, 0) == (0, 1)
-    assert heartbeat.circle({0: all_, 1: two, 2: all_}, 2) == ()
-    assert heartbeat.circle({0: _then_two(all_), 1: two, 2: all_}, 0) == ()
-    # A load that another thread has asked for is not begun before its turn.
-    assert heartbeat.circle({0: all_.asked("two", (0, 1)), 1: two, 2: all_}, 0) == (0, 1)
-    assert heartbeat.circle({0: all_, 1: free, 2: all_}, 0) == ()
-    assert heartbeat.read(all_.text()) == all_
-
-
-def _then_two(place: heartbeat.Place) -> heartbeat.Place:
-    return place.left(place.loads[0], {}).asked("two", (0, 1))
-
-
-def test_long_fingerprints_are_posted_once() -> None:
-    memory = boards.Memory()
-    text = "\n".join(f"tensor {n}" for n in range(1000))
-    acts = [
-        lambda rank=rank: enter(
-            rank, boards.MemoryBoard(memory), 3, prints=lambda step: text, steps=1
-        )
-        for rank in range(3)
-    ]
-    assert boards.all_at_once(acts) == ["well"] * 3
-    assert sorted(map(len, memory.texts.values()))[-2] < 500
-    assert list(memory.texts.values()).count(text) == 1
-
-
-def test_a_load_without_a_group_fails_one_that_waits_for_that_process() -> None:
-    memory = boards.Memory()
-    made = [boards.MemoryBoard(memory), boards.MemoryBoard(memory)]
-
-    def loses() -> None:
-        with fingerprints.together((), 1, made[1], Deadline(None)):
-            raise Broken
-
-    waits, lost = boards.all_at_once([lambda: enter(0, made[0], 2), loses])
-    assert isinstance(lost, Broken)
-    assert isinstance(waits, errors.ProcessError)
-    assert "process 1 failed" in str(waits)
-    acts = [lambda rank=rank: enter(rank, made[rank], 2) for rank in (0, 1)]
-    assert boards.all_at_once(acts) == ["well", "well"]
+        assert heartbeat.alive(who) is False  # Its exit status was not asked for yet.

@@ -39,7 +39,7 @@ def launch(
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[n]) for n in (2, 1)),
     }
     started: list[subprocess.Popen[bytes]] = []
     logs = [directory / f"log.{rank}" for rank in range(count)]

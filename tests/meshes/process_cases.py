@@ -33,7 +33,7 @@ import mfload
 from mfload import errors
 from mfload.formats import checkpoint
 from mfload.io import buffers
-from mfload.mesh import choosing, group, jax_processes, rounds
+from mfload.mesh import agree, jax_processes, redistribute
 
 SPECS: dict[str, Any] = {
     "rows": P(("a", "b"), None),
@@ -184,12 +184,12 @@ def different(world: World) -> None:
 
 @contextlib.contextmanager
 def no_collectives() -> Generator[None]:
-    true = jax_processes.Link.swap
-    jax_processes.Link.swap = None
+    true = jax_processes.JaxLink.swap
+    jax_processes.JaxLink.swap = None
     try:
         yield
     finally:
-        jax_processes.Link.swap = true
+        jax_processes.JaxLink.swap = true
 
 
 def disk(world: World, exchange: str, after: int) -> None:
@@ -232,27 +232,37 @@ def alone(world: World) -> None:
     world.load(P("a"), timeout=10.0)
 
 
+@contextlib.contextmanager
+def at_swap(world: World, number: int, act: Callable[[], Any]) -> Generator[None]:
+    """Does something on process 1 while a swap is under way, or before it if that raises."""
+    true, done = jax_processes.JaxLink._wait, [0]
+    swap = jax_processes.JaxLink.swap
+
+    def counted(self: Any, rows: Any, check: Any) -> Any:
+        done[0] += 1
+        return swap(self, rows, check)
+
+    def wait(self: Any, thread: Any, check: Any) -> None:
+        if world.rank == 1 and done[0] == number:
+            done[0] += 1000
+            act()
+        true(self, thread, check)
+
+    jax_processes.JaxLink._wait, jax_processes.JaxLink.swap = wait, counted
+    try:
+        yield
+    finally:
+        jax_processes.JaxLink._wait, jax_processes.JaxLink.swap = true, swap
+
+
+def press() -> None:
+    raise KeyboardInterrupt
+
+
 def interrupted(world: World) -> None:
     """Ctrl-C in process 1, in the middle of an exchange."""
-    true = rounds.Exchange._received
-
-    def received(self: Any, pending: Any, number: int) -> Any:
-        if world.rank == 1 and number == 1:
-
-            def press(meanwhile: Any, times: list[int] = []) -> Any:  # noqa: B006
-                if not times:
-                    times.append(1)
-                    raise KeyboardInterrupt
-                return pending(meanwhile)
-
-            return true(self, press, number)
-        return true(self, pending, number)
-
-    rounds.Exchange._received = received
-    try:
+    with at_swap(world, 1, press):
         world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
-    finally:
-        rounds.Exchange._received = true
 
 
 def killed_before(world: World) -> None:
@@ -268,31 +278,20 @@ def killed_reading(world: World) -> None:
 
 
 def killed_exchanging(world: World) -> None:
-    true = rounds.Exchange._received
-
-    def received(self: Any, pending: Any, number: int) -> Any:
-        if world.rank == 1 and number == 2:
-            kill()
-        return true(self, pending, number)
-
-    rounds.Exchange._received = received
-    world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
+    with at_swap(world, 2, kill):
+        world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
 
 
 def silent(world: World) -> None:
     """Process 1 stops in the middle of an exchange, and is not dead."""
-    true = rounds.Exchange._received
-
-    def received(self: Any, pending: Any, number: int) -> Any:
-        if world.rank == 1 and number == 2:
-            time.sleep(3)
-        return true(self, pending, number)
-
-    rounds.Exchange._received = received
-    try:
-        world.load(SPECS["columns"], exchange="once", timeout=1.5, max_host_overhead=MANY_ROUNDS)
-    finally:
-        rounds.Exchange._received = true
+    with world.failing(1 << 20, lambda: time.sleep(3)):
+        world.load(
+            SPECS["columns"],
+            exchange="once",
+            engine="pread",
+            timeout=1.5,
+            max_host_overhead=MANY_ROUNDS,
+        )
 
 
 def alike(world: World) -> None:
@@ -307,11 +306,10 @@ def alike(world: World) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "exchange": {"exchange": "onc"},
+    "options": {"options": {"threads": 1}},
     "unmatched": {"unmatched": "replicat"},
     "framework": {"framework": "jxx"},
     "torch": {"framework": "torch"},
-    "timeout": {"timeout": -1},
     "device": {"device": "cpu:0"},
     "report": {"report": "mine"},
     "mesh": {"mesh": "oops"},
@@ -321,16 +319,18 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def wrong(world: World, what: str) -> None:
     """An argument of process 1 makes no sense."""
-    right = {"framework": "jax", "mesh": world.mesh, "shardings": P(), "timeout": 20}
-    mfload.load(world.model, **as_options(right | (WRONG[what] if world.rank == 1 else {})))
+    right: dict[str, Any] = {"framework": "jax", "mesh": world.mesh, "shardings": P()}
+    right["options"] = mfload.Options(timeout=20)
+    mfload.load(world.model, **(right | (WRONG[what] if world.rank == 1 else {})))
 
 
 def wrong_into(world: World, what: str) -> None:
     target = {"norm": jax.ShapeDtypeStruct((333,), np.float32)}
-    given: dict[str, Any] = {"mesh": world.mesh, "strict": False, "timeout": 20}
+    given: dict[str, Any] = {"mesh": world.mesh, "strict": False}
+    given["options"] = mfload.Options(timeout=20)
     if world.rank == 1:
-        given |= {"timeout": {"timeout": -1}, "report": {"report": 3}, "mesh": {"mesh": 3}}[what]
-    mfload.load_into(target, world.model, **as_options(given))
+        given |= {"report": {"report": 3}, "mesh": {"mesh": 3}}[what]
+    mfload.load_into(target, world.model, **given)
 
 
 def meshes(world: World) -> list[Mesh]:
@@ -355,16 +355,8 @@ def on(world: World, mesh: Any, **options: Any) -> None:
 
 def own_mesh(world: World) -> None:
     """Process 1 loads for itself, and ends; process 0 waits for it."""
+    on(world, world.mesh)
     on(world, meshes(world)[1] if world.rank else world.mesh, timeout=None)
-
-
-def circle(world: World) -> None:
-    on(world, joint(world, 0, 1) if world.rank == 1 else world.mesh, timeout=None)
-
-
-def lost(world: World) -> None:
-    if world.rank < 2:
-        on(world, "oops" if world.rank else joint(world, 0, 1), timeout=None)
 
 
 def all_lost(world: World) -> None:
@@ -400,40 +392,41 @@ def together(world: World, _number: str) -> None:
     on(world, world.mesh)
 
 
-def unmatched(world: World) -> None:
+def given_up(world: World) -> dict[str, Any]:
     """Process 1 gives up between two rounds, so that process 0 begins one by itself."""
-    true = rounds.Exchange._head
+    world.load(SPECS["columns"], exchange="once")
+    said = [""] * 2
+    rounds: list[Any] = []
 
-    def head(self: Any, rows: Any, number: int, *, failed: bool) -> None:
-        if world.rank == 1 and number == 1:
+    def attempt(act: Any) -> Any:
+        rounds.append(act)
+        if world.rank == 1 and len(rounds) == 4:
             time.sleep(0.3)
             raise KeyboardInterrupt
-        true(self, rows, number, failed=failed)
+        return attempts(act)
 
-    rounds.Exchange._head = head
+    attempts, redistribute._attempt = redistribute._attempt, attempt
     try:
         world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
+    except (errors.ProcessError, KeyboardInterrupt) as error:
+        said[0] = type(error).__name__
     finally:
-        rounds.Exchange._head = true
-
-
-def broken(world: World) -> dict[str, Any]:
-    """A collective of process 1 has ended with an error: nobody knows who took part."""
-    world.load(SPECS["columns"], exchange="once")
-    if world.rank == 1:
-        (swaps,) = jax_processes._swaps.values()
-        swaps.standing = swaps.standing._replace(broken=True)
+        redistribute._attempt = attempts
+    # Nothing says how far the collectives of the others have come since.
     report = mfload.Report()
-    prices, choosing._COST = choosing._COST, {"cpu": 0.0}
+    prices, redistribute._PRICE = redistribute._PRICE, 0.0
+    redistribute.choose, choose = (
+        lambda requests, wished, platform, *rest: choose(requests, wished, "gpu", *rest),
+        redistribute.choose,
+    )
     try:
         world.check(world.load(SPECS["columns"], exchange="auto", report=report))
     finally:
-        choosing._COST = prices
-    said = ""
+        redistribute._PRICE, redistribute.choose = prices, choose
     try:
         world.load(SPECS["columns"], exchange="once")
     except errors.ProcessError as error:
-        said = str(error)
+        said[1] = str(error)
     return {"said": said, "notes": report.notes, "exchanged": report.exchanged_bytes}
 
 
@@ -477,7 +470,8 @@ def threads(world: World, order: str) -> dict[str, Any]:
 def hasty(world: World, how: str) -> dict[str, Any]:
     """A thread of process 1 fails while another loads, slowly on process 0."""
     ended: dict[str, str] = {}
-    true, options = checkpoint.read, {"exchange": "onc"} if how == "wrong" else {"timeout": 0.5}
+    true = checkpoint.read
+    options = {"unmatched": "no"} if how == "wrong" else {"timeout": 0.5}
 
     def read(path: Any) -> Any:
         checkpoint.read = true  # The first thread alone is slow.
@@ -492,7 +486,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
         except errors.MfloadError as error:
             ended[name] = f"{type(error).__name__}: {error}"
 
-    asked, asks = threading.Event(), group.Turn.__init__
+    asked, asks = threading.Event(), agree.StoreGroup.__init__
 
     def ask(*given: Any) -> None:
         asks(*given)
@@ -500,7 +494,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
 
     first = threading.Thread(target=load, name="first")
     second = threading.Thread(target=load, name="second", kwargs=options if world.rank else {})
-    checkpoint.read, group.Turn.__init__ = read, ask
+    checkpoint.read, agree.StoreGroup.__init__ = read, ask
     try:
         first.start()
         assert asked.wait(60)  # In this order everywhere, or the first fails with the second.
@@ -508,7 +502,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
         for thread in (first, second):
             thread.join()
     finally:
-        checkpoint.read, group.Turn.__init__ = true, asks
+        checkpoint.read, agree.StoreGroup.__init__ = true, asks
     return ended
 
 
@@ -523,6 +517,32 @@ def obeyed(world: World, exchange: str) -> dict[str, Any]:
             cap = max(map(int, re.findall(r"(\d+) bytes or more", str(error))))
             errors_ += 1
     return {"errors": errors_}
+
+
+def without_a_store(world: World) -> dict[str, Any]:
+    """JAX hides its store: processes agree by collectives, and errors reach all as well."""
+    from mfload.frameworks import private_api
+
+    true, said = private_api.jax_store, ""
+    private_api.jax_store = lambda: None
+    try:
+        for exchange in ("never", "once"):
+            world.check(world.load(SPECS["columns"], exchange=exchange))
+        try:
+            missing(world)
+        except errors.MfloadError as error:
+            said = f"{type(error).__name__}: {error}"
+        world.check(world.load(SPECS["rows"], exchange="once"))
+        try:
+            other_arguments(world)
+        except errors.MfloadError as error:
+            said += f"; {error}"
+        with contextlib.suppress(errors.MfloadError), world.failing(1 << 20, io_error):
+            world.load(SPECS["columns"], exchange="once", engine="pread")
+        world.check(world.load(SPECS["rows"], exchange="once"))
+    finally:
+        private_api.jax_store = true
+    return {"said": said}
 
 
 def first_killed(world: World) -> None:
@@ -560,7 +580,8 @@ def main() -> None:
                 line |= {"error": type(error).__name__, "text": str(error)}
                 line["typed"] = isinstance(error, errors.MfloadError)
             line["seconds"] = time.monotonic() - start
-            failed = failed or (line["error"] is not None)
+            # A collective that was given up hangs at the exit of a process, too.
+            failed = failed or line["error"] is not None or case == "given_up"
             gc.collect()
             line["live"] = buffers.live_bytes()
             out.write(json.dumps(line) + "\n")

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload import errors
-from mfload.trees import slabs
+from mfload.io import probes
+from mfload.trees import batches
 
 W = np.arange(128 * 256, dtype=np.float32).reshape(128, 256)
 V = (np.arange(64 * 512).reshape(64, 512) % 251 - 125).astype(ml_dtypes.bfloat16)
@@ -119,6 +120,18 @@ def test_a_transformed_tensor_larger_than_the_cap(
     assert report.peak_bytes <= (4 << 20) - (512 << 10)
     assert report.read_bytes < 1.05 * whole.nbytes
     shards.assert_sharded(made["w"], whole.T * np.float32(0.5), NamedSharding(mesh, spec))
+
+
+def test_a_result_that_does_not_fit_is_refused_before_a_byte_is_read(
+    path: Path, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = W.nbytes + V.nbytes
+    limit = probes.ProcessLimit("RLIMIT_AS", needed, 4096)
+    monkeypatch.setattr(probes, "process_limits", lambda: [limit])
+    calls: list[int] = []
+    with pytest.raises(errors.MemoryLimitError, match="RLIMIT_AS"):
+        mfload.load_into(target, path, mapping=MAP, progress=lambda done, _: calls.append(done))
+    assert not any(calls)
 
 
 def test_small_leaves_come_in_waves(tmp_path: Path) -> None:
@@ -238,7 +251,7 @@ def test_the_overhead_asked_for_a_row_that_is_large(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_cut_finely_enough(path: Path, target: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(slabs, "most", lambda parts: 1 << 30)
+    monkeypatch.setattr(batches, "most", lambda parts: 1 << 30)
     with pytest.raises(errors.MemoryLimitError, match="is made of exceeds") as caught:
         mfload.load_into(
             target, path, mapping=MAP, options=mfload.Options(max_host_overhead=1 << 20)
@@ -277,7 +290,7 @@ def test_the_process_holds_no_more(tmp_path: Path, spec: str, rule: str) -> None
         def load():
             return mfload.load_into(
                 target, path, mapping=rules, mesh=mesh, shardings=eval(spec),
-                max_host_overhead=64 << 20, engine="pread",
+                options=mfload.Options(max_host_overhead=64 << 20, engine="pread"),
             )
 
         load()  # What XLA compiles stays, and is another matter.

@@ -16,8 +16,8 @@ from devices.fake import FakeDevice
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
-from mfload.cuda import memory, slots
-from mfload.mesh import jax_mesh
+from mfload.cuda import memory, staging
+from mfload.mesh import jax_backend
 
 MODEL = {
     "w": samples.numbers((64, 48), np.float32, 1),
@@ -49,11 +49,11 @@ def there(
             made[number] = FakeDevice((1, number), name, mode=request.param, seed=number)
         return made[number], ()
 
-    real = jax_mesh.JaxMeshAdapter.__init__
+    real = jax_backend.JaxMeshAdapter.__init__
     monkeypatch.setattr(
-        jax_mesh.JaxMeshAdapter, "__init__", lambda self, spots: real(self, spots, land)
+        jax_backend.JaxMeshAdapter, "__init__", lambda self, spots: real(self, spots, land)
     )
-    monkeypatch.setattr(slots, "SLOT", 64 << 10)
+    monkeypatch.setattr(staging, "SLOT", 64 << 10)
     yield made
     for device in made.values():
         device.assert_clean()

@@ -13,7 +13,7 @@ from test_processes_values import model
 # Each failure is followed by a load that works. (case, error of process 0, error of process 1)
 FAILURES = [
     ("damaged", "ProcessError", "HeaderError"),
-    ("missing", "ProcessError", "CheckpointError"),
+    ("missing", "ProcessError", "ShardNotFoundError"),
     ("different", "ProcessError", "ProcessError"),
     ("alike", "ProcessError", "ProcessError"),
     ("disk:never:1000000", "ProcessError", "ReadError"),
@@ -25,13 +25,8 @@ FAILURES = [
     ("silly", "ProcessError", "UsageError"),
     ("alone", "LoadTimeoutError", "ProcessError"),
     ("interrupted", "ProcessError", "KeyboardInterrupt"),
-    ("silent", "LoadTimeoutError", None),
-    ("unmatched", "ProcessError", "KeyboardInterrupt"),
     *((f"wrong:{what}", "ProcessError", "UsageError") for what in process_cases.WRONG),
-    *(
-        (f"wrong_into:{what}", "ProcessError", "UsageError")
-        for what in ("timeout", "report", "mesh")
-    ),
+    *((f"wrong_into:{what}", "ProcessError", "UsageError") for what in ("report", "mesh")),
 ]
 WORDS = {
     "damaged": ("process 1", "HeaderError", "model-00002"),
@@ -39,7 +34,7 @@ WORDS = {
     "different": ("process 0: model-00001", "process 1: model-00001"),
     "disk:once:3000000": ("process 1", "ReadError", "Input/output"),
     "alike": ("process 0: model-00001", "process 1: model-00001", "sampled"),
-    "wrong:exchange": ("process 1 failed", "did you mean 'once'"),
+    "wrong:unmatched": ("process 1 failed", "did you mean 'replicate'"),
     "other_arguments": ("P('a',)", "P('b',)"),
     "other_exchange": ("once", "never"),
     "interrupted": ("KeyboardInterrupt",),
@@ -84,7 +79,17 @@ def test_a_killed_process_is_missed_at_once(tmp_path: Path, case: str) -> None:
         assert line["error"] == "ProcessError", line
         assert line["seconds"] < 5
     gone = [each.said[case]["text"] for each in others]
-    assert any("process 1 is gone" in text or "broke off" in text for text in gone)
+    assert any("process 1 is gone" in text for text in gone), gone
+
+
+def test_a_silent_process_is_not_waited_for_after_the_timeout(tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    ended = launching.launch(tmp_path, ["silent"], count=2, devices=2, seconds=60)
+    for each in ended:
+        assert each.code == 0, each.log
+        assert each.said["silent"]["error"] in ("LoadTimeoutError", "ProcessError"), each.said
+        assert each.said["silent"]["seconds"] < 5
+    assert "LoadTimeoutError" in {each.said["silent"]["error"] for each in ended}
 
 
 def test_process_0_killed_ends_the_others(tmp_path: Path) -> None:

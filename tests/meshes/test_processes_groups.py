@@ -8,13 +8,11 @@ import launching
 from test_processes_values import model
 
 
-def test_groups_that_wait_in_vain_are_told_and_others_are_not(tmp_path: Path) -> None:
+def test_groups_of_processes(tmp_path: Path) -> None:
     model(tmp_path / "model")
     cases = {
         "apart": (None,) * 4,
         "crossing": (None,) * 4,
-        "circle": ("ProcessError",) * 4,
-        "lost": ("ProcessError", "UsageError", None, None),
         "all_lost": ("UsageError",) * 4,
     }
     names: list[str] = []
@@ -30,10 +28,6 @@ def test_groups_that_wait_in_vain_are_told_and_others_are_not(tmp_path: Path) ->
             assert line["error"] == expected, (rank, name, line)
             assert line["seconds"] < 8, (rank, name, line)
             assert line["live"] == 0, (rank, name, line)
-        assert "wait for each other" in each.said["circle"]["text"]
-        assert "process 1 loads with processes 0, 1" in each.said["circle"]["text"]
-    assert "process 1 failed" in ended[0].said["lost"]["text"]
-    assert "not a mesh" in ended[0].said["lost"]["text"]
 
 
 def test_who_ends_is_waited_for_no_more(tmp_path: Path) -> None:
@@ -51,7 +45,7 @@ def test_what_an_exchange_leaves_behind(tmp_path: Path) -> None:
     model(tmp_path / "model")
     names = [
         *("kept", "obeyed:never", "obeyed:once", "obeyed:auto"),
-        *("threads:same", "threads:other", "broken"),
+        *("threads:same", "threads:other", "given_up"),
     ]
     ended = launching.launch(tmp_path, names, count=2, devices=4, seconds=90)
     for each in ended:
@@ -66,9 +60,27 @@ def test_what_an_exchange_leaves_behind(tmp_path: Path) -> None:
         assert each.said["threads:same"]["ended"] == {"rows": "well", "columns": "well"}
         for text in each.said["threads:other"]["ended"].values():
             assert "do not see the same arguments" in text
-        assert "out of step" in each.said["broken"]["said"]
-        assert each.said["broken"]["exchanged"] == 0
-        assert any("out of step" in note for note in each.said["broken"]["notes"])
+        line = each.said["given_up"]
+        assert line["said"][0] == ("KeyboardInterrupt" if each is ended[1] else "ProcessError")
+        assert "out of step" in line["said"][1]
+        assert line["exchanged"] == 0
+        assert any("out of step" in note for note in line["notes"])
+
+
+def test_without_a_store(tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    ended = launching.launch(tmp_path, ["without_a_store"], count=2, devices=2, seconds=60)
+    for each in ended:
+        assert each.code == 0, each.log
+        assert each.said["without_a_store"]["error"] is None, each.said
+        assert each.said["without_a_store"]["live"] == 0
+    other, own = (each.said["without_a_store"]["said"] for each in ended)
+    assert other.startswith("ProcessError: process 1 failed")
+    assert "model-00002" in other
+    assert own.startswith("ShardNotFoundError")
+    for text in (other, own):
+        assert "do not see the same arguments" in text
+        assert "process 1: " in text
 
 
 def test_a_thread_that_fails_before_its_turn_leaves_the_others(tmp_path: Path) -> None:
@@ -81,9 +93,9 @@ def test_a_thread_that_fails_before_its_turn_leaves_the_others(tmp_path: Path) -
             assert each.said[name]["error"] is None, (name, each.said[name])
         assert [each.said[name]["first"] for name in names[::2]] == ["well", "well"]
     (told, late), (own, gave_up) = [[e.said[n]["second"] for n in names[::2]] for e in ended]
-    assert own.startswith("UsageError: unknown exchange")
+    assert own.startswith("UsageError: unknown unmatched")
     assert "process 1 failed" in told
-    assert "UsageError: unknown exchange" in told
+    assert "UsageError: unknown unmatched" in told
     assert "LoadTimeoutError" in gave_up
     assert "process 1 failed" in late
     assert "a load of another thread" in late

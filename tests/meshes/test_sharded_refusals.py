@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload import errors
-from mfload.mesh import jax_sharding
+from mfload.mesh import jax_shardings
 
 MODEL = {
     "w": np.zeros((6, 8), np.float32),
@@ -128,9 +129,10 @@ def test_senseless_arguments(path: Path, options: dict[str, Any], words: str) ->
 def test_other_frameworks_have_no_meshes(path: Path) -> None:
     for options in ({"mesh": shards.mesh()}, {"shardings": P()}):
         for framework in ("numpy", "torch", "np"):
-            with pytest.raises(errors.UsageError, match="for JAX") as info:
-                mfload.load(path, framework=framework, **as_options(options))
-            assert info.value.found == framework
+            for call in (mfload.load, mfload.plan):
+                with pytest.raises(errors.UsageError, match="for JAX") as info:
+                    call(path, framework=framework, **as_options(options))
+                assert info.value.found == framework
 
 
 def test_tensors_without_a_rule(path: Path) -> None:
@@ -142,27 +144,36 @@ def test_tensors_without_a_rule(path: Path) -> None:
             assert info.value.problems == ("b", "s")
 
 
-def test_rules_without_a_tensor_are_noted(path: Path) -> None:
+def test_rules_without_a_tensor_are_noted_and_warned_of(path: Path) -> None:
     mesh = shards.mesh((2,))
     for rules, missed in (
         ([("^w", P("x")), ("q_proj", P("x")), ("", None)], "'q_proj'"),
-        ([("", P()), ("^w", P("x"))], "'^w'"),
         ({"w": P("x"), "layers": {"q": P()}}, "'layers.q'"),
+        ([("q_proj", P("x"))], "'q_proj'"),
+        ({"^w": P("x")}, "'^w'"),
     ):
-        notes = mfload.plan(path, mesh=mesh, shardings=rules).notes
-        assert [note for note in notes if "shardings" in note] == [
-            note for note in notes if missed in note
-        ]
+        for call in _calls(path, mesh=mesh, shardings=rules)[1:]:
+            with pytest.warns(UserWarning, match=f"shardings: {re.escape(missed)}") as told:
+                call()
+            assert [each.filename for each in told] == [__file__]
+        with pytest.warns(UserWarning, match="matches no tensor"):
+            notes = mfload.plan(path, mesh=mesh, shardings=rules).notes
         assert sum(missed in note for note in notes) == 1
+    with pytest.warns(UserWarning, match="regexes go in a list of pairs"):
+        mfload.plan(path, mesh=mesh, shardings={"^w": P("x")})
     assert not any("shardings" in n for n in mfload.plan(path, mesh=mesh, shardings=P()).notes)
 
 
-@pytest.mark.parametrize("rules", [[("q_proj", P("x"))], {"layers": {"q": P("x")}}])
-def test_rules_of_which_none_matches_are_told_of(path: Path, rules: Any) -> None:
-    for call in _calls(path, mesh=shards.mesh((2,)), shardings=rules)[1:]:
-        with pytest.warns(UserWarning, match="matches any of the 3 tensors: all of them") as told:
-            call()
-        assert [each.filename for each in told] == [__file__]
+def test_a_rule_that_an_earlier_one_hides_is_noted(path: Path) -> None:
+    mesh = shards.mesh((2,))
+    notes = mfload.plan(path, mesh=mesh, shardings=[("", P()), ("^w", P("x"))]).notes
+    assert sum("'^w' matches no tensor that an earlier rule" in note for note in notes) == 1
+
+
+def test_a_name_that_is_not_loaded_is_no_mistake(path: Path, recwarn: Any) -> None:
+    rules = {"w": P("x"), "b": P("x")}
+    mfload.plan(path, mesh=shards.mesh((2,)), shardings=rules, names=["w"])
+    assert not recwarn.list
 
 
 def test_what_a_function_raises_is_its_own(path: Path) -> None:
@@ -179,7 +190,7 @@ def test_parts_cannot_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     mfload.verify(path, checksums="write")
     manifest = path.with_name("model.checksums.json")
     # Shardings that leave something out need several processes.
-    monkeypatch.setattr("mfload.mesh.job.Job.whole", property(lambda _: False))
+    monkeypatch.setattr("mfload.mesh.load.MeshLoad.whole", property(lambda _: False))
     with pytest.raises(errors.UsageError, match="whole tensors"):
         mfload.load(path, framework="jax", mesh=shards.mesh(), verify=manifest)
 
@@ -188,7 +199,7 @@ def test_processes_are_those_of_the_devices() -> None:
     mesh = shards.mesh()
     everybody = tuple(range(jax.process_count()))
     for given in ((mesh, None), (None, NamedSharding(mesh, P()))):
-        assert jax_sharding.processes(*given) == everybody
+        assert jax_shardings.processes(*given) == everybody
     for given in ((None, [("", None)]), (5, 5)):
-        assert jax_sharding.processes(*given) == ()
-    assert jax_sharding.processes(None, lambda _name, _info: None) == everybody
+        assert jax_shardings.processes(*given) == everybody
+    assert jax_shardings.processes(None, lambda _name, _info: None) == everybody

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from mfload import dtypes, errors
-from mfload.trees import jax_transforms, programs
-from mfload.trees.jax_transforms import Transforms
+from mfload.trees import jax_transforms
+from mfload.trees.transforms import Concat, Convert, Permute, Reshape, Stack, Take, evaluate
 
 DEVICES = jax.devices()
-TURNED = programs.Transposed(programs.Take(0), (1, 0))
+TAKE = Take(0, (2, 3))
+TURNED = Permute(TAKE, (1, 0))
 
 
 @contextmanager
 def compiles() -> Iterator[list[str]]:
-    """Collects a line for each program that XLA compiles."""
+    """Collects a line for each transform that XLA compiles."""
     found: list[str] = []
 
     def listen(event: str, _seconds: float, **_: object) -> None:
@@ -31,11 +32,6 @@ def compiles() -> Iterator[list[str]]:
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.fixture
-def transforms() -> Transforms:
-    return Transforms(programs.evaluate)
 
 
 def rows(*shapes, devices=DEVICES, dtype=np.float32):
@@ -54,8 +50,8 @@ def on(given):
     return tuple(row[0].device for row in given)
 
 
-def expected(program, given):
-    return [programs.evaluate(program, [np.asarray(each) for each in row], np) for row in given]
+def expected(transform, given):
+    return [evaluate(transform, [np.asarray(each) for each in row], np) for row in given]
 
 
 def same(made, wanted, given):
@@ -69,60 +65,60 @@ def same(made, wanted, given):
 
 @pytest.mark.parametrize("devices", [DEVICES, DEVICES[3:4], DEVICES[5:1:-1]])
 @pytest.mark.parametrize(
-    ("program", "shapes"),
+    ("transform", "shapes"),
     [
         (TURNED, [(2, 3)]),
-        (programs.Reshaped(programs.Take(0), (3, 2)), [(6,)]),
-        (programs.Converted(TURNED, 0.5, "F32", "BF16"), [(4, 3)]),
-        (programs.Joined((TURNED, programs.Take(1)), 0), [(2, 3), (5, 2)]),
-        (programs.Stacked(TURNED, 1, (3,), (1,)), [(2, 5)] * 3),
-        (programs.Converted(programs.Take(0), None, "I16", "I16"), [()]),
-        (programs.Reshaped(programs.Take(0), (1, 1)), [()]),
-        (programs.Reshaped(programs.Take(0), ()), [(1, 1)]),
+        (Reshape(TAKE, (3, 2)), [(6,)]),
+        (Convert(TURNED, "BF16", 0.5, "F32"), [(4, 3)]),
+        (Concat((TURNED, Take(1, (5, 2))), 0), [(2, 3), (5, 2)]),
+        (Stack(TURNED, 1, (3,), (1,)), [(2, 5)] * 3),
+        (Convert(Take(0, ()), "I16"), [()]),
+        (Reshape(TAKE, (1, 1)), [()]),
+        (Reshape(TAKE, ()), [(1, 1)]),
     ],
 )
-def test_each_device_makes_its_own(transforms, devices, program, shapes):
+def test_each_device_makes_its_own(devices, transform, shapes):
     given = rows(*shapes, devices=devices)
-    same(transforms.run(program, on(given), given), expected(program, given), given)
+    same(jax_transforms.run(transform, on(given), given), expected(transform, given), given)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I64", "U64"])
-def test_64_bits_keep_their_width(transforms, dtype):
+def test_64_bits_keep_their_width(dtype):
     wide = dtypes.TABLE[dtype].numpy
     with jax.enable_x64(True):
         given = [(jax.device_put(np.array([[2**40, 3]], wide), each),) for each in DEVICES]
     assert not jax.config.jax_enable_x64
-    same(transforms.run(TURNED, on(given), given), expected(TURNED, given), given)
+    same(jax_transforms.run(TURNED, on(given), given), expected(TURNED, given), given)
 
 
 @pytest.mark.parametrize(
     "dtype",
     [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.complex64, bool],
 )
-def test_unusual_dtypes(transforms, dtype):
+def test_unusual_dtypes(dtype):
     given = rows((3, 4), dtype=dtype)
-    same(transforms.run(TURNED, on(given), given), expected(TURNED, given), given)
+    same(jax_transforms.run(TURNED, on(given), given), expected(TURNED, given), given)
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_a_mesh_that_the_user_has_set_is_left_alone(transforms, kind):
+def test_a_mesh_that_the_user_has_set_is_left_alone(kind):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
     given = rows((2, 3))
     with jax.set_mesh(mesh):
-        made = transforms.run(TURNED, on(given), given)
-        wholes = transforms.empty(tuple(DEVICES), (3, 2), np.float32)
-        wholes = transforms.put(TURNED, on(given), wholes, given, (0, 0))
+        made = jax_transforms.run(TURNED, on(given), given)
+        wholes = jax_transforms.empty(tuple(DEVICES), (3, 2), np.float32)
+        wholes = jax_transforms.put(TURNED, on(given), wholes, given, (0, 0))
         assert jax.sharding.get_mesh() == mesh
     same(made, expected(TURNED, given), given)
     same(wholes, expected(TURNED, given), given)
 
 
-def test_parts_are_put_into_the_memory_of_the_whole(transforms):
+def test_parts_are_put_into_the_memory_of_the_whole():
     given = rows((2, 3))
-    wholes = transforms.empty(tuple(DEVICES), (4, 5), np.float32)
+    wholes = jax_transforms.empty(tuple(DEVICES), (4, 5), np.float32)
     pointers = [each.unsafe_buffer_pointer() for each in wholes]
-    wholes = transforms.put(TURNED, on(given), wholes, given, (1, 0))
-    wholes = transforms.put(TURNED, on(given), wholes, given, (1, 3))
+    wholes = jax_transforms.put(TURNED, on(given), wholes, given, (1, 0))
+    wholes = jax_transforms.put(TURNED, on(given), wholes, given, (1, 3))
     jax_transforms.wait(wholes)
     assert [each.unsafe_buffer_pointer() for each in wholes] == pointers
     for whole, part in zip(wholes, expected(TURNED, given), strict=True):
@@ -131,41 +127,41 @@ def test_parts_are_put_into_the_memory_of_the_whole(transforms):
         assert (np.asarray(whole) == numbers).all()
 
 
-def test_parts_put_elsewhere_share_a_compilation(transforms):
+def test_parts_put_elsewhere_share_a_compilation():
     given = rows((3, 2), devices=DEVICES[:3])
-    wholes = transforms.empty(tuple(DEVICES[:3]), (2, 21), np.float32)
-    wholes = transforms.put(TURNED, on(given), wholes, given, (0, 0))
+    wholes = jax_transforms.empty(tuple(DEVICES[:3]), (2, 21), np.float32)
+    wholes = jax_transforms.put(TURNED, on(given), wholes, given, (0, 0))
     with compiles() as made:
         for at in range(3, 21, 3):
-            wholes = transforms.put(TURNED, on(given), wholes, given, (0, at))
+            wholes = jax_transforms.put(TURNED, on(given), wholes, given, (0, at))
     assert made == []
 
 
-def test_layers_share_a_compilation(transforms):
+def test_layers_share_a_compilation():
     shape = (7, 11)
     with compiles() as made:
         for _ in range(12):
-            jax_transforms.wait(transforms.run(TURNED, tuple(DEVICES), rows(shape)))
+            jax_transforms.wait(jax_transforms.run(TURNED, tuple(DEVICES), rows(shape)))
     assert len(made) == 1
 
 
-def test_what_was_made_is_no_window_on_what_came(transforms):
+def test_what_was_made_shares_no_memory_with_on_what_came():
     (given,) = rows((4, 4), devices=DEVICES[:1])
-    for program in (programs.Reshaped(programs.Take(0), (16,)), programs.Take(0)):
-        (made,) = transforms.run(program, on([given]), [given])
+    for transform in (Reshape(TAKE, (16,)), TAKE):
+        (made,) = jax_transforms.run(transform, on([given]), [given])
         assert made.unsafe_buffer_pointer() != given[0].unsafe_buffer_pointer()
 
 
-def test_what_was_made_can_be_donated(transforms):
-    made = transforms.run(TURNED, tuple(DEVICES), rows((64, 32)))
+def test_what_was_made_can_be_donated():
+    made = jax_transforms.run(TURNED, tuple(DEVICES), rows((64, 32)))
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     for each in made:
         pointer = each.unsafe_buffer_pointer()
         assert double(each).unsafe_buffer_pointer() == pointer
 
 
-def test_nothing_is_there_without_elements(transforms):
-    made = transforms.empty(tuple(DEVICES), (0, 3), ml_dtypes.bfloat16)
+def test_nothing_is_there_without_elements():
+    made = jax_transforms.empty(tuple(DEVICES), (0, 3), ml_dtypes.bfloat16)
     assert [each.device for each in made] == DEVICES
     assert all(each.shape == (0, 3) and each.dtype == jnp.bfloat16 for each in made)
 
@@ -195,7 +191,7 @@ def test_what_integers_hold(values, low, high, fit):
     assert [bool(each) for each in jax_transforms.fits(on(given), given, low, high)] == [fit, fit]
 
 
-def test_each_device_is_asked(transforms):
+def test_each_device_is_asked():
     given = rows((3,), devices=DEVICES[:4])
     found = jax_transforms.fits(on(given), given, 0, 150)
     assert [bool(each) for each in found] == [True, True, False, False]

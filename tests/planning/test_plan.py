@@ -19,9 +19,12 @@ from mfload.index import Piece, TensorInfo
 from mfload.io.pread import place as put
 from mfload.planning import layout, planner
 from mfload.planning.blocks import Costs
+from mfload.planning.memory import HOST, Allocation
 from mfload.planning.requests import Request, select
 
 _STORED = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F4", "F6_E2M3"]
+_LENT = Allocation(None, "framework", copied=False)
+_LANDED = [HOST, HOST._replace(copied=True), _LENT]
 _TARGETS = {"I16": ["I32", "F32"], "F32": ["F64", "BF16"], "BF16": ["F32"], "BOOL": ["U8"]}
 
 
@@ -102,7 +105,7 @@ def cases(draw: Any) -> Case:
     options = {
         "alignment": draw(st.sampled_from([None, 1, 16, 64, 256])),
         "costs": Costs(block=draw(st.integers(16, 300)), merge_gap=draw(st.integers(0, 64))),
-        "separate": frozenset(draw(st.sets(st.integers(0, 8)))),
+        "allocations": [draw(st.sampled_from(_LANDED)) for _ in requests],
         "mapped": {n: len(files[n]) for n in mapped},
     }
     return Case(files, requests, expected, options)
@@ -344,7 +347,7 @@ def test_only_what_suits_a_map_is_mapped() -> None:
 
 
 def test_separate_needs_begin_a_buffer_each() -> None:
-    plan = planner.make(_whole([10, 20, 30], start=41), separate=frozenset({1}))
+    plan = planner.make(_whole([10, 20, 30], start=41), allocations=[HOST, _LENT, HOST])
     place = plan.places[1]
     assert (place.at, plan.buffers[place.buffer].nbytes) == (0, 20)
     assert place.buffer not in {plan.places[0].buffer, plan.places[2].buffer}

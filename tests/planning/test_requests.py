@@ -79,10 +79,11 @@ REFUSED: dict[str, Any] = {
     "numpy bool": np.True_,
     "bool in a tuple": (slice(None), False),
     "mask": np.ones(5, np.bool_),
-    "list": [0, 1],
-    "empty list": [],
-    "array": np.array([0, 1]),
-    "array of one": np.array([1]),
+    "list out of range": [0, 5],
+    "list of booleans": [True, False],
+    "list of floats": [0.0],
+    "two lists": ([0, 1], [0, 1]),
+    "array of two dims": np.array([[0, 1]]),
     "range": range(2),
     "string": "a",
     "float": 1.0,
@@ -91,6 +92,26 @@ REFUSED: dict[str, Any] = {
     "slice of strings": slice("a", "b"),
     "dict": {},
 }
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[], [3], [0, 3], [3, 0], [-1, 0], [2, 2], [0, 1, 4], np.array([0, 2, 1]), (1, [6, 0, 1]),
+     (slice(1, 4), [5, 0, 0, 3]), ([4, 0, 3], slice(None, None, -2)), ([1, 4, 0], 2),
+     (..., [0, 6, 1])],
+    ids=str,
+)  # fmt: skip
+def test_a_list_of_integers_takes_them_one_by_one(tmp_path: Path, index: Any) -> None:
+    array = np.arange(35, dtype=np.int16).reshape(5, 7)
+    path = samples.save(tmp_path / "a.safetensors", {"a": array, "b": array})
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[index], array[index])
+
+
+def test_a_list_apart_from_an_integer_is_refused() -> None:
+    # NumPy puts the list's dim first.
+    with pytest.raises(errors.SliceError):
+        select(_info((5, 7, 3)), ([0, 1, 4], slice(None), 1))
 
 
 @pytest.mark.parametrize("index", REFUSED.values(), ids=REFUSED.keys())

@@ -23,6 +23,7 @@ from mfload.loading import execute
 from mfload.planning import planner, scatter
 from mfload.planning.blocks import Costs, stored
 from mfload.planning.layout import BufferSpec
+from mfload.planning.memory import Allocation
 from mfload.planning.requests import Request, boxed, select
 from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
@@ -272,7 +273,8 @@ def test_rows_of_many_small_tensors_are_few_reads() -> None:
     together = planner.make(requests)
     assert len(together.blocks) == 1
     assert len(together.blocks[0].segments) == 1
-    apart = planner.make(requests, separate=frozenset(range(len(requests))))
+    lent = Allocation(None, "framework", copied=False)
+    apart = planner.make(requests, allocations=[lent] * len(requests))
     assert len(apart.blocks) == 1
     assert not apart.staged
     # In any order of the devices.

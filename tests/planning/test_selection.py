@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import samples
 
-from mfload import dtypes, errors, trees
+import mfload
+from mfload import dtypes, errors
 from mfload.index import Index, Piece, TensorInfo
+from mfload.planning import selection
 
 NAMES = ["b.weight", "a.weight", "a.bias", "c"]
 
@@ -22,8 +26,8 @@ def _info(name: str, dtype: str = "F32") -> TensorInfo:
 INDEX = Index(("file",), {name: _info(name) for name in NAMES})
 
 
-def _chosen(names: trees.Names) -> list[str]:
-    return [row.name for row in trees.select(INDEX, names)]
+def _chosen(names: selection.Names) -> list[str]:
+    return [row.name for row in selection.select(INDEX, names)]
 
 
 def test_names_are_chosen_in_the_order_of_the_file() -> None:
@@ -58,7 +62,7 @@ def test_senseless_names_are_refused(names: Any) -> None:
 
 
 def _target(stored: str, dtype: Any, name: str = "w") -> str:
-    return trees.target(_info(name, stored), dtype)[0].name
+    return selection.target(_info(name, stored), dtype)[0].name
 
 
 FLOATS = ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
@@ -78,14 +82,14 @@ def test_a_float_dtype_takes_floats_alone(to: str) -> None:
 def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
     held = np.can_cast(dtypes.TABLE[stored].numpy, dtypes.TABLE[to].numpy, "safe")
     if held:
-        assert trees.target(_info("w", stored), to) == (dtypes.TABLE[to], False)
+        assert selection.target(_info("w", stored), to) == (dtypes.TABLE[to], False)
         return
     with pytest.raises(errors.LossyCastError, match="ask for it by name") as info:
         _target(stored, to)
     assert (info.value.tensor, info.value.found) == ("w", stored)
     assert to in str(info.value)
     # By name it is asked for, and checked value by value.
-    assert trees.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
+    assert selection.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
 
 
 @pytest.mark.parametrize("stored", FLOATS)
@@ -93,7 +97,7 @@ def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
 def test_floats_become_integers_only_by_name(stored: str, to: str) -> None:
     with pytest.raises(errors.LossyCastError):
         _target(stored, to)
-    assert trees.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
+    assert selection.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
 
 
 @pytest.mark.parametrize("stored", ["F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"])
@@ -122,13 +126,13 @@ def test_complex_numbers_stay_complex() -> None:
 
 
 def test_the_first_matching_pattern_counts() -> None:
-    table = {r"bias$": "F64", r"^a\.": "BF16", re.compile("C", re.I): "F16"}
-    targets = {name: trees.target(INDEX[name], table)[0].name for name in NAMES}
+    table = [(r"bias$", "F64"), (r"^a\.", "BF16"), (re.compile("C", re.I), "F16")]
+    targets = {name: selection.target(INDEX[name], table)[0].name for name in NAMES}
     assert targets == {"b.weight": "F32", "a.weight": "BF16", "a.bias": "F64", "c": "F16"}
     with pytest.raises(errors.UsageError, match="regular expression"):
-        _target("F32", {"(": "F64"})
+        _target("F32", [("(", "F64")])
     with pytest.raises(errors.UsageError, match="regular expression"):
-        _target("F32", {5: "F64"})
+        _target("F32", [(5, "F64")])
 
 
 @pytest.mark.parametrize(
@@ -149,3 +153,24 @@ def test_dtypes_are_spelled_in_many_ways(spelling: Any, row: str) -> None:
 def test_what_is_no_dtype_is_refused(spelling: Any) -> None:
     with pytest.raises(errors.UsageError, match="unknown dtype"):
         _target("F32", spelling)
+
+
+def test_a_rule_that_matches_nothing_warns(tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "a.safetensors", {"q.weight": np.zeros(3, np.float32)})
+    for dtype, said in (
+        ([("wieght", "bfloat16")], "regex that matches no name: 'wieght'"),
+        ({"q.wieght": "bfloat16"}, "did you mean 'q.weight'"),
+        ({r"q\..*": "bfloat16"}, "list of pairs"),
+    ):
+        with pytest.warns(UserWarning, match=re.escape(said)) as caught:
+            loaded = mfload.load(path, "numpy", dtype=dtype)
+        assert caught[0].filename == __file__
+        assert loaded["q.weight"].dtype == np.float32
+    with pytest.raises(errors.TensorNotFoundError, match="exact names"):
+        mfload.load(path, "numpy", names=[r"q\..*"])
+
+
+def test_a_mapping_holds_exact_names() -> None:
+    table = {"c": "F16", "weight": "BF16"}
+    targets = {name: selection.target(INDEX[name], table)[0].name for name in NAMES}
+    assert targets == {"b.weight": "F32", "a.weight": "F32", "a.bias": "F32", "c": "F16"}

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from mfload import errors
 from mfload.io import buffers, probes
 from mfload.io.buffers import PAGE
-from mfload.saving import allotting, folders
+from mfload.saving import drafts, publishing
 from mfload.saving.drafts import BLOCK, Draft
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="Linux alone")
@@ -282,10 +282,10 @@ def test_a_hidden_name_is_locked_while_its_writer_lives(tmp_path: Path) -> None:
     for each, path in ((made, ".hidden"), (other, ".other")):
         each.hidden = str(tmp_path / path)
         fd = os.open(each.appear(), os.O_RDONLY)
-        assert folders.lock(fd) is False
+        assert drafts.lock(fd) is False
         each.published()
         each.discard()
-        assert folders.lock(fd) is True
+        assert drafts.lock(fd) is True
         os.close(fd)
 
 
@@ -310,7 +310,7 @@ class TestFailures:
         def full(fd: int, nbytes: int) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(allotting, "allot", full)
+        monkeypatch.setattr(drafts, "allocate_file", full)
         for way in (nullcontext, faults.no_tmpfile):
             with way(), pytest.raises(errors.WriteError) as caught:
                 draft(tmp_path, 1234)
@@ -398,7 +398,7 @@ class TestFailures:
 class TestAllot:
     def test_room_is_taken(self, tmp_path: Path) -> None:
         with open(tmp_path / "f", "wb") as file:
-            allotting.allot(file.fileno(), 1 << 20)
+            drafts.allocate_file(file.fileno(), 1 << 20)
             found = os.fstat(file.fileno())
             assert found.st_size == 1 << 20
             assert found.st_blocks * 512 >= 1 << 20
@@ -407,18 +407,18 @@ class TestAllot:
     def test_where_none_can_be_promised(
         self, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(allotting.ctypes, "get_errno", lambda: code)
+        monkeypatch.setattr(drafts.ctypes, "get_errno", lambda: code)
         call = None if code is None else lambda *_: -1
-        monkeypatch.setattr(allotting, "_fallocate", lambda: call)
+        monkeypatch.setattr(drafts, "_fallocate", lambda: call)
         with open(tmp_path / "f", "wb") as file:
-            allotting.allot(file.fileno(), 12345)
+            drafts.allocate_file(file.fileno(), 12345)
         assert os.stat(tmp_path / "f").st_size == 12345
 
     def test_a_limit_of_the_process(self, tmp_path: Path) -> None:
         code = """
             import resource, sys
             from mfload import errors
-            from mfload.io.drafts import Draft
+            from mfload.saving.drafts import Draft
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
             try:
                 Draft(sys.argv[1] + "/.h", 2 << 20, "final")
@@ -433,38 +433,31 @@ class TestAllot:
         assert os.listdir(tmp_path) == []
 
 
-def test_folders_are_one_s_own_while_locked(tmp_path: Path) -> None:
-    first, second = folders.Folder(str(tmp_path)), folders.Folder(str(tmp_path))
+def test_a_directory_is_one_s_own_while_locked(tmp_path: Path) -> None:
+    first, second = (os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY) for _ in range(2))
     order: list[str] = []
 
     def wait() -> None:
-        with second.locked():
+        with publishing._locked(second, str(tmp_path)):
             order.append("second")
 
-    with first.locked():
+    with publishing._locked(first, str(tmp_path)):
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join(0.2)
         order.append("first")
     thread.join(20)
     assert order == ["first", "second"]
-    first.close()
-    second.close()
-    first.close()
+    os.close(first)
+    os.close(second)
 
 
-def test_folders_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    folder = folders.Folder(str(tmp_path))
-    with folder.locked():
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    with publishing._locked(fd, str(tmp_path)):
         pass
-    folder.sync()
-    folder.close()
-
-
-def test_folders_that_can_t_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(errors.TargetError):
-        folders.Folder(str(tmp_path / "nothing"))
+    os.close(fd)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mfload import errors
-from mfload.saving import existing
-from mfload.saving.targets import Place
+from mfload.saving.targets import Existing, Location, look
 
 
 def touch(path: Path, text: str = "") -> Path:
@@ -25,8 +24,8 @@ def index(path: Path, *files: str) -> None:
 class TestLook:
     PLACE = "model.safetensors"
 
-    def look(self, folder: Path, name: str = PLACE) -> existing.Found:
-        return existing.look(Place(str(folder), name))
+    def look(self, folder: Path, name: str = PLACE) -> Existing:
+        return look(Location(str(folder), name))
 
     def test_nothing(self, tmp_path: Path) -> None:
         touch(tmp_path / "config.json")
@@ -35,7 +34,7 @@ class TestLook:
         assert (found.hidden, found.others) == (frozenset(), ())
 
     def test_everything(self, tmp_path: Path) -> None:
-        place = Place(str(tmp_path), self.PLACE)
+        place = Location(str(tmp_path), self.PLACE)
         hidden = place.hidden() + "00001.safetensors"
         shard, stray = "model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"
         for name in (self.PLACE, shard, stray, "free.safetensors", "adapter.safetensors", hidden,
@@ -48,8 +47,8 @@ class TestLook:
         assert found.single
         assert found.indexed
         assert found.placed == {shard, "free.safetensors"}
-        assert found.shards == frozenset()
-        assert found.strays == {stray}
+        assert found.sharded
+        assert found.named == {shard, stray}
         assert found.names == {shard, "free.safetensors"}
         assert found.hidden == {hidden}
         assert found.kept == {"adapter.safetensors", stray}
@@ -104,5 +103,7 @@ class TestLook:
         assert self.look(tmp_path, "a+b.safetensors").names == {"a+b-00001-of-00001.safetensors"}
 
     def test_a_directory_that_can_t_be_listed(self, tmp_path: Path) -> None:
+        assert self.look(tmp_path / "gone") == Existing()
+        touch(tmp_path / "file")
         with pytest.raises(errors.TargetError):
-            self.look(tmp_path / "gone")
+            self.look(tmp_path / "file")

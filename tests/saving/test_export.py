@@ -20,20 +20,20 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mfload import dtypes, errors, packed
-from mfload.frameworks import giving
-from mfload.saving.export import outgoing
+from mfload.frameworks import base
+from mfload.saving.export import TensorToSave, export
 
 ROOT = Path(__file__).parents[1]
 
 
-def give(array: Any) -> giving.Outgoing:
-    (one,) = outgoing({"w": array})
+def give(array: Any) -> TensorToSave:
+    (one,) = export({"w": array})
     return one
 
 
 def refused(array: Any) -> errors.UnsupportedArrayError:
     with pytest.raises(errors.UnsupportedArrayError) as caught:
-        outgoing({"ok": np.ones(2), "bad": array})
+        export({"ok": np.ones(2), "bad": array})
     assert caught.value.tensor == "bad"
     assert isinstance(caught.value, TypeError)
     return caught.value
@@ -43,19 +43,19 @@ class TestMapping:
     def test_order_and_names(self) -> None:
         names = ["z", "a", "", "m.0"]
         many = {name: np.full(n, n, np.uint8) for n, name in enumerate(names)}
-        assert [one.name for one in outgoing(many)] == names
-        assert [one.name for one in outgoing(MappingProxyType(many))] == names
-        assert outgoing({}) == []
+        assert [one.name for one in export(many)] == names
+        assert [one.name for one in export(MappingProxyType(many))] == names
+        assert export({}) == []
 
     @pytest.mark.parametrize("arrays", [None, [np.ones(2)], np.ones(2), [("w", np.ones(2))]])
     def test_no_mapping(self, arrays: Any) -> None:
         with pytest.raises(errors.UsageError, match="by name"):
-            outgoing(arrays)
+            export(arrays)
 
     @pytest.mark.parametrize("name", [0, None, ("layer", "w"), b"w"])
     def test_names_that_are_no_strings(self, name: Any) -> None:
         with pytest.raises(errors.UsageError, match="names are strings") as caught:
-            outgoing({name: np.ones(2)})
+            export({name: np.ones(2)})
         assert repr(name) in str(caught.value)
 
     @pytest.mark.parametrize("inner", [{"w": np.ones(2)}, {}, MappingProxyType({"w": 1})])
@@ -143,7 +143,7 @@ class TestRecognition:
             importlib.util, "find_spec", lambda x: None if x == "paddle" else find(x)
         )
         with pytest.raises(errors.FrameworkMissingError):
-            outgoing({"w": kind()})
+            export({"w": kind()})
 
     def test_only_whole_names_of_packages_count(self) -> None:
         kind = type("Tensor", (), {"__module__": "torchvision.models"})
@@ -172,11 +172,11 @@ class TestRecognition:
         code = """
             import sys
             import numpy as np
-            from mfload.frameworks.outgoing import outgoing
-            outgoing({"a": np.ones(2), "b": np.float32(1)})
+            from mfload.saving.export import TensorToSave, export
+            export({"a": np.ones(2), "b": np.float32(1)})
             for thing in ([1], {}, None):
                 try:
-                    outgoing({"bad": thing})
+                    export({"bad": thing})
                 except TypeError:
                     pass
             frameworks = ("jax", "torch", "tensorflow", "paddle", "cupy", "flax", "keras")
@@ -238,7 +238,7 @@ class TestFetching:
 
         array = np.ones((3, 4)).T.view(Own)
         gone = weakref.ref(array)
-        given = outgoing({"w": array})
+        given = export({"w": array})
         raw = given[0].fetch()
         del array, given
         assert gone() is None
@@ -269,7 +269,7 @@ class TestStrided:
         part = whole[data.draw(arrays.basic_indices(shape, allow_ellipsis=True))]
         part = np.asarray(part)
         steps = tuple(step // part.itemsize for step in part.strides)
-        seen = giving.strided(whole, part.ctypes.data, part.shape, steps, part.itemsize)
+        seen = base.array_at(whole, part.ctypes.data, part.shape, steps, part.itemsize)
         assert seen.tolist() == part.tolist()
         assert seen.dtype == part.dtype
 
@@ -279,7 +279,7 @@ class TestStrided:
 
         owner, memory = Owner(), np.arange(4, dtype=np.uint8)
         gone = weakref.ref(owner)
-        seen = giving.strided(owner, memory.ctypes.data, (4,), (1,), 1)
+        seen = base.array_at(owner, memory.ctypes.data, (4,), (1,), 1)
         del owner
         gc.collect()
         part = seen[1:]
@@ -291,8 +291,8 @@ class TestStrided:
 
 
 def test_a_row_for_every_dtype() -> None:
-    assert set(giving.BY_NAME.values()) == set(dtypes.TABLE.values())
-    for name, row in giving.BY_NAME.items():
+    assert set(base.ROWS.values()) == set(dtypes.TABLE.values())
+    for name, row in base.ROWS.items():
         assert row.aliases[0] == name
 
 

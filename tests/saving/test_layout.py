@@ -13,27 +13,29 @@ from hypothesis import strategies as st
 
 from mfload import dtypes, errors
 from mfload.formats import safetensors
+from mfload.index import Piece, TensorInfo
 from mfload.saving import layout
-from mfload.saving.layout import Entry, lay_out, split
+from mfload.saving.layout import lay_out, split
 
 TABLE = dtypes.TABLE
 NAMES = st.text(max_size=12).filter(lambda name: name != "__metadata__")
 
 
-def entry(name: str, dtype: str, *shape: int) -> Entry:
-    return Entry(name, TABLE[dtype], shape)
+def entry(name: Any, dtype: str, *shape: int) -> TensorInfo:
+    nbytes = TABLE[dtype].size_of(shape) or 0
+    return TensorInfo(name, TABLE[dtype], shape, (Piece(0, 0, nbytes),))
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> list[Entry]:
+def entries(draw: st.DrawFn) -> list[TensorInfo]:
     """Tensors of any dtype and small shapes, of whole bytes."""
-    found: list[Entry] = []
+    found: list[TensorInfo] = []
     for name in draw(st.lists(NAMES, max_size=8, unique=True)):
         row = draw(st.sampled_from(list(TABLE.values())))
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
         if row.elements > 1:
             shape = (*shape, draw(st.integers(0, 5)) * row.elements)
-        found.append(Entry(name, row, shape))
+        found.append(entry(name, row.name, *shape))
     return found
 
 
@@ -43,7 +45,7 @@ METADATA = st.none() | st.dictionaries(st.text(max_size=9), st.text(max_size=9),
 
 @hypothesis.given(entries(), METADATA, ALIGNS)
 def test_what_is_laid_out_is_what_readers_find(
-    found: list[Entry], metadata: dict[str, str] | None, align: int
+    found: list[TensorInfo], metadata: dict[str, str] | None, align: int
 ) -> None:
     made = lay_out(found, metadata, align)
     raw = made.header + bytes(made.size - len(made.header))
@@ -60,16 +62,15 @@ def test_what_is_laid_out_is_what_readers_find(
 
 @hypothesis.given(entries(), METADATA)
 def test_equal_arguments_give_equal_bytes_and_so_does_the_second_time(
-    found: list[Entry], metadata: dict[str, str] | None
+    found: list[TensorInfo], metadata: dict[str, str] | None
 ) -> None:
     first = lay_out(found, metadata)
     turned = None if metadata is None else dict(reversed(metadata.items()))
-    again = [Entry(row.name, row.dtype, row.shape) for row in first.tensors]
-    assert lay_out(again, turned) == first
+    assert lay_out(first.tensors, turned) == first
 
 
 @hypothesis.given(entries(), ALIGNS)
-def test_every_tensor_is_as_aligned_as_its_size_allows(found: list[Entry], align: int) -> None:
+def test_every_tensor_is_as_aligned_as_its_size_allows(found: list[TensorInfo], align: int) -> None:
     for row in lay_out(found, align=max(align, 64)).tensors:
         offset, nbytes = row.pieces[0].offset, row.nbytes
         assert nbytes % 64 or offset % 64 == 0
@@ -102,16 +103,40 @@ def test_nothing_at_all() -> None:
     assert lay_out([], {}, 8).header[8:] == b'{"__metadata__":{}}'.ljust(24)
 
 
-@pytest.mark.parametrize("align", [0, 1, 4, 12, 4095, 4097, -8, 1 << 40, 8.0, "8", None, True])
+@pytest.mark.parametrize("align", [0, 1, 4, 12, 4095, 4097, -8, 1 << 40, 8.0, "x", None, True])
 def test_align_is_a_power_of_two(align: Any) -> None:
     with pytest.raises(errors.UsageError, match="align"):
-        lay_out([], align=align)
+        layout.checked_align(align)
+
+
+def test_align_is_a_size() -> None:
+    assert [layout.checked_align(n) for n in (8, 4096, "64", "4KiB", "1MiB")] == [
+        8, 4096, 64, 4096, 1 << 20
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [(None, None), (7, 7), ("7", 7), ("5GB", 5 * 10**9), ("500MiB", 500 << 20), ("1.5 kB", 1500),
+     (" 2GiB ", 2 << 30), ("3g", 3 * 10**9), ("1TiB", 1 << 40), ("0.001MB", 1000)],
+)  # fmt: skip
+def test_limits_of_shards(given: Any, found: int | None) -> None:
+    assert layout.shard_limit(given) == found
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "GB", "-1", "0", "5XB", "5i", "1e9", "0.1", "nan", "9" * 5000, True, 1.5, 0, -1, []],
+)
+def test_limits_that_are_refused(given: Any) -> None:
+    with pytest.raises(errors.UsageError, match="max_shard_size"):
+        layout.shard_limit(given)
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\udfff", 5, None, b"a", "__metadata__"])
 def test_names_that_no_reader_takes(name: Any) -> None:
     with pytest.raises(errors.UsageError):
-        lay_out([Entry(name, TABLE["U8"], (1,))])
+        lay_out([entry(name, "U8", 1)])
 
 
 def test_a_name_twice() -> None:
@@ -142,7 +167,7 @@ def test_metadata_is_strings(metadata: Any) -> None:
 )
 def test_shapes_that_no_file_can_hold(dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(errors.UnsupportedShapeError) as caught:
-        lay_out([Entry("w", TABLE[dtype], shape)])
+        lay_out([entry("w", dtype, *shape)])
     assert caught.value.tensor == "w"
 
 
@@ -176,10 +201,12 @@ class TestSplit:
         assert [len(file) for file in split(found, 1)] == [1, 1]
 
     @hypothesis.given(entries(), st.integers(1, 200))
-    def test_splitting_what_was_split_changes_nothing(self, found: list[Entry], limit: int) -> None:
+    def test_splitting_what_was_split_changes_nothing(
+        self, found: list[TensorInfo], limit: int
+    ) -> None:
         files = split(found, limit)
         laid = [lay_out(file) for file in files]
-        again = [Entry(row.name, row.dtype, row.shape) for made in laid for row in made.tensors]
+        again = [row for made in laid for row in made.tensors]
         assert [lay_out(file) for file in split(again, limit)] == laid
         assert sorted(each.name for file in files for each in file) == sorted(
             each.name for each in found

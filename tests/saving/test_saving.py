@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import json
@@ -239,9 +240,9 @@ class TestLetGo:
         monkeypatch.setattr(saving, "_threads", lambda size: 1)
         made: list[weakref.ref[Any]] = []
         most: list[int] = []
-        real = saving.outgoing
+        real = saving.export
 
-        def outgoing(arrays: Any) -> Any:
+        def export(arrays: Any) -> Any:
             def fetch() -> Any:
                 whole = np.ones(size, np.uint8)
                 made.append(weakref.ref(whole))
@@ -250,7 +251,7 @@ class TestLetGo:
 
             return [each._replace(fetch=fetch) for each in real(arrays)]
 
-        monkeypatch.setattr(saving, "outgoing", outgoing)
+        monkeypatch.setattr(saving, "export", export)
         small = np.broadcast_to(np.ones(1, np.uint8), (size,))
         mfload.save({f"w{n}": small for n in range(4)}, tmp_path, max_shard_size=limit)
         assert len(most) == 4
@@ -444,3 +445,30 @@ def test_odd_arguments_are_ours_to_refuse(make: Callable[[], Any], tmp_path: Pat
         except errors.UsageError:
             continue
         assert next(iter(options)) != "align" or make() == 5
+
+
+@pytest.mark.parametrize("name", ["a/b/model.safetensors", "a/b/", "a/b/model-{}"])
+@pytest.mark.parametrize("limit", [None, 20])
+def test_directories_are_made(name: str, limit: int | None, tmp_path: Path) -> None:
+    arrays = {"w": np.ones(5), "v": np.zeros(2)}
+    if limit and name.endswith("}"):
+        with pytest.raises(errors.UsageError, match="shards need a name"):
+            mfload.save(arrays, f"{tmp_path}/{name}", max_shard_size=limit)
+        assert os.listdir(tmp_path) == []
+        return
+    saved = mfload.save(arrays, f"{tmp_path}/{name}", max_shard_size=limit)
+    assert all(os.path.dirname(file) == str(tmp_path / "a" / "b") for file in saved.files)
+    samples.assert_same(mfload.load(saved.files[-1], framework="numpy"), arrays)
+
+
+def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(errors.TargetError) as caught:
+        mfload.save({"w": np.ones(3)}, tmp_path / "a" / "b" / "model.safetensors")
+    assert caught.value.errno == errno.ENOTDIR
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+def test_align_is_a_size(tmp_path: Path) -> None:
+    saved = mfload.save({"w": np.ones(3)}, tmp_path, align="64KiB")
+    assert int.from_bytes(Path(saved.files[0]).read_bytes()[:8], "little") == (64 << 10) - 8

@@ -53,6 +53,8 @@ def test_every_call_fails_once(name: str, mode: str, code: int, memory: Path) ->
     from kills import MODES
 
     scenario = scenarios.SCENARIOS[name]
+    if mode == "no-links" and scenario.sharded:
+        pytest.skip("refused: see test_publishing")
     with MODES[mode]():
         calls = count(scenario, memory / "dry")
     results: set[str] = set()
@@ -66,8 +68,7 @@ def test_every_call_fails_once(name: str, mode: str, code: int, memory: Path) ->
                 scenario.save(folder, NEW)
             except errors.TargetError as raised:
                 error = raised
-        partial = mode == "no-links"
-        whole = scenarios.check(folder, scenario, OLD, NEW, partial=partial)
+        whole = scenarios.check(folder, scenario, OLD, NEW)
         results.add(whole)
         if error is None:
             # A name that could not be removed is no reason to fail.
@@ -108,15 +109,15 @@ class TestFetching:
     """Arrays that can't be had when their turn comes."""
 
     def failing(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: str) -> None:
-        real = saving.outgoing
+        real = saving.export
 
-        def outgoing(arrays: Any) -> Any:
+        def export(arrays: Any) -> Any:
             def fail() -> Any:
                 raise error
 
             return [x._replace(fetch=fail) if x.name == at else x for x in real(arrays)]
 
-        monkeypatch.setattr(saving, "outgoing", outgoing)
+        monkeypatch.setattr(saving, "export", export)
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("gone"), MemoryError()])
     @pytest.mark.parametrize("limit", [None, 9000])
@@ -141,12 +142,12 @@ class TestFetching:
     def test_an_array_that_lies_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        real = saving.outgoing
+        real = saving.export
 
-        def outgoing(arrays: Any) -> Any:
+        def export(arrays: Any) -> Any:
             return [x._replace(fetch=lambda: np.zeros(3, np.uint8)) for x in real(arrays)]
 
-        monkeypatch.setattr(saving, "outgoing", outgoing)
+        monkeypatch.setattr(saving, "export", export)
         with pytest.raises(errors.UnsupportedArrayError) as caught:
             mfload.save({"w": np.zeros(4, np.uint8)}, tmp_path)
         assert (caught.value.tensor, caught.value.found) == ("w", "3 bytes")
@@ -227,7 +228,7 @@ class TestFullDisk:
         mfload.save(OLD, disk, max_shard_size=9000)
         before = {path.name: path.read_bytes() for path in disk.iterdir()}
         if not allots:
-            monkeypatch.setattr("mfload.saving.allotting._fallocate", lambda: None)
+            monkeypatch.setattr("mfload.saving.drafts._fallocate", lambda: None)
         big = {f"w{n}": np.ones(1 << 20, np.uint8) for n in range(6)}
         free = os.statvfs(disk).f_bavail
         with pytest.raises(errors.WriteError) as caught:

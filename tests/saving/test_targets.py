@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mfload import errors
-from mfload.saving.targets import Place, resolve
+from mfload.saving.targets import Location, make_directory, resolve
 
 
 def touch(path: Path, text: str = "") -> Path:
@@ -24,34 +24,38 @@ class TestResolve:
         root = str(tmp_path)
         path = f"{root}/a.safetensors"
         for given in (Path(path), path, f"{root}/./a.safetensors", os.fsencode(path)):
-            assert resolve(given) == Place(root, "a.safetensors")
-        assert resolve(tmp_path / "weights.bin") == Place(root, "weights.bin")
+            assert resolve(given) == Location(root, "a.safetensors")
+        assert resolve(tmp_path / "weights.bin") == Location(root, "weights.bin")
         monkeypatch.chdir(tmp_path)
-        assert resolve("a.safetensors") == Place(root, "a.safetensors")
+        assert resolve("a.safetensors") == Location(root, "a.safetensors")
 
     def test_directories(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = Place(str(tmp_path), "model.safetensors", whole=True)
+        found = Location(str(tmp_path), "model.safetensors", whole=True)
         for given in (tmp_path, f"{tmp_path}/", f"{tmp_path}/."):
             assert resolve(given) == found
         monkeypatch.chdir(tmp_path)
         assert resolve(".") == resolve("./") == found
         (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
         assert resolve("link") == resolve("link/") == found
-        assert resolve("link/x.safetensors") == Place(str(tmp_path), "x.safetensors")
+        assert resolve("link/x.safetensors") == Location(str(tmp_path), "x.safetensors")
 
-    @pytest.mark.parametrize("path", ["no/a.safetensors", "no/", "no/no/a", "file/a", "file/"])
-    def test_directories_are_not_made(self, path: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("path", ["no/a.safetensors", "no/", "no/no/a"])
+    def test_directories_need_not_exist(self, path: str, tmp_path: Path) -> None:
+        place = resolve(f"{tmp_path}/{path}")
+        assert place.directory.startswith(str(tmp_path / "no"))
+        assert place.whole == path.endswith("/")
+        assert os.listdir(tmp_path) == []
+        make_directory(place.directory)
+        make_directory(place.directory)
+        assert os.path.isdir(place.directory)
+
+    @pytest.mark.parametrize("path", ["file/a", "file/", "file/a/b"])
+    def test_a_file_is_not_a_directory(self, path: str, tmp_path: Path) -> None:
         touch(tmp_path / "file")
         with pytest.raises(errors.TargetError) as caught:
-            resolve(tmp_path / path if not path.endswith("/") else f"{tmp_path}/{path}")
-        assert caught.value.errno in (errno.ENOENT, errno.ENOTDIR)
+            resolve(f"{tmp_path}/{path}")
+        assert caught.value.errno == errno.ENOTDIR
         assert str(caught.value.file).startswith(str(tmp_path))
-        assert os.listdir(tmp_path) == ["file"]
-
-    def test_the_missing_directory_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(errors.TargetError, match="no such directory") as caught:
-            resolve(tmp_path / "no" / "a.safetensors")
-        assert caught.value.file == str(tmp_path / "no")
 
     @pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json", ".json"])
     def test_names_of_indexes(self, name: str, tmp_path: Path) -> None:
@@ -93,14 +97,12 @@ class TestResolve:
         link.symlink_to("there/real.safetensors")
         again = tmp_path / "again"
         again.symlink_to(link)
-        assert resolve(link) == Place(str(target.parent), target.name, str(link))
-        assert resolve(again) == Place(str(target.parent), target.name, str(again))
+        assert resolve(link) == Location(str(target.parent), target.name, str(link))
+        assert resolve(again) == Location(str(target.parent), target.name, str(again))
         target.unlink()
-        assert resolve(link) == Place(str(target.parent), target.name, str(link))
+        assert resolve(link) == Location(str(target.parent), target.name, str(link))
         target.parent.rmdir()
-        with pytest.raises(errors.TargetError) as caught:
-            resolve(link)
-        assert caught.value.file == str(target.parent)
+        assert resolve(link) == Location(str(target.parent), target.name, str(link))
 
     def test_links_in_a_ring(self, tmp_path: Path) -> None:
         (tmp_path / "a").symlink_to("b")
@@ -112,7 +114,7 @@ class TestResolve:
 
 class TestNames:
     def test_hugging_face_s(self) -> None:
-        place = Place("/d", "model.safetensors")
+        place = Location("/d", "model.safetensors")
         assert place.names(1) == ["model.safetensors"]
         assert place.names(2) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
         assert place.names(123_456)[-1] == "model-123456-of-123456.safetensors"
@@ -121,18 +123,18 @@ class TestNames:
 
     def test_a_name_that_can_t_be_numbered(self) -> None:
         for name in ("weights.bin", ".safetensors"):
-            place = Place("/d", name)
+            place = Location("/d", name)
             assert place.names(1) == [name]
             assert place.index is None
             with pytest.raises(errors.UsageError):
                 place.names(2)
 
     def test_hidden_names_are_known_again_and_short(self) -> None:
-        place, other = Place("/d", "x" * 255), Place("/d", "model.safetensors")
+        place, other = Location("/d", "x" * 255), Location("/d", "model.safetensors")
         name = place.hidden() + "00001.safetensors"
         assert name != place.hidden() + "00001.safetensors"
         assert name.startswith(".")
         assert len(name) < 100
-        assert Place("/e", "x" * 255).hidden_among([name])
+        assert Location("/e", "x" * 255).hidden_among([name])
         assert not other.hidden_among([name])
         assert not other.hidden_among(["model.safetensors"])

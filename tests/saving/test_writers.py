@@ -13,7 +13,7 @@ import pytest
 
 from mfload import errors
 from mfload.saving import writers
-from mfload.saving.writers import Job, Writers
+from mfload.saving.writers import BlockWrite, Writers
 
 
 class FakeDraft:
@@ -42,9 +42,9 @@ class FakeDraft:
                 self.now -= 1
 
 
-def job(draft: FakeDraft, number: int, tensor: str | None = None) -> Job:
+def job(draft: FakeDraft, number: int, tensor: str | None = None) -> BlockWrite:
     piece = np.full(3, number, np.uint8)
-    return Job(draft, number, [piece, piece], 6, tensor)  # type: ignore[arg-type]
+    return BlockWrite(draft, number, [piece, piece], 6, tensor)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +134,8 @@ def test_one_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     draft.gate.clear()
     made = Writers(2)
     made.put(job(draft, 0))
+    while draft.now == 0:
+        pass
     made.close()
     assert made._threads[0].is_alive()
     draft.gate.set()
@@ -161,7 +163,7 @@ def test_bytes_are_let_go_of_once_written() -> None:
     made = Writers(2)
     piece = np.zeros(5, np.uint8)
     gone = weakref.ref(piece)
-    made.put(Job(draft, 0, [piece], 5, None))  # type: ignore[arg-type]
+    made.put(BlockWrite(draft, 0, [piece], 5, None))  # type: ignore[arg-type]
     del piece
     made.drain()
     assert gone() is None
@@ -174,7 +176,7 @@ def test_who_keeps_the_error_keeps_no_bytes() -> None:
     made = Writers(2)
     piece = np.zeros(5, np.uint8)
     gone = weakref.ref(piece)
-    made.put(Job(draft, 0, [piece], 5, None))  # type: ignore[arg-type]
+    made.put(BlockWrite(draft, 0, [piece], 5, None))  # type: ignore[arg-type]
     del piece
     with pytest.raises(errors.WriteError) as caught:
         made.drain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import watch
 
 from mfload import errors
-from mfload.sources.local import Identity, LocalFile, OpenFile
+from mfload.sources.base import Identity
+from mfload.sources.local import LocalFile, OpenFile
 
 
 @pytest.fixture
@@ -34,14 +36,20 @@ def test_bytes_by_offset(path: Path) -> None:
 
 def test_short_reads_are_taken_up_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = LocalFile(path)
-    real = os.pread
+    real, vectored = os.pread, os.preadv
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: real(fd, min(nbytes, 7), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, vector, at: vectored(fd, [vector[0][:7]], at))
     assert source.read(3, 150) == path.read_bytes()[3:153]
+    memory = bytearray(150)
+    source.read_into(3, memory)
+    assert memory == path.read_bytes()[3:153]
 
 
 def test_an_end_before_its_time_is_a_change(path: Path) -> None:
     with pytest.raises(errors.SourceChangedError, match="210 bytes") as info:
         LocalFile(path).read(190, 20)
+    with pytest.raises(errors.SourceChangedError, match="210 bytes"):
+        LocalFile(path).read_into(190, bytearray(20))
     assert info.value.file == os.fspath(path)
 
 
@@ -138,6 +146,7 @@ def test_every_field_of_an_identity_counts(path: Path, field: int) -> None:
     with pytest.raises(errors.SourceChangedError, match="changed") as info:
         source.compare(Identity(*other))
     assert info.value.expected == source.identity
+    assert pickle.loads(pickle.dumps(source.identity)).matches(source.identity)
     source.identity = Identity(*other)
     with pytest.raises(errors.SourceChangedError):
         source.check()
@@ -171,3 +180,13 @@ def test_closing_twice_is_closing_once(path: Path) -> None:
         pass
     opened.close()
     assert opened.fd == -1
+
+
+def test_another_machine_numbers_its_devices_differently(path: Path) -> None:
+    """An identity that was pickled counts without its device number; every other field counts."""
+    source = LocalFile(path)
+    sent = pickle.loads(pickle.dumps(source.identity._replace(device=99)))
+    source.compare(sent)
+    for field in ("inode", "size", "mtime_ns"):
+        with pytest.raises(errors.SourceChangedError):
+            source.compare(sent._replace(**{field: 1}))

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-import mfload.trees
-
-rule = mfload.trees.rule
+from mfload.trees.keymap import rule
 
 # Layer 10 comes after layer 2, and not before it.
 LAYERS, EXPERTS = 12, 4

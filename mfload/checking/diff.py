@@ -1,0 +1,231 @@
+"""`diff`: what differs between two checkpoints: names, dtypes, shapes, values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mfload.checking.compare import Comparison, Pair, place_of
+from mfload.checking.numeric_diff import NumericDiff
+from mfload.formats import checkpoint
+from mfload.formats.discovery import Path
+from mfload.index import Index, TensorInfo
+from mfload.options import Options, started
+from mfload.planning import selection
+from mfload.planning.selection import Names
+from mfload.progress import Progress, shown
+from mfload.report import Printable, html_table, human, table
+
+HEADS = ["max abs", "max rel", "differing", "nan", "dtype", "shape", "name"]
+
+_SHOWN = 40
+
+
+class TensorDiff(NamedTuple):
+    """What differs in a tensor that both checkpoints have.
+
+    The absolute difference of a and b is |a - b|, the relative one |a - b| / max(|a|, |b|). NaN
+    against NaN is no difference; NaN against a number is counted in `nans` and `differing` and
+    enters no maximum.
+
+    Attributes:
+        equal: Whether dtype, shape and every bit are the same.
+        differing: Elements that differ in value (bytes, of an unknown dtype); None if the two
+            can't be compared, as for different shapes.
+        nans: Elements that are NaN on one side alone; None if there are no numbers to compare.
+        max_abs: Largest absolute difference; an exact int between integers.
+        at: Indices of the largest absolute difference; None if no element differs.
+    """
+
+    name: str
+    dtype_a: str
+    dtype_b: str
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    equal: bool
+    differing: int | None
+    nans: int | None
+    max_abs: int | float | None
+    max_rel: float | None
+    at: tuple[int, ...] | None
+
+    def order(self) -> Any:
+        """Sorts what can't be compared first, then by NaN on one side alone, then by max_abs."""
+        compared = self.differing is not None
+        most, count = self.max_abs or 0, self.differing or 0
+        return compared, -(self.nans or 0), -most, -count, self.equal, self.name
+
+    def row(self) -> list[str]:
+        """Cells of a table with the columns of `HEADS`."""
+        dtype, shape = self.dtype_a, str(list(self.shape_a))
+        if self.dtype_a != self.dtype_b:
+            dtype += f" → {self.dtype_b}"
+        if self.shape_a != self.shape_b:
+            shape += f" → {list(self.shape_b)}"
+        numbers = [self.max_abs, self.max_rel, self.differing, self.nans]
+        return [*map(_cell, numbers), dtype, shape, self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference(Printable):
+    """What `mfload.diff` found. It prints well, and has `as_dict()`.
+
+    Attributes:
+        only_a: Names that only the first has.
+        only_b: Names that only the second has.
+        tensors: What both have, the largest difference first.
+        read_bytes: Bytes read of both.
+        seconds: How long it took.
+        notes: What else was decided or seen.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    tensors: tuple[TensorDiff, ...]
+    read_bytes: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> tuple[TensorDiff, ...]:
+        """The tensors of both that are not the same in every bit."""
+        return tuple(each for each in self.tensors if not each.equal)
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference at all."""
+        return not (self.only_a or self.only_b or self.changed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data: "same" and all attributes by name.
+
+        "tensors" holds an object for each tensor of both, with the attributes of `TensorDiff`.
+        """
+        fields = {name: getattr(self, name) for name in Difference.__slots__}
+        lists = {name: list(getattr(self, name)) for name in ("only_a", "only_b", "notes")}
+        tensors = [each._asdict() for each in self.tensors]
+        return {"same": self.same, **fields, **lists, "tensors": tensors}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The totals, as they are printed: names and values."""
+        rows = [
+            ("compared", "no difference" if self.same else "they differ"),
+            ("tensors", f"{len(self.tensors)} in both, {len(self.changed)} of them changed"),
+        ]
+        for what, names in (("only in a", self.only_a), ("only in b", self.only_b)):
+            if names:
+                some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+                rows.append((what, f"{len(names)}: {some}"))
+        speed = self.read_bytes / self.seconds / 2**30 if self.seconds else 0.0
+        read = f"{human(self.read_bytes)} in {self.seconds:.3g} s, {speed:.2f} GiB/s"
+        return [*rows, ("read", read), *(("note", note) for note in self.notes)]
+
+    def _table(self) -> list[list[str]]:
+        some = self.changed[:_SHOWN]
+        return [HEADS, *(each.row() for each in some)] if some else []
+
+    def __str__(self) -> str:
+        text, left = table(self.rows()), len(self.changed) - _SHOWN
+        if self.changed:
+            text += "\n\n" + table(self._table())
+        return text + (f"\n… and {left} more" if left > 0 else "")
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows()) + (html_table(self._table()) if self.changed else "")
+
+
+def _cell(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return str(number) if isinstance(number, int) else f"{number:.4g}"
+
+
+def diff(
+    a: Path | Sequence[Path],
+    b: Path | Sequence[Path],
+    *,
+    names: Names = None,
+    progress: Progress = False,
+    options: Options | None = None,
+) -> Difference:
+    """Compares two checkpoints by value.
+
+    Values are compared as numbers, whatever dtypes they are stored in: a float32 checkpoint and
+    its bfloat16 copy differ by their rounding. Both are read once, in parts: about 16 MiB of
+    memory a reader, and some hundred bytes for each of the parts.
+
+    Args:
+        a: The first, as for `load`.
+        b: The second; it may be sharded and ordered in another way.
+        names: Which tensors, as for `load`; those that either of them has.
+        progress: True for a bar, or a function of (bytes done, bytes in all).
+        options: Engine, threads and timeout; see `mfload.Options`.
+
+    Returns:
+        What differs.
+
+    Raises:
+        MfloadError: As `load` does.
+    """
+    start = time.perf_counter()
+    how = started(options)
+    (left, ours), (right, theirs) = (
+        how.deadline.bound(lambda path=path: checkpoint.read(path), "reading headers")
+        for path in (a, b)
+    )
+    here, there = _selected(left, right, names)
+    common = [Pair(info, there[name]) for name, info in here.items() if name in there]
+    pairs = [pair for pair in common if _comparable(pair)]
+    comparison = Comparison(ours, theirs, pairs, values=True)
+    with shown(progress, comparison.nbytes) as advance:
+        notes = comparison.run(how, advance)
+    return Difference(
+        tuple(name for name in here if name not in there),
+        tuple(name for name in there if name not in here),
+        tuple(sorted((_tensor(pair, comparison) for pair in common), key=TensorDiff.order)),
+        sum(pair.left.nbytes + pair.right.nbytes for pair in comparison.pairs),
+        time.perf_counter() - start,
+        tuple(dict.fromkeys((*left.notes, *right.notes, *notes))),
+    )
+
+
+def _selected(
+    left: Index, right: Index, names: Names
+) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """The chosen tensors of each; a name or regex that neither has is an error."""
+    both = Index(left.files, {**left.tensors, **right.tensors})
+    chosen = [info.name for info in selection.select(both, names)]
+    ours, theirs = (
+        {name: index.tensors[name] for name in chosen if name in index.tensors}
+        for index in (left, right)
+    )
+    return ours, theirs
+
+
+def _comparable(pair: Pair) -> bool:
+    left, right = pair
+    known = left.dtype.known and right.dtype.known
+    same = pair.same_dtype and left.nbytes == right.nbytes
+    return left.shape == right.shape and (known or same)
+
+
+def _tensor(pair: Pair, comparison: Comparison) -> TensorDiff:
+    left, right = pair
+    compared = _comparable(pair)
+    numbers = compared and left.dtype.known
+    found = comparison.values.get(left.name, NumericDiff())
+    return TensorDiff(
+        left.name,
+        left.dtype.name,
+        right.dtype.name,
+        left.shape,
+        right.shape,
+        compared and pair.same_dtype and left.name not in comparison.first,
+        found.differing if compared else None,
+        found.nans if numbers else None,
+        found.max_abs if numbers else None,
+        found.max_rel if numbers else None,
+        None if found.at is None else place_of(left, found.at),
+    )

@@ -1,0 +1,79 @@
+"""Finds CUDA devices. The driver is asked before any package for them is imported.
+
+Those packages take seconds to import, and without a driver some of their calls spin for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import Any
+
+from mfload import errors
+from mfload.cuda import cupy_device
+from mfload.cuda.device import Device
+
+_LIBRARY = "libcuda.so.1"
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE: none is there, or none is visible.
+
+_found: dict[int, Device] = {}
+# Reentrant: the garbage collector may run code that asks for a device.
+_lock = threading.RLock()
+
+
+def _forked() -> None:
+    """Forgets what CUDA can't give a child, and a lock that a thread of the parent may hold."""
+    global _lock
+    _lock = threading.RLock()
+    _found.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def find(number: int) -> Device:
+    """The CUDA device of an ordinal, the same object each time.
+
+    Raises DeviceError if there is no such device, FrameworkMissingError if CuPy is not installed.
+    """
+    with _lock:
+        if number not in _found:
+            there = count()
+            if not 0 <= number < there:
+                raise errors.DeviceError(
+                    "no such CUDA device here",
+                    expected=f"cuda:0 to cuda:{there - 1}" if there else "at least one device",
+                    found=f"cuda:{number}, of {there} devices",
+                )
+            # PyDLL: its calls take less time than giving the GIL away and waiting for it.
+            _found[number] = cupy_device.make(number, ctypes.PyDLL(_LIBRARY))
+        return _found[number]
+
+
+def count() -> int:
+    """How many CUDA devices this process sees; raises DeviceError without a working driver."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise errors.DeviceError(
+            "no CUDA driver on this machine; `mfload doctor` says what there is",
+            expected=_LIBRARY,
+            found=str(error),
+        ) from error
+    number = ctypes.c_int()
+    status = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(number))
+    if status in (0, _NO_DEVICE):
+        return 0 if status else number.value
+    forked = status == cupy_device.NOT_INITIALISED
+    raise errors.DeviceError(
+        cupy_device.FORKED if forked else "the CUDA driver does not work",
+        found=_text(library, status),
+    )
+
+
+def _text(library: Any, status: int) -> str:
+    name = ctypes.c_char_p()
+    library.cuGetErrorName(status, ctypes.byref(name))
+    return f"{(name.value or b'an error without a name').decode()} ({status})"

@@ -1,0 +1,161 @@
+"""Ranges of files shown to a observer: all of them, once each, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mfload
+from mfload import errors
+from mfload.checking import scan as scanning
+from mfload.checking.scan import BLOCK, Range, scan
+from mfload.io import buffers
+from mfload.options import started
+from mfload.sources.local import LocalFile
+
+
+def look(
+    sources: Any, ranges: Any, observer: Any, *, lanes: bool = False, deadline: float | None = None,
+    threads: int | None = None, engine: Any = "auto", block: int | None = BLOCK,
+    advance: Any = None,
+) -> tuple[str, ...]:  # fmt: skip
+    how = started(mfload.Options(engine=engine, threads=threads, timeout=deadline))
+    return scan(sources, ranges, observer, how, advance, interleave=lanes, block=block)
+
+
+class _Seen:
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, int, bytes]] = []
+        self._lock = threading.Lock()
+
+    def saw(self, source: int, offset: int, data: Any, stopped: Any) -> None:
+        with self._lock:
+            self.parts.append((source, offset, data.tobytes()))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[list[LocalFile], list[bytes]]:
+    raws = [np.random.default_rng(n).bytes(size) for n, size in enumerate([100_001, 70_000, 5])]
+    for n, raw in enumerate(raws):
+        (tmp_path / f"{n}").write_bytes(raw)
+    return [LocalFile(tmp_path / f"{n}") for n in range(len(raws))], raws
+
+
+@pytest.mark.parametrize("engine", ["auto", "pread", "direct"])
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("lanes", [False, True])
+def test_every_byte_is_shown_once(
+    engine: str, threads: int, lanes: bool, files: tuple[list[LocalFile], list[bytes]]
+) -> None:
+    sources, raws = files
+    seen, told = _Seen(), []
+    ranges = [Range(0, 0, len(raws[0])), Range(1, 13, 60_000), Range(2, 0, 5)]
+    look(
+        sources, ranges, seen, threads=threads, engine=engine, lanes=lanes, block=8192,
+        advance=told.append,
+    )  # fmt: skip
+    assert sum(told) == 100_001 + 60_000 + 5
+    for source, offset, nbytes in ranges:
+        found = b"".join(part for n, _, part in sorted(seen.parts) if n == source)
+        assert found == raws[source][offset : offset + nbytes]
+    # Cut where the file's blocks end, so that reads past the page cache are whole ones.
+    assert all(offset % 8192 == 0 or offset == 13 for _, offset, _ in seen.parts)
+    assert max(len(part) for _, _, part in seen.parts) <= 8192
+    assert buffers.live_bytes() == 0
+
+
+def test_files_are_read_in_turns(
+    files: tuple[list[LocalFile], list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, _ = files
+    seen = _Seen()
+    ranges = [Range(n, 0, source.size) for n, source in enumerate(sources)]
+    look(sources, ranges, seen, threads=1, lanes=True, block=30_000)
+    assert [n for n, _, _ in seen.parts] == [0, 0, 0, 0, 1, 1, 1, 2]
+    planned: list[Any] = []
+    monkeypatch.setattr(scanning.execute, "run", lambda plan, *_, **__: planned.append(plan))
+    look(sources, ranges, seen, threads=2, lanes=True, block=30_000)
+    assert [block.source for block in planned[0].blocks] == [0, 1, 0, 1, 0, 1, 0, 2]
+    look(sources, ranges, seen, threads=2, block=30_000)
+    assert [block.source for block in planned[1].blocks] == [0, 0, 0, 0, 1, 1, 1, 2]
+    queues: Any = [iter([10 * n, 10 * n + 1, 10 * n + 2]) for n in range(3)]
+    turns = scanning._in_turns(queues, 2)
+    assert list(turns) == [0, 10, 1, 11, 2, 12, 20, 21, 22]
+
+
+def test_ranges_as_they_are(files: tuple[list[LocalFile], list[bytes]]) -> None:
+    sources, raws = files
+    seen = _Seen()
+    look(sources, [Range(0, 3, 90_000), Range(0, 99_000, 7)], seen, block=None)
+    assert sorted(seen.parts) == [(0, 3, raws[0][3:90_003]), (0, 99_000, raws[0][99_000:99_007])]
+
+
+def test_nothing_to_read(files: tuple[list[LocalFile], list[bytes]]) -> None:
+    seen = _Seen()
+    assert look(files[0], [], seen) == ()
+    assert look(files[0], [Range(0, 0, 0)], seen) == ()
+    assert seen.parts == []
+
+
+def test_memory_is_a_slot_a_reader(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(8 << 20))
+    source = LocalFile(tmp_path / "a")
+    for engine in ("pread", "direct"):
+        buffers.peak_bytes(reset=True)
+        look([source], [Range(0, 0, source.size)], _Seen(), threads=3, engine=engine,
+                       block=64 << 10)  # fmt: skip
+        assert buffers.peak_bytes() <= 3 * ((64 << 10) + 2 * 4096)
+
+
+def test_a_file_that_changed_or_shrank(tmp_path: Path) -> None:
+    for change in (lambda path: os.utime(path, (1, 1)), lambda path: os.truncate(path, 10)):
+        path = tmp_path / "a"
+        path.write_bytes(bytes(100))
+        source = LocalFile(path)
+        change(path)
+        with pytest.raises(errors.SourceChangedError) as info:
+            look([source], [Range(0, 0, 100)], _Seen())
+        assert info.value.file == os.fspath(path)
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(100))
+    source = LocalFile(path)
+
+    class Changing(_Seen):
+        def saw(self, *args: Any) -> None:
+            os.utime(path, (1, 1))
+
+    with pytest.raises(errors.SourceChangedError):
+        look([source], [Range(0, 0, 100)], Changing())
+
+
+def test_an_error_of_the_observer_ends_it(files: tuple[list[LocalFile], list[bytes]]) -> None:
+    class Failing(_Seen):
+        def saw(self, *args: Any) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        look(files[0], [Range(0, 0, 100_001)], Failing(), threads=3, block=4096)
+    assert not [t for t in threading.enumerate() if t.name == "mfload-reader"]
+
+
+def test_the_deadline(files: tuple[list[LocalFile], list[bytes]]) -> None:
+    hung = threading.Event()
+
+    class Slow(_Seen):
+        def saw(self, *args: Any) -> None:
+            hung.wait(20)
+
+    with pytest.raises(errors.LoadTimeoutError):
+        look(files[0], [Range(0, 0, 100_001)], Slow(), deadline=0.3)
+    hung.set()
+    for thread in threading.enumerate():
+        if thread.name == "mfload-reader":
+            thread.join(10)

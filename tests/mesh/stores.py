@@ -1,0 +1,138 @@
+"""A key-value store and collectives in memory, and processes that are threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+
+
+class Memory:
+    """What the stores of all processes of a test share."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.lock = threading.Lock()
+
+
+class MemoryStore:
+    """See `base.Store`.
+
+    Args:
+        memory: Shared with the other processes.
+        before: Called before each look: it may wait, or raise.
+    """
+
+    def __init__(self, memory: Memory, before: Callable[[], None] = lambda: None) -> None:
+        self._memory = memory
+        self.before = before
+        self.counts: dict[str, int] = {}
+
+    def put(self, key: str, text: str) -> None:
+        with self._memory.lock:
+            self._memory.texts[key] = text
+
+    def under(self, prefix: str) -> dict[str, str]:
+        self.before()
+        with self._memory.lock:
+            return {k: v for k, v in self._memory.texts.items() if k.startswith(prefix)}
+
+    def first(self, key: str, text: str) -> str:
+        with self._memory.lock:
+            return self._memory.texts.setdefault(key, text)
+
+    def drop(self, prefix: str) -> None:
+        with self._memory.lock:
+            for key in [k for k in self._memory.texts if k.startswith(prefix)]:
+                del self._memory.texts[key]
+
+
+class MemoryLink:
+    """See `base.Link`: threads swap rows at a barrier.
+
+    Args:
+        rank: Of this process.
+        ranks: All of them.
+        width: Bytes of a row.
+        shared: The same for all links of a test.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], width: int, shared: Swaps) -> None:
+        self.ranks = tuple(sorted(ranks))
+        self.broken = False
+        self._rank, self._width, self._shared = rank, width, shared
+
+    def buffer(self) -> Any:
+        return np.zeros((len(self.ranks), self._width), np.uint8)
+
+    def swap(self, rows: Any, check: Callable[[], None]) -> tuple[Any, None]:
+        check()
+        try:
+            return self._shared.swap(self.ranks.index(self._rank), rows), None
+        except threading.BrokenBarrierError:
+            self.broken = True
+            raise errors.ProcessError("the exchange broke off") from None
+
+    def close(self) -> None:
+        pass
+
+
+class Swaps:
+    """Where the threads of a test swap."""
+
+    def __init__(self, count: int, seconds: float = 10.0) -> None:
+        self._barrier = threading.Barrier(count, timeout=seconds)
+        self._rows: dict[int, Any] = {}
+
+    def swap(self, number: int, rows: Any) -> Any:
+        self._rows[number] = rows.copy()
+        self._barrier.wait()
+        came = np.stack([self._rows[n][number] for n in sorted(self._rows)])
+        self._barrier.wait()
+        return came
+
+
+class Backend:
+    """As much of a `base.MeshBackend` as processes agree by: threads are processes here."""
+
+    def __init__(self, rank: int, store: MemoryStore | None, swaps: Swaps | None = None) -> None:
+        self.rank = rank
+        self._store, self._swaps = store, swaps
+
+    def store(self) -> MemoryStore | None:
+        return self._store
+
+    def link(self, ranks: Sequence[int], width: int, deadline: Any) -> MemoryLink:
+        assert self._swaps is not None
+        return MemoryLink(self.rank, ranks, width, self._swaps)
+
+
+def all_at_once(acts: Sequence[Callable[[], Any]], seconds: float = 20.0) -> list[Any]:
+    """Runs each in a thread; what each returned or raised.
+
+    Raises:
+        AssertionError: One hung.
+    """
+    outcomes: list[Any] = [None] * len(acts)
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = acts[number]()
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(acts))
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+        assert not thread.is_alive(), "a process hangs"
+    return outcomes

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import stores
+from hypothesis import assume, given, settings, strategies as st
+
+from mfload import dtypes, errors
+from mfload.index import Box, Piece, TensorInfo
+from mfload.mesh import agree, redistribute
+from mfload.planning.planner import Place
+from mfload.planning.requests import Request, boxed, select
+from mfload.runtime import Deadline
+
+KINDS = ("U8", "BF16", "F32", "F64", "F4", "F6_E2M3")
+
+
+def tensor(name: str, dtype: str, shape: tuple[int, ...], offset: int = 0) -> TensorInfo:
+    row = dtypes.TABLE[dtype]
+    return TensorInfo(name, row, shape, (Piece(0, offset, row.size_of(shape) or 0),))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[TensorInfo]:
+    made: list[TensorInfo] = []
+    offset = 0
+    for number in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from(KINDS))
+        shape = draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 8, 24)), max_size=3))
+        block = dtypes.TABLE[dtype].elements
+        if block > 1:
+            shape = [*shape, block * draw(st.integers(0, 6))]
+        made.append(tensor(f"t{number}", dtype, tuple(shape), offset))
+        offset += made[-1].nbytes
+    return made
+
+
+@st.composite
+def boxes(draw: st.DrawFn, info: TensorInfo) -> Box:
+    box: list[tuple[int, int]] = []
+    for dim, length in enumerate(info.shape):
+        unit = info.dtype.elements if dim == len(info.shape) - 1 else 1
+        start = draw(st.integers(0, length // unit))
+        stop = draw(st.integers(start, length // unit))
+        box.append((start * unit, stop * unit) if draw(st.booleans()) else (0, length))
+    return tuple(box)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> dict[int, list[Request]]:
+    """Needs of some processes, of any boxes whatever."""
+    infos = draw(tensors())
+    made: dict[int, list[Request]] = {}
+    for rank in draw(st.lists(st.integers(0, 9), min_size=2, max_size=5, unique=True)):
+        each: list[Request] = []
+        for info in infos:
+            widen = info.dtype.name == "BF16" and draw(st.booleans())
+            dtype = dtypes.TABLE["F64"] if widen else info.dtype
+            for _ in range(draw(st.integers(0, 3))):
+                box = draw(boxes(info))
+                each.append(Request(info, dtype, boxed(info, box)))
+        made[rank] = each
+    return made
+
+
+def content(info: TensorInfo) -> Any:
+    """Bytes of a tensor, by its smallest blocks: (…, blocks of the last dim, bytes of a block)."""
+    row = info.dtype
+    shape = info.shape if row.elements == 1 else (*info.shape[:-1], info.shape[-1] // row.elements)
+    generator = np.random.default_rng(len(info.name) + math.prod(shape))
+    return generator.integers(0, 256, (*shape, row.nbytes), np.uint8)
+
+
+def cut_out(info: TensorInfo, box: Box, data: Any) -> Any:
+    unit = info.dtype.elements
+    if unit > 1:
+        box = (*box[:-1], (box[-1][0] // unit, box[-1][1] // unit))
+    return data[(*(slice(*pair) for pair in box), ...)]
+
+
+@settings(max_examples=150)
+@given(worlds(), st.sampled_from((4096, 8192)))
+def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
+    requests: dict[int, list[Request]], width: int
+) -> None:
+    schedule = redistribute.schedule(requests, width)
+    again = redistribute.schedule(dict(reversed(list(requests.items()))), width)
+    assert schedule[2:] == again[2:]
+    held = {request.info.name: request.info for each in requests.values() for request in each}
+    data = {name: content(info) for name, info in held.items()}
+    readers = {name: np.full(array.shape[:-1], -1) for name, array in data.items()}
+    results: dict[tuple[int, int], Any] = {}
+    filled: dict[tuple[int, int], Any] = {}
+    for parcel in itertools.chain(schedule.local, *schedule.rounds):
+        target = parcel.target
+        info, dtype = target.request.info, target.request.dtype
+        seen = cut_out(info, parcel.box, readers[info.name])
+        assert np.isin(seen, (-1, parcel.reader)).all(), "a byte has two readers"
+        seen[...] = parcel.reader
+        part = cut_out(info, parcel.box, data[info.name])
+        if dtype is not info.dtype:
+            part = np.repeat(part, dtype.nbytes // info.dtype.nbytes, axis=-1)
+        assert part.size == parcel.nbytes
+        for number in target.numbers:
+            key = target.rank, number
+            nbytes = requests[target.rank][number].nbytes
+            result = results.setdefault(key, np.full(nbytes, 7, np.uint8))
+            result[parcel.at : parcel.at + parcel.nbytes] = part.reshape(-1)
+            count = filled.setdefault(key, np.zeros(nbytes, np.int64))
+            count[parcel.at : parcel.at + parcel.nbytes] += 1
+    for rank, each in requests.items():
+        for number, request in enumerate(each):
+            if not request.nbytes:
+                assert (rank, number) not in results
+                continue
+            assert (filled[rank, number] == 1).all()
+            whole = cut_out(request.info, redistribute._box(request), data[request.info.name])
+            if request.dtype is not request.info.dtype:
+                whole = np.repeat(whole, request.dtype.nbytes // request.info.dtype.nbytes, axis=-1)
+            assert results[rank, number].tobytes() == whole.tobytes()
+    _check_rows(schedule)
+
+
+def _check_rows(schedule: redistribute.Schedule) -> None:
+    for parcels in schedule.rounds:
+        rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for parcel in parcels:
+            if parcel.reader != parcel.target.rank:
+                row = rows.setdefault((parcel.reader, parcel.target.rank), [])
+                row.append((parcel.wire, parcel.wire + parcel.nbytes))
+        for row in rows.values():
+            ends = sorted(row)
+            assert ends[0][0] >= redistribute._HEADER.size
+            assert ends[-1][1] <= schedule.width
+            assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+    assert all(parcel.reader == parcel.target.rank for parcel in schedule.local)
+
+
+def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
+    info = tensor("w", "U8", (4000,))
+    ends = (4000, 3999, 3998)
+    each = [Request(info, info.dtype, boxed(info, ((0, end),))) for end in ends]
+    schedule = redistribute.schedule({0: [Request(info, info.dtype)], 1: each, 2: each}, 4096)
+    _check_rows(schedule)
+    every = itertools.chain(schedule.local, *schedule.rounds)
+    assert sum(p.nbytes for p in every if p.target.rank == 2) == sum(ends)
+
+
+def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int, list[Request]]:
+    """Needs as a mesh makes them: equal blocks, devices of a process next to each other."""
+    made: dict[int, list[Request]] = {rank: [] for rank in range(processes)}
+    places = list(itertools.product(*map(range, grid)))
+    for number, place in enumerate(places):
+        box = tuple(
+            (n * length // parts, (n + 1) * length // parts)
+            for n, parts, length in zip(place, grid, info.shape, strict=True)
+        )
+        rank = number * processes // len(places)
+        made[rank].append(Request(info, info.dtype, boxed(info, box)))
+    return made
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(2, 5),
+    st.sampled_from(((8, 1), (1, 8), (2, 4), (4, 2), (1, 1))),
+    st.sampled_from((64, 256, 1000)),
+    st.sampled_from((64, 512, 4096)),
+)
+def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, columns: int) -> None:
+    info = tensor("w", "F32", (rows, columns))
+    requests = shards(info, grid, processes)
+    if grid == (1, 1):
+        requests = {rank: [Request(info, info.dtype)] for rank in range(processes)}
+    assume(rows % grid[0] == 0 and columns % grid[1] == 0)
+    schedule, _ = redistribute.choose(requests, "once", "cpu", None, 0)
+    assert schedule is not None
+    for rank in range(processes):
+        assert schedule.read[rank] <= info.nbytes / processes + max(
+            8192, info.nbytes / 32 / processes
+        )
+    assert sum(schedule.read.values()) == info.nbytes
+    if grid == (8, 1) and 8 % processes == 0:
+        # Rows are read by those who want them, where it pays to cut the tensor at all.
+        moved = sum(map(schedule.received, range(processes)))
+        assert moved == 0 or info.nbytes < 16384 * processes
+
+
+@settings(deadline=None)
+@given(st.integers(2, 64), st.integers(0, 1 << 30))
+def test_rows_keep_within_the_overhead(count: int, overhead: int) -> None:
+    info = tensor("w", "U8", (100,))
+    requests = {rank: [Request(info, info.dtype)] for rank in range(count)}
+    if overhead < 2 * 4 * count * 4096:
+        with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
+            redistribute.choose(requests, "once", "cpu", overhead, 0)
+        return
+    schedule, _ = redistribute.choose(requests, "once", "cpu", overhead, 0)
+    assert schedule is not None
+    assert schedule.width >= 4096
+    assert schedule.overhead <= overhead // 2
+
+
+def test_parts_keep_within_a_limit() -> None:
+    infos = [tensor(f"t{n}", "U8", (100,), 100 * n) for n in range(10)]
+    requests = {
+        0: [Request(i, i.dtype) for i in infos],
+        1: [Request(i, i.dtype) for i in infos[::2]],
+    }
+    parts = redistribute.parts(requests, 250)
+    for part in parts:
+        assert sum(requests[0][n].nbytes for n in part[0]) <= 250
+    assert [n for part in parts for n in part[0]] == list(range(10))
+    assert [n for part in parts for n in part[1]] == list(range(5))
+
+
+class TestRun:
+    """Processes are threads, which swap rows in memory."""
+
+    def _run(self, requests: dict[int, list[Request]], read: Any, width: int = 4096) -> list[Any]:
+        schedule = redistribute.schedule(requests, width)
+        swaps = stores.Swaps(len(requests))
+
+        def process(rank: int) -> list[Any]:
+            group = agree.ProcessGroup(stores.Backend(rank, None), sorted(requests), Deadline(None))
+            link = stores.MemoryLink(rank, sorted(requests), width, swaps)
+            memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
+            places = [Place(r, n, 0) for n, r in enumerate(requests[rank])]
+            come: list[int] = []
+            redistribute.Exchange(
+                schedule, group, link if schedule.rounds else None, read(rank), come.append
+            ).run(places, memory)
+            assert sum(come) == sum(request.nbytes for request in requests[rank])
+            return memory
+
+        return stores.all_at_once([lambda rank=rank: process(rank) for rank in requests])
+
+    def test_values(self) -> None:
+        info = tensor("w", "F32", (64, 256))
+        requests = shards(info, (1, 8), 2)
+        data = content(info)
+
+        def read(rank: int) -> Any:
+            def run(wanted: Any, given: Any, memory: Any) -> None:
+                for request, (buffer, at) in zip(wanted, given, strict=True):
+                    part = cut_out(info, redistribute._box(request), data).reshape(-1)
+                    memory[buffer][at : at + part.size] = part
+
+            return run
+
+        for rank, memory in enumerate(self._run(requests, read)):
+            for request, array in zip(requests[rank], memory, strict=True):
+                whole = cut_out(info, redistribute._box(request), data)
+                assert array.tobytes() == whole.tobytes()
+
+    def test_an_error_stops_all_after_the_same_round(self) -> None:
+        requests = shards(tensor("w", "F32", (64, 256)), (1, 8), 2)
+        calls = [0, 0]
+
+        def read(rank: int) -> Any:
+            def run(wanted: Any, given: Any, memory: Any) -> None:
+                calls[rank] += 1
+                if rank == 1 and calls[1] == 3:
+                    raise errors.ReadError("the disk is gone")
+
+            return run
+
+        other, own = self._run(requests, read)
+        assert isinstance(own, errors.ReadError)
+        assert isinstance(other, errors.ProcessError)
+        assert "process 1 failed" in str(other)
+        assert "ReadError: the disk is gone" in str(other)
+        assert calls == [3, 3]
+
+
+class TestChoosing:
+    def columns(self) -> dict[int, list[Request]]:
+        return shards(tensor("w", "F32", (1024, 1024)), (1, 8), 2)
+
+    def choose(self, requests: Any, wished: str, platform: str, overhead: int | None = None) -> Any:
+        return redistribute.choose(requests, wished, platform, overhead, 0)
+
+    def test_never(self) -> None:
+        assert self.choose(self.columns(), "never", "gpu") == (None, "")
+
+    def test_auto_reads_where_reading_is_cheap(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(redistribute, "schedule", lambda *_: pytest.fail("no need to plan"))
+        schedule, note = self.choose(self.columns(), "auto", "cpu")
+        assert schedule is None
+        assert "measured" in note
+
+    def test_auto_exchanges_where_links_are_fast(self) -> None:
+        schedule, note = self.choose(self.columns(), "auto", "gpu")
+        assert "assumed" in note
+        assert max(schedule.read.values()) <= 0.55 * (4 << 20)
+
+    def test_rows_are_never_exchanged(self) -> None:
+        requests = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 2)
+        assert self.choose(requests, "auto", "gpu")[0] is None
+
+    def test_what_has_steps_is_read_by_the_process_that_wants_it(self) -> None:
+        info = tensor("w", "F32", (16, 16))
+        requests = {r: [Request(info, info.dtype, select(info, slice(None, None, 2)))]
+                 for r in (0, 1)}  # fmt: skip
+        schedule, note = self.choose(requests, "once", "cpu")
+        assert schedule is None
+        assert "steps" in note
+
+    def test_too_little_memory(self) -> None:
+        with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
+            self.choose(self.columns(), "once", "cpu", 10_000)
+        schedule, note = self.choose(self.columns(), "auto", "gpu", 10_000)
+        assert schedule is None
+        assert "too small for an exchange" in note

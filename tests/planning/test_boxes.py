@@ -1,0 +1,117 @@
+"""Runs of a selection: which ranges are read, which are read over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mfload import dtypes
+from mfload.index import Piece, TensorInfo
+from mfload.planning import boxes
+from mfload.planning.blocks import Costs, Segment
+from mfload.planning.requests import Request, select
+
+COSTS = Costs()
+
+
+def _need(shape: tuple[int, ...], index: Any, dtype: str = "F32", to: str | None = None) -> Request:
+    row = dtypes.TABLE[dtype]
+    info = TensorInfo("w", row, shape, (Piece(3, 1000, row.size_of(shape) or 0),))
+    return Request(info, dtypes.TABLE[to or dtype], select(info, index))
+
+
+def _ranges(request: Request, costs: Costs = COSTS) -> list[tuple[int, int]]:
+    return [(s.offset, s.nbytes) for _, s in boxes.segments(request, 0, 0, costs)]
+
+
+def test_a_whole_tensor_is_one_plain_segment() -> None:
+    request = _need((10, 20), ...)
+    assert list(boxes.segments(request, 5, 64, COSTS)) == [(3, Segment(1000, 800, 5, 64))]
+    assert boxes.contiguous(request) == 1000
+
+
+@pytest.mark.parametrize(
+    ("index", "offset"),
+    [
+        (slice(2, 5), 1000 + 2 * 80),
+        (4, 1000 + 4 * 80),
+        ((4, slice(3, 9)), 1000 + 4 * 80 + 12),
+        ((slice(3, 4), slice(None, None, 1)), 1000 + 3 * 80),
+        ((slice(9, 8, -1), slice(None)), 1000 + 9 * 80),
+        ((7, slice(5, 4, -1)), 1000 + 7 * 80 + 20),
+        ((7, slice(5, 6, 9)), 1000 + 7 * 80 + 20),
+    ],
+)
+def test_what_lies_together_is_contiguous(index: Any, offset: int) -> None:
+    request = _need((10, 20), index)
+    assert boxes.contiguous(request) == offset
+    assert _ranges(request) == [(offset, request.nbytes)]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [slice(None, None, 2), (slice(None), slice(0, 19)), slice(None, None, -1), (slice(None), 3)],
+)
+def test_what_lies_apart_or_backwards_is_not(index: Any) -> None:
+    assert boxes.contiguous(_need((10, 20), index)) is None
+
+
+def test_a_conversion_is_never_contiguous() -> None:
+    request = _need((10, 20), ..., to="F64")
+    assert boxes.contiguous(request) is None
+    ((_, segment),) = boxes.segments(request, 0, 0, COSTS)
+    assert segment.copy is not None
+    assert (segment.copy.source, segment.copy.target) == (np.dtype("f4"), np.dtype("f8"))
+
+
+def test_columns_far_apart_are_read_one_by_one() -> None:
+    # Rows of 8 KiB: the gap between the columns is more than a page.
+    request = _need((50, 2048), (slice(None), slice(8, 16)))
+    assert _ranges(request) == [(1000 + row * 8192 + 32, 32) for row in range(50)]
+    assert all(s.copy is None for _, s in boxes.segments(request, 0, 0, COSTS))
+
+
+def test_columns_within_a_page_are_read_over() -> None:
+    request = _need((50, 512), (slice(None), slice(8, 16)))
+    assert _ranges(request) == [(1000 + 32, 49 * 2048 + 32)]
+    # One byte less than the gap, and they are read apart.
+    assert len(_ranges(request, Costs(merge_gap=2048 - 32))) == 50
+    assert len(_ranges(request, Costs(merge_gap=2048 - 32 + 1))) == 1
+
+
+def test_a_span_longer_than_a_block_is_cut_by_rows() -> None:
+    request = _need((1000, 512), (slice(None), slice(8, 16)))
+    ranges = _ranges(request, Costs(block=10_000))
+    assert all(length <= 10_000 for _, length in ranges)
+    # Five rows: 4 * 2048 + 32 bytes.
+    assert ranges[0] == (1032, 4 * 2048 + 32)
+    assert len(ranges) == 200
+
+
+def test_a_row_longer_than_a_block_is_cut_within() -> None:
+    request = _need((2, 100_000), ..., to="F64")
+    ranges = _ranges(request, Costs(block=4096))
+    assert all(length <= 4096 for _, length in ranges)
+    assert sum(length for _, length in ranges) == 800_000
+
+
+def test_steps_backwards_start_at_the_last_byte() -> None:
+    request = _need((10,), slice(None, None, -1), "U8")
+    ((_, segment),) = boxes.segments(request, 0, 0, COSTS)
+    assert (segment.offset, segment.nbytes) == (1000, 10)
+    assert segment.copy is not None
+    assert (segment.copy.start, segment.copy.strides) == (9, (-1,))
+
+
+def test_nothing_is_read_for_nothing() -> None:
+    assert list(boxes.segments(_need((10, 20), slice(3, 3)), 0, 0, COSTS)) == []
+    assert list(boxes.segments(_need((0, 20), ...), 0, 0, COSTS)) == []
+
+
+def test_packed_elements_move_as_bytes() -> None:
+    request = _need((4, 64), (slice(None, None, 2), slice(8, 24)), "F4")
+    ((_, segment),) = boxes.segments(request, 0, 0, COSTS)
+    assert (segment.offset, segment.nbytes) == (1004, 64 + 8)
+    assert segment.wanted == request.nbytes == 16
