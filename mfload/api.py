@@ -66,7 +66,7 @@ def load(
             as a list of arrays. A list of (regex, device) pairs puts a tensor on the device of
             the first regex found in its name; `{name: device}` takes exact names.
         names: Which tensors: a regex that is searched for, a list of exact names, or a
-            function from a name to bool. All where None.
+            function from a name to bool. Default: all.
         dtype: A dtype (of any framework, or its name) for all floating tensors, or
             rules for some: a list of (regex, dtype) pairs, of which the first regex found in the
             name counts, or a mapping from exact names. What would lose values (float to int, 64
@@ -275,7 +275,7 @@ def save(
 ) -> Saved:
     """Saves arrays as a safetensors checkpoint, all of it or nothing.
 
-    Nobody sees a file under its final name before it is whole and on disk, whatever happens: an
+    No reader sees a file under its final name before it is whole and on disk, whatever happens: an
     error, Ctrl-C, a kill or a full disk leaves what was there before. When the call returns, the
     new checkpoint outlives a loss of power.
 

@@ -323,7 +323,7 @@ def close_names(
     """The choices most like a word, the likest first.
 
     Likeness takes about 50 µs a choice: the first 5000 are looked at, and the first 300
-    characters of each, so that whoever mistypes one does not wait.
+    characters of each, so that a mistyped name costs no wait.
 
     Args:
         word: What was typed; anything, by its text.
@@ -340,7 +340,7 @@ def close_names(
 
 
 def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """`, did you mean 'x'?`, to be put after a message; empty where nothing is close.
+    """`, did you mean 'x'?`, to be put after a message; empty if nothing is close.
 
     Args:
         word: What was typed.

@@ -48,7 +48,7 @@ class LazyCheckpoint:
         return list(self._opened().tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """The free-form strings of the headers, None where there are none."""
+        """The free-form strings of the headers; None if there are none."""
         strings = self._opened().metadata
         return None if strings is None else dict(strings)
 
