@@ -88,7 +88,7 @@ def drop(extents: Sequence[Extent]) -> None:
 
 
 def why_not(extents: Sequence[Extent], *, cold: bool) -> str | None:
-    """Why these extents can't be measured cold or warm; None where they can. Tries it."""
+    """Why these extents can't be measured cold or warm, or None. Tries it."""
     for kind in map(file_system, paths_of(extents)):
         if cold and kind in MEMORY_FILE_SYSTEMS:
             return f"{kind} keeps its files in memory"

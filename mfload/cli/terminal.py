@@ -16,7 +16,7 @@ _PATIENCE = 0.4
 """Seconds before a bar is shown: shorter work needs none."""
 
 Steps = Callable[[int, int, str], None]
-"""Told of steps done, steps in all (0 where not known yet), and what is being done."""
+"""Called with steps done, steps in all (0 if not known yet), and what is being done."""
 
 
 def fancy(stream: Any) -> bool:

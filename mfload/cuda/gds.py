@@ -3,7 +3,7 @@
 Where there is no direct way, cuFile and kvikio both copy through host memory without a word. So
 before cuFile is used, it reads a little of the file in a process of its own, in which neither may
 fall back: opening cuFile's driver hangs in some virtual machines. engine="gds" takes cuFile if the
-bytes are right, "auto" if the page cache was seen to be bypassed as well.
+bytes are right, "auto" if it bypassed the page cache as well.
 """
 
 from __future__ import annotations
