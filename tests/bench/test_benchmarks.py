@@ -82,6 +82,7 @@ def test_verifying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (out / "verifying.md").read_text() == page
 
 
+@pytest.mark.slow
 def test_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert saving.main([*_places(tmp_path), "--gb", "0.005"]) == 0
     assert "FAILED" not in capsys.readouterr().out

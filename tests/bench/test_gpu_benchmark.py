@@ -64,6 +64,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole, on host arrays -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rehearsal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
