@@ -21,7 +21,10 @@ from mfload.cuda.copies import Methods
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.engine import onto_devices
 from mfload.cuda.staging import Staging
-from mfload.planning.blocks import Block, Segment, Slot
+from mfload.io.buffers import WorkerSlot
+from mfload.io.engine import Engine
+from mfload.planning.blocks import Block, Segment
+from mfload.runtime import Deadline
 
 ROUNDS = 9
 SLOTS = 2, 4, 8, 16
@@ -62,9 +65,9 @@ def _saying(answer: object) -> Callable[..., object]:
 
 
 class Nothing:
-    """Reads nothing (see `blocks.Lander`)."""
+    """Reads nothing (see `mfload.io.pread.PreadReader`)."""
 
-    def land(self, block: Block, slot: Slot) -> Any:
+    def land(self, block: Block, slot: WorkerSlot) -> Any:
         """What is in the slot."""
         return slot.bytes(block.nbytes)
 
@@ -81,18 +84,11 @@ def seconds(slot: int) -> float:
         Block(0, at, length, (Segment(at, length, 0, at),)) for at in range(0, nbytes, length)
     ]
     staging = Staging(Methods([on]), length)
-    engine = onto_devices(blocks, memory, staging, lambda _: Nothing(), threads=1)
+    readers: Any = lambda _: Nothing()  # noqa: E731
+    engine = Engine(onto_devices(blocks, memory, staging, readers, 1, {}, print))
     start = time.perf_counter()
-    engine.submit(blocks)
-    done = 0
-    while done < len(blocks):
-        said = engine.complete(10)
-        assert said is not None
-        assert said.error is None, said.error
-        done += said.blocks
-    taken = time.perf_counter() - start
-    engine.close(10)
-    return taken
+    engine.run(Deadline(None))
+    return time.perf_counter() - start
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from benchmarks import ROOT
 from benchmarks.process import TIMEOUT, Child, ChildError
 from benchmarks.subject import Subject
 from benchmarks.tasks import Job
-from mfload.bench import ceilings, loaders, machine
+from mfload.bench import machine
 from mfload.bench.machine import UnfitError
 
 Sample = dict[str, Any]
@@ -79,14 +79,6 @@ class Bed:
         }
 
 
-def _env(name: str) -> Mapping[str, str]:
-    """What a loader is to be run with; a task of somebody else's has nothing."""
-    try:
-        return {} if name in ceilings.PATTERNS else loaders.find(name).env
-    except KeyError:
-        return {}
-
-
 def prepare(case: Case, subject: Subject) -> float | None:
     """Bring page cache and memory into the state that a case asks for.
 
@@ -117,7 +109,7 @@ def sample(name: str, case: Case, subject: Subject, bed: Bed) -> Sample:
         UnfitError: The page cache can't be brought into the state of the case.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        child = Child(log, _env(name), bed.roots, bed.timeout)
+        child = Child(log, {}, bed.roots, bed.timeout)
         try:
             child.get_ready(bed.job(name, subject))
             # The child has imported all it needs: what is prepared now is fresh when it starts.

@@ -55,30 +55,10 @@ _WHERE = {
 }
 
 __all__ = [
-    "Aligned",
-    "Diagnosis",
-    "Difference",
-    "Manifest",
-    "MfloadError",
-    "Options",
-    "Report",
-    "Saved",
-    "Verification",
-    "abstract",
-    "align",
-    "diff",
-    "doctor",
-    "errors",
-    "live_bytes",
-    "load",
-    "load_into",
-    "open",
-    "plan",
-    "rule",
-    "save",
-    "unpack",
-    "verify",
-]
+    "Aligned", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options", "Report", "Saved",
+    "Verification", "abstract", "align", "diff", "doctor", "errors", "live_bytes", "load",
+    "load_into", "open", "plan", "rule", "save", "unpack", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """`python -m mfload` is the command `mfload`."""
 
-from __future__ import annotations
-
 import sys
 
 from mfload.cli import main

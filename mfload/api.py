@@ -13,26 +13,26 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, frameworks
-from mfload.checking.checksums import ManifestCheck
-from mfload.checking.manifest import Manifest
 from mfload.formats import checkpoint, discovery
-from mfload.index import Index
+from mfload.index import Index, TensorInfo
 from mfload.loading.lazy import LazyCheckpoint
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, check_choice, started
 from mfload.planning import selection
-from mfload.planning.requests import Request
+from mfload.planning.request import Request
 from mfload.planning.selection import Dtypes, Names
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import Deadline, gc_paused
-from mfload.saving import save as saving
-from mfload.saving.save import Saved
 from mfload.sources.local import LocalFile
 
+# Whatever else a call needs is imported late: it would take most of the time of a small load.
 if TYPE_CHECKING:
+    from mfload.checking.checksums import ManifestCheck
+    from mfload.checking.manifest import Manifest
     from mfload.mesh.load import Chosen
+    from mfload.saving.save import Saved
 
 _NAME, _DTYPE = attrgetter("info.name"), attrgetter("dtype")
 
@@ -58,7 +58,7 @@ def load(
 
     Args:
         path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of
-            files. In a directory the index counts if there is one, else all files do.
+            files. Of a directory, the index is loaded if there is one, otherwise all its files.
         framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", an alias ("np",
             "flax", "pt", "pytorch", "tf"), or the module itself (`torch`, `jax.numpy`).
         device: A name such as "cpu:1" or "cuda:0", or the framework's own device object. Default:
@@ -67,26 +67,25 @@ def load(
             the first regex found in its name; `{name: device}` takes exact names.
         names: Which tensors: a regex that is searched for, a list of exact names, or a
             function from a name to bool. Default: all.
-        dtype: A dtype (of any framework, or its name) for all floating tensors, or
-            rules for some: a list of (regex, dtype) pairs, of which the first regex found in the
-            name counts, or a mapping from exact names. What would lose values (float to int, 64
-            to 32 bit ints) has to be asked for by name, in a rule; and even then
-            a value outside an integer dtype's range stops the load. Narrower floats round,
-            and overflow as their dtype does (infinity or NaN).
-        mesh: A `jax.sharding.Mesh`: the arrays are sharded over its devices, or replicated where
-            `shardings` says nothing of them. With several processes, each of those that have
-            devices of the mesh makes the same call. Where `shardings` names no devices, the mesh of
-            `jax.set_mesh` counts.
+        dtype: A dtype (of any framework, or its name) for all floating tensors, or rules: a list of
+            (regex, dtype) pairs, of which the first regex found in the name counts, or a mapping
+            from exact names. A conversion that loses values (float to int, 64 to 32 bit ints) must
+            be asked for by a rule, and a value outside an integer dtype's range still stops the
+            load. Narrower floats round, and overflow as their dtype does (infinity or NaN).
+        mesh: A `jax.sharding.Mesh`: the arrays are sharded over its devices, or replicated if
+            `shardings` has no rule for them. With several processes, each that has devices of the
+            mesh makes the same call. Default: the mesh of `jax.set_mesh`, if `shardings` names no
+            devices.
         shardings: How tensors are split, for JAX: a PartitionSpec or Sharding for all of them;
-            `[(regex, spec)]`, of which the first that is found in the name counts; a function
-            of a tensor's name and info (it has `shape` and `dtype`) to a spec; or a mapping from
-            names to specs, also nested. A spec is a PartitionSpec, a Sharding (its mesh replaced
-            by `mesh` where it is abstract), or None for replicated. Dims count elements as they
-            are stored, also where bytes arrive; elements that share a byte stay together.
+            `[(regex, spec)]`, of which the first regex found in the name counts; a function from a
+            tensor's name and info (it has `shape` and `dtype`) to a spec; or a mapping from names
+            to specs, also nested. A spec is a PartitionSpec, a Sharding (an abstract mesh in it is
+            replaced by `mesh`), or None for replicated. Dims count elements as they are stored,
+            also of tensors that arrive as bytes; elements that share a byte stay together.
         unmatched: What becomes of tensors that no rule matches: "replicate", or "error".
-        verify: A manifest of checksums (see `mfload.verify`), or its path: the bytes are
-            compared with it while they come, as they are stored, before any conversion. With
-            shardings, on one process whose shards make up whole tensors.
+        verify: A manifest of checksums (see `mfload.verify`), or its path: the stored bytes are
+            compared with it as they arrive, before any conversion. With shardings, on one process
+            whose shards make up whole tensors.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         report: Filled with what happened.
         options: Engine, allocator, memory limits, threads and timeout; see `mfload.Options`.
@@ -121,9 +120,7 @@ def load(
             deadline,
             report=report,
             progress=progress,
-            check=None
-            if verify is None
-            else lambda index, infos: ManifestCheck(verify, index, infos),
+            check=None if verify is None else partial(_manifest_check, verify),
         )
     start = time.perf_counter()
     if report is not None:
@@ -131,22 +128,19 @@ def load(
     how = started(options)
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, unmatched)
-    deadline = how.deadline
     with gc_paused():
-        index, sources = _read_index(path, deadline)
-        requests = _needs(index, names, dtype)
+        index, sources = _read_index(path, how.deadline)
+        requests = _requests(index, names, dtype)
     headers = time.perf_counter() - start
     start = time.perf_counter()
     adapter = frameworks.get(framework, device, index.tensors)
     loader = Loader(index, sources, adapter, how)
-    check = (
-        None
-        if verify is None
-        else ManifestCheck(verify, index, [request.info for request in requests])
-    )
+    check = observer = None
+    if verify is not None:
+        check = _manifest_check(verify, index, [request.info for request in requests])
+        observer = check.observer
     if report is not None:
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
-    observer = None if check is None else check.observer
     shows = nullcontext()
     if progress:
         shows = shown(progress, sum(request.info.nbytes for request in requests))
@@ -166,13 +160,8 @@ def open(
 ) -> LazyCheckpoint:
     """Opens a checkpoint to take tensors and slices from; reads headers only.
 
-    Takes the place of `safetensors.safe_open`, for whole checkpoints too.
-
-    Args:
-        path: As for `load`.
-        framework: As for `load`.
-        device: As for `load`.
-        options: As for `load`; the timeout counts for the headers, and for each request.
+    Takes the place of `safetensors.safe_open`, for whole checkpoints too. The arguments are those
+    of `load`; the timeout is for the headers, and for each request.
 
     Returns:
         A context manager; usable from several threads, after a fork, and pickled.
@@ -222,7 +211,7 @@ def plan(
         return mesh_load.preview(chosen, "jax", mesh, shardings, unmatched)
     index, sources = _read_index(path, how.deadline)
     loader = Loader(index, sources, frameworks.get(framework, device, index.tensors), how)
-    return loader.preview(_needs(index, names, dtype))
+    return loader.preview(_requests(index, names, dtype))
 
 
 def abstract(
@@ -235,22 +224,13 @@ def abstract(
     dtype: Dtypes = None,
     options: Options | None = None,
 ) -> dict[str, Any]:
-    """Says what arrays `load` would make for JAX; reads headers only.
+    """Says what arrays `load` would make for JAX with the same arguments; reads headers only.
 
-    What comes out can be given to `jax.eval_shape`, `jax.jit(...).lower` and the like.
-
-    Args:
-        path: As for `load`.
-        mesh: As for `load`.
-        shardings: As for `load`.
-        unmatched: As for `load`.
-        names: As for `load`.
-        dtype: As for `load`.
-        options: As for `load`; its timeout counts for the headers.
+    The result can be given to `jax.eval_shape`, `jax.jit(...).lower` and the like.
 
     Returns:
         A `jax.ShapeDtypeStruct` for each name, in the order of the files; with its sharding
-        where a mesh or shardings are given.
+        if a mesh or shardings are given.
 
     Raises:
         MfloadError: As `load` does.
@@ -275,27 +255,27 @@ def save(
 ) -> Saved:
     """Saves arrays as a safetensors checkpoint, all of it or nothing.
 
-    No reader sees a file under its final name before it is whole and on disk, whatever happens: an
-    error, Ctrl-C, a kill or a full disk leaves what was there before. When the call returns, the
-    new checkpoint outlives a loss of power.
+    A file gets its final name when it is whole and on disk: after an error, Ctrl-C, a kill or a
+    full disk, what was there before is still there. When the call returns, the new checkpoint
+    outlives a loss of power.
 
     Args:
         arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
             strided, share memory (each is written in full), or lie in the very file that is
             replaced.
-        path: A file; or a directory, which is there or ends with a slash, for a
-            `model.safetensors` in it. Missing directories are made. Through a symbolic
-            link, the file that it leads to is replaced.
+        path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
+            in it. Missing directories are made. Of a symbolic link, the file it leads to is
+            replaced.
         metadata: Strings for the header.
-        align: The data of each file begins on a multiple of so many bytes: a power of two from
-            8 up, also as a text such as "4KiB".
-        max_shard_size: Bytes of tensors a file, or "5GB", "500MiB". What does not fit in one goes
-            to files named as in `model-00001-of-00003.safetensors`, and an index beside them. A
+        align: The data of each file begins on a multiple of so many bytes: a power of two, at
+            least 8, also as a text such as "4KiB".
+        max_shard_size: Bytes of tensors in a file, or "5GB", "500MiB". A larger checkpoint goes to
+            files named as in `model-00001-of-00003.safetensors`, with an index beside them. A
             larger tensor has a file of its own.
         checksums: Whether to read the files back and write a manifest of checksums beside them,
             as `mfload.verify(path, checksums="write")` does.
-        overwrite: Whether a checkpoint that is there is replaced: the file, the index, and the
-            shards to which it leads (without an index, one complete set of them). Other files
+        overwrite: Whether an existing checkpoint is replaced: the file, the index, and the
+            shards that it names (without an index, one complete set of them). Other files
             are never touched; the notes name those that were removed.
         progress: True for a bar, or a function of (bytes done, bytes in all).
 
@@ -303,12 +283,13 @@ def save(
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
 
     Raises:
-        TargetExistsError: A checkpoint is there, and `overwrite` is not set.
+        TargetExistsError: A checkpoint exists, and `overwrite` is not set.
         UnsupportedArrayError: An array can't be saved; nothing was written.
         WriteError: The disk is full, or failed.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
-    from mfload.checking import verify as checking  # Late: a load does without it.
+    from mfload.checking import verify as checking
+    from mfload.saving import save as saving
 
     if checksums:
         checking.check_save_target(path, overwrite=overwrite)
@@ -325,13 +306,9 @@ def save(
 
 
 def _check(
-    framework: str | ModuleType,
-    device: object,
-    mesh: Any,
-    shardings: Any,
-    unmatched: str,
+    framework: str | ModuleType, device: object, mesh: Any, shardings: Any, unmatched: str
 ) -> None:
-    """Refuses what makes no sense together."""
+    """Refuses arguments that exclude each other."""
     name = frameworks.resolve(framework)
     if unmatched != "replicate":
         check_choice("unmatched", unmatched, UNMATCHED)
@@ -353,7 +330,7 @@ def _choose(path: Path, names: Names, dtype: Dtypes, options: LoadOptions) -> Ch
     from mfload.mesh.load import Chosen
 
     index, sources = _read_index(path, options.deadline)
-    return Chosen(index, sources, _needs(index, names, dtype), options)
+    return Chosen(index, sources, _requests(index, names, dtype), options)
 
 
 def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:
@@ -361,16 +338,24 @@ def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]
     return deadline.bound(partial(checkpoint.read, path), "reading headers", name)
 
 
-def _needs(index: Index, names: Names, dtype: Dtypes) -> list[Request]:
+def _requests(index: Index, names: Names, dtype: Dtypes) -> list[Request]:
     infos = list(index.tensors.values()) if names is None else selection.select(index, names)
     if dtype is None:
         return list(map(Request, infos, map(_DTYPE, infos)))
-    if selection.has_rules(dtype):
-        for note in selection.check_rules(index.tensors, dtype):
-            errors.warn(note)
+    wish = selection.read_dtype(dtype)
+    if isinstance(wish, selection.Rules):
+        wish.warn_of_unmatched(index.tensors)
     requests: list[Request] = []
     for info in infos:
         with errors.about(file=index.files[info.pieces[0].source]):
-            wanted, checked = selection.target(info, dtype)
+            wanted, checked = selection.target(info, wish)
         requests.append(Request(info, wanted, None, checked))
     return requests
+
+
+def _manifest_check(
+    verify: str | os.PathLike[str] | Manifest, index: Index, infos: Sequence[TensorInfo]
+) -> ManifestCheck:
+    from mfload.checking.checksums import ManifestCheck
+
+    return ManifestCheck(verify, index, infos)

@@ -1,9 +1,4 @@
-"""The one dtype table: what safetensors can hold, and how wide it is.
-
-A row's `elements` and `nbytes` give its smallest whole block: F32 is (1, 4), F4 is (2, 1),
-F6 is (4, 3). Sizes and slices everywhere follow from that pair alone. DLPack codes are those
-of `DLDataTypeCode` in dlpack.h 1.1.
-"""
+"""The dtype table: what safetensors can hold, and how wide it is."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mfload import errors
@@ -30,9 +25,13 @@ class DType:
     """One row.
 
     Attributes:
-        nbytes: Bytes in the smallest block; 0 marks a dtype mfload does not know.
+        elements: Elements in the smallest block of whole bytes: 1 for F32, 2 for F4, 4 for F6.
+        nbytes: Bytes in that block: 4, 1 and 3. Sizes and slices follow from this pair alone. 0
+            marks a dtype that mfload does not know.
+        code: `DLDataTypeCode` of dlpack.h 1.1.
         kind: What sort of number it is. "scale" is E8M0, an exponent alone; "packed" has
             several elements in a byte; neither takes part in conversions.
+        aliases: Names in NumPy and other frameworks.
     """
 
     name: str
@@ -42,11 +41,11 @@ class DType:
     bits: int
     kind: Kind
     numpy_name: str | None
-    aliases: tuple[str, ...] = field(default=())
+    aliases: tuple[str, ...] = ()
 
     @property
     def numpy(self) -> np.dtype[Any] | None:
-        """The NumPy (or ml_dtypes) dtype of one element; None if none is laid out as stored."""
+        """The NumPy or ml_dtypes dtype of an element; None if none is laid out as stored."""
         return None if self.numpy_name is None else _numpy_dtype(self.numpy_name)
 
     @property
@@ -55,15 +54,14 @@ class DType:
         return self.nbytes > 0
 
     def size_of(self, shape: Iterable[int]) -> int | None:
-        """Bytes of a tensor of that shape, None where they are not whole."""
+        """Bytes of a tensor of that shape; None if the elements do not fill whole blocks."""
         blocks, rest = divmod(math.prod(shape), self.elements)
         return None if rest else blocks * self.nbytes
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the same bytes as uint8, with the last dim turned into bytes.
+        """The shape of the same bytes as uint8: the last dim counts bytes.
 
-        One-byte types keep their shape. Where the last dim is no whole number of blocks
-        (or there is none), the bytes are one flat dim.
+        The bytes are one flat dim if the last dim is not whole blocks, or there is none.
         """
         if self.bits == 8:
             return shape
@@ -78,7 +76,7 @@ class DType:
 
 @functools.cache
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    # Imported late: reading headers needs neither, and `mfload ls` is over before they are loaded.
+    # Late: reading headers needs neither, and `mfload ls` is over before they are loaded.
     import ml_dtypes
     import numpy as np
 
@@ -125,35 +123,26 @@ _BY_ALIAS = {alias.lower(): row for row in TABLE.values() for alias in (row.name
 
 
 def lookup(name: str) -> DType:
-    """The row of a format's dtype name; a row that is not `known` where there is none."""
+    """The row of a format's dtype name; one that is not `known` if the table lacks it."""
     return TABLE.get(name) or DType(name, 1, 0, -1, 0, "unknown", None)
 
 
 def resolve(spec: object) -> DType:
-    """Finds the row for what a user passed as `dtype=`.
-
-    Args:
-        spec: A name ("bfloat16", "BF16", "torch.bfloat16") or any framework's dtype object.
-
-    Raises:
-        UsageError: It names no dtype of the table.
-    """
+    """The row for `dtype=`: a name ("bfloat16", "BF16", "torch.bfloat16") or a dtype object."""
     if spec is int or spec is float or spec is complex:
-        # 64 bits to NumPy, 32 to others: nobody knows which was meant.
-        raise errors.UsageError("a Python type is no dtype", expected="a name", found=repr(spec))
-    for text in _spellings(spec):
-        row = _BY_ALIAS.get(text.rsplit(".", 1)[-1].lower())
+        # 64 bits to NumPy, 32 to others.
+        raise errors.UsageError(
+            "a Python type has no fixed width", expected="the name of a dtype", found=repr(spec)
+        )
+    spellings = [spec]
+    if not isinstance(spec, str):
+        # NumPy's and TensorFlow's dtypes have a name, torch's and Paddle's print as
+        # "torch.bfloat16", and JAX's scalar types (jnp.bfloat16) carry the dtype.
+        spellings = [getattr(spec, "name", None), getattr(spec, "__name__", None), str(spec)]
+    for text in spellings:
+        row = _BY_ALIAS.get(text.rpartition(".")[2].lower()) if isinstance(text, str) else None
         if row is not None:
             return row
     known = ", ".join(row.aliases[0] for row in TABLE.values())
-    meant = errors.did_you_mean(spec, list(_BY_ALIAS)) if isinstance(spec, str) else ""
+    meant = errors.did_you_mean(spec, _BY_ALIAS.keys()) if isinstance(spec, str) else ""
     raise errors.UsageError(f"unknown dtype{meant}", expected=f"one of {known}", found=repr(spec))
-
-
-def _spellings(spec: object) -> list[str]:
-    if isinstance(spec, str):
-        return [spec]
-    # np.dtype and TF dtypes have a name, torch and Paddle dtypes print "torch.bfloat16",
-    # and JAX's scalar types (jnp.bfloat16) carry the dtype.
-    found = [getattr(spec, "name", None), getattr(spec, "__name__", None), str(spec)]
-    return [text for text in found if isinstance(text, str)]

@@ -1,53 +1,21 @@
-"""The errors mfload raises.
+"""The errors mfload raises; docs/errors.md draws their tree.
 
-    MfloadError
-    ├── UsageError (ValueError)                an argument makes no sense
-    ├── SourceError (OSError)                  bytes could not be had
-    │   ├── SourceNotFoundError (FileNotFoundError)
-    │   │   └── ShardNotFoundError (CheckpointError)  files of a checkpoint are missing
-    │   ├── SourcePermissionError (PermissionError)
-    │   ├── SourceChangedError                 shrank or was replaced under the read
-    │   ├── ReadError                          the device failed
-    │   └── LoadTimeoutError (TimeoutError)    the timeout ran out
-    ├── TargetError (OSError)                  bytes could not be written
-    │   ├── TargetExistsError (FileExistsError) something is there, `overwrite=` is not set
-    │   └── WriteError                         the disk is full, or failed
-    ├── FormatError (ValueError)               bytes are not what the format says
-    │   ├── HeaderError                        one file's header is malformed
-    │   ├── CheckpointError                    files disagree with each other or with an index
-    │   └── ChecksumError                      bytes are not those that a manifest knows
-    ├── TensorNotFoundError (KeyError)
-    ├── SliceError (IndexError)
-    ├── ShardingError (ValueError)             a sharding that does not fit the tensor
-    ├── MappingError (ValueError)              checkpoint and target do not fit each other
-    ├── ProcessError (RuntimeError)            another process of the load failed, or is gone
-    ├── UnsupportedDtypeError (TypeError)      this tensor's dtype can't be handed out
-    ├── UnsupportedShapeError (ValueError)     no array can have this tensor's shape
-    ├── UnsupportedArrayError (TypeError)      this array can't be saved
-    ├── LossyCastError (TypeError)             `dtype=` would lose values
-    ├── MemoryLimitError (MemoryError)         the arrays or the work do not fit
-    ├── FrameworkMissingError (ImportError)    not installed; the message says how to
-    ├── FrameworkVersionError (ImportError)    installed, but outside what mfload works with
-    └── DeviceError (RuntimeError)             no such device here, or it failed
-
-Each also derives from the built-in that callers already catch, and carries `file`,
-`tensor`, `expected`, `found` (None where they mean nothing) and `problems` as attributes.
+Each also derives from the built-in error that callers already catch.
 """
 
 from __future__ import annotations
 
-import difflib
 import errno
-import inspect
+import functools
 import itertools
 import os
+import sys
 import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-_LISTED = 50  # Offenders that are shown.
+_LISTED = 50  # Problems that are shown.
 
 
 class MfloadError(Exception):
@@ -59,7 +27,7 @@ class MfloadError(Exception):
         tensor: Name of the tensor concerned.
         expected: What should have been there.
         found: What was there.
-        problems: Every offender where there may be several, one line each.
+        problems: All faults if there may be several, one line each.
     """
 
     def __init__(
@@ -81,37 +49,27 @@ class MfloadError(Exception):
         self.problems = problems
 
     def __str__(self) -> str:
-        fields = (
-            ("file", self.file),
-            ("tensor", None if self.tensor is None else repr(self.tensor)),
-            ("expected", self.expected),
-            ("found", self.found),
-        )
-        parts = [f"{key}: {_shown(value)}" for key, value in fields if value is not None]
-        head = self.message if not parts else f"{self.message} [{'; '.join(parts)}]"
-        lines = [f"\n  - {_shown(line)}" for line in self.problems[:_LISTED]]
-        if len(self.problems) > len(lines):
-            lines.append(f"\n  … and {len(self.problems) - len(lines)} more")
-        return head + "".join(lines)
+        tensor = None if self.tensor is None else repr(self.tensor)
+        fields = {"file": self.file, "tensor": tensor}
+        fields |= {"expected": self.expected, "found": self.found}
+        parts = [f"{key}: {_shown(value)}" for key, value in fields.items() if value is not None]
+        text = f"{self.message} [{'; '.join(parts)}]" if parts else self.message
+        text += "".join(f"\n  - {_shown(line)}" for line in self.problems[:_LISTED])
+        if len(self.problems) > _LISTED:
+            text += f"\n  … and {len(self.problems) - _LISTED} more"
+        return text
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The built-in bases rebuild from args alone and would lose the fields.
-        fields: dict[str, Any] = {
-            k: _plain(getattr(self, k)) for k in ("file", "tensor", "expected", "found")
-        }
-        if self.problems:
-            fields["problems"] = self.problems
-        system = {k: getattr(self, k, None) for k in ("errno", "strerror")}
-        state = {k: v for k, v in system.items() if v is not None}
-        return _rebuild, (type(self), self.message, fields), state or None
-
-
-def _rebuild(cls: type[MfloadError], message: str, fields: dict[str, Any]) -> MfloadError:
-    return cls(message, **fields)
+        names = ("file", "tensor", "expected", "found")
+        fields = {name: _plain(getattr(self, name)) for name in names}
+        make = functools.partial(type(self), problems=self.problems, **fields)
+        system = {name: getattr(self, name, None) for name in ("errno", "strerror", "filename")}
+        return make, (self.message,), {k: v for k, v in system.items() if v is not None} or None
 
 
 def _plain(value: object) -> object:
-    """A field that any process can unpickle; what a user passed by mistake may not be one."""
+    """A field that any process can unpickle."""
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
@@ -125,7 +83,7 @@ def _shown(value: object, limit: int = 400) -> str:
 
 @contextmanager
 def about(*, file: str) -> Generator[None]:
-    """Names the file in errors raised inside by those who know the tensor alone."""
+    """Adds the file to errors that name only a tensor."""
     try:
         yield
     except MfloadError as error:
@@ -139,11 +97,11 @@ class UsageError(MfloadError, ValueError):
 
 
 class SourceError(MfloadError, OSError):
-    """The bytes of a source could not be had."""
+    """The bytes of a source could not be read."""
 
 
 class SourceNotFoundError(SourceError, FileNotFoundError):
-    """There is nothing at the path, or nothing that mfload loads."""
+    """Nothing exists at the path, or nothing that mfload loads."""
 
 
 class SourcePermissionError(SourceError, PermissionError):
@@ -159,15 +117,15 @@ class ReadError(SourceError):
 
 
 class LoadTimeoutError(SourceError, TimeoutError):
-    """`timeout=` ran out before the bytes had come."""
+    """`timeout` ran out before the bytes had arrived."""
 
 
 class TargetError(MfloadError, OSError):
-    """Nothing can be written where it was asked for."""
+    """Nothing can be written to the path."""
 
 
 class TargetExistsError(TargetError, FileExistsError):
-    """Something is there already, and overwriting was not asked for."""
+    """Something exists at the path, and `overwrite` is not set."""
 
 
 class WriteError(TargetError):
@@ -191,7 +149,7 @@ class ShardNotFoundError(SourceNotFoundError, CheckpointError):
 
 
 class ChecksumError(FormatError):
-    """The bytes are not those that a manifest knows."""
+    """The bytes differ from those that a manifest records."""
 
 
 class TensorNotFoundError(MfloadError, KeyError):
@@ -203,11 +161,11 @@ class SliceError(MfloadError, IndexError):
 
 
 class ShardingError(MfloadError, ValueError):
-    """A sharding that does not fit the tensor, or no sharding at all."""
+    """A sharding that does not fit the tensor, or a tensor without one."""
 
 
 class MappingError(MfloadError, ValueError):
-    """What the checkpoint holds and what the target wants do not fit each other."""
+    """The checkpoint and the target do not fit each other."""
 
 
 class ProcessError(MfloadError, RuntimeError):
@@ -215,15 +173,15 @@ class ProcessError(MfloadError, RuntimeError):
 
 
 class UnsupportedDtypeError(MfloadError, TypeError):
-    """A dtype that mfload does not know or that can't be handed out as asked."""
+    """A dtype that mfload does not know, or a conversion that does not exist."""
 
 
 class UnsupportedShapeError(MfloadError, ValueError):
-    """A shape that is legal in the file and that no array can have."""
+    """A shape that is legal in a file, but not for an array."""
 
 
 class UnsupportedArrayError(MfloadError, TypeError):
-    """An array that has no bytes to save here, or whose dtype the format has no word for."""
+    """An array without bytes to save in this process, or of a dtype that the format lacks."""
 
 
 class LossyCastError(MfloadError, TypeError):
@@ -235,116 +193,82 @@ class MemoryLimitError(MfloadError, MemoryError):
 
 
 class FrameworkMissingError(MfloadError, ImportError):
-    """The framework, or a package that what was asked for takes, is not installed."""
+    """The framework, or another package that the call needs, is not installed."""
 
 
 class FrameworkVersionError(MfloadError, ImportError):
-    """The framework is installed in a version that mfload can't work with."""
+    """The installed version of the framework is too old for mfload."""
 
 
 class DeviceError(MfloadError, RuntimeError):
-    """The device asked for is not there, or it failed: lost, or used after a fork."""
+    """The device does not exist, or it failed: it was lost, or used after a fork."""
+
+
+_E = TypeVar("_E", SourceError, TargetError)
+_SOURCE_KINDS: dict[int | None, type[SourceError]] = {
+    errno.ENOENT: SourceNotFoundError,
+    errno.ENOTDIR: SourceNotFoundError,
+    errno.EACCES: SourcePermissionError,
+    errno.EPERM: SourcePermissionError,
+    errno.EIO: ReadError,
+}
+_TARGET_KINDS: dict[int | None, type[TargetError]] = {
+    errno.EEXIST: TargetExistsError,
+    errno.ENOSPC: WriteError,
+    errno.EDQUOT: WriteError,
+    errno.EFBIG: WriteError,
+    errno.EIO: WriteError,
+}
 
 
 def from_os(error: OSError, file: str | os.PathLike[str], action: str) -> SourceError:
-    """Maps an operating-system error to ours: the one seam between the two.
-
-    Args:
-        error: What the system call raised.
-        file: The path concerned.
-        action: What was being done, for the message ("open", "read").
-
-    Returns:
-        The error to raise; `errno` is carried over.
-    """
+    """The SourceError for an error of the system; `action` is a verb such as "open" or "read"."""
     if isinstance(error, SourceError):
         return error
-    kinds: dict[int | None, type[SourceError]] = {
-        errno.ENOENT: SourceNotFoundError,
-        errno.ENOTDIR: SourceNotFoundError,
-        errno.EACCES: SourcePermissionError,
-        errno.EPERM: SourcePermissionError,
-    }
-    if error.errno == errno.EIO or action == "read":
-        kind = kinds.get(error.errno, ReadError)
-    else:
-        kind = kinds.get(error.errno, SourceError)
-    reason = error.strerror or str(error) or type(error).__name__
-    mapped = kind(f"could not {action}: {reason}", file=file)
-    mapped.errno = error.errno
-    mapped.strerror = error.strerror
-    return mapped
+    kind = _SOURCE_KINDS.get(error.errno, ReadError if action == "read" else SourceError)
+    return _translated(error, kind, action, file=file)
 
 
 def from_target(
-    error: OSError,
-    file: str | os.PathLike[str],
-    action: str,
-    *,
-    expected: object = None,
-    found: object = None,
+    error: OSError, file: str | os.PathLike[str], action: str, **fields: object
 ) -> TargetError:
-    """Maps an operating-system error of the writing side to ours, as `from_os` does.
-
-    Args:
-        error: What the system call raised.
-        file: The path concerned, under its final name.
-        action: What was being done, for the message ("write", "rename").
-        expected: What should have been there, such as the bytes that were to be written.
-        found: What was there.
-
-    Returns:
-        The error to raise; `errno` is carried over.
-    """
+    """The TargetError for an error of the system; `fields` may be `expected` and `found`."""
     if isinstance(error, TargetError):
         return error
-    kinds: dict[int | None, type[TargetError]] = {errno.EEXIST: TargetExistsError}
-    for number in _FAILED:
-        kinds[number] = WriteError
+    other = WriteError if action.startswith("write") else TargetError
+    return _translated(error, _TARGET_KINDS.get(error.errno, other), action, file=file, **fields)
+
+
+def _translated(error: OSError, kind: type[_E], action: str, **fields: Any) -> _E:
     reason = error.strerror or str(error) or type(error).__name__
-    kind = kinds.get(error.errno, WriteError if action.startswith("write") else TargetError)
-    mapped = kind(f"could not {action}: {reason}", file=file, expected=expected, found=found)
-    mapped.errno = error.errno
-    mapped.strerror = error.strerror
-    return mapped
+    made = kind(f"could not {action}: {reason}", **fields)
+    made.errno, made.strerror, made.filename = error.errno, error.strerror, made.file
+    return made
 
 
-# The disk, a quota or a limit of the process has no room, or the device failed.
-_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-_SOUGHT = 5000
-_LONG = 300
+# Comparing takes about 50 µs a choice: these limits keep a mistyped name from costing a wait.
+_COMPARED = 5000
+_LONGEST = 300
 
 
 def close_names(
     word: object, choices: Iterable[str], most: int = 3, cutoff: float = 0.6
 ) -> list[str]:
-    """The choices most like a word, the likest first.
+    """The choices most similar to a word, best first; `cutoff` is the least similarity, 0 to 1."""
+    import difflib  # Late: only errors need it.
 
-    Likeness takes about 50 µs a choice: the first 5000 are looked at, and the first 300
-    characters of each, so that a mistyped name costs no wait.
-
-    Args:
-        word: What was typed; anything, by its text.
-        choices: What could have been meant.
-        most: How many to give.
-        cutoff: How like the word they must be, 0 to 1.
-    """
-    wanted = str(word)[:_LONG]
     among = {
-        choice[:_LONG].lower(): choice[:_LONG] for choice in itertools.islice(choices, _SOUGHT)
+        choice[:_LONGEST].lower(): choice[:_LONGEST]
+        for choice in itertools.islice(choices, _COMPARED)
     }
-    found = difflib.get_close_matches(wanted.lower(), among, n=most, cutoff=cutoff)
+    found = difflib.get_close_matches(str(word)[:_LONGEST].lower(), among, n=most, cutoff=cutoff)
     return [among[each] for each in found]
 
 
 def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """`, did you mean 'x'?`, to be put after a message; empty if nothing is close.
+    """`, did you mean 'x'?` for the end of a message, empty if no choice is close.
 
-    Args:
-        word: What was typed.
-        choices: What could have been meant; where it is a mapping, its value is named.
+    Of a mapping, keys are compared and the value is shown.
     """
     found = close_names(word, choices, 1)
     if not found:
@@ -353,12 +277,12 @@ def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> st
     return f", did you mean {named!r}?"
 
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 def warn(message: str) -> None:
     """Issues a UserWarning that points at the caller's line outside mfload."""
-    frame, level = inspect.currentframe(), 1
+    frame, level = sys._getframe(), 1  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)

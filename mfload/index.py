@@ -1,13 +1,9 @@
-"""The index: the table in which all formats meet.
-
-Rows are named tuples because a checkpoint may have hundreds of thousands of them and a
-frozen dataclass costs several times as much to make.
-"""
+"""The index: the table of tensors that every format's reader makes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mfload import errors
@@ -17,34 +13,23 @@ Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) for each dim of a tensor."""
 
 
+# Named tuples, since a checkpoint may have hundreds of thousands of rows, and a frozen dataclass
+# costs several times as much to make.
 class Piece(NamedTuple):
-    """Bytes of one source that hold one box of a tensor.
-
-    Attributes:
-        offset: First byte, counted from the start of the source.
-        box: The part of the tensor it holds, None for all of it.
-        order: Element order of the box; "C" is row-major.
-        encoding: "raw" is little-endian bytes that the plan may slice; anything else is
-            fetched whole and decoded.
-    """
+    """Bytes of one source; `offset` counts from the start of the source."""
 
     source: int
     offset: int
     nbytes: int
-    box: Box | None = None
-    order: str = "C"
-    encoding: str = "raw"
 
 
 class TensorInfo(NamedTuple):
     """What a checkpoint says of one tensor.
 
     Attributes:
-        name: Its name.
         dtype: A row of the dtype table; `dtype.name` is the format's name, such as "BF16".
         shape: In elements.
-        pieces: Where its bytes lie: file, offset and length of each stretch.
-        nbytes: Stored bytes.
+        pieces: Where its bytes lie, little-endian and in C order. All formats have one piece yet.
     """
 
     name: str
@@ -67,20 +52,16 @@ class Index:
         files: Path of each source; pieces refer to them by number.
         tensors: Rows by name, in file order, then by offset.
         metadata: Free-form strings of the headers, merged in file order.
-        notes: What a user should hear of that is no error.
+        notes: Remarks for the user that are not errors.
     """
 
     files: tuple[str, ...]
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str] | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> TensorInfo:
-        """The row of a name.
-
-        Raises:
-            TensorNotFoundError: There is none; close names are suggested.
-        """
+        """The row of a name; raises TensorNotFoundError with close names if there is none."""
         try:
             return self.tensors[name]
         except (KeyError, TypeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mfload import errors
 from mfload.runtime import Deadline
@@ -68,20 +68,18 @@ class Options:
             Deadline(self.timeout)
         for name in ("max_host_overhead", "max_device_overhead"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                object.__setattr__(self, name, value := size(value))
             if value is not None:
-                _check_count(name, value, 0)
+                object.__setattr__(self, name, byte_count(name, value, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions(Options):
-    """Options of one call, with the moment when it must end.
+    """Options of one call.
 
     Attributes:
-        deadline: The moment that `timeout` leads to.
+        deadline: When `timeout` has run out.
         merge_gap: Unwanted bytes that are read over rather than skipped. Default: the source's.
-        by_host: Whether arrays pass through host memory, wherever they are to be.
+        by_host: Whether all arrays pass through host memory.
     """
 
     max_host_overhead: int | None = None
@@ -92,16 +90,12 @@ class LoadOptions(Options):
 
     @property
     def lands_on_devices(self) -> bool:
-        """Whether arrays may land in memory of devices without passing through the host's."""
+        """Whether arrays may land in device memory directly."""
         return not self.by_host and self.engine != "mmap"
 
 
 def started(options: Options | None, deadline: Deadline | None = None) -> LoadOptions:
-    """The options of a call that begins now.
-
-    Raises:
-        UsageError: `options` is not an Options.
-    """
+    """The options of a call that begins now, or began with `deadline`."""
     if options is None:
         return LoadOptions(deadline=deadline or Deadline(None))
     if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -115,11 +109,7 @@ def started(options: Options | None, deadline: Deadline | None = None) -> LoadOp
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuses a value that is not among the known ones.
-
-    Raises:
-        UsageError: It is not; a close name is suggested.
-    """
+    """Raises UsageError, with a close name, for a value that is not among the known ones."""
     if value not in known:
         meant = errors.did_you_mean(value, known) if isinstance(value, str) else ""
         raise errors.UsageError(f"unknown {name}{meant}", expected=" | ".join(known), found=value)
@@ -133,21 +123,25 @@ def _check_count(name: str, value: object, least: int) -> None:
         )
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15,
-          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40, "pi": 1 << 50}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?i?)b?", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1}
+for _n, _prefix in enumerate("kmgtp", 1):
+    _UNITS[_prefix], _UNITS[f"{_prefix}i"] = 1000**_n, 1024**_n
+_SIZE = re.compile(r"(\d{1,99}(?:\.\d{1,99})?)\s*([kmgtp]?i?)b?", re.IGNORECASE | re.ASCII)
 
 
-def size(text: str) -> int:
-    """Bytes of a size such as 4096, "256MiB", "1.5GB" or "64k"; units with an i are binary.
+def byte_count(name: str, value: Any, least: int) -> int:
+    """Bytes that an argument gives, as a whole number or as a size; `least` or more."""
+    number = size(value, name) if isinstance(value, str) else value
+    _check_count(name, number, least)
+    return int(number)
 
-    Raises:
-        UsageError: It is not a size.
-    """
+
+def size(text: str, name: str = "value") -> int:
+    """Bytes of a size such as "4096", "256MiB", "1.5GB" or "64k"; units with an i are binary."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None or match[2].lower() == "i":
+    if match is None or match[2].lower() not in _UNITS:
         raise errors.UsageError(
-            "not a size", expected="bytes, or a size such as 256MiB or 1.5GB", found=text
+            f"{name} is not a size", expected="bytes, or a size as 256MiB or 1.5GB", found=text
         )
     whole, _, part = match[1].partition(".")
     unit = _UNITS[match[2].lower()]

@@ -1,9 +1,7 @@
-"""`unpack`: bytes that a framework has no dtype for, as numbers; and `pack`, the way back.
+"""Packed elements as numbers, and back.
 
-F4 puts two elements in a byte, the first in the low half; F6 puts four in three bytes, read as
-one little-endian number with the first element in the lowest six bits. (The bit order within
-a byte is the one that the frameworks with an F4 type use; the safetensors format does not fix
-F6's, and this is the order of a plain bit stream.)
+F4 puts two elements in a byte, the first in the low half, as frameworks with an F4 type do. F6 puts
+four in three bytes, a little-endian stream of bits; the safetensors format does not fix its order.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any
     """Turns the bytes of a tensor into a NumPy array of its numbers.
 
     Args:
-        array: The uint8 array that a load gave, of any framework that NumPy can read.
+        array: The uint8 array that a load returned, of any framework that NumPy can read.
         dtype: The stored dtype: "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", …
         shape: The stored shape, in elements (`mfload.open(...).info(name).shape`).
 
@@ -35,13 +33,13 @@ def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any
         elements are copied, others are a view where they can be.
 
     Raises:
-        UsageError: The bytes are not as many as dtype and shape ask for.
+        UsageError: The array has more or fewer bytes than dtype and shape ask for.
     """
     row = dtypes.resolve(dtype)
     raw = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
     if row.size_of(shape) != raw.size:
         raise errors.UsageError(
-            "these are not the bytes of such a tensor",
+            "not the bytes of such a tensor",
             expected=f"{row.size_of(shape)} bytes for {row} {list(shape)}",
             found=f"{raw.size} bytes",
         )
@@ -63,21 +61,12 @@ def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any
 
 
 def pack(array: Any, row: dtypes.DType) -> Any:
-    """Puts elements that take a byte each in as few bits as they have.
-
-    Args:
-        array: A NumPy array with an element in the low bits of each byte.
-        row: F4 or one of F6; the elements fill whole bytes.
-
-    Returns:
-        The stored bytes, one dim of uint8.
-    """
+    """The stored bytes, one dim of uint8, of an array with an F4 or F6 element in each byte."""
     codes = np.ascontiguousarray(array).reshape(-1).view(np.uint8) & ((1 << row.bits) - 1)
     if row.bits == 4:
         return codes[0::2] | codes[1::2] << 4
     first, second, third, fourth = (codes[n::4] for n in range(4))
     raw = np.empty((first.size, 3), np.uint8)
-    # What is shifted past the top of a byte is gone, and is what the next byte begins with.
     raw[:, 0] = first | second << 6
     raw[:, 1] = second >> 2 | third << 4
     raw[:, 2] = third >> 4 | fourth << 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 Progress = bool | Callable[[int, int], None]
 
@@ -13,49 +13,38 @@ log = logging.getLogger("mfload")
 
 @contextmanager
 def shown(progress: Progress, total: int) -> Generator[Callable[[int], None] | None]:
-    """Shows progress while the context lasts.
+    """Yields what a transfer calls with the bytes that came, None if nothing is shown.
 
-    Args:
-        progress: False for none, True for a bar, or a function that is called with the
-            bytes done and the bytes in all.
-
-    Yields:
-        What a transfer calls with the bytes that came, None where nobody looks.
+    Unless the context ends in an error, the last call reports the total: bytes of maps are never
+    read, so that a transfer does not count them.
     """
-    if callable(progress):
-        with _counted(progress, total) as advance:
-            yield advance
-    elif progress:
-        try:
-            from tqdm.auto import tqdm
-        except ImportError:
-            log.warning("no progress bar: pip install 'mfload[progress]'")
-            yield None
-            return
-        with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+    if not progress:
+        yield None
+        return
+    with ExitStack() as stack:
+        if callable(progress):
+            report = progress
+        else:
+            try:
+                from tqdm.auto import tqdm
+            except ImportError:
+                log.warning("no progress bar: pip install 'mfload[progress]'")
+                yield None
+                return
+            bar = stack.enter_context(
+                tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024)
+            )
 
-            def draw(done: int, _: int) -> None:
+            def report(done: int, _: int, /) -> None:
                 bar.update(done - bar.n)
 
-            with _counted(draw, total) as advance:
-                yield advance
-    else:
-        yield None
+        done = 0
 
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done = min(total, done + nbytes)  # Bytes read over belong to no tensor.
+            report(done, total)
 
-@contextmanager
-def _counted(progress: Callable[[int, int], None], total: int) -> Generator[Callable[[int], None]]:
-    """Adds up what came; the last call says the total, unless the context ends in an error.
-
-    Bytes read over for no tensor count towards no total, and bytes of maps are never read.
-    """
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done = min(total, done + nbytes)
-        progress(done, total)
-
-    yield advance
-    if done < total or not total:
-        progress(total, total)
+        yield advance
+        if done < total or not total:
+            report(total, total)

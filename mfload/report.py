@@ -1,22 +1,26 @@
-"""What happened in a load, and how such things are shown."""
+"""What happened in a load, and how results are shown."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mfload import errors
 
 
 def human(nbytes: float) -> str:
-    """Bytes for people, in binary units: 1.5 MiB."""
+    """Bytes in binary units: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} TiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:
@@ -29,11 +33,10 @@ def table(rows: Iterable[Sequence[object]]) -> str:
 
 def html_table(rows: Iterable[Sequence[object]]) -> str:
     """The same for a notebook."""
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<table>{body}</table>"
+    import html  # Late: a load does without it.
+
+    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 class Printable:
@@ -53,39 +56,36 @@ class Printable:
 
 
 @dataclass
-class Report:
+class Report(Printable):
     """Filled by `mfload.load(..., report=report)`; empty until then.
 
     Attributes:
-        framework: What the arrays are of.
-        tensors: How many there are.
-        result_bytes: Bytes of the arrays; of a sharded load, those that lie with this process, and
-            replicas that share memory counted once.
-        read_bytes: Bytes asked of the files; the edges that a direct read rounds its ends to, at
-            most two pages each, are not counted.
+        framework: The framework of the arrays.
+        tensors: Number of tensors.
+        result_bytes: Bytes of the arrays. Of a sharded load: those of this process, with replicas
+            that share memory counted once.
+        read_bytes: Bytes requested of the files, without the edges of direct reads (at most two
+            pages each).
         over_read_bytes: Bytes read that no tensor wanted.
         exchanged_bytes: Bytes that came from other processes instead of the files.
-        processes: How many loaded together.
+        processes: Number of processes that loaded together.
         mapped_bytes: Bytes of the arrays that lie in maps of the files.
-        aliased_bytes: Bytes of the arrays that were not copied once they had landed.
-        peak_bytes: The most host memory that mfload's buffers held at once during the load: arrays
-            that lie in them, tensors that wait for the framework to copy them, and slots of the
-            readers (`Preview.peak_bytes` states it beforehand). What was held before the load is
-            not counted, nor are maps of files and the framework's own memory; loads of other
-            threads are. What Python, its threads and the framework take comes on top: some 5 to
-            17 MiB.
-        device_peak_bytes: The most that mfload's buffers held on each device, added up; what lies
-            in the framework's own memory is not counted.
-        stages: Seconds a stage: headers, import (of the framework, where it was not yet), plan,
+        aliased_bytes: Bytes of the arrays that were not copied after they had landed.
+        peak_bytes: The most host memory that mfload's buffers held at once (`Preview.peak_bytes`
+            states it beforehand): arrays that lie in them, tensors that wait for the framework to
+            copy them, and slots of the readers, also of loads of other threads. Not counted: what
+            was held before, maps of files, the framework's own memory, and some 5 to 17 MiB of
+            Python, its threads and the framework.
+        device_peak_bytes: The most that mfload's buffers held on each device, added up.
+        stages: Seconds of each stage: headers, import (of the framework, the first time), plan,
             allocate, transfer, arrays.
-        user_seconds: Seconds of CPU time that the process spent in its own code while it loaded,
-            import and headers left out.
-        system_seconds: The same in the kernel: copying from the page cache, and handing out pages.
-        page_faults: Page faults meanwhile. A kernel that hands out pages slowly, as on a virtual
-            machine whose memory is touched for the first time, shows in system seconds a fault.
+        user_seconds: CPU seconds of the process in its own code, without headers and import.
+        system_seconds: The same in the kernel: copying from the page cache, and providing pages.
+        page_faults: Page faults meanwhile. Many system seconds a fault: the kernel is slow to
+            provide pages, as on a virtual machine whose memory is touched for the first time.
         route: (file, engine, why) for each file.
-        threads: Readers at once.
-        notes: What else was decided without being asked for.
+        threads: Number of reader threads.
+        notes: Other decisions that the load made.
     """
 
     framework: str = ""
@@ -109,9 +109,7 @@ class Report:
 
     def clear(self) -> None:
         """Empties it, so that a load that fails leaves no figures of the one before."""
-        for each in fields(self):
-            default = each.default
-            setattr(self, each.name, {} if default is MISSING else default)
+        vars(self).update(vars(Report()))
 
     def add(self, other: Report) -> None:
         """Adds what happened in another part of the same load."""
@@ -146,63 +144,44 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
-        derived = {
-            "seconds": self.seconds,
-            "gib_per_s": self.gib_per_s,
-            "aliased_share": self.aliased_share,
-        }
-        return asdict(self) | derived
+        derived = ("seconds", "gib_per_s", "aliased_share")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, ...]]:
         """What it prints: names and values."""
+        if not self.stages:
+            return [("an empty report",)]
         stages = ", ".join(f"{name} {seconds:.4f}" for name, seconds in self.stages.items())
+        cpu = f"{self.user_seconds:.3f} s user, {self.system_seconds:.3f} s system"
+        tensors = counted(self.tensors, f"{self.framework} tensor")
         rows = [
-            ("loaded", f"{self.tensors} {self.framework} tensors, {human(self.result_bytes)}"),
+            ("loaded", f"{tensors}, {human(self.result_bytes)}"),
             ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s without import"),
             ("stages", f"{stages} s"),
-            (
-                "CPU",
-                f"{self.user_seconds:.3f} s user, {self.system_seconds:.3f} s system, "
-                f"{self.page_faults} page faults",
-            ),
+            ("CPU", f"{cpu}, {counted(self.page_faults, 'page fault')}"),
             ("read", f"{human(self.read_bytes)}, {human(self.over_read_bytes)} of it unwanted"),
-            *self._exchange(),
+        ]
+        if self.processes > 1:
+            exchanged = f"{human(self.exchanged_bytes)}, {self.processes} processes"
+            rows.append(("exchanged", exchanged))
+        rows += [
             ("mapped", human(self.mapped_bytes)),
             ("aliased", f"{self.aliased_share:.1%}"),
             ("peak", f"{human(self.peak_bytes)} in mfload's buffers"),
-            *self._devices(),
-            ("threads", str(self.threads)),
         ]
+        if self.device_peak_bytes:
+            peak = f"{human(self.device_peak_bytes)} in mfload's buffers at most"
+            rows.append(("on devices", peak))
+        rows.append(("threads", str(self.threads)))
         rows += [("route", f"{file}: {engine} ({why})") for file, engine, why in self.route[:8]]
         if len(self.route) > 8:
-            rows.append(("route", f"… and {len(self.route) - 8} more files"))
-        return rows + [("note", note) for note in self.notes]
-
-    def _devices(self) -> list[tuple[str, str]]:
-        if not self.device_peak_bytes:
-            return []
-        return [("on devices", f"{human(self.device_peak_bytes)} in mfload's buffers at most")]
-
-    def _exchange(self) -> list[tuple[str, str]]:
-        if self.processes == 1:
-            return []
-        return [("exchanged", f"{human(self.exchanged_bytes)}, {self.processes} processes")]
-
-    def __str__(self) -> str:
-        return table(self.rows()) if self.stages else "an empty report"
-
-    def _repr_html_(self) -> str:
-        return html_table(self.rows()) if self.stages else "an empty report"
+            rows.append(("route", f"… and {counted(len(self.route) - 8, 'more file')}"))
+        return [*rows, *(("note", note) for note in self.notes)]
 
 
 def cleared(report: object) -> None:
-    """Empties the report that a user gave, if they gave one.
-
-    Raises:
-        UsageError: It is none.
-    """
-    if report is None:
-        return
-    if not isinstance(report, Report):
-        raise errors.UsageError("no report", expected="a mfload.Report", found=repr(report))
-    report.clear()
+    """Empties the report that a user gave, if any; raises UsageError if it is not a report."""
+    if isinstance(report, Report):
+        report.clear()
+    elif report is not None:
+        raise errors.UsageError("not a report", expected="an mfload.Report", found=repr(report))

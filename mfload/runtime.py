@@ -17,25 +17,19 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The moment when `timeout=` has run out.
-
-    Args:
-        seconds: From now; None and infinity for never.
-
-    Raises:
-        UsageError: Not a positive number.
-    """
+    """The moment when a timeout of `seconds` has run out; never, for None and infinity."""
 
     def __init__(self, seconds: float | None) -> None:
-        number = isinstance(seconds, Real) and seconds > 0
-        if seconds is not None and not number:
-            raise errors.UsageError("timeout", expected="seconds above 0", found=repr(seconds))
+        if seconds is not None and not (isinstance(seconds, Real) and seconds > 0):
+            raise errors.UsageError(
+                "timeout must be positive", expected="seconds above 0", found=repr(seconds)
+            )
         # No clock of the system counts further than this: some 290 years.
         self.seconds = None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
         self._end = None if self.seconds is None else time.monotonic() + self.seconds
 
     def left(self) -> float:
-        """Seconds left, infinity where there is no bound."""
+        """Seconds left, infinity without a bound."""
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def error(self, what: str, file: str | None = None) -> errors.LoadTimeoutError:
@@ -45,11 +39,7 @@ class Deadline:
         )
 
     def bound(self, call: Callable[[], T], what: str, file: str | None = None) -> T:
-        """Runs a call, in a thread of its own where there is a bound.
-
-        Raises:
-            LoadTimeoutError: It had not ended in time; its thread is left behind.
-        """
+        """Runs a call, with a timeout in a thread of its own, which is left behind if it hangs."""
         if self._end is None:
             return call()
         outcome: list[tuple[Any, BaseException | None]] = []
@@ -71,57 +61,43 @@ class Deadline:
         try:
             raise error
         finally:
-            # Or the error would refer to itself by way of this frame.
-            del error
+            del error  # The error refers to this frame: without this, they form a cycle.
 
 
-# Making a hundred thousand small objects has the collector walk everything that the process
-# holds, several times over: with a large framework imported that doubles the cost of reading a
-# header. Nothing made inside is part of a cycle. The threshold is set and not gc.disable()
-# called, so that another thread that switches the collector off or on meanwhile is heeded.
-_lock = threading.RLock()  # A signal's handler may load, too.
-_inside = 0
-_threshold: tuple[int, int, int] | None = None
-
-
-def _resume() -> None:
-    global _threshold
-    if _threshold is not None and gc.get_threshold()[0] == 0:
-        gc.set_threshold(*_threshold)
-    _threshold = None
-
-
-def _after_fork() -> None:
-    # Threads that were inside are not in the child, and the lock may have been theirs.
-    global _lock, _inside
-    _lock = threading.RLock()
-    _inside = 0
-    _resume()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_threshold: tuple[int, int, int] | None = None  # What the last pause replaced.
 
 
 @contextmanager
 def gc_paused() -> Generator[None]:
-    """Keeps the collector from running by itself while any thread is inside."""
-    global _inside, _threshold
-    entered = False
+    """Keeps the collector from running by itself.
+
+    While a hundred thousand small objects are made, it would walk all that the process holds
+    several times over: with a large framework imported, that doubles the cost of reading a header.
+    The threshold is set, and not `gc.disable()` called, so that a program that switches the
+    collector off or on meanwhile is heeded. Of several threads inside, the first to enter ends the
+    pause.
+    """
+    global _threshold
+    before = gc.get_threshold()
     try:
-        with _lock:
-            _inside += 1
-            entered = True
-            if gc.get_threshold()[0]:
-                _threshold = gc.get_threshold()
-                gc.set_threshold(0)
+        if before[0]:
+            _threshold = before
+            gc.set_threshold(0)
         yield
     finally:
-        with _lock:
-            # A child forked inside began to count at zero.
-            _inside = max(0, _inside - entered)
-            if _inside == 0:
-                _resume()
+        if before[0] and gc.get_threshold()[0] == 0:
+            gc.set_threshold(*before)
+            _threshold = None
+
+
+def _after_fork() -> None:
+    """Ends a pause of a thread that is not in the child."""
+    if _threshold is not None and gc.get_threshold()[0] == 0:
+        gc.set_threshold(*_threshold)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def process_usage() -> tuple[float, float, int]:

@@ -84,6 +84,15 @@ SCENARIOS = {
     "both-sharded": Scenario(9000, 14000, both=True),
 }
 
+MODES = ["plain", "no-tmpfile", "no-links"]
+CASES = [
+    (name, mode)
+    for name, scenario in SCENARIOS.items()
+    for mode in MODES
+    if mode != "no-links" or not scenario.sharded  # What is refused has a test of its own.
+]
+"""Scenarios and the file systems on which they are possible (see `kills.MODES`)."""
+
 
 def hidden(folder: Path) -> list[str]:
     """Names in a directory that begin with a dot."""

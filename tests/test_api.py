@@ -197,8 +197,11 @@ def test_senseless_arguments_are_refused_before_anything_is_read(tmp_path: Path)
 
 @pytest.mark.parametrize("device", ["cuda:0", "gpu", "tpu:1", object()])
 def test_numpy_knows_the_host_alone(path: Path, device: Any) -> None:
-    with pytest.raises(errors.DeviceError):
+    with pytest.raises(
+        errors.DeviceError, match=re.escape(f"no device {str(device)!r} here")
+    ) as info:
         _load(path, device=device)
+    assert (info.value.expected, info.value.found) == (None, "cpu")
     samples.assert_same(_load(path, device="cpu"), MODEL)
 
 
@@ -267,7 +270,7 @@ def test_two_loads_share_nothing(path: Path) -> None:
 
 
 def test_what_is_no_report_is_refused(path: Path) -> None:
-    with pytest.raises(errors.UsageError, match="no report"):
+    with pytest.raises(errors.UsageError, match="not a report"):
         _load(path, report=[])
 
 

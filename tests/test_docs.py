@@ -310,11 +310,9 @@ def test_index_names_every_page() -> None:
 
 
 def _error_tree() -> tuple[str, dict[str, str]]:
-    """The drawing in mfload.errors, and the text beside each name."""
-    from mfload import errors
-
-    lines = (errors.__doc__ or "").split("\n")
-    drawing = [line[4:] for line in lines if re.match(r" {4}(MfloadError|[│├└])", line)]
+    """The drawing on the page of errors, and the text beside each name."""
+    lines = (DOCS / "errors.md").read_text("utf-8").split("\n")
+    drawing = [line for line in lines if re.match(r"MfloadError$|[│├└]", line)]
     names = [re.match(r"[│├└─ ]*(\w+)", line)[1] for line in drawing]  # pyright: ignore
     return "\n".join(drawing), dict(zip(names, drawing, strict=True))
 
@@ -341,10 +339,9 @@ def test_the_drawn_tree_is_the_tree() -> None:
         parents.append(match[2])
 
 
-def test_errors_page_shows_the_tree_and_has_a_section_for_each() -> None:
+def test_errors_page_has_a_section_for_each() -> None:
     text = (DOCS / "errors.md").read_text("utf-8")
-    drawing, lines = _error_tree()
-    assert drawing in text, f"docs/errors.md should show\n{drawing}"
+    _, lines = _error_tree()
     sections = re.findall(r"^#{2,4} `(\w+)`$", text, re.M)
     assert sections == [name for name in lines if name != "MfloadError"]
 

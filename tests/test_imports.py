@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import mfload
-from mfload import errors, frameworks
+from mfload import frameworks
 
 FRAMEWORKS = ("jax", "jaxlib", "torch", "tensorflow", "paddle", "cupy", "flax", "keras")
 
@@ -188,19 +188,6 @@ def test_public_names_are_documented(thing: Any) -> None:
     if inspect.isfunction(thing) and thing.__module__ == "mfload.api":
         for section in ("Returns:", "Raises:"):
             assert section in doc
-        if thing.__name__ != "plan":
+        if thing.__name__ in ("load", "save"):  # The others refer to `load`.
             for name in inspect.signature(thing).parameters:
                 assert f"    {name}: " in doc, name
-
-
-def test_every_error_is_drawn_and_derives_from_what_is_caught_already() -> None:
-    doc = errors.__doc__ or ""
-    kinds = [kind for kind in vars(errors).values()
-             if inspect.isclass(kind) and issubclass(kind, errors.MfloadError)]  # fmt: skip
-    assert len(kinds) > 10
-    for kind in kinds:
-        assert kind.__name__ in doc
-        if kind is errors.MfloadError:
-            continue
-        assert any(base.__module__ == "builtins" and base is not Exception
-                   for base in kind.__mro__[1:] if issubclass(base, Exception))  # fmt: skip

@@ -23,10 +23,6 @@ def index() -> Index:
     return Index(("f",), {each.name: each for each in rows}, {"k": "v"})
 
 
-def test_a_piece_is_raw_and_whole_unless_it_says_otherwise() -> None:
-    assert Piece(1, 2, 3) == (1, 2, 3, None, "C", "raw")
-
-
 def test_bytes_are_those_of_all_pieces(index: Index) -> None:
     assert index["model.k_proj.weight"].nbytes == 7
     assert index[""].nbytes == 1
@@ -76,7 +72,7 @@ def test_pickles(index: Index) -> None:
 def test_close_names_are_found_among_many_in_little_time() -> None:
     rows = [row(f"model.layers.{n}.mlp.experts.{n % 9}.gate_proj", 1) for n in range(200_000)]
     index = Index(("f",), {each.name: each for each in rows})
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(errors.TensorNotFoundError):
         index["model.layers.7.mlp.experts.7.gate_porj"]
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2

@@ -68,12 +68,14 @@ def test_a_report_may_be_used_again(path: Path) -> None:
     stages = set(report.stages)
     mfload.load(path, framework="numpy", names=["odd"], report=report)
     assert report.tensors == 1
+    assert "1 numpy tensor," in str(report)
     assert set(report.stages) == stages
 
 
 def test_a_report_shows_itself(path: Path) -> None:
     report = Report()
-    assert str(report) == report._repr_html_() == "an empty report"
+    assert str(report) == "an empty report"
+    assert "an empty report" in report._repr_html_()
     assert report.gib_per_s == 0
     assert report.aliased_share == 1.0
     report = _report(path, engine="direct")[0]
@@ -107,6 +109,11 @@ def test_a_report_is_plain_data(path: Path) -> None:
 )  # fmt: skip
 def test_bytes_for_people(nbytes: int, text: str) -> None:
     assert human(nbytes) == text
+
+
+@pytest.mark.parametrize(("faults", "text"), [(0, "0 page faults"), (1, "1 page fault")])
+def test_numbers_agree_with_their_nouns(faults: int, text: str) -> None:
+    assert str(Report(stages={"plan": 0.1}, page_faults=faults)).splitlines()[3].endswith(text)
 
 
 def test_columns_are_aligned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from mfload.io import mapped
+from mfload.io.buffers import ForkProtection
+from mfload.io.engine import Engine, Pool, fill
 
 
 class Read(NamedTuple):
@@ -97,6 +100,15 @@ def before_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None]) 
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(mapped, "_populate", populate)
+
+
+def engine(
+    blocks: Any, open_reader: Any, threads: int, observer: Any = None, memory: Any = ()
+) -> Engine:
+    """The engine of readers into memory that a disk writes to."""
+    protection = ForkProtection(memory)
+    work = functools.partial(fill, open_reader, list(memory), observer, protection)
+    return Engine([Pool(blocks, work, threads)])
 
 
 def drop_cache(path: Path) -> None:

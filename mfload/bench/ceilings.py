@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from mfload.index import Index, TensorInfo
 
 MIB = 1 << 20
-HUGE = 2 * MIB
+_HUGE = 2 * MIB
 _ALIGN = 4096  # The strictest that O_DIRECT asks of offsets, lengths and addresses.
 _GAP = 64 << 10  # Bytes between two tensors that are read over rather than left out.
 
@@ -38,7 +39,7 @@ def extents_of(index: Index, rows: Sequence[TensorInfo]) -> list[Extent]:
     for piece in sorted(pieces, key=lambda piece: (piece.source, piece.offset)):
         path, stop = index.files[piece.source], piece.offset + piece.nbytes
         if joined and joined[-1].path == path and piece.offset - joined[-1].stop <= _GAP:
-            joined[-1] = Extent(path, joined[-1].start, max(stop, joined[-1].stop))
+            joined[-1] = joined[-1]._replace(stop=max(stop, joined[-1].stop))
         else:
             joined.append(Extent(path, piece.offset, stop))
     return joined
@@ -74,8 +75,8 @@ class Pattern:
         """The pattern in words."""
         how = "O_DIRECT" if self.direct else "preadv"
         into = "reused slots" if self.reuse else "fresh 2 MiB pages"
-        many = "threads" if self.threads > 1 else "thread"
-        return f"{how}, {self.threads} {many}, {self.block // MIB} MiB, {into}"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{how}, {threads}, {self.block // MIB} MiB, {into}"
 
 
 WARM = Pattern(2, 16 * MIB)
@@ -89,7 +90,7 @@ COLD = (
     WARM,
     Pattern(4, 16 * MIB),
 )
-_MORE = tuple(Pattern(threads, 16 * MIB) for threads in (1, 8, 16))
+_MORE = (Pattern(threads, 16 * MIB) for threads in (1, 8, 16))
 PATTERNS = {pattern.name: pattern for pattern in (WARM, *COLD, *_MORE)}
 
 
@@ -113,16 +114,21 @@ class Bytes(NamedTuple):
 
 def fresh_pages(nbytes: int) -> tuple[mmap.mmap, int]:
     """Private memory on 2 MiB pages, not yet faulted in, and the offset of the first such page."""
-    size = -(-nbytes // HUGE) * HUGE + HUGE
+    size = -(-nbytes // _HUGE) * _HUGE + _HUGE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE
+    return memory, -_address(memory) % _HUGE
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def read(extents: Sequence[Extent], pattern: Pattern) -> Bytes:
-    """Reads extents, each from the start of its first page."""
-    places = _places(extents)
-    total = pattern.threads * pattern.block if pattern.reuse else places[-1]
+    """Reads extents into memory: whole pages, side by side."""
+    pages = [(start // _ALIGN * _ALIGN, -(-stop // _ALIGN) * _ALIGN) for _, start, stop in extents]
+    *places, end = accumulate((stop - start for start, stop in pages), initial=0)
+    total = pattern.threads * pattern.block if pattern.reuse else end
     memory, first = fresh_pages(total)
     view = memoryview(memory)[first : first + total]
     slots: SimpleQueue[int] = SimpleQueue()
@@ -148,34 +154,19 @@ def read(extents: Sequence[Extent], pattern: Pattern) -> Bytes:
     try:
         blocks = [
             (fds[path], offset, min(pattern.block, stop - offset), place + offset - page)
-            for (path, start, stop), place in zip(extents, places, strict=False)
-            for page in [start // _ALIGN * _ALIGN]
+            for (path, _, stop), (page, _), place in zip(extents, pages, places, strict=True)
             for offset in range(page, stop, pattern.block)
         ]
         with ThreadPoolExecutor(pattern.threads) as pool:
-            for _ in pool.map(fill, blocks):
-                pass
+            list(pool.map(fill, blocks))
     finally:
         for fd in fds.values():
             os.close(fd)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
+    address = _address(memory) + first
     if pattern.reuse:
         return Bytes([(address, total)], memory)
     spans = [
         (address + place + start % _ALIGN, stop - start)
-        for (_, start, stop), place in zip(extents, places, strict=False)
+        for (_, start, stop), place in zip(extents, places, strict=True)
     ]
     return Bytes(spans, memory)
-
-
-def _places(extents: Sequence[Extent]) -> list[int]:
-    """Where in memory the page of each extent's first byte goes, and the end of all."""
-    places: list[int] = []
-    end = 0
-    for _, start, stop in extents:
-        # Small ones lie side by side, so that a thousand of them don't take a huge page each.
-        length = -(-stop // _ALIGN) * _ALIGN - start // _ALIGN * _ALIGN
-        step = HUGE if length >= HUGE else _ALIGN
-        places.append(-(-end // step) * step)
-        end = places[-1] + length
-    return [*places, -(-end // HUGE) * HUGE]

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from mfload.bench import ceilings, loaders, machine
@@ -19,29 +18,31 @@ from mfload.report import Report
 
 Job = dict[str, Any]
 """`name` of a loader or a pattern, `cold`, `threads`, `warmup` (a tiny checkpoint that is loaded
-before the clock starts), and the fields of `measuring.Subject`."""
+before the clock starts), `path`, `files`, `names` of tensors (None for all), how many `tensors` of
+how many `nbytes` these are, and `extents` that a pattern reads."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def measure(job: Job) -> dict[str, Any]:
     """Loads, touches what was loaded, and notes seconds, CPU seconds and bytes of memory."""
-    call = _task(job["name"])
     tiny = [job["warmup"]]
-    made, spans, _ = call(job | {"path": tiny, "files": tiny, "names": None, "extents": []})
-    touch(spans())
-    del made, spans
-    extents = [ceilings.Extent(*each) for each in job["extents"]]
-    machine.prepare(extents, job["nbytes"], cold=job["cold"])
+    first = job | {"path": tiny, "files": tiny, "names": None, "extents": []}
+    made = _load(first, None)
+    touch(_spans(job, made))
+    del made
+    job["extents"] = [ceilings.Extent(*each) for each in job["extents"]]
+    machine.prepare(job["extents"], job["nbytes"], cold=job["cold"])
     gc.collect()
+    report = Report() if job["name"].startswith("mfload-") else None
     before = machine.memory_status("VmRSS")
     machine.reset_peak()
     cpu, start = time.process_time(), time.perf_counter()
-    made, spans, report = call(job | {"extents": extents})
+    made = _load(job, report)
     loaded = time.perf_counter()
-    touch(spans())
+    touch(_spans(job, made))
     end, cpu_end = time.perf_counter(), time.process_time()
-    if not job["name"].startswith("ceiling-") and len(made) != job["tensors"]:
+    if not isinstance(made, ceilings.Bytes) and len(made) != job["tensors"]:
         raise RuntimeError(f"{len(made)} tensors of {job['tensors']} were loaded")
     return {
         "load_s": loaded - start,
@@ -49,40 +50,32 @@ def measure(job: Job) -> dict[str, Any]:
         "seconds": end - start,
         "cpu_s": cpu_end - cpu,
         "peak_over": machine.memory_status("VmHWM") - before - job["nbytes"],
-        "explained": _explained(report),
+        "explained": None if report is None else _explained(report),
     }
 
 
-_Made = tuple[Any, Callable[[], list[Span]], Report | None]
+def _load(job: Job, report: Report | None) -> Any:
+    """Arrays by name, or the bytes of a ceiling's pattern."""
+    if job["name"] in ceilings.PATTERNS:
+        return ceilings.read(job["extents"], ceilings.PATTERNS[job["name"]])
+    loader = loaders.find(job["name"])
+    call = LoaderCall(job["path"], job["files"], job["names"], job["threads"], report)
+    arrays = loader.load(call)
+    if loader.framework == "jax":
+        # JAX returns before its copies end.
+        sys.modules["jax"].block_until_ready(list(arrays.values()))
+    return arrays
 
 
-def _task(name: str) -> Callable[[Job], _Made]:
-    """A call that reads or loads; it gives what was made, where that lies, and mfload's report."""
-    if name in ceilings.PATTERNS:
-
-        def read(job: Job) -> _Made:
-            made = ceilings.read(job["extents"], ceilings.PATTERNS[name])
-            return made, lambda: made.spans, None
-
-        return read
-    loader = loaders.find(name)
-
-    def load(job: Job) -> _Made:
-        report = Report() if loader.ours else None
-        wanted = LoaderCall(job["path"], job["files"], job["names"], job["threads"], report)
-        arrays = loader.load(wanted)
-        if loader.framework == "jax":
-            # JAX returns before its copies end.
-            sys.modules["jax"].block_until_ready(list(arrays.values()))
-        return arrays, lambda: [SPAN[loader.framework](each) for each in arrays.values()], report
-
-    return load
+def _spans(job: Job, made: Any) -> list[Span]:
+    if isinstance(made, ceilings.Bytes):
+        return made.spans
+    span = SPAN[loaders.find(job["name"]).framework]
+    return [span(array) for array in made.values()]
 
 
-def _explained(report: Report | None) -> dict[str, Any] | None:
+def _explained(report: Report) -> dict[str, Any]:
     """How mfload went about a load: (engine, why, files) each, threads and notes."""
-    if report is None:
-        return None
     legs = Counter((engine, why) for _, engine, why in report.route)
     route = [(engine, why, files) for (engine, why), files in legs.most_common()]
     return {"route": route, "threads": report.threads, "notes": list(report.notes)}

@@ -6,9 +6,11 @@ both.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from ctypes import c_ubyte
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +28,7 @@ Span = tuple[int, int]
 
 
 class LoaderCall(NamedTuple):
-    """What to load: a path or several, its files, and names of tensors (peers load all)."""
+    """What to load; peers load all of the files."""
 
     path: str | list[str]
     files: list[str]
@@ -37,20 +39,13 @@ class LoaderCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BenchLoader:
-    """One way to load a checkpoint.
-
-    Attributes:
-        needs: Modules that must be installed, beside the framework.
-        mapped: Whether the arrays are views of the file in the page cache.
-    """
+    """One way to load a checkpoint; `needs` are modules that must be installed."""
 
     name: str
     label: str
     framework: str
     load: Callable[[LoaderCall], Arrays]
-    needs: tuple[str, ...] = ("safetensors",)
-    mapped: bool = False
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    needs: tuple[str, ...]
 
     @property
     def ours(self) -> bool:
@@ -59,7 +54,7 @@ class BenchLoader:
 
     def missing(self) -> list[str]:
         """The modules it needs that are not installed."""
-        return [name for name in (self.framework, *self.needs) if find_spec(name) is None]
+        return [name for name in self.needs if find_spec(name) is None]
 
 
 def _mfload(call: LoaderCall, *, framework: str, engine: Any) -> Arrays:
@@ -86,7 +81,9 @@ def _clone(call: LoaderCall) -> Arrays:
     return {name: t.clone() for path in call.files for name, t in load_file(path).items()}
 
 
-def _fastsafetensors(call: LoaderCall) -> Arrays:
+def _fastsafetensors(call: LoaderCall, *, buffered: bool = False) -> Arrays:
+    if buffered:
+        os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
     # `nogds` is its path for machines without a GPU. Its tensors share their buffers, so they stay
     # valid after both are closed.
     loader = import_module("fastsafetensors").SafeTensorsFileLoader(None, device="cpu", nogds=True)
@@ -111,37 +108,38 @@ def ours(framework: str, engine: str = "auto") -> BenchLoader:
     if engine != "auto":
         name, label = f"{name}-{engine}", f"{label}, engine {engine}"
     load = partial(_mfload, framework=framework, engine=engine)
-    return BenchLoader(name, label, framework, load, ("mfload",), mapped=engine == "mmap")
+    return BenchLoader(name, label, framework, load, (framework,))
 
 
-def _theirs(name: str, label: str, framework: str, *, mapped: bool = False) -> BenchLoader:
-    return BenchLoader(
-        name, label, framework, partial(_safetensors, module=name[12:]), mapped=mapped
-    )
+def _theirs(module: str, framework: str, note: str = "") -> BenchLoader:
+    label = f"safetensors.{module}{note}"
+    load = partial(_safetensors, module=module)
+    return BenchLoader(f"safetensors-{module}", label, framework, load, (framework, "safetensors"))
 
 
-_FAST = ("fastsafetensors",)
+_TORCH = ("torch", "safetensors")
+_FAST = ("torch", "fastsafetensors")
 _ALL = (
     *map(ours, ("jax", "torch", "numpy", "tensorflow", "paddle")),
     ours("torch", "mmap"),
-    _theirs("safetensors-torch", "safetensors.torch (maps)", "torch", mapped=True),
-    BenchLoader("safetensors-torch-clone", "safetensors.torch + clone", "torch", _clone),
+    _theirs("torch", "torch", " (maps)"),
+    BenchLoader("safetensors-torch-clone", "safetensors.torch + clone", "torch", _clone, _TORCH),
     BenchLoader(
         "safetensors-torch-pread", "safetensors.torch, pread", "torch",
-        partial(_safetensors, module="torch", backend="pread"),
+        partial(_safetensors, module="torch", backend="pread"), _TORCH,
     ),
-    _theirs("safetensors-flax", "safetensors.flax", "jax"),
-    _theirs("safetensors-numpy", "safetensors.numpy", "numpy"),
-    _theirs("safetensors-tensorflow", "safetensors.tensorflow", "tensorflow"),
-    _theirs("safetensors-paddle", "safetensors.paddle (maps)", "paddle", mapped=True),
+    _theirs("flax", "jax"),
+    _theirs("numpy", "numpy"),
+    _theirs("tensorflow", "tensorflow"),
+    _theirs("paddle", "paddle", " (maps)"),
     BenchLoader("fastsafetensors", "fastsafetensors", "torch", _fastsafetensors, _FAST),
     BenchLoader(
-        "fastsafetensors-buffered", "fastsafetensors, buffered", "torch", _fastsafetensors, _FAST,
-        env={"FASTSAFETENSORS_ODIRECT": "0"},
+        "fastsafetensors-buffered", "fastsafetensors, buffered", "torch",
+        partial(_fastsafetensors, buffered=True), _FAST,
     ),
     BenchLoader(
         "runai-model-streamer", "runai-model-streamer + clone", "torch", _runai,
-        ("runai_model_streamer",),
+        ("torch", "runai_model_streamer"),
     ),
 )  # fmt: skip
 LOADERS: dict[str, BenchLoader] = {loader.name: loader for loader in _ALL}
@@ -150,17 +148,11 @@ LOADERS: dict[str, BenchLoader] = {loader.name: loader for loader in _ALL}
 
 def find(name: str) -> BenchLoader:
     """The loader of a name, mfload's with any engine among them."""
-    if name in LOADERS:
-        return LOADERS[name]
     who, _, what = name.partition("-")
     framework, _, engine = what.partition("-")
-    if who != "mfload" or framework not in frameworks.NAMES:
-        raise KeyError(name)
-    return ours(framework, engine or "auto")
-
-
-# Touching: a map is not loaded before its pages are read, and a copy may end late. Arrays are
-# reached by their address, so that no framework pays for a conversion and none can copy.
+    if who == "mfload" and framework in frameworks.NAMES:
+        return ours(framework, engine or "auto")
+    return LOADERS[name]
 
 
 def _numpy(array: Any) -> Span:
@@ -190,16 +182,16 @@ SPAN: dict[str, Callable[[Any], Span]] = {
 """How to find an array's memory, by framework."""
 
 
-class Strided:
-    """Every 4096th byte of a span, as NumPy takes foreign memory."""
-
-    def __init__(self, span: Span) -> None:
-        self.__array_interface__ = {
-            "version": 3, "data": (span[0], True), "shape": (-(-span[1] // PAGE),),
-            "strides": (PAGE,), "typestr": "|u1",
-        }  # fmt: skip
-
-
 def touch(spans: Iterable[Span]) -> int:
-    """Reads and sums bytes 0, 4096, 8192, … of every span."""
-    return sum(int(np.asarray(Strided(span)).sum(dtype=np.uint64)) for span in spans if span[1])
+    """Reads and sums bytes 0, 4096, 8192, … of every span.
+
+    A map is not loaded before its pages are read, and a copy may end late. By address, no
+    framework pays for a conversion, and none can copy.
+    """
+    total = 0
+    for address, nbytes in spans:
+        if not nbytes:
+            continue
+        memory: Any = (c_ubyte * nbytes).from_address(address)
+        total += int(np.frombuffer(memory, np.uint8)[::PAGE].sum(dtype=np.uint64))
+    return total

@@ -8,21 +8,22 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mfload.bench.ceilings import Extent, paths_of
+from mfload.bench.ceilings import MIB, Extent, Pattern, paths_of, read
 from mfload.io import probes
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-_KEPT = 0.001  # The kernel keeps a page in hand: this share may stay of what counts as dropped.
+_KEPT = 0.001  # The kernel keeps a page: this share may stay of what counts as dropped.
 _PACKAGES = (
-    "numpy", "ml_dtypes", "jax", "torch", "tensorflow", "tensorflow-cpu", "paddlepaddle",
+    "numpy", "ml-dtypes", "jax", "torch", "tensorflow", "tensorflow-cpu", "paddlepaddle",
     "safetensors", "fastsafetensors", "runai-model-streamer", "xxhash", "typer", "rich",
 )  # fmt: skip
 
@@ -47,20 +48,13 @@ def cached_share(extents: Sequence[Extent]) -> float | None:
 
 def warm(extents: Sequence[Extent]) -> None:
     """Reads the extents until the page cache holds all of them."""
-    block = memoryview(bytearray(1 << 20))
     share = cached_share(extents)
     for _ in range(3):
         if share == 1:
             return
-        for path, start, stop in extents:
-            with open(path, "rb", buffering=0) as file:
-                file.seek(start)
-                while file.tell() < stop and file.readinto(block[: stop - file.tell()]):
-                    pass
+        read(extents, Pattern(1, MIB, reuse=True))
         share = cached_share(extents)
-        if share is None:
-            return
-    if share != 1:
+    if share is not None and share < 1:
         raise UnfitError(f"the page cache keeps only {share:.1%} of it")
 
 
@@ -68,7 +62,7 @@ def drop(extents: Sequence[Extent]) -> None:
     """Makes the page cache forget the files of the extents."""
     share = None
     for attempt in range(4):
-        # A page that some CPU still has in hand is not dropped: a moment later it is.
+        # A page that a CPU still uses is not dropped: a moment later it is.
         time.sleep(0.05 * attempt)
         for path in paths_of(extents):
             with open(path, "rb", buffering=0) as file:
@@ -100,23 +94,23 @@ def why_not(extents: Sequence[Extent], *, cold: bool) -> str | None:
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """The type of the file system that holds a path, such as `ext4`."""
-    where = os.path.realpath(path)
-    best = ("", "unknown")
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, right = line.split(" - ", 1)
-        point = left.split(" ")[4].encode().decode("unicode_escape")
-        inside = where == point or where.startswith(point.rstrip("/") + "/")
-        # `>=`: of two mounts on one point the later lies on top.
-        if inside and len(point) >= len(best[0]):
-            best = (point, right.split(" ", 1)[0])
-    return best[1]
+    """The type of the file system that holds a path, such as `ext4`; else "unknown"."""
+    try:
+        command = ["df", "--output=fstype", os.fspath(path)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.split()[-1]
 
 
 def memory_status(field: str, pid: int | str = "self") -> int:
     """A memory field of a process's status, such as VmRSS or VmHWM, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+    return _bytes(f"/proc/{pid}/status", field)
+
+
+def _bytes(file: str, field: str) -> int:
+    lines = (line.partition(":") for line in Path(file).read_text().splitlines())
+    return int({name: rest for name, _, rest in lines}[field].split()[0]) << 10
 
 
 def reset_peak() -> None:
@@ -130,11 +124,7 @@ kept = []
 for advice in (mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE):
     kept.append(mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     kept[-1].madvise(advice)
-    try:
-        kept[-1].madvise(23)  # MADV_POPULATE_WRITE, Linux 5.14
-    except OSError:
-        for at in range(0, len(kept[-1]), mmap.PAGESIZE):
-            kept[-1][at] = 1
+    kept[-1][:: mmap.PAGESIZE] = bytes(len(range(0, len(kept[-1]), mmap.PAGESIZE)))
 """
 
 
@@ -144,8 +134,7 @@ def prime(nbytes: int) -> bool:
     A virtual machine may give freed pages back to its host, and the next process to touch them
     pays ten times what fresh memory costs. The page cache is not pushed out.
     """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemFree:"))
+    free = _bytes("/proc/meminfo", "MemFree")
     room = probes.memory_room()
     most = free if room is None else min(free, room[0])
     command = [sys.executable, "-I", "-S", "-c", _PRIME, str(min(nbytes, int(0.4 * most)))]
@@ -153,7 +142,7 @@ def prime(nbytes: int) -> bool:
 
 
 def prepare(extents: Sequence[Extent], nbytes: int, *, cold: bool, primed: bool = True) -> None:
-    """Empties the page cache of the extents or fills it, and has the memory of a load at hand."""
+    """Empties the page cache of the extents or fills it, and has memory for a load ready."""
     fill_or_drop = drop if cold else warm
     fill_or_drop(extents)
     if primed:
@@ -164,38 +153,34 @@ def prepare(extents: Sequence[Extent], nbytes: int, *, cold: bool, primed: bool 
 def busy_share(seconds: float = 1.0) -> float:
     """The share of the machine's CPU time that is in use now, 0 to 1; takes `seconds`."""
 
-    def read() -> tuple[int, int]:
-        ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return sum(ticks), ticks[3] + ticks[4]  # All; idle and waiting for the disk.
+    def ticks() -> tuple[int, int]:
+        spent = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(spent), spent[3] + spent[4]  # All; idle and waiting for the disk.
 
-    total, idle = read()
+    total, idle = ticks()
     time.sleep(seconds)
-    total_after, idle_after = read()
+    total_after, idle_after = ticks()
     return 1 - (idle_after - idle) / max(1, total_after - total)
 
 
 def describe(folder: str | os.PathLike[str], seconds: float = 1.0) -> dict[str, Any]:
     """Names and figures of this machine, none of which identifies a person or a host."""
-    lines = (x.partition(":") for x in Path("/proc/cpuinfo").read_text().splitlines())
-    cpu = {key.strip(): value.strip() for key, _, value in lines}
+    cpu = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"^model name\s*: (.+)$", cpu, re.MULTILINE)
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    words = huge.read_text().split() if huge.exists() else []
-    versions = {"mfload": sys.modules["mfload"].__version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    pages = re.findall(r"\[(\w+)\]", huge.read_text()) if huge.exists() else []
+    installed = {each.name.replace("_", "-"): each.version for each in metadata.distributions()}
+    versions = {name: installed[name] for name in _PACKAGES if name in installed}
     return {
-        "cpu": cpu.get("model name") or platform.machine(),
+        "cpu": model[1] if model else platform.machine(),
         "cores": os.cpu_count(),
-        "virtual": "hypervisor" in cpu.get("flags", "").split(),
+        "virtual": re.search(r"^flags.* hypervisor\b", cpu, re.MULTILINE) is not None,
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "kernel": platform.release().split("-")[0],
         "file_system": file_system(folder),
-        "huge_pages": next((word.strip("[]") for word in words if word[0] == "["), "unknown"),
+        "huge_pages": pages[0] if pages else "unknown",
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {"mfload": sys.modules["mfload"].__version__} | versions,
         "busy_share_before": round(busy_share(seconds), 3),
         "load_average": round(os.getloadavg()[0], 2),
         "date": time.strftime("%Y-%m-%d"),

@@ -7,35 +7,34 @@ the best of several rounds says most.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mfload import errors, frameworks
-from mfload.bench import ceilings, loaders, machine
-from mfload.bench.ceilings import PATTERNS, Extent
+import numpy as np
+
+from mfload import api, errors, frameworks
+from mfload.bench import ceilings, loaders, machine, results
+from mfload.bench.ceilings import PATTERNS, Pattern
 from mfload.bench.child import Job
-from mfload.bench.loaders import LOADERS, SPAN, BenchLoader
+from mfload.bench.loaders import LOADERS, SPAN
 from mfload.formats import checkpoint
 from mfload.index import TensorInfo
 from mfload.io import probes
-from mfload.options import ENGINES, check_choice
+from mfload.options import Options
 from mfload.planning import selection
 from mfload.planning.selection import Names
 from mfload.report import human
+from mfload.runtime import Deadline
 
-CASES = ("warm", "cold")
 _SHARE = 0.35  # Of the memory left: the page cache holds the bytes once, a loader maybe twice.
 _KEPT = 2  # Of the patterns that were tried, how many take turns with the loaders.
 ENV = {
@@ -47,8 +46,6 @@ ENV = {
 }
 ROOT = Path(__file__).parents[2]
 
-Sample = dict[str, Any]
-"""What `child.measure` gives, with `case`, `name` and `round`."""
 Watch = Callable[[int, int, str], None]
 """Told of progress: measurements done, measurements in all, and what is measured now."""
 
@@ -57,183 +54,158 @@ class ChildError(Exception):
     """A measuring process failed or hung; the message says why, or is the end of its log."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """What to measure; `mfload bench --help` describes the fields.
+def bench(
+    path: str,
+    watch: Watch,
+    *,
+    frameworks: Sequence[str] = (),
+    engines: Sequence[Any] = ("auto",),
+    cases: Sequence[str] = results.CASES,
+    rounds: int = 5,
+    threads: int | None = None,
+    names: Names = None,
+    peers: bool = False,
+    quick: bool = False,
+    max_bytes: int = 4 << 30,
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Measures what `mfload bench --help` describes; writes nothing but a tiny file elsewhere.
+
+    Returns:
+        Plain data; docs/performance/bench.md describes the fields.
 
     Raises:
-        UsageError: A value is invalid.
+        UsageError: An argument is invalid, or there is nothing to measure.
     """
-
-    frameworks: tuple[str, ...] = ()
-    engines: tuple[str, ...] = ("auto",)
-    cases: tuple[str, ...] = CASES
-    rounds: int = 5
-    threads: int | None = None
-    names: Names = None
-    peers: bool = False
-    quick: bool = False
-    max_bytes: int = 4 << 30
-    timeout: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name in self.frameworks:
-            frameworks.resolve(name)
-        for engine in self.engines:
-            check_choice("engine", engine, ENGINES)
-        for what in ("rounds", "threads", "max_bytes", "timeout"):
-            value = getattr(self, what)
-            # NaN is not above 0, either.
-            if value is not None and not 0 < value < math.inf:
-                raise errors.UsageError(what, expected="a finite number above 0", found=value)
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What every loader loads (files, and names of tensors or None for all) and ceilings read."""
-
-    path: str
-    files: list[str]
-    extents: list[Extent]
-    nbytes: int
-    tensors: int
-    names: list[str] | None
-
-
-@dataclass
-class Bench:
-    """What was measured.
-
-    Attributes:
-        run: Seed, rounds, times, and how busy the machine was.
-        notes: What to know of it, such as that not all is measured.
-        entrants: Every loader asked for, and why it can't take part (None: it does).
-        impossible: Why a case could not be measured, by its name.
-        failed: (case, name, reason) of those that failed.
-    """
-
-    machine: dict[str, Any]
-    run: dict[str, Any]
-    subject: Subject
-    notes: list[str]
-    entrants: list[tuple[BenchLoader, str | None]]
-    impossible: dict[str, str] = field(default_factory=dict[str, str])
-    samples: list[Sample] = field(default_factory=list[Sample])
-    failed: list[tuple[str, str, str]] = field(default_factory=list[tuple[str, str, str]])
-
-    def of(self, case: str, name: str) -> list[Sample]:
-        """The samples of a name in a case, the fastest first."""
-        found = [s for s in self.samples if s["case"] == case and s["name"] == name]
-        return sorted(found, key=lambda sample: sample["seconds"])
-
-    def names(self, case: str) -> list[str]:
-        """What was measured in a case: ceilings, then loaders, the fastest first."""
-        names = {s["name"] for s in self.samples if s["case"] == case}
-        best = {name: self.of(case, name)[0]["seconds"] for name in names}
-        return sorted(names, key=lambda name: (name not in PATTERNS, best[name]))
-
-
-def bench(path: str, options: BenchOptions, watch: Watch) -> Bench:
-    """Measures; takes seconds to minutes and writes nothing but a tiny file elsewhere."""
     if not sys.platform.startswith("linux"):
         raise errors.DeviceError(
             "mfload bench needs Linux: no other system says what it caches",
             expected="linux",
             found=sys.platform,
         )
+    for engine in engines:
+        Options(engine=engine, threads=threads, timeout=timeout)  # Validates them.
+    if rounds < 1:
+        raise errors.UsageError("rounds must be 1 or more", found=rounds)
     watch(0, 0, "reading headers")
-    subject, notes = choose(path, options.names, options.max_bytes)
-    run = {
-        "seed": random.SystemRandom().randrange(2**32),
-        "rounds": options.rounds,
-        "threads": options.threads,
-        "quick": options.quick,
-        "busy_share": {},
-        "started": time.strftime("%Y-%m-%d %H:%M"),
+    job, notes = choose(path, names, max_bytes)
+    entrants = entrants_of(frameworks, engines, peers=peers, everything=job["names"] is None)
+    found: dict[str, Any] = {
+        "schema": 1,  # Counts up when a field changes its meaning or goes.
+        "machine": machine.describe(job["files"][0]),
+        "run": {
+            "seed": random.SystemRandom().randrange(2**32),
+            "rounds": rounds,
+            "threads": threads,
+            "quick": quick,
+            "busy_share": {},
+            "started": time.strftime("%Y-%m-%d %H:%M"),
+        },
+        "checkpoint": {
+            "path": job["path"],
+            "files": len(job["files"]),
+            "nbytes": job["nbytes"],
+            "tensors": job["tensors"],
+            "read_bytes": sum(stop - start for _, start, stop in job["extents"]),
+            "whole": job["names"] is None,
+            "notes": notes,
+        },
+        "conditions": [],
+        "impossible": {},
+        "rows": [],
+        "samples": [],
+        "failed": [],
     }
-    entrants = entrants_of(options, everything=subject.names is None)
-    made = Bench(machine.describe(subject.files[0]), run, subject, notes, entrants)
     with tempfile.TemporaryDirectory(prefix="mfload-bench-") as folder:
-        header = json.dumps({"w": {"dtype": "F32", "shape": [1024], "data_offsets": [0, 4096]}})
-        tiny = Path(folder, "tiny.safetensors")
-        tiny.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(4096))
-        for case in options.cases:
-            why = machine.why_not(subject.extents, cold=case == "cold")
-            if why is None:
-                _measure_case(made, case, options, str(tiny), watch)
-            else:
-                made.impossible[case] = why
-    run["ended"] = time.strftime("%Y-%m-%d %H:%M")
-    return made
+        tiny = os.path.join(folder, "tiny.safetensors")
+        api.save({"w": np.zeros(1024, np.float32)}, tiny)
+        job |= {"warmup": tiny, "threads": threads}
+        able = [name for name, why in entrants.items() if why is None]
+        limit = Deadline(timeout).seconds
+        for case in cases:
+            cold = case == "cold"
+            if why := machine.why_not(job["extents"], cold=cold):
+                found["impossible"][case] = why
+                continue
+            trial = ceilings.trial(probes.cores(), cold=cold, quick=quick)
+            _measure_case(found, case, job | {"cold": cold}, trial, able, limit, watch)
+    found["run"]["ended"] = time.strftime("%Y-%m-%d %H:%M")
+    found["rows"] = [row for case in cases for row in results.rows(found, case, entrants)]
+    found["conditions"] = results.conditions(found)
+    return found
 
 
-def choose(path: str, names: Names, max_bytes: int) -> tuple[Subject, list[str]]:
-    """The first tensors that fit into `max_bytes` and into memory, and what to say of that."""
+def choose(path: str, names: Names, max_bytes: int) -> tuple[Job, list[str]]:
+    """What is read: the first tensors of known dtypes that fit; and what to say if not all do."""
     index, _ = checkpoint.read(path)
     selected = selection.select(index, names)
-    wanted = [row for row in selected if row.dtype.known]
-    unknown = len(selected) - len(wanted)
-    notes = [f"{unknown} tensors left out: mfload does not know their dtypes"] if unknown else []
-    if not any(row.nbytes for row in wanted):
-        raise errors.UsageError("nothing to measure: no tensor holds any bytes", file=path)
     room = probes.memory_room()
     limit, why = max_bytes, f"--max-bytes {human(max_bytes)}"
     if room is not None and room[0] * _SHARE < max_bytes:
         limit, why = int(room[0] * _SHARE), f"{human(room[0])} are left in the {room[1]}"
     rows: list[TensorInfo] = []
     nbytes = 0
-    for row in wanted:
-        if nbytes + row.nbytes <= limit:
+    for row in selected:
+        if row.dtype.known and nbytes + row.nbytes <= limit:
             rows.append(row)
             nbytes += row.nbytes
-    if not rows:
-        raise errors.MemoryLimitError(
-            "no tensor fits in what may be measured",
+    everything = sum(row.nbytes for row in selected)
+    if not nbytes:
+        raise errors.UsageError(
+            "nothing to measure: no tensor of a known dtype has bytes that fit",
             file=path,
-            expected=f"a tensor of at most {limit} bytes ({why})",
-            found=f"{len(wanted)} tensors, the smallest of {min(r.nbytes for r in wanted)} bytes",
+            expected=f"a tensor of 1 to {limit} bytes ({why})",
+            found=f"{len(selected)} tensors of {everything} bytes",
         )
-    if len(rows) < len(wanted):
-        everything = sum(row.nbytes for row in wanted)
-        notes.append(
-            f"measured: {len(rows)} of {len(wanted)} tensors, {human(nbytes)} of "
-            f"{human(everything)}, since {why}"
-        )
+    part = f"{len(rows)} of {len(selected)} tensors, {human(nbytes)} of {human(everything)}"
+    note = f"Measured: {part}: what fits ({why}) and has a known dtype."
     whole = len(rows) == len(index)
     extents = ceilings.extents_of(index, rows)
-    files = list(index.files) if whole else ceilings.paths_of(extents)
-    listed = None if whole else [row.name for row in rows]
-    return Subject(os.path.abspath(path), files, extents, nbytes, len(rows), listed), notes
+    job = {
+        "path": os.path.abspath(path),
+        "files": list(index.files) if whole else ceilings.paths_of(extents),
+        "extents": extents,
+        "nbytes": nbytes,
+        "tensors": len(rows),
+        "names": None if whole else [row.name for row in rows],
+    }
+    return job, [note] if len(rows) < len(selected) else []
 
 
-def entrants_of(options: BenchOptions, *, everything: bool) -> list[tuple[BenchLoader, str | None]]:
-    """The loaders that the options ask for, and why some can't be measured."""
-    wanted = [frameworks.resolve(name) for name in options.frameworks] or list(frameworks.NAMES)
-    found = [loaders.ours(name, e) for name in dict.fromkeys(wanted) for e in options.engines]
-    if options.peers:
-        found += [each for each in LOADERS.values() if not each.ours and each.framework in wanted]
+def entrants_of(
+    names: Sequence[str], engines: Sequence[str], *, peers: bool, everything: bool
+) -> dict[str, str | None]:
+    """The loaders for frameworks, all if none is named, and why some can't be measured."""
+    wanted = dict.fromkeys(map(frameworks.resolve, names)) or frameworks.NAMES
+    entrants = [loaders.ours(name, engine) for name in wanted for engine in engines]
+    if peers:
+        theirs = (each for each in LOADERS.values() if not each.ours)
+        entrants += [each for each in theirs if each.framework in wanted]
+    found: dict[str, str | None] = {}
+    for each in entrants:
+        found[each.name] = None
+        if missing := each.missing():
+            found[each.name] = f"not installed: {', '.join(missing)}"
+        elif each.framework not in SPAN:
+            found[each.name] = "its arrays live on a GPU, and this measures host memory"
+        elif not each.ours and not everything:
+            found[each.name] = "it loads whole files only, and not all was measured"
+    return found
 
-    def why_not(loader: BenchLoader) -> str | None:
-        if missing := loader.missing():
-            return f"not installed: {', '.join(missing)}"
-        if loader.framework not in SPAN:
-            return "its arrays live on a GPU, and this measures host memory"
-        if not loader.ours and not everything:
-            return "it loads whole files only, and not all was measured"
-        return None
 
-    return [(each, why_not(each)) for each in found]
-
-
-def _measure_case(made: Bench, case: str, options: BenchOptions, tiny: str, watch: Watch) -> None:
+def _measure_case(
+    found: dict[str, Any],
+    case: str,
+    job: Job,
+    trial: Sequence[Pattern],
+    names: Sequence[str],
+    limit: float | None,
+    watch: Watch,
+) -> None:
     """Measures the ceilings' patterns once each, then the best of them and loaders in turns."""
-    job: Job = {**asdict(made.subject), "cold": case == "cold", "warmup": tiny,
-                "threads": options.threads}  # fmt: skip
-    rng = random.Random(made.run["seed"])
-    names = [loader.name for loader, why_not in made.entrants if why_not is None]
-    patterns = ceilings.trial(probes.cores(), cold=job["cold"], quick=options.quick)
-    tried = [pattern.name for pattern in patterns]
-    total = len(tried) + options.rounds * (len(names) + min(_KEPT, len(tried)))
+    rng = random.Random(found["run"]["seed"])
+    rounds = found["run"]["rounds"]
+    total = len(trial) + rounds * (len(names) + min(_KEPT, len(trial)))
     done = 0
 
     def take_rounds(label: str, left: list[str], count: int) -> None:
@@ -244,28 +216,26 @@ def _measure_case(made: Bench, case: str, options: BenchOptions, tiny: str, watc
                 watch(min(done, total), total, label)
                 done += 1
                 try:
-                    taken = run_child(job | {"name": name}, options.timeout)
+                    taken = run_child(job | {"name": name}, limit)
                 except ChildError as error:
                     left.remove(name)
-                    made.failed.append((case, name, str(error)))
+                    found["failed"].append({"case": case, "name": name, "why": str(error)})
                 else:
-                    made.samples.append({"case": label, "name": name, "round": number, **taken})
+                    sample = {"case": label, "name": name, "round": number, **taken}
+                    found["samples"].append(sample)
 
     busy = machine.busy_share(0.3)
-    take_rounds(f"{case} trial", tried, 1)
-    take_rounds(case, [*_best(made.names(f"{case} trial")), *names], options.rounds)
-    made.run["busy_share"][case] = round(max(busy, machine.busy_share(0.3)), 3)
-
-
-def _best(order: list[str]) -> list[str]:
-    """The fastest pattern, and the fastest of those that keep what they read."""
+    take_rounds(f"{case} trial", [pattern.name for pattern in trial], 1)
+    # The fastest pattern, and the fastest of those that keep what they read.
+    order = list(results.ranked(found["samples"], f"{case} trial"))
     fresh = [name for name in order if not PATTERNS[name].reuse]
-    return list(dict.fromkeys([*order[:1], *fresh[:1], *order]))[:_KEPT]
+    best = list(dict.fromkeys([*order[:1], *fresh[:1], *order]))[:_KEPT]
+    take_rounds(case, [*best, *names], rounds)
+    found["run"]["busy_share"][case] = round(max(busy, machine.busy_share(0.3)), 3)
 
 
-def run_child(job: Job, timeout: float) -> Sample:
+def run_child(job: Job, timeout: float | None) -> dict[str, Any]:
     """Measures once, in a fresh process."""
-    env = {} if job["name"] in PATTERNS else loaders.find(job["name"]).env
     # An installed mfload is found without help, a source tree is not.
     paths = [] if ROOT.name.endswith("-packages") else [str(ROOT)]
     path = os.pathsep.join([*paths, *filter(None, [os.getenv("PYTHONPATH")])])
@@ -277,7 +247,7 @@ def run_child(job: Job, timeout: float) -> Sample:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, **ENV, **env, **({"PYTHONPATH": path} if path else {})},
+            env={**os.environ, **ENV, **({"PYTHONPATH": path} if path else {})},
             start_new_session=True,
         )
         with process:

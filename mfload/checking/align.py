@@ -9,21 +9,22 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
-from mfload.checking import published
+from mfload.checking import manifest, published
 from mfload.checking.checksums import Hasher, Stopped
-from mfload.checking.manifest import FileEntry, Manifest, beside, check_target
-from mfload.checking.scan import Advance, Range, scan, span
+from mfload.checking.manifest import FileEntry, Manifest
+from mfload.checking.scan import Advance, in_turns, scan
 from mfload.formats import checkpoint, discovery, safetensors
-from mfload.formats.discovery import Path
+from mfload.formats.discovery import CheckpointFiles, Path
 from mfload.index import Index, TensorInfo
 from mfload.options import LoadOptions, Options, started
+from mfload.planning.blocks import Block
 from mfload.progress import Progress, shown
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
@@ -73,9 +74,6 @@ def align(
             twice.
         options: Threads and timeout; see `mfload.Options`.
 
-    Returns:
-        What was done.
-
     Raises:
         UsageError: An argument is invalid, or the source can't be replaced as a whole.
         SourceError: The source can't be read.
@@ -90,29 +88,40 @@ def align(
     limit, begin = layout.shard_limit(max_shard_size), layout.checked_align(align)
     index, sources = how.deadline.bound(lambda: checkpoint.read(source), "reading headers")
     rows = index.tensors
-    place = SaveTarget(_own_place(source, index) if target is None else target, overwrite)
-    layouts = _layouts(index, sources, limit, begin)
     found = discovery.find(source)
-    old = beside(source, index.files, None if found.placed is None else found.name)
-    known = Manifest.read(old) if os.path.exists(old) else None
-    new = beside(place.path, [place.path])
-    if target is not None:
-        _refuse_hub([file for file in index.files if os.path.realpath(file) == place.path])
+    place = SaveTarget(_own_place(index.files, found) if target is None else target, overwrite)
+    in_place = [f for f in index.files if target is None or os.path.realpath(f) == place.path]
+    for file, recorded in published.expected("auto", in_place).items():
+        raise errors.UsageError(
+            "the Hugging Face client keeps the SHA-256 of the file; name another target",
+            file=file,
+            found=recorded.origin,
+        )
+    layouts = _layouts(index, sources, limit, begin)
+    old = manifest.beside(index.files, found.index_file)
+    new = manifest.beside([place.path])
     same = os.path.realpath(new) == os.path.realpath(old)
+    known = Manifest.read(old) if os.path.exists(old) else None
     if known is not None:
-        check_target(new, overwrite=overwrite or same)
+        manifest.check_target(new, overwrite=overwrite or same)
     size = sum(made.size for made in layouts)
-    with place.drafts([made.size for made in layouts]) as drafts:
+    with place.drafts(layouts) as drafts:
         # Both passes tell of the same bytes, but for the headers.
-        with shown(progress, sum(row.nbytes for row in rows.values()) + size) as advance:
-            digests = _copy(sources, rows, drafts, layouts, how, advance)
-            for info, expected, found in known.differences(rows.values(), digests) if known else ():
+        with shown(progress, size + sum(row.nbytes for row in rows.values())) as advance:
+            copier = _Copier(rows, drafts, layouts)
+            for draft, made in zip(drafts, layouts, strict=True):
+                draft.write(0, [np.frombuffer(made.header, np.uint8)])
+            scan(sources, sorted(copier.places), copier, how, advance)
+            for draft in drafts:
+                how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
+            digests = copier.digests()
+            for info, expected, got in known.differences(rows.values(), digests) if known else ():
                 raise errors.ChecksumError(
                     "the tensor differs from the manifest",
-                    file=sources[span(info).source].path,
+                    file=index.files[info.pieces[0].source],
                     tensor=info.name,
                     expected=f"{expected} ({old})",
-                    found=found,
+                    found=got,
                 )
             sums = _read_back(drafts, layouts, digests, how, advance, sums=known is not None)
         if known is not None and same:
@@ -120,14 +129,13 @@ def align(
             Manifest.of(rows, digests).write(new, overwrite=True)
         elif known is not None and os.path.lexists(new):
             os.unlink(new)
-        held = [[row.name for row in made.tensors] for made in layouts]
-        there = place.publish(drafts, held, sum(row.nbytes for row in rows.values()))
-    notes = [*index.notes, *there.notes]
+        there, more = place.publish(drafts, layouts)
+    notes = [*index.notes, *more]
     if known is not None:
         # The index comes last, and has no sum.
         files = {
-            os.path.basename(file): FileEntry(os.path.getsize(file), digest)
-            for file, digest in zip(there.files, sums, strict=False)
+            os.path.basename(file): FileEntry(made.size, digest)
+            for file, made, digest in zip(there, layouts, sums, strict=False)
         }
         try:
             Manifest.of(rows, digests, files).write(new, overwrite=True)
@@ -136,47 +144,32 @@ def align(
             raise
         notes.append(f"checksums written to {new}")
     took = time.perf_counter() - start
-    return Aligned(there.files, len(index), size, took, tuple(dict.fromkeys(notes)))
+    return Aligned(tuple(there), len(index), size, took, tuple(dict.fromkeys(notes)))
 
 
-def _own_place(source: Path | Sequence[Path], index: Index) -> str:
+def _own_place(files: Sequence[str], found: CheckpointFiles) -> str:
     """The place of the source itself; a UsageError if only a part of it would be replaced."""
-    files = index.files
-    _refuse_hub(files)
-    found = discovery.find(source)
-    directory = os.path.dirname(files[0])
-    if found.placed is not None and found.name is not None:
+    directory = os.path.dirname(found.index_file or files[0])
+    if found.index_file is not None:
         # The new index takes the place of this one, so the files must lie beside it.
-        directory, name = os.path.split(found.name)
-        stem = name.removesuffix(discovery.INDEX_SUFFIX)
-        if stem == name or any(os.path.dirname(file) != directory for file in files):
-            raise errors.UsageError(
-                "the files of the index can't all be replaced beside it; name a target",
-                file=found.name,
-                expected=f"NAME{discovery.INDEX_SUFFIX}, and files in its own directory",
-            )
-    elif len(files) == 1:
-        return files[0]
-    else:
-        stem = discovery.stem(os.path.basename(files[0]))
-        shard = re.compile(re.escape(stem) + r"-\d+-of-\d+" + re.escape(discovery.SUFFIX))
-        names = [os.path.basename(file) for file in files if os.path.dirname(file) == directory]
-        if found.name is None or not all(shard.fullmatch(name) for name in names):
-            raise errors.UsageError(
-                "several files that are not shards of one; name a target, or align one by one",
-                file=directory,
-            )
-    return os.path.join(directory, stem + discovery.SUFFIX)
-
-
-def _refuse_hub(files: Sequence[str]) -> None:
-    """Refuses to replace files whose SHA-256 the Hugging Face client keeps on record."""
-    for file, known in published.expected("auto", files).items():
+        beside = all(os.path.dirname(file) == directory for file in files)
+        if beside and found.index_file.endswith(discovery.INDEX_SUFFIX):
+            return found.index_file.removesuffix(discovery.INDEX_SUFFIX) + discovery.SUFFIX
         raise errors.UsageError(
-            "the Hugging Face client keeps the SHA-256 of the file; name another target",
-            file=file,
-            found=known.origin,
+            "the files of the index can't all be replaced beside it; name a target",
+            file=found.index_file,
+            expected=f"NAME{discovery.INDEX_SUFFIX}, and files in its own directory",
         )
+    if len(files) == 1:
+        return files[0]
+    stem = os.path.join(directory, discovery.stem(os.path.basename(files[0])))
+    shard = re.compile(re.escape(stem) + r"-\d+-of-\d+" + re.escape(discovery.SUFFIX))
+    if found.name is None or not all(map(shard.fullmatch, files)):
+        raise errors.UsageError(
+            "several files that are not shards of one; name a target, or align one by one",
+            file=directory,
+        )
+    return stem + discovery.SUFFIX
 
 
 def _layouts(
@@ -190,62 +183,45 @@ def _layouts(
     return [layout.lay_out(rows, metadata, align) for rows, metadata in headers]
 
 
-def _copy(
-    sources: Sequence[LocalFile],
-    tensors: Mapping[str, TensorInfo],
-    drafts: Sequence[Draft],
-    layouts: Sequence[Layout],
-    how: LoadOptions,
-    advance: Advance,
-) -> dict[str, str]:
-    """Writes tensors to the drafts; returns the digest of each, of the bytes that were written."""
-    places: dict[Range, tuple[Draft, int]] = {}
-    for draft, made in zip(drafts, layouts, strict=True):
-        draft.write(0, np.frombuffer(made.header, np.uint8))
-        places.update((part, (draft, at)) for part, at in _parts(made, tensors))
-    copier = _Copier(tensors.values(), places)
-    scan(sources, sorted(places), copier, how, advance, block=None)
-    for draft in drafts:
-        how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
-    return {name: copier.tensor(name) for name in tensors}
-
-
 class _Copier(Hasher):
-    """Observer that writes what it is shown, and hashes it."""
+    """Observer that writes the tensors that it is shown to drafts, and hashes them."""
 
     def __init__(
-        self, tensors: Iterable[TensorInfo], places: Mapping[Range, tuple[Draft, int]]
+        self, tensors: Mapping[str, TensorInfo], drafts: Sequence[Draft], layouts: Sequence[Layout]
     ) -> None:
-        super().__init__(tensors)
-        self._places = places
+        super().__init__(tensors.values())
+        self.places = {
+            block: (draft, at)
+            for draft, made in zip(drafts, layouts, strict=True)
+            for block, at in _parts(made, tensors)
+        }
 
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
         """Takes the next part."""
         super().saw(source, offset, data, stopped)
-        draft, at = self._places[Range(source, offset, data.size)]
-        draft.write(at, data)
+        draft, at = self.places[Block(source, offset, data.size, ())]
+        draft.write(at, [data])
 
 
-def _parts(made: Layout, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[Range, int]]:
-    """Ranges of the old files, and where each goes; tensors that stay neighbours go together."""
-    run, to = Range(-1, 0, 0), 0
+def _parts(made: Layout, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[Block, int]]:
+    """Parts of the old files, and where each goes: cut where the blocks of the new file end.
+
+    Tensors that stay neighbours go together.
+    """
+    runs: list[tuple[int, int, int, int]] = []  # Source, offset, bytes, and where they go.
     for row in made.tensors:
-        old = span(tensors[row.name])
-        if (old.source, old.offset) == (run.source, run.offset + run.nbytes):
-            run = run._replace(nbytes=run.nbytes + old.nbytes)
-            continue
-        yield from _cut(run, to)
-        run, to = old, span(row).offset
-    yield from _cut(run, to)
-
-
-def _cut(run: Range, at: int) -> Iterator[tuple[Range, int]]:
-    source, offset, nbytes = run
-    end = at + nbytes
-    while at < end:
-        stop = min(end, (at // BLOCK + 1) * BLOCK)
-        yield Range(source, offset, stop - at), at
-        offset, at = offset + stop - at, stop
+        piece = tensors[row.name].pieces[0]
+        source, offset, nbytes, at = runs[-1] if runs else (-1, 0, 0, 0)
+        if (source, offset + nbytes) == (piece.source, piece.offset):
+            runs[-1] = source, offset, nbytes + piece.nbytes, at
+        else:
+            runs.append((piece.source, piece.offset, piece.nbytes, row.pieces[0].offset))
+    for source, offset, nbytes, at in runs:
+        end = at + nbytes
+        while at < end:
+            stop = min(end, (at // BLOCK + 1) * BLOCK)
+            yield Block(source, offset, stop - at, ()), at
+            offset, at = offset + stop - at, stop
 
 
 def _read_back(
@@ -261,29 +237,25 @@ def _read_back(
     files = [LocalFile(draft.path) for draft in drafts]
     rows: list[TensorInfo] = []
     for number, (file, draft, made) in enumerate(zip(files, drafts, layouts, strict=True)):
-        _drop_cache(draft.path)
-        found, _ = safetensors.read(file, number)
-        if [row[:3] for row in found] != [row[:3] for row in made.tensors]:
+        if hasattr(os, "posix_fadvise"):
+            with open(draft.path, "rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if file.read(0, len(made.header)) != made.header:
             what = "the header read back differs from the one written"
             raise errors.WriteError(what, file=draft.shown)
-        rows += found
-    hasher = Hasher(rows, {n: file.size for n, file in enumerate(files)} if sums else None)
-    ranges = [Range(number, 0, file.size) for number, file in enumerate(files)]
-    scan(files, ranges, hasher, replace(how, engine="direct"), advance, interleave=sums)
+        for row in made.tensors:
+            rows.append(row._replace(pieces=(row.pieces[0]._replace(source=number),)))
+    hasher = Hasher(rows, {number: file.size for number, file in enumerate(files)} if sums else {})
+    ranges = [Block(number, 0, file.size, ()) for number, file in enumerate(files)]
+    scan(files, in_turns(ranges, how), hasher, replace(how, engine="direct"), advance)
+    back = hasher.digests()
     for row in rows:
-        if hasher.tensor(row.name) != digests[row.name]:
+        if back[row.name] != digests[row.name]:
             raise errors.WriteError(
                 "the disk gave back other bytes than were written",
-                file=drafts[span(row).source].shown,
+                file=drafts[row.pieces[0].source].shown,
                 tensor=row.name,
                 expected=digests[row.name],
-                found=hasher.tensor(row.name),
+                found=back[row.name],
             )
-    return [hasher.file(number) for number in range(len(files))] if sums else []
-
-
-def _drop_cache(path: str) -> None:
-    """Drops a file from the page cache, so that it is read from the disk."""
-    if hasattr(os, "posix_fadvise"):
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return [back[number] for number in range(len(files))] if sums else []

@@ -2,7 +2,7 @@
 
 A hash is a stream: the ranges of one tensor must be taken in file order, whichever thread read
 them. A thread whose range comes later waits for its turn. That ends, because blocks are begun in
-file order: the range before is in the hand of another thread, and the first waits for none.
+file order: the range before is with another thread, and the first waits for none.
 Tensors are hashed side by side; both hashes release the interpreter lock.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mfload import errors
-from mfload.checking.manifest import Manifest, checked_path
+from mfload.checking.manifest import Manifest
 from mfload.formats.strict_json import brief
 from mfload.index import Index, TensorInfo
 from mfload.report import Report
@@ -38,8 +39,25 @@ def tensor_hash() -> Callable[..., Any]:
     return xxhash.xxh3_128
 
 
+class _Stream:
+    """A hash that takes the bytes of a source from `at` to `stop`, in order."""
+
+    __slots__ = ("at", "hash", "key", "new", "source", "start", "stop")
+
+    def __init__(
+        self, source: int, start: int, nbytes: int, key: str | int, new: Callable[..., Any]
+    ) -> None:
+        self.source, self.key, self.new = source, key, new
+        self.start = self.at = start
+        self.stop = start + nbytes
+        self.hash: Any = None
+
+
+_START = operator.attrgetter("start")
+
+
 class Hasher:
-    """Hashes what a transfer reads (a `planning.blocks.Observer`).
+    """Hashes what a transfer reads (an `io.engine.Observer`).
 
     Of the tensors all bytes must be shown, and of the files (number: size) every byte in order.
     """
@@ -47,118 +65,73 @@ class Hasher:
     def __init__(
         self, tensors: Iterable[TensorInfo] = (), files: Mapping[int, int] | None = None
     ) -> None:
-        self._turn = threading.Condition()
-        self._digests: dict[str, str] = {}
-        self._spans: dict[int, list[_Span]] = {}
-        self._streams: dict[str, _Stream] = {}
         tensors = list(tensors)
-        self._new = tensor_hash() if tensors else None
-        for info in tensors:
-            piece = info.pieces[0]
-            if piece.nbytes:
-                span = _Span(piece.offset, piece.offset + piece.nbytes, info.name)
-                self._spans.setdefault(piece.source, []).append(span)
-            elif self._new is not None:
-                self._digests[info.name] = self._new(b"").hexdigest()
-        for spans in self._spans.values():
-            spans.sort()
-        self._starts = {n: [span.start for span in spans] for n, spans in self._spans.items()}
-        self._files = {
-            source: _Stream(0, size, hashlib.sha256()) for source, size in (files or {}).items()
+        new = tensor_hash() if tensors else hashlib.sha256
+        streams = [_Stream(*info.pieces[0][:3], info.name, new) for info in tensors]
+        whole = [_Stream(n, 0, size, n, hashlib.sha256) for n, size in (files or {}).items()]
+        self._turn = threading.Condition()
+        self._files = {each.source: each for each in whole}
+        self._tensors: dict[int, list[_Stream]] = {}
+        for each in sorted(streams, key=_START):
+            if each.start < each.stop:
+                self._tensors.setdefault(each.source, []).append(each)
+        self._wanted = len(streams) + len(whole)
+        self._digests: dict[str | int, str] = {
+            each.key: each.new(b"").hexdigest()
+            for each in (*streams, *whole)
+            if each.start == each.stop
         }
 
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
         """Takes the next bytes."""
-        for span in self._within(source, offset, offset + data.size):
-            start, stop = max(span.start, offset), min(span.stop, offset + data.size)
-            self._take(span, start, data[start - offset : stop - offset], stopped)
-        whole = self._files.get(source)
-        if whole is not None:
-            whole.take(offset, data, self._turn, stopped)
+        stop = offset + data.size
+        for stream in self._within(source, offset, stop):
+            first, last = max(stream.start, offset), min(stream.stop, stop)
+            part = data[first - offset : last - offset]
+            if (first, last) == (stream.start, stream.stop):
+                self._digests[stream.key] = stream.new(part).hexdigest()
+            else:
+                self._take(stream, first, part, stopped)
 
-    def _within(self, source: int, start: int, stop: int) -> Iterator[_Span]:
-        """The spans that share a byte with a range, in file order."""
-        spans = self._spans.get(source)
-        if spans is None:
-            return
+    def _within(self, source: int, start: int, stop: int) -> Iterator[_Stream]:
+        """The streams that share a byte with a range: tensors in file order, then the file."""
+        streams = self._tensors.get(source, ())
         # They don't overlap: the header was checked.
-        first = max(0, bisect.bisect_right(self._starts[source], start) - 1)
-        for number in range(first, len(spans)):
-            span = spans[number]
-            if span.start >= stop:
-                return
-            if span.stop > start:
-                yield span
+        first = max(0, bisect.bisect_right(streams, start, key=_START) - 1)
+        for number in range(first, len(streams)):
+            stream = streams[number]
+            if stream.start >= stop:
+                break
+            if stream.stop > start:
+                yield stream
+        if source in self._files:
+            yield self._files[source]
 
-    def _take(self, span: _Span, start: int, part: Any, stopped: Stopped) -> None:
-        assert self._new is not None
-        if part.size == span.stop - span.start:
-            self._digests[span.name] = self._new(part).hexdigest()
-            return
+    def _take(self, stream: _Stream, offset: int, part: Any, stopped: Stopped) -> None:
+        """Waits for the turn of a part and hashes it, unless the load was given up meanwhile."""
         with self._turn:
-            stream = self._streams.get(span.name)
-            if stream is None:
-                stream = self._streams[span.name] = _Stream(span.start, span.stop, self._new())
-        if stream.take(start, part, self._turn, stopped):
-            self._digests[span.name] = stream.hash.hexdigest()
-            del self._streams[span.name]
-
-    def complete(self, source: int) -> bool:
-        """Whether all bytes of a source that are hashed were seen."""
-        whole = self._files.get(source)
-        seen = all(span.name in self._digests for span in self._spans.get(source, ()))
-        return seen and (whole is None or whole.done)
-
-    def tensor(self, name: str) -> str:
-        """The digest of a tensor; an AssertionError if not all of its bytes were seen."""
-        if name not in self._digests:
-            raise AssertionError(f"not all bytes of {name!r} were seen")
-        return self._digests[name]
-
-    def file(self, source: int) -> str:
-        """The SHA-256 of a file; an AssertionError if not all of its bytes were seen."""
-        stream = self._files[source]
-        if not stream.done:
-            raise AssertionError(f"only {stream.at} of {stream.stop} bytes were seen")
-        return stream.hash.hexdigest()
-
-
-class _Span(NamedTuple):
-    start: int
-    stop: int
-    name: str
-
-
-class _Stream:
-    """A hash that takes its bytes in order, from several threads."""
-
-    def __init__(self, start: int, stop: int, new: Any) -> None:
-        self.at = start
-        self.stop = stop
-        self.hash = new
-
-    @property
-    def done(self) -> bool:
-        return self.at == self.stop
-
-    def take(self, offset: int, data: Any, turn: threading.Condition, stopped: Stopped) -> bool:
-        """Waits for the turn of a range and takes it, unless the load was given up meanwhile.
-
-        Returns True if it was the last.
-        """
-        with turn:
-            while self.at != offset:
-                if self.at > offset:
+            while stream.at != offset:
+                if stream.at > offset:
                     raise AssertionError(f"bytes from {offset} on were shown twice")
                 if stopped():
-                    return False
-                turn.wait(_TICK)
-        # No other thread is here: `at` lets no other range pass.
-        self.hash.update(data)
-        with turn:
-            self.at += data.size
-            turn.notify_all()
-            return self.done
+                    return
+                self._turn.wait(_TICK)
+        # No other thread is here: `at` lets no other part pass.
+        stream.hash = stream.hash or stream.new()
+        stream.hash.update(part)
+        with self._turn:
+            stream.at += part.size
+            if stream.at == stream.stop:
+                self._digests[stream.key] = stream.hash.hexdigest()
+                stream.hash = None
+            self._turn.notify_all()
+
+    def digests(self) -> dict[Any, str]:
+        """Digests by name of tensor and number of file; AssertionError if bytes were not seen."""
+        missing = self._wanted - len(self._digests)
+        if missing:
+            raise AssertionError(f"not all bytes were seen: {missing} digests are missing")
+        return self._digests
 
 
 class ManifestCheck:
@@ -173,18 +146,15 @@ class ManifestCheck:
         index: Index,
         tensors: Sequence[TensorInfo],
     ) -> None:
-        self._index = index
+        self._files = index.files
         self._tensors = tensors
-        if not isinstance(manifest, Manifest):
-            manifest = Manifest.read(checked_path("verify", manifest))
-        self._manifest = manifest
+        self._manifest = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
         self._refuse(list(self._manifest.differences(tensors)))
         self.observer = Hasher(tensors)
 
     def settle(self, arrays: list[Any], report: Report | None) -> None:
         """Compares the digests of what was loaded; if any differ, clears arrays and report."""
-        digests = {info.name: self.observer.tensor(info.name) for info in self._tensors}
-        offenders = list(self._manifest.differences(self._tensors, digests))
+        offenders = list(self._manifest.differences(self._tensors, self.observer.digests()))
         if offenders:
             # An error that is kept keeps this frame, and the caller's.
             arrays.clear()
@@ -192,12 +162,12 @@ class ManifestCheck:
                 report.clear()
         self._refuse(offenders)
         if report is not None:
-            report.notes += (f"{len(digests)} tensors verified against the manifest",)
+            report.notes += (f"{len(self._tensors)} tensors verified against the manifest",)
 
     def _refuse(self, offenders: list[tuple[TensorInfo, str, str]]) -> None:
         if not offenders:
             return
-        files = [self._index.files[info.pieces[0].source] for info, *_ in offenders]
+        files = [self._files[info.pieces[0].source] for info, *_ in offenders]
         first, expected, found = offenders[0]
         raise errors.ChecksumError(
             f"{len(offenders)} of {len(self._tensors)} tensors differ from the manifest",

@@ -7,7 +7,6 @@ held is a part of each side for each reader, and some 400 bytes for each part.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from mfload import errors, packed
 from mfload.checking import numeric_diff
 from mfload.checking.numeric_diff import NumericDiff
-from mfload.checking.scan import Advance, Range, check_unchanged, choose_route, scan, span
+from mfload.checking.scan import Advance, check_unchanged, choose_route, scan, total_sizes
 from mfload.index import TensorInfo
 from mfload.io import buffers
 from mfload.io.direct import DirectReader
@@ -47,13 +46,27 @@ class Pair(NamedTuple):
         """Whether equal values are equal bytes."""
         return self.left.dtype.name == self.right.dtype.name
 
+    def parts(self) -> Iterator[tuple[int, Block, Block]]:
+        """The first element of each part, and its bytes on either side."""
+        bits = [element_bits(info) for info in self]
+        count = self.left.nbytes * 8 // bits[0]
+        step = max(_WHOLE, PART * 8 // max(bits) // _WHOLE * _WHOLE)
+        for first in range(0, count, step):
+            sides: list[Block] = []
+            for info, width in zip(self, bits, strict=True):
+                start, stop = first * width // 8, min(count, first + step) * width // 8
+                piece = info.pieces[0]
+                sides.append(Block(piece.source, piece.offset + start, stop - start, ()))
+            yield first, sides[0], sides[1]
+
 
 class Comparison:
-    """Compares pairs of tensors, part by part (a `planning.blocks.Observer` of the left side).
+    """Compares pairs of tensors, part by part (a `io.engine.Observer` of the left side).
 
     Attributes:
-        first: First byte that differs, for each pair of one dtype that is not equal, by name.
-        values: How far the values lie apart, for each pair that is not equal, by name.
+        first: First block of elements that differs, for each pair of one dtype that is not equal,
+            by name: its number, and its bytes on either side.
+        values: How far the values differ, for each pair that is not equal, by name.
     """
 
     def __init__(
@@ -65,48 +78,49 @@ class Comparison:
         values: bool,
     ) -> None:
         self.pairs = pairs
-        self.first: dict[str, int] = {}
+        self.first: dict[str, tuple[int, bytes, bytes]] = {}
         self.values: dict[str, NumericDiff] = {}
         self.nbytes = sum(pair.left.nbytes for pair in pairs)
         self._left, self._right, self._by_value = left, right, values
         self._lock, self._mine = threading.Lock(), threading.local()
-        self._parts = {part.left: part for pair in pairs for part in _parts(pair)}
+        # By the place of the left side.
+        self._parts = {part[1]: (pair, *part) for pair in pairs for part in pair.parts()}
         self._direct: set[int] = set()
 
     def run(self, options: LoadOptions, advance: Advance) -> tuple[str, ...]:
         """Reads both sides once; tells `advance` the bytes of the left one, returns notes."""
-        sizes = Counter[int]()
-        for part in self._parts.values():
-            sizes[part.right.source] += part.right.nbytes
+        sizes = total_sizes(right for *_, right in self._parts.values())
         route = choose_route(self._right, sizes, options)
         self._direct = {number for number, leg in route.items() if leg.engine == "direct"}
-        notes = scan(self._left, sorted(self._parts), self, options, advance, block=None)
+        notes = scan(self._left, sorted(self._parts), self, options, advance)
         check_unchanged(self._right, sizes, options)
         return notes
 
     def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
         """Compares a part with the same elements of the right side."""
-        pair, element, _, right = self._parts[Range(source, offset, data.size)]
+        pair, element, _, right = self._parts[Block(source, offset, data.size, ())]
         other = self._read(right)
         name, dtype = pair.left.name, pair.left.dtype
-        byte, found = None, NumericDiff()
+        first, found = None, NumericDiff()
         if pair.same_dtype:
             word = np.uint64 if data.size % 8 == 0 else np.uint8
             if np.array_equal(data.view(word), other.view(word)):
                 return
             differ = data != other
-            at = int(differ.argmax())
-            unit, width = _block(pair.left)
-            byte = element // unit * width + at
-            found = NumericDiff(int(differ.sum()), at=byte)
+            before = element * element_bits(pair.left) // 8
+            at, width = int(differ.argmax()), dtype.nbytes or 1
+            start = at // width * width
+            sides = (side[start : start + width].tobytes() for side in (data, other))
+            first = (before + start) // width, *sides
+            found = NumericDiff(int(differ.sum()), at=before + at)
         if self._by_value and dtype.known:
             found = numeric_diff.between(dtype, data, pair.right.dtype, other, element)
         with self._lock:
             self.values[name] = self.values.get(name, NumericDiff()).joined(found)
-            if byte is not None:
-                self.first[name] = min(byte, self.first.get(name, byte))
+            if first is not None:
+                self.first[name] = min(first, self.first.get(name, first))
 
-    def _read(self, part: Range) -> Any:
+    def _read(self, part: Block) -> Any:
         file = self._right[part.source]
         if not hasattr(self._mine, "slot"):
             self._mine.slot = buffers.WorkerSlot()
@@ -114,51 +128,33 @@ class Comparison:
             # Opened for each part, so that nothing has to be closed under a reader that hangs.
             reader = DirectReader(file) if part.source in self._direct else PreadReader(file)
             try:
-                return reader.fill(Block(*part, ()), [], self._mine.slot)
+                return reader.fill(part, [], self._mine.slot)
             finally:
                 reader.close()
         except OSError as error:
             raise errors.from_os(error, file.path, "read") from error
 
-    def first_difference(self, pair: Pair) -> tuple[str, str, str]:
-        """The place of the first element that differs, and its value on either side."""
-        unit, width = _block(pair.left)
-        block = self.first[pair.left.name] // width
-        ours, theirs = (
-            _values(info, files[span(info).source].read(span(info).offset + block * width, width))
-            for info, files in zip(pair, (self._left, self._right), strict=True)
-        )
-        within = next((n for n in range(unit) if ours[n] != theirs[n]), 0)
-        place = place_of(pair.left, block * unit + within)
-        shown = str(list(place)) if pair.left.dtype.known else f"byte {place[0]}"
-        return shown, ours[within], theirs[within]
+    def first_difference(self, info: TensorInfo) -> tuple[str, str, str]:
+        """The place of the first element that differs, and its value on either side.
+
+        Of packed elements it is the first of a block, and the values are those of the block.
+        """
+        block, *sides = self.first[info.name]
+        dtype = info.dtype
+        if not dtype.known:
+            return f"byte {block}", f"0x{sides[0].hex()}", f"0x{sides[1].hex()}"
+        texts: list[str] = []
+        for side in sides:
+            numbers = packed.unpack(np.frombuffer(side, np.uint8), dtype.name, (dtype.elements,))
+            # With their bits, which the numbers may hide.
+            texts.append(f"{' '.join(map(str, numbers))} (0x{side[::-1].hex()})")
+        place = place_of(info, block * dtype.elements)
+        return str(list(place)), texts[0], texts[1]
 
 
-class _ComparedPart(NamedTuple):
-    pair: Pair
-    element: int
-    left: Range
-    right: Range
-
-
-def _parts(pair: Pair) -> Iterator[_ComparedPart]:
-    blocks = [_block(info) for info in pair]
-    (unit, width), (other, breadth) = blocks
-    count = pair.left.nbytes // width * unit
-    step = max(_WHOLE, PART * unit * other // max(width * other, breadth * unit) // _WHOLE * _WHOLE)
-    for first in range(0, count, step):
-        sides: list[Range] = []
-        for info, (elements, nbytes) in zip(pair, blocks, strict=True):
-            start = first // elements * nbytes
-            stop = -(-min(count, first + step) // elements) * nbytes
-            source, offset, _ = span(info)
-            sides.append(Range(source, offset + start, stop - start))
-        yield _ComparedPart(pair, first, *sides)
-
-
-def _block(info: TensorInfo) -> tuple[int, int]:
-    """Elements and bytes of the smallest block; an element of an unknown dtype is a byte."""
-    return (info.dtype.elements, info.dtype.nbytes) if info.dtype.known else (1, 1)
+def element_bits(info: TensorInfo) -> int:
+    """Bits of an element; an element of an unknown dtype is a byte."""
+    return info.dtype.bits if info.dtype.known else 8
 
 
 def place_of(info: TensorInfo, element: int) -> tuple[int, ...]:
@@ -166,13 +162,3 @@ def place_of(info: TensorInfo, element: int) -> tuple[int, ...]:
     if not info.dtype.known:
         return (element,)
     return tuple(int(n) for n in np.unravel_index(element, info.shape))
-
-
-def _values(info: TensorInfo, raw: bytes) -> list[str]:
-    """The elements of a smallest block, with their bits where the numbers may hide them."""
-    bits = f"0x{raw[::-1].hex()}"
-    if not info.dtype.known:
-        return [bits]
-    data = np.frombuffer(raw, np.uint8).copy()
-    numbers = packed.unpack(data, info.dtype.name, (info.dtype.elements,))
-    return [str(n) for n in numbers] if len(numbers) > 1 else [f"{numbers[0]!s} ({bits})"]

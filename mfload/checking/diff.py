@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 from mfload.checking.compare import Comparison, Pair, place_of
 from mfload.checking.numeric_diff import NumericDiff
+from mfload.checking.scan import throughput
 from mfload.formats import checkpoint
 from mfload.formats.discovery import Path
-from mfload.index import Index, TensorInfo
+from mfload.index import Index
 from mfload.options import Options, started
 from mfload.planning import selection
 from mfload.planning.selection import Names
 from mfload.progress import Progress, shown
-from mfload.report import Printable, html_table, human, table
+from mfload.report import Printable, html_table, table
 
 HEADS = ["max abs", "max rel", "differing", "nan", "dtype", "shape", "name"]
 
@@ -103,10 +104,15 @@ class Difference(Printable):
 
         "tensors" holds an object for each tensor of both, with the attributes of `TensorDiff`.
         """
-        fields = {name: getattr(self, name) for name in Difference.__slots__}
-        lists = {name: list(getattr(self, name)) for name in ("only_a", "only_b", "notes")}
-        tensors = [each._asdict() for each in self.tensors]
-        return {"same": self.same, **fields, **lists, "tensors": tensors}
+        return {
+            "same": self.same,
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "tensors": [each._asdict() for each in self.tensors],
+            "read_bytes": self.read_bytes,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
 
     def rows(self) -> list[tuple[str, str]]:
         """The totals, as they are printed: names and values."""
@@ -118,13 +124,11 @@ class Difference(Printable):
             if names:
                 some = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
                 rows.append((what, f"{len(names)}: {some}"))
-        speed = self.read_bytes / self.seconds / 2**30 if self.seconds else 0.0
-        read = f"{human(self.read_bytes)} in {self.seconds:.3g} s, {speed:.2f} GiB/s"
-        return [*rows, ("read", read), *(("note", note) for note in self.notes)]
+        rows.append(("read", throughput(self.read_bytes, self.seconds)))
+        return rows + [("note", note) for note in self.notes]
 
     def _table(self) -> list[list[str]]:
-        some = self.changed[:_SHOWN]
-        return [HEADS, *(each.row() for each in some)] if some else []
+        return [HEADS, *(each.row() for each in self.changed[:_SHOWN])]
 
     def __str__(self) -> str:
         text, left = table(self.rows()), len(self.changed) - _SHOWN
@@ -163,9 +167,6 @@ def diff(
         progress: True for a bar, or a function of (bytes done, bytes in all).
         options: Engine, threads and timeout; see `mfload.Options`.
 
-    Returns:
-        What differs.
-
     Raises:
         MfloadError: As `load` does.
     """
@@ -175,15 +176,20 @@ def diff(
         how.deadline.bound(lambda path=path: checkpoint.read(path), "reading headers")
         for path in (a, b)
     )
-    here, there = _selected(left, right, names)
-    common = [Pair(info, there[name]) for name, info in here.items() if name in there]
-    pairs = [pair for pair in common if _comparable(pair)]
-    comparison = Comparison(ours, theirs, pairs, values=True)
+    # A name or regex that neither has is an error.
+    both = Index(left.files, {**left.tensors, **right.tensors})
+    chosen = [info.name for info in selection.select(both, names)]
+    common = [
+        Pair(left.tensors[name], right.tensors[name])
+        for name in chosen
+        if name in left.tensors and name in right.tensors
+    ]
+    comparison = Comparison(ours, theirs, list(filter(_comparable, common)), values=True)
     with shown(progress, comparison.nbytes) as advance:
         notes = comparison.run(how, advance)
     return Difference(
-        tuple(name for name in here if name not in there),
-        tuple(name for name in there if name not in here),
+        tuple(name for name in chosen if name not in right.tensors),
+        tuple(name for name in chosen if name not in left.tensors),
         tuple(sorted((_tensor(pair, comparison) for pair in common), key=TensorDiff.order)),
         sum(pair.left.nbytes + pair.right.nbytes for pair in comparison.pairs),
         time.perf_counter() - start,
@@ -191,31 +197,17 @@ def diff(
     )
 
 
-def _selected(
-    left: Index, right: Index, names: Names
-) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
-    """The chosen tensors of each; a name or regex that neither has is an error."""
-    both = Index(left.files, {**left.tensors, **right.tensors})
-    chosen = [info.name for info in selection.select(both, names)]
-    ours, theirs = (
-        {name: index.tensors[name] for name in chosen if name in index.tensors}
-        for index in (left, right)
-    )
-    return ours, theirs
-
-
 def _comparable(pair: Pair) -> bool:
     left, right = pair
-    known = left.dtype.known and right.dtype.known
     same = pair.same_dtype and left.nbytes == right.nbytes
-    return left.shape == right.shape and (known or same)
+    return left.shape == right.shape and (same or (left.dtype.known and right.dtype.known))
 
 
 def _tensor(pair: Pair, comparison: Comparison) -> TensorDiff:
     left, right = pair
     compared = _comparable(pair)
-    numbers = compared and left.dtype.known
     found = comparison.values.get(left.name, NumericDiff())
+    numbers = compared and left.dtype.known
     return TensorDiff(
         left.name,
         left.dtype.name,

@@ -14,11 +14,12 @@ sorted and each has a line, so that two manifests can be compared as text.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,13 +34,16 @@ from mfload.sources.local import LocalFile
 
 VERSION = 1
 ALGORITHM = "xxh3_128"
-"""The hash of a tensor's bytes: XXH3 with 128 bits, as 32 hexadecimal digits."""
 SUFFIX = ".checksums.json"
 MAX_SIZE = 256 << 20
 """Bytes of the longest manifest that is read: some two million tensors."""
 
 _MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
-_KEYS = {"mfload_checksums", "algorithm", "tensors", "files"}
+_FORMAT = (
+    '{"mfload_checksums": 1, "algorithm": "xxh3_128", '
+    '"tensors": {name: {"dtype", "shape", "digest": 32 digits}}, '
+    '"files": {path: {"size", "sha256": 64 digits}}}'
+)
 
 
 class TensorEntry(NamedTuple):
@@ -92,14 +96,13 @@ class Manifest:
             SourceError: It can't be read.
             HeaderError: It is malformed, or the file is something else.
         """
-        source = LocalFile(path)
+        source = LocalFile(text_path(path))
         if source.size > MAX_SIZE:
-            most, found = f"at most {MAX_SIZE} bytes", f"{source.size} bytes"
-            what = "the manifest is over the cap"
-            raise errors.HeaderError(what, file=source.path, expected=most, found=found)
-        return _parse(
-            strict_json.loads(source.read(0, source.size), source.path, "manifest"), source.path
-        )
+            most, size = f"at most {MAX_SIZE} bytes", f"{source.size} bytes"
+            what = "the manifest is too long"
+            raise errors.HeaderError(what, file=source.path, expected=most, found=size)
+        table = strict_json.loads(source.read(0, source.size), source.path, "manifest")
+        return _parse(table, source.path)
 
     def differences(
         self, tensors: Iterable[TensorInfo], digests: Mapping[str, str] | None = None
@@ -129,21 +132,21 @@ class Manifest:
 
         Raises:
             UsageError: The name is one of a checkpoint.
-            TargetExistsError: Something is there, and `overwrite` is not set or it is not a
-                manifest.
+            TargetExistsError: Something is there, and `overwrite` is not set, or it is something
+                other than a manifest.
             TargetError: It can't be written.
         """
-        name = os.path.abspath(os.fsdecode(path))
+        name = os.path.abspath(text_path(path))
         check_target(name, overwrite=overwrite)
         directory, base = os.path.split(name)
         raw = np.frombuffer(self.text().encode(), np.uint8)
         draft = Draft(os.path.join(directory, f".{base}.{os.getpid()}"), raw.size, name)
         try:
-            draft.write(0, raw)
+            draft.write(0, [raw])
             draft.sync()
+            if overwrite:
+                check_target(name, overwrite=True)  # Another file may have come meanwhile.
             try:
-                if overwrite:
-                    check_target(name, overwrite=True)  # Another file may have come meanwhile.
                 draft.publish(name, replace=overwrite)
             except OSError as error:
                 raise errors.from_target(error, name, "put the manifest in its place") from error
@@ -155,22 +158,18 @@ class Manifest:
         return f"<mfload manifest{where}: {len(self.tensors)} tensors, {len(self.files)} files>"
 
 
-def checked_path(argument: str, given: Any) -> str:
-    """The path of a manifest that an argument gives, as text."""
+def text_path(path: Any) -> str:
+    """The path of a manifest as text; raises UsageError if it is not a path."""
     try:
-        return os.fsdecode(given)
+        return os.fsdecode(path)
     except TypeError:
         wanted = "a manifest, or the path of one"
-        raise errors.UsageError(argument, expected=wanted, found=repr(given)) from None
+        raise errors.UsageError("not a manifest", expected=wanted, found=repr(path)) from None
 
 
-def check_target(path: str, *, overwrite: bool, files: Sequence[str] = ()) -> None:
-    """Refuses to write a manifest over anything but a manifest that may be replaced.
-
-    `files` are those of the checkpoint, with its index.
-    """
-    suffixes = (discovery.SUFFIX, discovery.INDEX_SUFFIX)
-    if path.endswith(suffixes) or any(_same(path, file) for file in files):
+def check_target(path: str, *, overwrite: bool) -> None:
+    """Refuses to write a manifest over anything but a manifest that may be replaced."""
+    if path.endswith((discovery.SUFFIX, discovery.INDEX_SUFFIX)):
         raise errors.UsageError(
             "a manifest can't take the place of a checkpoint's file",
             file=path,
@@ -182,64 +181,41 @@ def check_target(path: str, *, overwrite: bool, files: Sequence[str] = ()) -> No
         return
     except OSError as error:
         raise errors.from_target(error, path, "look at the manifest") from error
-    except ValueError:
-        raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
-    if not overwrite:
-        raise errors.TargetExistsError(
-            "there is a manifest already; overwrite=True replaces it", file=path
-        )
-    if not stat.S_ISREG(mode) or not is_manifest(path):
-        raise errors.TargetExistsError(
-            "something other than a manifest has the name; it is not replaced",
-            file=path,
-            expected="a manifest, or nothing",
-        )
+    replaceable = False
+    if overwrite and stat.S_ISREG(mode):
+        with contextlib.suppress(errors.SourceError):
+            source = LocalFile(path)
+            replaceable = _MARK.match(source.read(0, min(source.size, 4096))) is not None
+    if not replaceable:
+        what = "the file exists already; overwrite=True replaces it if it is a manifest"
+        raise errors.TargetExistsError(what, file=path)
 
 
-def is_manifest(path: str) -> bool:
-    """Whether a file begins as a manifest does, damaged or not, or can be read as one."""
-    try:
-        source = LocalFile(path)
-        if _MARK.match(source.read(0, min(source.size, 4096))):
-            return True
-        Manifest.read(path)
-    except errors.MfloadError:
-        return False
-    return True
-
-
-def beside(
-    path: discovery.Path | Sequence[discovery.Path], files: Sequence[str], index: str | None = None
-) -> str:
-    """The default path of a manifest, given the path, the files and the index of a checkpoint.
+def beside(files: Sequence[str], index: str | None = None) -> str:
+    """The default path of a manifest, given the files of a checkpoint and its index.
 
     It is `model.checksums.json` for model.safetensors, for its index, and for its shards.
     """
-    name = "" if not isinstance(path, str | bytes | os.PathLike) else os.fsdecode(path)
-    if index is not None and index.endswith(discovery.INDEX_SUFFIX):
-        name = index
+    name = os.path.basename(index or files[-1])
+    stems = {discovery.stem(os.path.basename(file)) for file in files}
     if name.endswith(discovery.INDEX_SUFFIX):
-        stem = os.path.basename(name).removesuffix(discovery.INDEX_SUFFIX)
-    else:
-        stems = {discovery.stem(os.path.basename(file)) for file in files}
-        stem = stems.pop() if len(stems) == 1 else ""
-    return os.path.join(home(path, files), (stem or "checkpoint") + SUFFIX)
+        stems = {name.removesuffix(discovery.INDEX_SUFFIX)}
+    stem = stems.pop() if len(stems) == 1 else ""
+    return os.path.join(_directory(files, index), (stem or "checkpoint") + SUFFIX)
 
 
-def home(path: discovery.Path | Sequence[discovery.Path], files: Sequence[str]) -> str:
-    """The checkpoint's directory, to which a manifest's file names are relative."""
-    if isinstance(path, str | bytes | os.PathLike):
-        name = os.path.abspath(os.fsdecode(path))
-        return name if os.path.isdir(name) else os.path.dirname(name)
-    return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
+def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
+    """What a manifest calls the files of a checkpoint: paths relative to its directory."""
+    directory = _directory(files, index)
+    return {
+        file: os.path.relpath(os.path.abspath(file), directory).replace(os.sep, "/")
+        for file in files
+    }
 
 
-def _same(path: str, other: str) -> bool:
-    """Whether two paths lead to one file, by whatever links."""
-    try:
-        return os.path.samefile(path, other)
-    except (OSError, ValueError):
-        return os.path.realpath(path) == os.path.realpath(other)
+def _directory(files: Sequence[str], index: str | None) -> str:
+    paths = [*files, index] if index else files
+    return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
 
 def _lines(table: Mapping[str, Any]) -> str:
@@ -248,59 +224,48 @@ def _lines(table: Mapping[str, Any]) -> str:
 
 
 def _parse(table: Any, path: str) -> Manifest:
-    if type(table) is not dict or "mfload_checksums" not in table:
-        raise _bad(path, '{"mfload_checksums": 1, …}', table, what="not a manifest of checksums")
-    version = table["mfload_checksums"]
-    if type(version) is not int or version != VERSION:
-        raise _bad(path, VERSION, version, what="a manifest of another version")
-    if table.keys() - _KEYS:
-        raise _bad(path, "algorithm, tensors and files", list(table))
-    if table.get("algorithm") != ALGORITHM:
-        raise _bad(path, ALGORITHM, table.get("algorithm"), what="an unknown algorithm")
-    tensors = _entries(table.get("tensors"), _TENSOR, path)
-    files = _entries(table.get("files", {}), _FILE, path)
+    sound = (
+        type(table) is dict
+        and table.keys() <= {"mfload_checksums", "algorithm", "tensors", "files"}
+        and type(table.get("mfload_checksums")) is int
+        and table["mfload_checksums"] == VERSION
+        and table.get("algorithm") == ALGORITHM
+        and type(table.get("tensors")) is dict
+        and type(table.get("files", {})) is dict
+    )
+    if not sound:
+        raise _malformed(path, table)
     return Manifest(
-        {name: TensorEntry(x["dtype"], tuple(x["shape"]), x["digest"])
-         for name, x in tensors.items()},
-        {name: FileEntry(**x) for name, x in files.items()},
+        {name: _tensor(entry, name, path) for name, entry in table["tensors"].items()},
+        {name: _file(entry, name, path) for name, entry in table.get("files", {}).items()},
         path,
-    )  # fmt: skip
+    )
 
 
-def _entries(table: Any, form: _Form, path: str) -> dict[str, dict[str, Any]]:
-    if type(table) is not dict:
-        raise _bad(path, "objects by name", table)
-    for name, entry in table.items():
-        sound = type(entry) is dict and entry.keys() == form.keys()
-        if not sound or not all(fits(entry[key]) for key, fits in form.items()):
-            expected = '{"dtype", "shape", "digest": 32 digits}, or {"size", "sha256": 64 digits}'
-            raise _bad(path, expected, entry, name)
-    return table
+def _tensor(entry: Any, name: str, path: str) -> TensorEntry:
+    if type(entry) is dict and entry.keys() == {"dtype", "shape", "digest"}:
+        dtype, shape, digest = entry["dtype"], entry["shape"], entry["digest"]
+        counts = type(shape) is list and all(_is_count(dim, 64) for dim in shape)
+        if counts and type(dtype) is str and _is_hex(digest, 32):
+            return TensorEntry(dtype, tuple(shape), digest)
+    raise _malformed(path, entry, name)
 
 
-def _hexadecimal(digits: int) -> Callable[[Any], bool]:
-    pattern = re.compile(f"[0-9a-f]{{{digits}}}")
-    return lambda value: type(value) is str and pattern.fullmatch(value) is not None
+def _file(entry: Any, name: str, path: str) -> FileEntry:
+    known = type(entry) is dict and entry.keys() == {"size", "sha256"}
+    if known and _is_count(entry["size"], 63) and _is_hex(entry["sha256"], 64):
+        return FileEntry(entry["size"], entry["sha256"])
+    raise _malformed(path, entry, name)
+
+
+def _is_hex(text: Any, digits: int) -> bool:
+    return type(text) is str and re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
 
 
 def _is_count(value: Any, bits: int) -> bool:
     return type(value) is int and 0 <= value < 1 << bits
 
 
-_Form = dict[str, Callable[[Any], bool]]
-_TENSOR: _Form = {
-    "dtype": lambda value: type(value) is str,
-    "shape": lambda value: type(value) is list and all(_is_count(dim, 64) for dim in value),
-    "digest": _hexadecimal(32),
-}
-_FILE: _Form = {"size": lambda value: _is_count(value, 63), "sha256": _hexadecimal(64)}
-
-
-def _bad(
-    path: str,
-    expected: object,
-    found: Any,
-    name: str | None = None,
-    what: str = "the manifest is malformed",
-) -> errors.HeaderError:
-    return errors.HeaderError(what, file=path, tensor=name, expected=expected, found=brief(found))
+def _malformed(path: str, found: Any, name: str | None = None) -> errors.HeaderError:
+    what = "not a manifest of checksums, or a malformed one"
+    return errors.HeaderError(what, file=path, tensor=name, expected=_FORMAT, found=brief(found))

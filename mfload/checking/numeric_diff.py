@@ -1,4 +1,4 @@
-"""How far the numbers of two arrays lie apart. Pure.
+"""How far the numbers of two arrays differ. Pure.
 
 The absolute difference of a and b is |a - b|; the relative one is |a - b| / max(|a|, |b|), so that
 it is the same both ways: 0 if they are equal, at most 2 for finite numbers, and infinite if one
@@ -23,22 +23,13 @@ from mfload.dtypes import DType
 _CHUNK = 1 << 16
 _EXACT = 1 << 53  # All integers up to here are float64s.
 
-Number = int | float
-
 
 class NumericDiff(NamedTuple):
-    """How far two runs of elements lie apart.
+    """How far two runs of elements differ; `at` is the element with the largest difference."""
 
-    Attributes:
-        differing: Elements whose values differ, NaN against a number included.
-        nans: Elements that are NaN on one side alone.
-        max_abs: Largest absolute difference; an int between integers.
-        at: Element with the largest absolute difference; None if none differs.
-    """
-
-    differing: int = 0
-    nans: int = 0
-    max_abs: Number = 0
+    differing: int = 0  # NaN against a number included.
+    nans: int = 0  # On one side alone.
+    max_abs: int | float = 0  # An int between integers.
     max_rel: float = 0.0
     at: int | None = None
 
@@ -53,10 +44,11 @@ class NumericDiff(NamedTuple):
 def between(left: DType, ours: Any, right: DType, theirs: Any, first: int = 0) -> NumericDiff:
     """Compares as many elements of two known dtypes, given as bytes, counted from `first`."""
     total = NumericDiff()
-    count = ours.size // left.nbytes * left.elements
+    count = ours.size * 8 // left.bits
     for start in range(0, count, _CHUNK):
         stop = min(count, start + _CHUNK)
-        a, b = _bytes(left, ours, start, stop), _bytes(right, theirs, start, stop)
+        a = ours[start * left.bits // 8 : stop * left.bits // 8]
+        b = theirs[start * right.bits // 8 : stop * right.bits // 8]
         # Equal bytes need not be converted.
         if left is not right or not np.array_equal(a, b):
             # A signalling NaN sets a flag wherever it is converted; it is no error here.
@@ -66,36 +58,30 @@ def between(left: DType, ours: Any, right: DType, theirs: Any, first: int = 0) -
     return total
 
 
-def _bytes(dtype: DType, data: Any, start: int, stop: int) -> Any:
-    unit = dtype.elements
-    return data[start // unit * dtype.nbytes : -(-stop // unit) * dtype.nbytes]
-
-
 def _numbers(dtype: DType, data: Any) -> Any:
     """The elements as int64, uint64, float64 or complex128."""
     if dtype.kind == "bool":
         return (data != 0).astype(np.int64)
-    array = packed.unpack(data, dtype.name, (data.size // dtype.nbytes * dtype.elements,))
+    array = packed.unpack(data, dtype.name, (data.size * 8 // dtype.bits,))
     if dtype.kind in ("int", "uint"):
         return array.astype(np.uint64 if dtype.name == "U64" else np.int64)
     return array.astype(np.complex128 if dtype.kind == "complex" else np.float64)
 
 
 def _reduced(a: Any, b: Any, first: int) -> NumericDiff:
-    integers = [side.dtype.kind in "iu" for side in (a, b)]
+    whole = [side.dtype.kind in "iu" for side in (a, b)]
     nans = np.zeros(a.shape, bool)
-    if all(integers):
+    if all(whole):
         gap, relative = _between_integers(a, b)
     else:
         kind = np.result_type(a, b, np.float64)
         gap, relative, nans = _between_floats(a.astype(kind), b.astype(kind))
-        if any(integers):
-            _correct(gap, relative, *((a, b) if integers[0] else (b, a)))
+        if any(whole):
+            _correct(gap, relative, *((a, b) if whole[0] else (b, a)))
     most, count = gap.max(), int(np.count_nonzero(nans))
     differing = int(np.count_nonzero(gap)) + count
-    where = int(gap.argmax() if most else nans.argmax())
-    largest = int(most) if all(integers) else float(most)
-    at = first + where if differing else None
+    at = first + int(gap.argmax() if most else nans.argmax()) if differing else None
+    largest = int(most) if all(whole) else float(most)
     return NumericDiff(differing, count, largest, float(relative.max()), at)
 
 

@@ -37,7 +37,7 @@ def expected(given: Sums, files: Sequence[str]) -> dict[str, PublishedSum]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return _by_name(given, files)
+        return _by_name(given, files, "given", every=True)
     if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         wanted = '"auto", 64 hexadecimal digits, a path, or {file: digits}'
         raise errors.UsageError("sha256", expected=wanted, found=repr(given))
@@ -48,8 +48,9 @@ def expected(given: Sums, files: Sequence[str]) -> dict[str, PublishedSum]:
             wanted = f"a list of sums for {len(files)} files"
             raise errors.UsageError("one sha256 for several files", expected=wanted, found=given)
         return {files[0]: PublishedSum(given.lower(), "given")}
+    path = os.fsdecode(given)
     try:
-        return _listed(os.fsdecode(given), files)
+        return _by_name(_listed(path, files), files, path, every=False)
     except errors.SourceNotFoundError as error:
         error.message += "; sha256 takes 64 hexadecimal digits, the path of a list of sums, or auto"
         raise
@@ -81,38 +82,35 @@ def _of_hub(file: str) -> PublishedSum | None:
     return None
 
 
-def _by_name(given: Mapping[Any, Any], files: Sequence[str]) -> dict[str, PublishedSum]:
+def _by_name(
+    digests: Mapping[Any, Any], files: Sequence[str], origin: str, *, every: bool
+) -> dict[str, PublishedSum]:
+    """The digests of files whose paths end with the names; `every` name must stand for one."""
+    paths = [(file, os.path.abspath(file)) for file in files]
+    paths += [(file, os.path.realpath(file)) for file in files]
     found: dict[str, PublishedSum] = {}
-    for name, digest in given.items():
-        matching = [file for file in files if _is_called(file, name)]
-        if not matching:
+    for name, digest in digests.items():
+        end = os.path.normpath(name) if isinstance(name, str | os.PathLike) else ""
+        matching = [file for file, path in paths if end and (os.sep + path).endswith(os.sep + end)]
+        if every and not matching:
             names = ", ".join(os.path.basename(file) for file in files[:5])
             raise errors.UsageError(
                 "sha256 names an unknown file", expected=names, found=repr(name)
             )
         if not isinstance(digest, str) or not _HEX.fullmatch(digest):
-            wanted = "64 hexadecimal digits"
-            raise errors.UsageError("sha256", expected=wanted, found=repr(digest))
-        found.update((file, PublishedSum(digest.lower(), "given")) for file in matching)
+            raise errors.UsageError("sha256", expected="64 hexadecimal digits", found=repr(digest))
+        found.update((file, PublishedSum(digest.lower(), origin)) for file in matching)
     return found
 
 
-def _is_called(file: str, name: Any) -> bool:
-    if not isinstance(name, str | bytes | os.PathLike):
-        return False
-    parts = os.path.normpath(os.fsdecode(name)).split(os.sep)
-    return os.path.abspath(file).split(os.sep)[-len(parts) :] == parts or file == name
-
-
-def _listed(path: str, files: Sequence[str]) -> dict[str, PublishedSum]:
+def _listed(path: str, files: Sequence[str]) -> dict[str, str]:
     """The sums of a list; names are relative to its directory, as for `sha256sum -c` there."""
     source = LocalFile(path)
     if source.size > _MAX_LIST:
         most = f"at most {_MAX_LIST} bytes"
         raise errors.HeaderError("not a list of sums", file=path, expected=most, found=source.size)
     directory = os.path.dirname(os.path.abspath(path))
-    wanted = {name(file): file for file in files for name in (os.path.realpath, os.path.abspath)}
-    found: dict[str, PublishedSum] = {}
+    found: dict[str, str] = {}
     for line in source.read(0, source.size).decode("utf-8", "replace").splitlines():
         if not line.strip() or line.startswith("#"):
             continue
@@ -121,11 +119,6 @@ def _listed(path: str, files: Sequence[str]) -> dict[str, PublishedSum]:
             raise errors.HeaderError(
                 "not a list of sums", file=path, expected="lines of sha256sum", found=line[:100]
             )
-        name = match["gnu_name"] or match["bsd_name"]
-        place = os.path.normpath(os.path.join(directory, name)) if name else None
-        file = wanted.get(place) if place else files[0]
-        if file is not None:
-            found[file] = PublishedSum(
-                (match["gnu"] or match["bsd"] or match["alone"]).lower(), path
-            )
+        name = match["gnu_name"] or match["bsd_name"] or os.path.abspath(files[0])
+        found[os.path.join(directory, name)] = match["gnu"] or match["bsd"] or match["alone"]
     return found

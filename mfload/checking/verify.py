@@ -12,15 +12,15 @@ from mfload import errors
 from mfload.checking import headers, manifest as manifests, published
 from mfload.checking.checksums import Hasher
 from mfload.checking.compare import Comparison, Pair
-from mfload.checking.headers import Inspection, Problem
 from mfload.checking.manifest import FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
-from mfload.checking.scan import Advance, Range, scan, span
+from mfload.checking.scan import Advance, in_turns, scan, throughput
+from mfload.formats.checkpoint import Headers, Problem
 from mfload.formats.discovery import Path
-from mfload.index import TensorInfo
 from mfload.options import LoadOptions, Options, check_choice, started
+from mfload.planning.blocks import Block
 from mfload.progress import Progress, shown
-from mfload.report import Printable, human
+from mfload.report import Printable, counted, human
 from mfload.saving import targets
 from mfload.saving.save import Saved
 
@@ -36,7 +36,7 @@ class Verification(Printable):
 
     Attributes:
         problems: All that is wrong; each has `what`, `file`, `tensor`, `expected` and `found`.
-        notes: What is worth a word and is not wrong.
+        notes: What is worth knowing and not wrong.
         checked: What was looked at: "headers", "index", "checksums", "sha256", "against".
         files: Number of files.
         tensors: Number of tensors.
@@ -74,35 +74,28 @@ class Verification(Printable):
 
         Each problem has "what", "file", "tensor", "expected" and "found", null where not known.
         """
-        problems = [
-            {key: value if isinstance(value, int | None) else str(value)
-             for key, value in each._asdict().items()}
-            for each in self.problems
-        ]  # fmt: skip
         fields = {name: getattr(self, name) for name in Verification.__slots__}
-        lists = {"notes": list(self.notes), "checked": list(self.checked), "problems": problems}
+        problems = [each._asdict() for each in self.problems]
+        lists = {"problems": problems, "notes": list(self.notes), "checked": list(self.checked)}
         return {"ok": self.ok, "data_checked": self.data_checked, **fields, **lists}
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as they are printed."""
-        count = len(self.problems)
-        if count:
-            outcome = f"{count} problem{'s' * (count != 1)}"
+        outcome = "headers only: they are sound; the data was not compared with anything"
+        if self.problems:
+            outcome = counted(len(self.problems), "problem")
         elif self.data_checked:
             outcome = "all is well"
-        else:
-            outcome = "headers only: they are sound; the data was not compared with anything"
-        held = f"{self.tensors} tensors in {self.files} files, {human(self.bytes)}"
+        tensors, files = counted(self.tensors, "tensor"), counted(self.files, "file")
+        held = f"{tensors} in {files}, {human(self.bytes)}"
         rows = [("verified", outcome), ("holds", held), ("checked", ", ".join(self.checked))]
         if self.read_bytes:
-            speed = self.read_bytes / self.seconds / 2**30 if self.seconds else 0.0
-            read = f"{human(self.read_bytes)} in {self.seconds:.3g} s, {speed:.2f} GiB/s"
-            rows.append(("read", read))
+            rows.append(("read", throughput(self.read_bytes, self.seconds)))
         if self.manifest is not None:
             rows.append(("manifest", self.manifest))
         rows += [("problem", str(each)) for each in self.problems[:_SHOWN]]
-        if count > _SHOWN:
-            rows.append(("problem", f"… and {count - _SHOWN} more"))
+        if (more := len(self.problems) - _SHOWN) > 0:
+            rows.append(("problem", f"… and {more} more"))
         return rows + [("note", note) for note in self.notes]
 
 
@@ -152,56 +145,81 @@ def verify(
     how = started(options)
     check_choice("checksums", checksums, CHECKSUMS)
     seen = how.deadline.bound(lambda: headers.inspect(path), "reading headers")
-    check = _DataCheck(seen, path, checksums, manifest, overwrite=overwrite)
-    check.expect(sha256)
+    beside = manifests.beside(seen.found.files, seen.found.index_file)
+    given = beside if manifest is None else manifest
+    known = target = None
+    writes = checksums == "write"
+    if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not beside):
+        wanted = "a manifest for checksums auto or check, the path of one for write"
+        raise errors.UsageError("the manifest is not used", expected=wanted, found=repr(given))
+    if writes:
+        target = manifests.text_path(given)
+        manifests.check_target(target, overwrite=overwrite)
+    elif checksums != "never":
+        required = checksums == "check" or manifest is not None
+        known = _read_manifest(seen, given, required=required)
+    expected = _expected(seen, known, sha256, hub=writes or known is not None)
+    keys: dict[int, list[Any]] = {}  # What is hashed of each file, by its number.
+    for key in (*seen.tensors, *range(len(seen.sources))) if writes else expected:
+        number = key if isinstance(key, int) else seen.tensors[key].pieces[0].source
+        keys.setdefault(number, []).append(key)
+    total = read = sum(seen.sources[number].size for number in keys)
     other = comparison = None
-    total = sum(part.nbytes for part in check.ranges().values())
-    read = total
     if against is not None:
         other = how.deadline.bound(lambda: headers.inspect(against), "reading headers")
-        comparison = _pairs(seen, other)
+        comparison = Comparison(seen.sources, other.sources, _pairs(seen, other), values=False)
         total += comparison.nbytes
         read += 2 * comparison.nbytes
     with shown(progress, total) as advance:
-        check.run(how, advance)
+        digests = _hash(seen, keys, how, advance)
+        for key, (digest, origin) in expected.items():
+            found = digests.get(key, digest)
+            if found != digest and isinstance(key, str):
+                seen.add("the tensor's bytes have changed", seen.tensors[key], digest, found)
+            elif found != digest:
+                what, file = "the file's SHA-256 differs", seen.sources[key].path
+                seen.problems.append(Problem(what, file, None, f"{digest} ({origin})", found))
         if other is not None and comparison is not None:
             _compare(seen, other, comparison, how, advance)
-    lies = check.write(overwrite=overwrite) if checksums == "write" else check.path
+    if target is not None and seen.problems:
+        seen.notes.append("no manifest was written, since there are problems")
+        target = None
+    elif target is not None:
+        _write(seen, target, digests, overwrite=overwrite)
     checked = {
         "headers": True,
-        "index": seen.index is not None,
-        "checksums": checksums == "write" or check.known is not None,
-        "sha256": bool(check.sums),
+        "index": seen.found.index_file is not None,
+        "checksums": writes or known is not None,
+        "sha256": any(isinstance(key, int) for key in expected),
         "against": other is not None,
     }
-    found = Verification(
+    if checksums == "auto" and not (digests or known or other or seen.problems):
+        seen.notes.append(
+            f'there is no manifest at {beside}: checksums="write" makes one '
+            "(--checksums write on the command line)"
+        )
+    return Verification(
         tuple(seen.problems),
         tuple(dict.fromkeys(seen.notes)),
         tuple(what for what, done in checked.items() if done),
-        len(seen.files),
+        len(seen.found.files),
         len(seen.tensors),
         sum(info.nbytes for info in seen.tensors.values()),
         read,
         time.perf_counter() - start,
-        lies,
+        target if known is None else known.path,
     )
-    at = manifests.beside(path, seen.files, seen.index)
-    if found.data_checked or seen.problems or checksums != "auto" or os.path.lexists(at):
-        return found
-    note = f"no manifest at {at}; checksums='write' makes one"
-    return replace(found, notes=(*found.notes, note))
 
 
 def check_save_target(path: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Raises what `with_manifest` would raise after a save to a path, before it."""
     place = targets.resolve(path).path
-    manifests.check_target(manifests.beside(place, [place]), overwrite=overwrite)
+    manifests.check_target(manifests.beside([place]), overwrite=overwrite)
 
 
 def with_manifest(saved: Saved, *, write: bool) -> Saved:
     """Reads back what was saved and writes a manifest beside it, or warns of one that is there."""
-    path = saved.files[-1]
-    at = manifests.beside(path, saved.files)
+    path, at = saved.files[-1], manifests.beside(saved.files)
     if write:
         found = verify(path, checksums="write", overwrite=True)
         if not found.ok:
@@ -214,178 +232,87 @@ def with_manifest(saved: Saved, *, write: bool) -> Saved:
     return replace(saved, notes=(*saved.notes, note))
 
 
-class _DataCheck:
-    """Hashes a checkpoint's data and compares it with a manifest and with SHA-256 of files.
+def _read_manifest(seen: Headers, given: Any, *, required: bool) -> Manifest | None:
+    try:
+        return given if isinstance(given, Manifest) else Manifest.read(given)
+    except (errors.SourceError, errors.FormatError) as error:
+        # What is wrong with the checkpoint itself must not hide behind its manifest.
+        if required and not seen.problems:
+            raise
+        if required or not isinstance(error, errors.SourceNotFoundError):
+            seen.problems.append(Problem.of(error))
+        return None
 
-    The manifest to compare with is `known`; `path` is where it lies or is to be written. `sums` are
-    the SHA-256 that files should have, by path.
-    """
 
-    def __init__(
-        self,
-        seen: Inspection,
-        path: Path | Sequence[Path],
-        checksums: Checksums,
-        given: str | os.PathLike[str] | Manifest | None,
-        *,
-        overwrite: bool,
-    ) -> None:
-        self.known: Manifest | None = None
-        self.path: str | None = None
-        self.sums: dict[str, PublishedSum] = {}
-        self._seen = seen
-        self._writes = checksums == "write"
-        self._home = manifests.home(path, seen.files)
-        self._tensors: list[TensorInfo] = []
-        self._whole: set[int] = set()  # Numbers of the files that are hashed as a whole.
-        self._digests: dict[str, str] = {}
-        self._hashed: dict[str, str] = {}
-        if checksums == "never":
-            if given is not None:
-                wanted = 'checksums="auto", "check" or "write"'
-                raise errors.UsageError("a manifest is given and not used", expected=wanted)
-        elif isinstance(given, Manifest):
-            if self._writes:
-                wanted, found = "a path", repr(given)
-                raise errors.UsageError("the manifest to write", expected=wanted, found=found)
-            self.known, self.path = given, given.path
-        else:
-            beside = manifests.beside(path, seen.files, seen.index)
-            self.path = beside if given is None else manifests.checked_path("manifest", given)
-            if self._writes:
-                files = [*seen.files, *([seen.index] if seen.index else [])]
-                manifests.check_target(self.path, overwrite=overwrite, files=files)
-            else:
-                self._read(self.path, optional=checksums == "auto" and given is None)
-
-    def _read(self, path: str, *, optional: bool) -> None:
-        try:
-            self.known = Manifest.read(path)
-        except (errors.SourceError, errors.FormatError) as error:
-            self.path = None
-            # What is wrong with the checkpoint itself must not hide behind its manifest.
-            if not optional and not self._seen.problems:
-                raise
-            foreign = isinstance(error, errors.FormatError) and not manifests.is_manifest(path)
-            if optional and foreign:
-                self._seen.notes.append(f"{path} is not a manifest of mfload: it was not compared")
-            elif not optional or not isinstance(error, errors.SourceNotFoundError):
-                self._seen.problems.append(Problem.of(error))
-
-    def expect(self, sha256: Sums) -> None:
-        """Takes stock of what the data should be; what can't be right is a problem already."""
-        seen, known = self._seen, self.known
-        self.sums = published.expected(sha256, seen.files)
-        if sha256 is not None and not isinstance(sha256, Mapping):
-            missing = [file for file in seen.files if file not in self.sums]
-            seen.problems += [Problem("no SHA-256 is known of the file", file) for file in missing]
-        if self._writes or known is not None:
-            self._tensors = list(seen.tensors.values())
-            # What the user gave counts most, then the cache of the hub.
-            self.sums = published.expected("auto", seen.files) | self.sums
-        if known is not None:
-            names = {self._relative(file): file for file in seen.files}
-            for name in names.keys() & known.files.keys():
-                digest = known.files[name].sha256
-                self.sums.setdefault(names[name], PublishedSum(digest, "the manifest"))
-            others = len(names.keys() ^ known.files.keys())
-            if known.files and others:
-                seen.notes.append(
-                    f"the manifest knows other files than these ({others}); tensors were compared"
-                )
-            comparable = dict(seen.tensors)
-            for info, *values in known.differences(self._tensors):
-                seen.add("the tensor is not as in the manifest", info, *values)
-                del comparable[info.name]
-            self._tensors = list(comparable.values())
-            for name in known.tensors.keys() - seen.tensors.keys():
-                seen.problems.append(Problem("a tensor of the manifest is missing", None, name))
-        numbered = enumerate(seen.sources)
-        self._whole = {n for n, file in numbered if self._writes or file.path in self.sums}
-
-    def _relative(self, file: str) -> str:
-        """What a manifest calls a file."""
-        return os.path.relpath(os.path.abspath(file), self._home).replace(os.sep, "/")
-
-    def ranges(self) -> dict[int, Range]:
-        """What is read of each file, by number."""
-        found: dict[int, Range] = {}
-        for part in map(span, self._tensors):
-            known = found.get(part.source, part)
-            start = min(known.offset, part.offset)
-            stop = max(known.offset + known.nbytes, part.offset + part.nbytes)
-            found[part.source] = Range(part.source, start, stop - start)
-        sizes = {number: self._seen.sources[number].size for number in self._whole}
-        return found | {number: Range(number, 0, size) for number, size in sizes.items()}
-
-    def run(self, how: LoadOptions, advance: Advance) -> None:
-        """Hashes and compares; a file that can't be read is a problem, and the others go on."""
-        seen, ranges = self._seen, self.ranges()
-        left = sorted(ranges)
-        while left:
-            rows = [info for info in self._tensors if span(info).source in left]
-            hasher = Hasher(rows, {n: ranges[n].nbytes for n in left if n in self._whole})
-            failed: str | None = None
-            try:
-                parts = [ranges[number] for number in left]
-                seen.notes += scan(seen.sources, parts, hasher, how, advance, interleave=True)
-            except errors.SourceError as error:
-                failed = error.file
-                names = {seen.sources[number].path for number in left}
-                if isinstance(error, errors.LoadTimeoutError) or failed not in names:
-                    raise
-                seen.problems.append(Problem.of(error))
-            left = [number for number in left if seen.sources[number].path != failed]
-            done = [number for number in left if hasher.complete(number)]
-            for number in done:
-                self._take(number, rows, hasher)
-            # Files that the failure of another one cut off are read again.
-            left = [number for number in left if number not in done]
-        self._compare()
-
-    def _take(self, number: int, rows: Sequence[TensorInfo], hasher: Hasher) -> None:
-        source = self._seen.sources[number]
-        try:
-            source.check()
-        except errors.SourceError as error:
-            self._seen.problems.append(Problem.of(error))
-            return
-        names = [info.name for info in rows if span(info).source == number]
-        self._digests |= {name: hasher.tensor(name) for name in names}
-        if number in self._whole:
-            self._hashed[source.path] = hasher.file(number)
-
-    def _compare(self) -> None:
-        seen = self._seen
-        if self.known is not None:
-            hashed = [seen.tensors[name] for name in self._digests]
-            for info, *values in self.known.differences(hashed, self._digests):
-                seen.add("the tensor's bytes have changed", info, *values)
-        for file, digest in self._hashed.items():
-            known = self.sums.get(file, PublishedSum(digest, ""))
-            if known.digest != digest:
-                what, expected = "the file's SHA-256 differs", f"{known.digest} ({known.origin})"
-                seen.problems.append(Problem(what, file, None, expected, digest))
-
-    def write(self, *, overwrite: bool) -> str | None:
-        """Writes the manifest if nothing is wrong; returns its path, or None."""
-        seen, path = self._seen, self.path
-        if path is None or seen.problems:
-            seen.notes.append("no manifest was written, since there are problems")
-            return None
-        files = {
-            self._relative(source.path): FileEntry(source.size, self._hashed[source.path])
-            for source in seen.sources
+def _expected(
+    seen: Headers, known: Manifest | None, sha256: Sums, *, hub: bool
+) -> dict[Any, PublishedSum]:
+    """Known digests, by name of tensor and number of file; what can't be right is a problem."""
+    files = seen.found.files
+    sums = published.expected(sha256, files)
+    if sha256 is not None and not isinstance(sha256, Mapping):
+        missing = [file for file in files if file not in sums]
+        seen.problems += [Problem("no SHA-256 is known of the file", file) for file in missing]
+    if hub:
+        # What the user gave counts most, then the cache of the hub.
+        sums = published.expected("auto", files) | sums
+    expected: dict[Any, PublishedSum] = {}
+    if known is not None:
+        names = manifests.relative_names(files, seen.found.index_file)
+        for file, name in names.items():
+            if name in known.files:
+                sums.setdefault(file, PublishedSum(known.files[name].sha256, "the manifest"))
+        others = len(known.files.keys() ^ {*names.values()})
+        if known.files and others:
+            seen.notes.append(
+                f"the manifest knows other files than these ({others}); tensors were compared"
+            )
+        expected = {
+            name: PublishedSum(known.tensors[name].digest, "the manifest")
+            for name in seen.tensors
+            if name in known.tensors
         }
-        made = Manifest.of(seen.tensors, self._digests, files)
-        for name in files.keys() - made.files.keys():
-            note = f"the manifest leaves out the file {name!a}, whose name is no text"
-            seen.notes.append(f"{note}; its tensors are in it")
-        made.write(path, overwrite=overwrite)
-        return path
+        for info, wanted, found in known.differences(seen.tensors.values()):
+            seen.add("the tensor is not as in the manifest", info, wanted, found)
+            expected.pop(info.name, None)
+        what = "a tensor of the manifest is missing"
+        missing = [name for name in known.tensors if name not in seen.tensors]
+        seen.problems += [Problem(what, None, name) for name in missing]
+    for number, source in enumerate(seen.sources):
+        if source.path in sums:
+            expected[number] = sums[source.path]
+    return expected
 
 
-def _pairs(seen: Inspection, other: Inspection) -> Comparison:
+def _hash(
+    seen: Headers, keys: Mapping[int, list[Any]], how: LoadOptions, advance: Advance
+) -> dict[Any, str]:
+    """Digests by name of tensor and number of file; what can't be read is a problem."""
+    digests: dict[Any, str] = {}
+    rounds = [sorted(keys)]
+    for numbers in rounds:
+        wanted = [key for number in numbers for key in keys[number]]
+        hasher = Hasher(
+            [seen.tensors[key] for key in wanted if isinstance(key, str)],
+            {key: seen.sources[key].size for key in wanted if isinstance(key, int)},
+        )
+        files = [Block(number, 0, seen.sources[number].size, ()) for number in numbers]
+        try:
+            seen.notes += scan(seen.sources, in_turns(files, how), hasher, how, advance)
+        except errors.LoadTimeoutError:
+            raise
+        except errors.SourceError as error:
+            if len(numbers) == 1:
+                seen.problems.append(Problem.of(error))
+            else:
+                # Each by itself: the failure of one file cut the others off.
+                rounds += [[number] for number in numbers]
+        else:
+            digests |= hasher.digests()
+    return digests
+
+
+def _pairs(seen: Headers, other: Headers) -> list[Pair]:
     """The tensors of both checkpoints; what differs in the headers is a problem."""
     problems = seen.problems
     problems += [each._replace(what=f"the other one: {each.what}") for each in other.problems]
@@ -404,20 +331,30 @@ def _pairs(seen: Inspection, other: Inspection) -> Comparison:
     for name, info in other.tensors.items():
         if name not in seen.tensors:
             problems.append(Problem("the tensor is only there", other.file_of(info), name))
-    return Comparison(seen.sources, other.sources, pairs, values=False)
+    return pairs
 
 
 def _compare(
-    seen: Inspection, other: Inspection, comparison: Comparison, how: LoadOptions, advance: Advance
+    seen: Headers, other: Headers, comparison: Comparison, how: LoadOptions, advance: Advance
 ) -> None:
     try:
         seen.notes += comparison.run(how, advance)
-        for pair in comparison.pairs:
-            if pair.left.name in comparison.first:
-                place, expected, found = comparison.first_difference(pair)
-                what, file = f"the tensors differ from {place} on", other.file_of(pair.right)
-                seen.problems.append(Problem(what, file, pair.left.name, expected, found))
+    except errors.LoadTimeoutError:
+        raise
     except errors.SourceError as error:
-        if isinstance(error, errors.LoadTimeoutError):
-            raise
         seen.problems.append(Problem.of(error))
+        return
+    for _, info in comparison.pairs:
+        if info.name in comparison.first:
+            place, expected, found = comparison.first_difference(info)
+            what, file = f"the tensors differ from {place} on", other.file_of(info)
+            seen.problems.append(Problem(what, file, info.name, expected, found))
+
+
+def _write(seen: Headers, path: str, digests: Mapping[Any, str], *, overwrite: bool) -> None:
+    names = manifests.relative_names(seen.found.files, seen.found.index_file)
+    entries = {
+        names[source.path]: FileEntry(source.size, digests[number])
+        for number, source in enumerate(seen.sources)
+    }
+    Manifest.of(seen.tensors, digests, entries).write(path, overwrite=overwrite)

@@ -7,20 +7,18 @@ import sys
 
 from mfload.cli import terminal
 
-_MISSING, _INTERRUPTED = 5, 130
-
 
 def main() -> int:
     """Runs the command with the arguments of the process, and gives the exit code."""
     try:
-        terminal.fill()
+        terminal.open_streams()
         for module in ("typer", "rich"):
             if importlib.util.find_spec(module) is None:
                 install = "pip install 'mfload[cli]'"
                 terminal.say(f"mfload: error: the command needs {module}: {install}")
-                return _MISSING
+                return 5
         from mfload.cli.running import run
 
         return run(sys.argv[1:])
     except KeyboardInterrupt:  # While it starts; `run` handles a later one.
-        return _INTERRUPTED
+        return 130

@@ -1,81 +1,31 @@
-"""The typer application. A command's module is imported when the command is called."""
+"""The typer application: the commands, and how their arguments are read."""
 
 from __future__ import annotations
 
-import importlib
+import os
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import mfload
 from mfload import errors
-from mfload.cli import failures, terminal
+from mfload.cli import bench, commands, failures, terminal
 
 COMMANDS = {
-    "ls": ("commands", "mfload ls model/ --names 'q_proj' --larger-than 64MiB --sort size"),
-    "plan": ("commands", "mfload plan model/ --framework torch --names 'layers\\.0\\.'"),
-    "load": ("commands", "mfload load model/ --framework jax --dtype bfloat16 --repeat 3"),
-    "verify": ("commands", "mfload verify model/ --checksums check"),
-    "diff": ("commands", "mfload diff base/ finetuned/ --names 'layers\\.0\\.'"),
-    "align": ("commands", "mfload align model/ aligned/ --max-shard-size 5GB"),
-    "bench": ("bench", "mfload bench model/ --frameworks jax,torch --plot bench.png"),
-    "doctor": ("commands", "mfload doctor model/"),
+    "ls": (commands.ls, "model/ --names 'q_proj' --larger-than 64MiB --sort size"),
+    "plan": (commands.plan, "model/ --framework torch --names 'layers\\.0\\.'"),
+    "load": (commands.load, "model/ --framework jax --dtype bfloat16 --repeat 3"),
+    "verify": (commands.verify, "model/ --checksums check"),
+    "diff": (commands.diff, "base/ finetuned/ --names 'layers\\.0\\.'"),
+    "align": (commands.align, "model/ aligned/ --max-shard-size 5GB"),
+    "bench": (bench.bench, "model/ --frameworks jax,torch --plot bench.png"),
+    "doctor": (commands.doctor, "model/"),
 }
-"""By name: the module of this package with a function of that name, and an example."""
+"""Each command's function, and arguments of an example."""
 
-# Click's errors lie elsewhere in each generation of typer; all derive from this.
+# Typer takes its errors from Click, in each generation from another place.
 _ClickException: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
-)
-
-
-class _Group(TyperGroup):  # pyright: ignore[reportUntypedBaseClass]
-    """Finds commands by name, and imports none before."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in COMMANDS and cmd_name not in self.commands:
-            self.commands[cmd_name] = _command(cmd_name)
-        return self.commands.get(cmd_name)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"no such command: {args[0]}{errors.did_you_mean(args[0], list(COMMANDS))}")
-        return super().resolve_command(ctx, args)
-
-    # Where the reader is gone, typer would end with 1, which says "different" here.
-
-    def make_context(self, *given: Any, **more: Any) -> Any:
-        try:
-            return super().make_context(*given, **more)
-        except BrokenPipeError:
-            raise typer.Exit(failures.CLOSED) from None
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise typer.Exit(failures.CLOSED) from None
-
-
-def _command(name: str) -> Any:
-    module, example = COMMANDS[name]
-    function = getattr(importlib.import_module(f"mfload.cli.{module}"), name)
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    # One line for the list of commands, an example after the options.
-    alone.command(name, epilog=f"Example: {example}")(function)
-    return typer.main.get_command(alone)
-
-
-app = typer.Typer(
-    name="mfload",
-    cls=_Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
 )
 
 
@@ -85,7 +35,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()  # pyright: ignore[reportUntypedFunctionDecorator]
 def _mfload(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -97,21 +46,35 @@ def _mfload(
     """Looks into stored model weights, loads, verifies, compares and rewrites them."""
 
 
-def call(arguments: list[str], *, as_json: bool) -> int:
+def group(name: str = "") -> Any:
+    """The commands as Click knows them; given the name of one, that one, since all take longer."""
+    app = typer.Typer(
+        name="mfload", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    app.callback()(_mfload)
+    for each in [name] if name in COMMANDS else COMMANDS:
+        function, example = COMMANDS[each]
+        app.command(each, epilog=f"Example: mfload {each} {example}")(function)
+    return typer.main.get_command(app)
+
+
+def call(arguments: list[str]) -> int:
     """Runs a command by typer, and gives the exit code."""
+    if "_MFLOAD_COMPLETE" in os.environ:  # A shell asks what the tab key may complete.
+        group().main(args=arguments, prog_name="mfload")
+    command = group(*arguments[:1])
     try:
-        # A command gives its exit code; typer gives that of --help and the like.
-        code = typer.main.get_command(app).main(
-            args=arguments, prog_name="mfload", standalone_mode=False
-        )
+        # main() would turn a closed pipe into exit code 1, which says "different" here.
+        with command.make_context("mfload", arguments) as context:
+            code = command.invoke(context)
         return code if isinstance(code, int) else failures.FINE
+    except typer.Exit as end:
+        return end.exit_code
     except _ClickException as error:
-        context = getattr(error, "ctx", None)
+        message = error.format_message()
         if type(error).__name__ == "NoArgsIsHelpError":
-            # Help that was not asked for is no result.
-            terminal.say(error.ctx.get_help())
+            terminal.say(message)
             return failures.USAGE
-        hint = None if context is None else f"help: {context.command_path} --help"
-        return failures.usage(error.format_message(), as_json=as_json, hint=hint)
-    except typer.Abort:
-        return failures.INTERRUPTED
+        path = error.ctx.command_path if error.ctx else "mfload"
+        stop = "" if message.endswith((".", "?")) else "."
+        raise errors.UsageError(f"{message}{stop} See {path} --help") from None

@@ -11,55 +11,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mfload.cli import failures, options
-from mfload.cli.options import library_options
+from mfload.cli.options import argument, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.terminal import bar
+from mfload.options import Options
 
 if TYPE_CHECKING:
     from mfload.report import Report
+
+_ONLY_DTYPE = "Only this dtype; may be given several times."
+_ORDERS = "offset (the order of the files), name, or size."
+_LIMIT = "Only the first N rows; totals of all."
+
+Only = Annotated[list[str] | None, option("DTYPE", _ONLY_DTYPE, "--dtype")]
+Shard = Annotated[str | None, option("FILE", "Only tensors of this file; * and ? match.")]
+Above = Annotated[int | None, sized("--larger-than", "Only tensors above this size.")]
+Below = Annotated[int | None, sized("--smaller-than", "Only tensors below this size.")]
+Sort = Annotated[str, option("KEY", _ORDERS, offers=("offset", "name", "size"))]
+Limit = Annotated[int | None, typer.Option(min=0, metavar="N", help=_LIMIT)]
+Tree = Annotated[bool, flag("Group by the dots in names.", "--tree")]
+Depth = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Levels of the tree. Default: all.")
+]
+Summary = Annotated[bool, flag("Totals only, of each file.", "--summary")]
+Metadata = Annotated[bool, flag("Show the metadata of the headers as well.", "--metadata")]
+Quiet = Annotated[bool, flag("Rows only: no head, no totals.", "--quiet", "-q")]
+Exact = Annotated[bool, flag("Sizes in bytes.", "--bytes", "-b")]
 
 
 def ls(
     path: options.Checkpoint,
     names: options.Names = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="Only this dtype; may be given several times."
-        ),
-    ] = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Only tensors of this file; * and ? match.")
-    ] = None,
-    larger_than: Annotated[
-        int | None, options.sized("--larger-than", "Only tensors above this size.")
-    ] = None,
-    smaller_than: Annotated[
-        int | None, options.sized("--smaller-than", "Only tensors below this size.")
-    ] = None,
-    sort: Annotated[
-        str,
-        typer.Option(
-            metavar="KEY",
-            help="offset (the order of the files), name, or size.",
-            autocompletion=options.offered("offset", "name", "size"),
-        ),
-    ] = "offset",
-    limit: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Only the first N rows; totals of all.")
-    ] = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Group by the dots in names.")] = False,
-    depth: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Levels of the tree; all.")
-    ] = None,
-    summary: Annotated[bool, typer.Option("--summary", help="Totals only, of each file.")] = False,
-    metadata: Annotated[
-        bool, typer.Option("--metadata", help="Show the metadata of the headers as well.")
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Rows only: no head, no totals.")
-    ] = False,
-    exact: Annotated[bool, typer.Option("--bytes", "-b", help="Sizes in bytes.")] = False,
+    dtype: Only = None,
+    shard: Shard = None,
+    larger_than: Above = None,
+    smaller_than: Below = None,
+    sort: Sort = "offset",
+    limit: Limit = None,
+    tree: Tree = False,
+    depth: Depth = None,
+    summary: Summary = False,
+    metadata: Metadata = False,
+    quiet: Quiet = False,
+    exact: Exact = False,
     as_json: options.Json = False,
 ) -> None:
     """List the tensors of a checkpoint; reads headers only.
@@ -81,7 +75,7 @@ def plan(
     dtype: options.Dtypes = None,
     engine: options.Engine = "auto",
     allocator: options.Allocator = "auto",
-    max_host_overhead: options.Overhead = None,
+    max_host_overhead: options.HostOverhead = None,
     max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
@@ -91,24 +85,17 @@ def plan(
 
     Prints what would be read, how and into what memory, for this machine as it is now.
     """
+    request = _request(locals())
     from mfload import api
 
-    preview = api.plan(
-        path,
-        framework,
-        device=options.devices(device),
-        names=names,
-        dtype=options.dtypes(dtype),
-        options=library_options(
-            engine=engine,
-            allocator=allocator,
-            threads=threads,
-            timeout=timeout,
-            max_host_overhead=max_host_overhead,
-            max_device_overhead=max_device_overhead,
-        ),
-    )
-    _print(preview, as_json)
+    _print(api.plan(**request), as_json)
+
+
+_REPEAT = "Load that often, one after the other."
+_WHILE = "Check the bytes, as they come, against this manifest."
+
+Repeat = Annotated[int, typer.Option(min=1, metavar="N", help=_REPEAT)]
+Manifest = Annotated[str | None, option("MANIFEST", _WHILE)]
 
 
 def load(
@@ -119,56 +106,31 @@ def load(
     dtype: options.Dtypes = None,
     engine: options.Engine = "auto",
     allocator: options.Allocator = "auto",
-    max_host_overhead: options.Overhead = None,
+    max_host_overhead: options.HostOverhead = None,
     max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
-    repeat: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Load that often, one after the other.")
-    ] = 1,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MANIFEST", help="Check the bytes, as they come, against this manifest."
-        ),
-    ] = None,
+    repeat: Repeat = 1,
+    verify: Manifest = None,
     as_json: options.Json = False,
 ) -> None:
-    """Load a checkpoint, let go of the arrays, and say what happened.
+    """Load a checkpoint, drop the arrays, and report what happened.
 
     Shows whether a checkpoint loads here, and how fast: the bytes read, the seconds of each
     stage, and the engine of each file with the reason for it. With --repeat, the first load may
     read from the disk what the later ones find in the page cache.
     """
+    request = _request(locals())
     from mfload import api
     from mfload.report import Report
 
-    how = library_options(
-        engine=engine,
-        allocator=allocator,
-        threads=threads,
-        timeout=timeout,
-        max_host_overhead=max_host_overhead,
-        max_device_overhead=max_device_overhead,
-    )
     reports: list[Report] = []
     for number in range(repeat):
-        report = Report()
+        reports.append(Report())
         with bar("loading" if repeat == 1 else f"loading, {number + 1} of {repeat}") as progress:
-            api.load(
-                path,
-                framework,
-                device=options.devices(device),
-                names=names,
-                dtype=options.dtypes(dtype),
-                verify=verify,
-                progress=progress,
-                report=report,
-                options=how,
-            )
-        reports.append(report)
+            api.load(**request, verify=verify, progress=progress, report=reports[-1])
     if as_json:
-        print_json({"runs": reports})
+        print_json({"runs": [report.as_dict() for report in reports]})
         return
     print_table(None, reports[-1].rows())
     if repeat > 1:
@@ -176,59 +138,59 @@ def load(
         _print_runs(reports)
 
 
+def _request(given: dict[str, Any]) -> dict[str, Any]:
+    """What `mfload.plan` and `mfload.load` are called with, from the parameters of a command."""
+    how = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
+    return {
+        **{name: given[name] for name in ("path", "framework", "names")},
+        "device": options.by_name("--device", given["device"], several=True),
+        "dtype": options.by_name("--dtype", given["dtype"]),
+        "options": Options(**how),
+    }
+
+
 def _print_runs(reports: list[Report]) -> None:
-    """Every run, since the first may import a framework, read a disk, and be handed new pages."""
-    rows = [
-        (
-            n,
-            f"{report.seconds:.4f}",
-            f"{report.gib_per_s:.2f}",
-            f"{report.stages.get('import', 0.0):.4f}",
-            f"{report.user_seconds:.3f}",
-            f"{report.system_seconds:.3f}",
-            report.page_faults,
-        )
-        for n, report in enumerate(reports, 1)
-    ]
-    middle = statistics.median(report.seconds for report in reports)
-    speed = statistics.median(report.gib_per_s for report in reports)
-    median = ("median", f"{middle:.4f}", f"{speed:.2f}", "", "", "", "")
+    """Every run and the medians; the first may import, read a disk, and be handed new pages."""
     heads = ["run", "seconds", "GiB/s", "import", "user", "system", "page faults"]
-    print_table(heads, [*rows, median], right=range(1, 7))
+    digits = [".4f", ".2f", ".4f", ".3f", ".3f", ".0f"]
+    runs: list[tuple[float, ...]] = []
+    for report in reports:
+        imported = report.stages.get("import", 0.0)
+        times = (report.user_seconds, report.system_seconds)
+        runs.append(
+            (report.seconds - imported, report.gib_per_s, imported, *times, report.page_faults)
+        )
+    runs.append(tuple(map(statistics.median, zip(*runs, strict=True))))
+    names = [*range(1, len(runs)), "median"]
+    rows = [[name, *map(format, run, digits)] for name, run in zip(names, runs, strict=True)]
+    print_table(heads, rows, right=range(1, 7))
+
+
+_AGAINST = "Another checkpoint that must hold the same tensors, bit for bit."
+_CHECKSUMS = (
+    "auto: compare with the manifest if there is one. write: hash every tensor and file into a "
+    "manifest. check: fail without a manifest. never: ignore it."
+)
+_SUMS = "The manifest. Default: NAME.checksums.json beside the checkpoint."
+_SHA256 = (
+    "What the files' SHA-256 must be: the digits for one file, a list as sha256sum writes it, or "
+    "auto for what a download by the Hugging Face client says."
+)
+
+Against = Annotated[str | None, option("OTHER", _AGAINST)]
+Way = Annotated[str, option("WAY", _CHECKSUMS, offers=("auto", "write", "check", "never"))]
+Sums = Annotated[str | None, option("FILE", _SUMS)]
+Sha256 = Annotated[str | None, option("auto|HEX|FILE", _SHA256)]
+Anew = Annotated[bool, flag("Replace a manifest.", "--overwrite")]
 
 
 def verify(
     path: options.Checkpoint,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OTHER", help="Another checkpoint that must hold the same tensors, bit for bit."
-        ),
-    ] = None,
-    checksums: Annotated[
-        str,
-        typer.Option(
-            metavar="WAY",
-            help="auto: compare with the manifest if there is one. write: hash every tensor and "
-            "file into a manifest. check: fail without a manifest. never: ignore it.",
-            autocompletion=options.offered("auto", "write", "check", "never"),
-        ),
-    ] = "auto",
-    manifest: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="The manifest; NAME.checksums.json beside the checkpoint if none."
-        ),
-    ] = None,
-    sha256: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|HEX|FILE",
-            help="What the files' SHA-256 must be: the digits for one file, a list as sha256sum "
-            "writes it, or auto for what a download by the Hugging Face client says.",
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a manifest.")] = False,
+    against: Against = None,
+    checksums: Way = "auto",
+    manifest: Sums = None,
+    sha256: Sha256 = None,
+    overwrite: Anew = False,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
     as_json: options.Json = False,
@@ -251,19 +213,21 @@ def verify(
             sha256=sha256,
             overwrite=overwrite,
             progress=progress,
-            options=library_options(threads=threads, timeout=timeout),
+            options=Options(threads=threads, timeout=timeout),
         )
     _print(found, as_json)
     return failures.FINE if found.ok else failures.DIFFERENT
 
 
+Other = Annotated[str, argument("OTHER", "The checkpoint to compare with.")]
+Every = Annotated[bool, flag("Show the tensors that are the same, too.", "--all")]
+
+
 def diff(
     path: options.Checkpoint,
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="The checkpoint to compare with.")],
+    other: Other,
     names: options.Names = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Show the tensors that are the same, too.")
-    ] = False,
+    every: Every = False,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
     as_json: options.Json = False,
@@ -277,7 +241,7 @@ def diff(
     """
     from mfload.checking.diff import HEADS, diff
 
-    how = library_options(threads=threads, timeout=timeout)
+    how = Options(threads=threads, timeout=timeout)
     with bar("comparing") as progress:
         found = diff(path, other, names=names, progress=progress, options=how)
     shown = found.tensors if every else found.changed
@@ -291,24 +255,20 @@ def diff(
     return failures.FINE if found.same else failures.DIFFERENT
 
 
+_TARGET = "A file or a directory. Default: the source is replaced, which takes --overwrite."
+_ALIGN = "The data of each file begins on a multiple of this."
+_SHARD = "Bytes of tensors a file, such as 5GB. Default: files stay as they are."
+
+Target = Annotated[str | None, argument("TARGET", _TARGET)]
+Align = Annotated[int, sized("--align", _ALIGN)]
+ShardSize = Annotated[int | None, sized("--max-shard-size", _SHARD)]
+
+
 def align(
     source: options.Checkpoint,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="A file or a directory; the source itself where not given, which takes "
-            "--overwrite.",
-            show_default=False,
-        ),
-    ] = None,
-    alignment: Annotated[
-        int, options.sized("--align", "The data of each file begins on a multiple of this.")
-    ] = 4096,
-    max_shard_size: Annotated[
-        int | None,
-        options.sized("--max-shard-size", "Tensors a file, such as 5GB; as it is if none."),
-    ] = None,
+    target: Target = None,
+    alignment: Align = 4096,
+    max_shard_size: ShardSize = None,
     overwrite: options.Overwrite = False,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
@@ -329,25 +289,18 @@ def align(
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             progress=progress,
-            options=library_options(threads=threads, timeout=timeout),
+            options=Options(threads=threads, timeout=timeout),
         )
     _print(done, as_json)
 
 
-def doctor(
-    path: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PATH]",
-            help="A checkpoint, to look at its disk and its files too.",
-            show_default=False,
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="For each question that could hang.")
-    ] = 20.0,
-    as_json: options.Json = False,
-) -> int:
+_LOOK = "A checkpoint, to look at its disk and its files too."
+
+Look = Annotated[str | None, argument("[PATH]", _LOOK)]
+Patience = Annotated[float, option("SECONDS", "For each question that could hang.")]
+
+
+def doctor(path: Look = None, timeout: Patience = 20.0, as_json: options.Json = False) -> int:
     """Say what this machine can do, and what is in the way.
 
     Looks at the host, GPUs and their driver, cuFile, the frameworks, and the disk of a checkpoint.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from typing import Any
@@ -25,14 +26,14 @@ from mfload.cli import terminal
 from mfload.cli.output import print_json
 from mfload.cli.terminal import clean
 
-FINE = 0
-DIFFERENT = 1
-USAGE = 2
-INTERRUPTED = 130
-CLOSED = 141
+FINE, DIFFERENT, USAGE = 0, 1, 2
+TRACEBACK = "MFLOAD_TRACEBACK"
+"""The environment variable that asks for traces; `--traceback` sets it."""
 
 # The first that fits counts.
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (KeyboardInterrupt, 130),
+    (BrokenPipeError, 141),
     (errors.LoadTimeoutError, 124),
     (errors.ChecksumError, DIFFERENT),
     (errors.UsageError, USAGE),
@@ -47,24 +48,12 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (OSError, 3),
     (BaseException, 70),
 )
-_FIELDS = ("file", "tensor", "expected", "found")
 _LONG = 1000
 _MOST_PROBLEMS = 50
-
-# How arguments of the library are spelled on a command line: in a sentence, and alone.
-_TYPED = (
-    ("overwrite=True", "--overwrite"),
-    ('checksums="write" or "check"', "--checksums write or check"),
-    ("max_shard_size", "--max-shard-size"),
-    ("max_host_overhead", "--max-host-overhead"),
-    ("max_device_overhead", "--max-device-overhead"),
-    ("max_bytes", "--max-bytes"),
+# Arguments as the library's errors name them: overwrite=True, checksums="write", max_shard_size.
+_ARGUMENT = re.compile(
+    r"\b(overwrite(?==True)|checksums(?==)|max_shard_size|max_(?:host|device)_overhead)(=True)?"
 )
-_ARGUMENTS = ("align", "checksums", "manifest", "rounds", "sha256", "threads", "timeout", "verify")
-
-
-class AfterResultError(Exception):
-    """Its cause came up with the result on stdout already, and is told on stderr in any case."""
 
 
 def code_of(error: BaseException) -> int:
@@ -72,94 +61,56 @@ def code_of(error: BaseException) -> int:
     return next(code for kind, code in _CODES if isinstance(error, kind))
 
 
-def show(error: BaseException, *, as_json: bool, trace: bool) -> int:
+def show(error: BaseException, *, as_json: bool) -> int:
     """Shows an error, as JSON on stdout or on stderr, and gives the exit code."""
-    if isinstance(error, AfterResultError) and error.__cause__ is not None:
-        error, as_json = error.__cause__, False
-    if trace:
+    code = code_of(error)
+    if isinstance(error, KeyboardInterrupt | BrokenPipeError):
+        return code
+    traced = os.environ.get(TRACEBACK, "0") not in ("", "0")
+    if traced:
         with contextlib.suppress(OSError):
             traceback.print_exception(error, file=sys.stderr)
-    shown = as_json and _printed(_data(error))
-    if not shown and not trace:
-        terminal.say("\n".join(_lines(error)))
-    return code_of(error)
-
-
-def usage(message: str, *, as_json: bool, hint: str | None = None) -> int:
-    """Shows that the arguments are invalid, and gives the exit code."""
-    fields = dict.fromkeys(_FIELDS)
-    data = {"type": "UsageError", "message": message, **fields, "problems": []}
-    if not as_json or not _printed(data):
-        lines = [_head(clean(message)), *([f"  {clean(hint)}"] if hint else [])]
-        terminal.say("\n".join(lines))
-    return USAGE
-
-
-def _printed(data: dict[str, Any]) -> bool:
-    """Prints an error as JSON; gives whether stdout took it."""
-    try:
-        print_json({"error": data})
-        terminal.flush()
-    except BrokenPipeError:
-        raise
-    except OSError:
-        terminal.mute(sys.stdout)
-        return False
-    return True
-
-
-def _data(error: BaseException) -> dict[str, Any]:
-    fields = {key: _field(error, key) for key in _FIELDS}
-    plain = {
-        key: value if value is None or isinstance(value, str | int | float) else str(value)
-        for key, value in fields.items()
-    }
-    problems = list(getattr(error, "problems", ()))
-    return {"type": type(error).__name__, "message": _message(error), **plain, "problems": problems}
+    said: dict[str, Any] = {"type": type(error).__name__, "message": _message(error)}
+    for key in ("file", "tensor", "expected", "found"):
+        value = getattr(error, key, None)
+        said[key] = value if isinstance(value, int | float | None) else str(value)
+    for key in ("message", "expected"):
+        if isinstance(error, errors.MfloadError) and isinstance(said[key], str):
+            said[key] = _ARGUMENT.sub(lambda match: "--" + match[1].replace("_", "-"), said[key])
+    said["problems"] = list(getattr(error, "problems", ()))
+    if as_json:
+        try:
+            print_json({"error": said})
+            return code
+        except OSError:
+            terminal.mute(sys.stdout)
+    if not traced:
+        terminal.say("\n".join(_lines(**said)))
+    return code
 
 
 def _message(error: BaseException) -> str:
     if isinstance(error, errors.MfloadError):
-        said = error.message
-        return f"--{said}" if said in _ARGUMENTS else _spelled(said)
+        return error.message
     if isinstance(error, OSError) and error.strerror:
         name = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
         return f"{error.strerror}{name}"
-    said = str(error)
     if isinstance(error, OSError | MemoryError):
-        return said or type(error).__name__
-    fault = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        return str(error) or type(error).__name__
+    fault = f"{type(error).__name__}: {error}"
     return f"a fault in mfload, please report it with the trace (--traceback): {fault}"
 
 
-def _field(error: BaseException, key: str) -> object:
-    value = getattr(error, key, None)
-    return _spelled(value) if key == "expected" and isinstance(value, str) else value
-
-
-def _spelled(said: str) -> str:
-    for argument, option in _TYPED:
-        said = said.replace(argument, option)
-    return said
-
-
-def _lines(error: BaseException) -> list[str]:
-    lines = [_head(_short(_message(error)))]
-    for key in _FIELDS:
-        value = _field(error, key)
-        if value is not None and isinstance(error, errors.MfloadError):
-            lines.append(f"  {key}: {_short(value)}")
-    problems: tuple[str, ...] = getattr(error, "problems", ())
+def _lines(message: str, problems: list[str], **fields: object) -> list[str]:
+    colour = terminal.fancy(sys.stderr) and not os.environ.get("NO_COLOR")
+    word = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
+    fields.pop("type")
+    lines = [f"mfload: {word} {_short(message)}"]
+    lines += [f"  {key}: {_short(value)}" for key, value in fields.items() if value is not None]
     lines += [f"  - {_short(line)}" for line in problems[:_MOST_PROBLEMS]]
     if len(problems) > _MOST_PROBLEMS:
         lines.append(f"  … and {len(problems) - _MOST_PROBLEMS} more")
     return lines
-
-
-def _head(message: str) -> str:
-    colour = terminal.fancy(sys.stderr) and not os.environ.get("NO_COLOR")
-    word = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
-    return f"mfload: {word} {message}"
 
 
 def _short(value: object) -> str:

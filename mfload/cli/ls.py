@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from mfload import errors
@@ -19,6 +19,7 @@ from mfload.cli.output import print_json, print_table, write
 from mfload.cli.terminal import clean
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
+from mfload.options import check_choice
 from mfload.planning.selection import select
 from mfload.report import human
 from mfload.runtime import gc_paused
@@ -36,40 +37,25 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(len(x.lstrip("0")), x.lstrip("0")) if n % 2 else (0, x) for n, x in parts]
 
 
-SORTS: dict[str, Callable[[TensorInfo], Any] | None] = {
-    "offset": None,
+SORTS: dict[str, Callable[[TensorInfo], Any]] = {
+    "offset": lambda row: 0,  # An index is in this order.
     "name": lambda row: natural(row.name),
     "size": lambda row: -row.nbytes,
 }
-"""Keys by what can be sorted by; file order, then offset, is the order of an index."""
-
-
-_FLAGS = {
-    "--tree": "tree",
-    "--summary": "summary",
-    "--metadata": "metadata",
-    "--quiet": "quiet",
-    "-q": "quiet",
-    "--bytes": "exact",
-    "-b": "exact",
-    "--json": "as_json",
-}
-_VALUES = {"--names": "names", "--shard": "shard", "--sort": "sort"}
+_FLAGS = {"--tree": "tree", "--summary": "summary", "--metadata": "metadata", "--json": "as_json",
+          "--quiet": "quiet", "-q": "quiet", "--bytes": "exact", "-b": "exact"}  # fmt: skip
+_VALUES = ("--names", "--shard", "--sort")
 
 
 def simple_arguments(words: Sequence[str]) -> dict[str, Any] | None:
-    """The arguments of `ls` in a command line of plain words.
-
-    Returns:
-        None for all that typer must read: other options, other spellings, help and mistakes.
-    """
+    """The arguments of `ls`, or None for what typer must read: help, mistakes, other options."""
     given: dict[str, Any] = {}
     rest = iter(words)
     for word in rest:
         if word in _FLAGS:
             given[_FLAGS[word]] = True
             continue
-        key, value = (_VALUES[word], next(rest, "-")) if word in _VALUES else ("path", word)
+        key, value = (word[2:], next(rest, "-")) if word in _VALUES else ("path", word)
         if value.startswith("-") or (key == "path" and key in given):
             return None
         given[key] = value
@@ -94,32 +80,32 @@ def ls(
     as_json: bool = False,
 ) -> None:
     """Prints a listing; the options are those of the command."""
-    if sort not in SORTS:
-        raise errors.UsageError("unknown order", expected=" | ".join(SORTS), found=sort)
+    check_choice("order", sort, tuple(SORTS))
+    least = -1 if larger_than is None else larger_than
+    most = math.inf if smaller_than is None else smaller_than
+    shown = functools.cache(str if exact else human)
     with gc_paused():
         index, sources = checkpoint.read(path)
-        rows = list(select(index, names))
-        if dtype:
-            wanted = {_dtype_name(each, index) for each in dtype}
-            rows = [row for row in rows if row.dtype.name in wanted]
-        if shard is not None:
-            files = _files(shard, index)
-            rows = [row for row in rows if row.pieces[0].source in files]
-        if larger_than is not None:
-            rows = [row for row in rows if row.nbytes > larger_than]
-        if smaller_than is not None:
-            rows = [row for row in rows if row.nbytes < smaller_than]
-        key = SORTS[sort]
-        if key is not None:
-            rows.sort(key=key)
+        dtypes = {_dtype_name(each, index) for each in dtype or ()}
+        files = _files(shard, index)
+        rows = [
+            row
+            for row in select(index, names)
+            if least < row.nbytes < most
+            and (not dtypes or row.dtype.name in dtypes)
+            and row.pieces[0].source in files
+        ]
+        rows.sort(key=SORTS[sort])
         if as_json:
-            print_json(_data(index, rows, limit, [source.size for source in sources], summary))
+            sizes = [source.size for source in sources]
+            print_json(_data(index, rows, limit, sizes, summary))
             return
-        shown = functools.cache(str if exact else human)
-        if tree or depth is not None:
-            _print_tree(rows, depth, limit, shown, quiet)
-        elif not summary:
-            _print_rows(index, rows, limit, shown, quiet)
+        tree = tree or depth is not None
+        if tree or not summary:
+            heads, lines, right = _tree(rows, depth, shown) if tree else _rows(index, rows, shown)
+            print_table(None if quiet else heads, lines[:limit], right=right)
+            if limit is not None and limit < len(lines) and not quiet:
+                write([f"… and {len(lines) - limit} more"])
     if metadata:
         print_table(None if quiet else ["metadata", "value"], (index.metadata or {}).items())
     if not quiet:
@@ -135,9 +121,11 @@ def _dtype_name(name: str, index: Index) -> str:
     return dtypes.resolve(name).name
 
 
-def _files(shard: str, index: Index) -> set[int]:
+def _files(shard: str | None, index: Index) -> set[int]:
     names = [os.path.basename(file) for file in index.files]
-    found = {n for n, name in enumerate(names) if name == shard or index.files[n] == shard}
+    if shard is None:
+        return set(range(len(names)))
+    found = {n for n, name in enumerate(names) if shard in (name, index.files[n])}
     found = found or {n for n, name in enumerate(names) if fnmatch.fnmatchcase(name, shard)}
     if not found:
         there = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
@@ -145,33 +133,14 @@ def _files(shard: str, index: Index) -> set[int]:
     return found
 
 
-@dataclass(slots=True)
-class Sum:
-    """Tensors and bytes of some rows."""
-
-    tensors: int = 0
-    bytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Counts one more tensor."""
-        self.tensors += 1
-        self.bytes += nbytes
-
-    def as_dict(self) -> dict[str, int]:
-        """The same as plain data."""
-        return {"tensors": self.tensors, "bytes": self.bytes}
-
-
-def totals(rows: Iterable[TensorInfo], key: Callable[[TensorInfo], Any]) -> dict[Any, Sum]:
-    """Sums by a key, the largest first."""
-    sums: dict[Any, Sum] = {}
+def totals(rows: Iterable[TensorInfo], key: Callable[[TensorInfo], Any]) -> dict[Any, Any]:
+    """Tensors and bytes by a key, the most bytes first."""
+    sums: dict[Any, dict[str, int]] = {}
     for row in rows:
-        of = key(row)
-        if of not in sums:
-            sums[of] = Sum()
-        sums[of].tensors += 1
-        sums[of].bytes += row.nbytes
-    return dict(sorted(sums.items(), key=lambda item: -item[1].bytes))
+        total = sums.setdefault(key(row), {"tensors": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["bytes"] += row.nbytes
+    return dict(sorted(sums.items(), key=lambda item: -item[1]["bytes"]))
 
 
 def _source(row: TensorInfo) -> int:
@@ -200,9 +169,9 @@ def _data(
     return {
         **({} if summary else {"tensors": tensors}),
         "total": {"tensors": len(rows), "bytes": sum(row.nbytes for row in rows)},
-        "dtypes": {name: total.as_dict() for name, total in totals(rows, _dtype).items()},
+        "dtypes": totals(rows, _dtype),
         "files": [
-            {"file": file, "size": sizes[n], **by_file.get(n, Sum()).as_dict()}
+            {"file": file, "size": sizes[n], **by_file.get(n, {"tensors": 0, "bytes": 0})}
             for n, file in enumerate(index.files)
         ],
         "metadata": index.metadata,
@@ -210,103 +179,61 @@ def _data(
     }
 
 
-def _print_rows(
-    index: Index, rows: Sequence[TensorInfo], limit: int | None, shown: Any, quiet: bool
-) -> None:
-    several = len(index.files) > 1
+Listing = tuple[list[str], Sequence[Sequence[object]], list[int]]
+"""Heads, lines, and the columns that are aligned to the right."""
+
+
+def _rows(index: Index, rows: Sequence[TensorInfo], shown: Callable[[int], str]) -> Listing:
+    shape = functools.cache(lambda shape: str(list(shape)))
+    if len(index.files) == 1:
+        lines = [(row.dtype.name, shape(row.shape), shown(row.nbytes), row.name) for row in rows]
+        return ["dtype", "shape", "bytes", "name"], lines, [2]
     files = [os.path.basename(file) for file in index.files]
-    shapes = functools.cache(lambda shape: str(list(shape)))
-    lines: Iterator[Sequence[object]] = (
-        (
-            row.dtype.name,
-            shapes(row.shape),
-            shown(row.nbytes),
-            *([files[row.pieces[0].source]] if several else []),
-            row.name,
-        )
-        for row in islice(rows, limit)
-    )
-    head = ["dtype", "shape", "bytes", *(["file"] if several else []), "name"]
-    print_table(None if quiet else head, lines, right=[2])
-    _print_rest(len(rows), limit, quiet)
-
-
-def _print_rest(rows: int, limit: int | None, quiet: bool) -> None:
-    if limit is not None and limit < rows and not quiet:
-        write([f"… and {rows - limit} more"])
+    lines = [
+        (row.dtype.name, shape(row.shape), shown(row.nbytes), files[_source(row)], row.name)
+        for row in rows
+    ]
+    return ["dtype", "shape", "bytes", "file", "name"], lines, [2]
 
 
 @dataclass(slots=True)
-class Node:
-    """A dotted prefix of names: the tensor of that very name, and nodes by the next part."""
+class _Node:
+    """A dotted prefix of names, and the tensor of that very name if there is one."""
 
-    total: Sum = field(default_factory=Sum)
+    tensors: int = 0
+    nbytes: int = 0
     row: TensorInfo | None = None
-    below: dict[str, Node] = field(default_factory=dict[str, "Node"])
+    below: dict[str, _Node] = field(default_factory=dict[str, "_Node"])
 
 
-def grow(rows: Iterable[TensorInfo]) -> Node:
-    """The tree of dotted names."""
-    root = Node()
+def _tree(rows: Iterable[TensorInfo], depth: int | None, shown: Callable[[int], str]) -> Listing:
+    root = _Node()
     for row in rows:
         node = root
-        nbytes = row.nbytes
-        node.total.add(nbytes)
         for part in row.name.split(".", _DEEPEST):
-            node = node.below.setdefault(part, Node())
-            node.total.add(nbytes)
+            node = node.below.setdefault(part, _Node())
+            node.tensors += 1
+            node.nbytes += row.nbytes
         node.row = row
-    return root
+    drawn = _branches(root, depth or _DEEPEST + 1)
+    lines = [(node.tensors, shown(node.nbytes), text) for text, node in drawn]
+    return ["tensors", "bytes", "name"], lines, [0, 1]
 
 
-def walk(root: Node, depth: int | None) -> Iterator[tuple[str, str, Node, bool]]:
-    """The nodes of a tree in order; one with a single node below and nothing else is joined.
-
-    Yields:
-        The lines drawn before a name, the name, its node, and whether what lies below is left out.
-    """
-    deepest = _DEEPEST + 1 if depth is None else depth
-    stack = [(iter(_children(root)), "")]
-    while stack:
-        children, indent = stack[-1]
-        found = next(children, None)
-        if found is None:
-            stack.pop()
-            continue
-        name, node, last = found
-        branch = "" if len(stack) == 1 else "└── " if last else "├── "
-        more = bool(node.below)
-        open_up = more and len(stack) < deepest
-        yield indent + branch, name, node, more and not open_up
-        if open_up:
-            gap = "" if len(stack) == 1 else "    " if last else "│   "
-            stack.append((iter(_children(node)), indent + gap))
-
-
-def _children(node: Node) -> Iterator[tuple[str, Node, bool]]:
+def _branches(node: _Node, depth: int, indent: str | None = None) -> Iterator[tuple[str, _Node]]:
+    """What lies below a node, drawn; one with a single node below and nothing else is joined."""
     items = list(node.below.items())
-    for n, (name, child) in enumerate(items):
+    for number, (name, child) in enumerate(items, 1):
         while len(child.below) == 1 and child.row is None:
             [(part, below)] = child.below.items()
             name, child = f"{name}.{part}", below
-        yield name, child, n == len(items) - 1
-
-
-def _print_tree(
-    rows: Sequence[TensorInfo], depth: int | None, limit: int | None, shown: Any, quiet: bool
-) -> None:
-    nodes = [
-        (node.total.tensors, shown(node.total.bytes), before + clean(name) + _leaf(node, left_out))
-        for before, name, node, left_out in walk(grow(rows), depth)
-    ]
-    head = None if quiet else ["tensors", "bytes", "name"]
-    print_table(head, islice(nodes, limit), right=[0, 1])
-    _print_rest(len(nodes), limit, quiet)
-
-
-def _leaf(node: Node, left_out: bool) -> str:
-    tensor = "" if node.row is None else f"  {clean(node.row.dtype)} {list(node.row.shape)}"
-    return tensor + ("  …" if left_out else "")
+        branch, gap = ("└── ", "    ") if number == len(items) else ("├── ", "│   ")
+        text = name if indent is None else indent + branch + name
+        if child.row is not None:
+            text += f"  {child.row.dtype} {list(child.row.shape)}"
+        yield text + ("  …" if child.below and depth == 1 else ""), child
+        if depth > 1:
+            yield from _branches(child, depth - 1, "" if indent is None else indent + gap)
 
 
 def _print_totals(
@@ -320,16 +247,13 @@ def _print_totals(
     else:
         line = f"{len(rows)} of {len(index)} tensors, {size}, in {len(by_file)} of {files} files"
     write([*([""] if gap else []), line])
-    _print_sums("dtype", totals(rows, _dtype).items(), shown)
+    sums = {"dtype": list(totals(rows, _dtype).items())}
     if files > 1 and (summary or files <= _FEW_FILES):
-        named = [(os.path.basename(index.files[n]), total) for n, total in by_file]
-        _print_sums("file", named, shown)
+        sums["file"] = [(os.path.basename(index.files[n]), total) for n, total in by_file]
+    for of, found in sums.items():
+        if found:
+            write([""])
+            lines = [(total["tensors"], shown(total["bytes"]), name) for name, total in found]
+            print_table(["tensors", "bytes", of], lines, right=[0, 1])
     if index.notes:
         write(["", *(f"note: {clean(note)}" for note in index.notes)])
-
-
-def _print_sums(of: str, sums: Iterable[tuple[str, Sum]], shown: Any) -> None:
-    rows = [(total.tensors, shown(total.bytes), name) for name, total in sums]
-    if rows:
-        write([""])
-        print_table(["tensors", "bytes", of], rows, right=[0, 1])

@@ -11,10 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from mfload import errors
-from mfload.options import ALLOCATORS, ENGINES, Options, size
+from mfload.options import ALLOCATORS, ENGINES, size
 
-_MOST_BYTES = 4 << 20
-"""Largest headers that are read while somebody waits for the tab key."""
 _MOST_NAMES = 200
 
 
@@ -32,27 +30,18 @@ def _offered_dtypes(incomplete: str) -> list[str]:
 
 
 def _offered_names(incomplete: str) -> list[str]:
-    try:
-        found = _tensor_names()
-    except Exception:  # noqa: BLE001  A shell that waits for the tab key wants no error.
-        return []
-    return [re.escape(name) for name in found if name.startswith(incomplete)][:_MOST_NAMES]
-
-
-def _tensor_names() -> list[str]:
-    from mfload.formats import checkpoint, discovery
-    from mfload.sources.local import LocalFile
+    from mfload.formats import checkpoint
 
     # The parser gives up on an option without its value, so it knows no path by now. These are
     # the variables in which shells hand over the line.
     line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
-    path = next(word for word in shlex.split(line)[2:] if os.path.exists(word))
-    # Not by `open`, which waits at a FIFO for a writer.
-    heads = (LocalFile(file).read(0, 8) for file in discovery.find(path).files)
-    if sum(int.from_bytes(head, "little") for head in heads) > _MOST_BYTES:
+    try:
+        path = next(word for word in shlex.split(line)[2:] if os.path.exists(word))
+        index, _ = checkpoint.read(path)
+    except Exception:  # noqa: BLE001  A shell that waits for the tab key wants no error.
         return []
-    index, _ = checkpoint.read(path)
-    return [name for name in index if name.isprintable()]
+    names = (name for name in index if name.startswith(incomplete) and name.isprintable())
+    return [re.escape(name) for name in names][:_MOST_NAMES]
 
 
 def _size(value: Any) -> int:
@@ -63,117 +52,73 @@ def _size(value: Any) -> int:
         raise typer.BadParameter(f"{error.found!r} is no size: {error.expected}") from None
 
 
+def option(metavar: str, text: str, *names: str, offers: Any = None) -> Any:
+    """An option with a value; `offers` has what the tab key completes."""
+    complete = offered(*offers) if isinstance(offers, tuple) else offers
+    return typer.Option(*names, metavar=metavar, help=text, autocompletion=complete)
+
+
 def sized(name: str, text: str) -> Any:
     """An option that takes a size such as 4096, 256MiB or 1.5GB."""
     return typer.Option(name, metavar="SIZE", parser=_size, help=text)
 
 
-Checkpoint = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH",
-        help="A .safetensors file, a directory, or a .safetensors.index.json.",
-        show_default=False,
-    ),
-]
-Framework = Annotated[
-    str,
-    typer.Option(
-        "--framework",
-        "-f",
-        metavar="NAME",
-        help="numpy, jax, torch, tensorflow, paddle or cupy.",
-        autocompletion=offered("numpy", "jax", "torch", "tensorflow", "paddle", "cupy"),
-    ),
-]
-Device = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--device",
-        metavar="[REGEX=]DEVICE",
-        help="Such as cpu:1 or cuda:0; the framework's own default. Given several times, all "
-        "tensors go to all of them, or with a REGEX those whose names match.",
-    ),
-]
-Names = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REGEX",
-        help="Only tensors with a match of this regular expression in their names.",
-        autocompletion=_offered_names,
-    ),
-]
+def flag(text: str, *names: str) -> Any:
+    """An option without a value."""
+    return typer.Option(*names, help=text)
+
+
+def argument(metavar: str, text: str) -> Any:
+    """What is given without the name of an option."""
+    return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
+_PATH = "A .safetensors file, a directory, or a .safetensors.index.json."
+_FRAMEWORKS = ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
+_FRAMEWORK = "numpy, jax, torch, tensorflow, paddle or cupy."
+_DEVICE = (
+    "Such as cpu:1 or cuda:0; the framework's own default. Given several times, all tensors go to "
+    "all of them, or with a REGEX those whose names match."
+)
+_NAMES = "Only tensors with a match of this regular expression in their names."
+_DTYPE = (
+    "Convert floats to this dtype, or the tensors whose names match to theirs; may be given "
+    "several times."
+)
+_ENGINE = "auto, pread, direct or mmap; onto GPUs pinned or gds as well."
+_ALLOCATOR = "Whose memory holds the arrays: auto, mfload or framework."
+_HOST = "Host memory beside the result, such as 256MiB."
+_GPU = "Memory of a GPU beside the result, such as 256MiB."
+_THREADS = "Number of reader threads. Default: chosen."
+
+Checkpoint = Annotated[str, argument("PATH", _PATH)]
+Framework = Annotated[str, option("NAME", _FRAMEWORK, "--framework", "-f", offers=_FRAMEWORKS)]
+Device = Annotated[list[str] | None, option("[REGEX=]DEVICE", _DEVICE, "--device")]
+Names = Annotated[str | None, option("REGEX", _NAMES, offers=_offered_names)]
 Dtypes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dtype",
-        metavar="[REGEX=]DTYPE",
-        help="Convert floats to this dtype, or the tensors whose names match to theirs; "
-        "may be given several times.",
-        autocompletion=_offered_dtypes,
-    ),
+    list[str] | None, option("[REGEX=]DTYPE", _DTYPE, "--dtype", offers=_offered_dtypes)
 ]
-Engine = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="auto, pread, direct or mmap; onto GPUs pinned or gds as well.",
-        autocompletion=offered(*ENGINES),
-    ),
-]
-Allocator = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Whose memory holds the arrays: auto, mfload or framework.",
-        autocompletion=offered(*ALLOCATORS),
-    ),
-]
-Overhead = Annotated[
-    int | None, sized("--max-host-overhead", "Host memory beside the result, such as 256MiB.")
-]
-DeviceOverhead = Annotated[
-    int | None,
-    sized("--max-device-overhead", "Memory of a GPU beside the result, such as 256MiB."),
-]
-Threads = Annotated[
-    int | None, typer.Option(metavar="N", help="Number of reader threads; chosen if not given.")
-]
-Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Give up after that long.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Engine = Annotated[str, option("NAME", _ENGINE, offers=ENGINES)]
+Allocator = Annotated[str, option("NAME", _ALLOCATOR, offers=ALLOCATORS)]
+HostOverhead = Annotated[int | None, sized("--max-host-overhead", _HOST)]
+DeviceOverhead = Annotated[int | None, sized("--max-device-overhead", _GPU)]
+Threads = Annotated[int | None, option("N", _THREADS)]
+Timeout = Annotated[float | None, option("SECONDS", "Give up after that long.")]
+Overwrite = Annotated[bool, flag("Replace what is there already.", "--overwrite")]
+Json = Annotated[bool, flag("Print JSON for machines.", "--json")]
 
 
-def library_options(**given: Any) -> Options:
-    """The `mfload.Options` that options of the command line stand for."""
-    return Options(**given)
-
-
-def dtypes(given: list[str] | None) -> Any:
-    """What `--dtype` means to the library: a name, or (regex, name) pairs."""
+def by_name(option: str, given: list[str] | None, *, several: bool = False) -> Any:
+    """What `--dtype` and `--device` mean to the library: a value, several, or (regex, value)."""
     if not given:
         return None
-    if len(given) == 1 and "=" not in given[0]:
-        return given[0]
-    return _ruled("--dtype", "DTYPE", given)
-
-
-def devices(given: list[str] | None) -> Any:
-    """What `--device` means to the library: a name, several, or (regex, name) pairs."""
-    if not given:
-        return None
-    if all("=" not in each for each in given):
-        return given[0] if len(given) == 1 else given
-    return _ruled("--device", "DEVICE", given)
-
-
-def _ruled(option: str, what: str, given: list[str]) -> list[tuple[str, str]]:
-    rules = [each.rpartition("=") for each in given]
-    for whole, (regex, _, name) in zip(given, rules, strict=True):
-        if not regex or not name:
-            raise errors.UsageError(
-                f"{option} takes a regex each time, or none at all",
-                expected=f"REGEX={what}",
-                found=whole,
-            )
-    return [(regex, name) for regex, _, name in rules]
+    if not any("=" in each for each in given) and (several or len(given) == 1):
+        return given if len(given) > 1 else given[0]
+    rules = [(regex, value) for regex, _, value in (each.rpartition("=") for each in given)]
+    if not all(regex and value for regex, value in rules):
+        raise errors.UsageError(
+            f"{option} takes a regex each time, or none at all",
+            expected=f"REGEX={option[2:].upper()}",
+            found=" ".join(given),
+        )
+    return rules

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
-import threading
 import time
-import unicodedata
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
 
 _PATIENCE = 0.4
 """Seconds before a bar is shown: shorter work needs none."""
-
-Steps = Callable[[int, int, str], None]
-"""Called with steps done, steps in all (0 if not known yet), and what is being done."""
 
 
 def fancy(stream: Any) -> bool:
@@ -36,39 +30,26 @@ def cells(text: str) -> int:
     """Columns that a text takes on a terminal."""
     if text.isascii():
         return len(text)
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
-def fill() -> None:
-    """Puts the null device in the place of standard streams that the command was started without.
+def open_streams() -> None:
+    """Opens the null device in the place of standard streams that are closed.
 
     Otherwise the next file that is opened would get a stream's number, and what some library
     or a child process prints would go into it.
     """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
             # The lowest free number is taken: those below are open by now.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
-            null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  To the end.
-            setattr(sys, name, null)
-
-
-def flush() -> None:
-    """Writes what stdout still holds; where it can't be written, stdout is mute afterwards."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        mute(sys.stdout)
-        raise named(error) from None
-
-
-def named(error: OSError) -> OSError:
-    """An error of writing to stdout, with the stream in the place of a file's name."""
-    return OSError(error.errno, error.strerror, "standard output")
+            stream = open(number, "w" if number else "r", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def say(text: str) -> None:
@@ -87,64 +68,38 @@ def mute(stream: Any) -> None:
 
 
 @contextlib.contextmanager
-def bar(what: str) -> Generator[Callable[[int, int], None] | Literal[False]]:
-    """A progress bar of bytes while the context lasts, on a terminal only.
+def bar(
+    what: str, columns: tuple[str, ...] = ("DownloadColumn", "TransferSpeedColumn")
+) -> Generator[Callable[..., None] | Literal[False]]:
+    """A progress bar while the context lasts, on a terminal only.
 
-    Yields:
-        What `progress=` of the library takes: a function of (bytes done, bytes in all), or False.
+    Yields a function of (done, total, what is being done) as `progress=` takes it, or False.
+    `columns` are rich's names of what stands beside the bar.
     """
     if not fancy(sys.stderr):
         yield False
         return
     start = time.monotonic()
-    lock = threading.Lock()  # Readers may be threads.
     drawn: Any = None
 
-    def advance(done: int, total: int) -> None:
+    def advance(done: int, total: int, now: str = what) -> None:
         nonlocal drawn
-        with lock:
-            if drawn is None:
-                if done >= total or time.monotonic() - start < _PATIENCE:
-                    return
-                drawn = _progress("DownloadColumn", "TransferSpeedColumn")
-                drawn.add_task(what, total=total)
-                drawn.start()
-            drawn.update(drawn.task_ids[0], completed=done, total=total)
+        if drawn is None:
+            if done >= total or time.monotonic() - start < _PATIENCE:
+                return
+            drawn = _progress(columns)
+            drawn.add_task(now)
+            drawn.start()
+        drawn.update(drawn.task_ids[0], completed=done, total=total, description=now)
 
     try:
         yield advance
     finally:
-        with lock:
-            start = math.inf  # A reader that is still at work draws nothing more.
-            if drawn is not None:
-                drawn.stop()
-                drawn = None
+        if drawn is not None:
+            drawn.stop()
 
 
-@contextlib.contextmanager
-def steps() -> Generator[Steps]:
-    """Shows progress on stderr: a bar on a terminal, a line whenever the work changes elsewhere."""
-    if not fancy(sys.stderr):
-        last = ""
-
-        def line(done: int, total: int, what: str) -> None:
-            nonlocal last
-            if what != last:
-                last = what
-                say(f"mfload: {what}{f' ({done} of {total} done)' if total else ''}")
-
-        yield line
-        return
-    with _progress("MofNCompleteColumn") as drawn:
-        task = drawn.add_task("", total=None)
-
-        def watch(done: int, total: int, what: str) -> None:
-            drawn.update(task, completed=done, total=total or None, description=what)
-
-        yield watch
-
-
-def _progress(*columns: str) -> Any:
+def _progress(columns: Iterable[str]) -> Any:
     from rich import progress
     from rich.console import Console
 

@@ -26,12 +26,10 @@ def agrees(device: Device, source: np.dtype[Any], target: np.dtype[Any]) -> bool
         given = numbers(source)
         with np.errstate(all="ignore"):
             wanted = given.astype(target), given[::-1].astype(target)
-        made = _converted(device, given, target)
-        return all(same(each, right) for each, right in zip(made, wanted, strict=True))
+        return all(map(same, _converted(device, given, target), wanted))
     except Exception as error:  # noqa: BLE001 - compilers, headers, drivers: each has its own.
         # As text: an error that a log keeps would keep the memory that was tried.
-        said = f"{device.name} does not convert {source} to {target}: {error}"
-        _log.info("%s", said)
+        _log.info("%s does not convert %s to %s: %s", device.name, source, target, str(error))
         return False
 
 
@@ -77,20 +75,17 @@ def _converted(device: Device, given: Any, target: np.dtype[Any]) -> list[Any]:
     stage = buffers.allocate(given.nbytes)
     stage[:] = given.view(np.uint8)
     unit, count = given.itemsize, given.size
-    here = device.allocate(given.nbytes)
-    there = device.allocate(count * target.itemsize)
-    made: list[Any] = []
+    here, there = device.allocate(given.nbytes), device.allocate(count * target.itemsize)
+    made = [np.empty(count, target), np.empty(count, target)]
     device.pin(stage)
     try:
         with contextlib.closing(device.stream()) as stream:
             stream.copy_in(here, 0, stage, Rows.one(given.nbytes))
-            for start, step in ((0, unit), ((count - 1) * unit, -unit)):
+            for back, start, step in (made[0], 0, unit), (made[1], (count - 1) * unit, -unit):
                 copy = Copy((count,), (step,), start, given.dtype, target)
                 stream.convert(there, 0, here, 0, copy)
-                back = np.empty(there.nbytes, np.uint8)
-                stream.copy_out(back, there, 0)
-                stream.synchronize()
-                made.append(back.view(target))
+                stream.copy_out(back.view(np.uint8), there, 0)
+            stream.synchronize()
     finally:
         device.unpin(stage)
     return made

@@ -1,18 +1,16 @@
 """How the segments of a landed block get to their places, on devices or on the host.
 
-Plain bytes, and bytes in rows, go through the device's copy engine. Elements of another dtype are
-copied as they are and converted on the device. NumPy prepares the rest in host memory: steps
-backwards, rows too narrow to be worth a transfer each, values that must be checked, and conversions
-that the device does not know.
+The device copies bytes, contiguous or in rows, and converts elements. NumPy prepares the rest in
+host memory: steps backwards, rows too narrow to be worth a transfer each, values that must be
+checked, and conversions that the device does not know.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
-
-import numpy as np
 
 from mfload.cuda.device import Device, Event, Rows, Stream
 from mfload.cuda.memory import DeviceBuffer
@@ -38,13 +36,13 @@ class Methods:
         found = (self._devices[segment.buffer] for segment in block.segments)
         return list(dict.fromkeys(device for device in found if device is not None))
 
-    def of(self, segment: Segment, *, narrow: int = _NARROW) -> Method:
-        """The method for a segment that goes to a device; narrow rows are prepared on the host."""
-        copy = segment.copy
+    def of(self, segment: Segment, *, narrow: int = _NARROW) -> Method | None:
+        """The method for a segment, None if it goes to the host; narrow rows are prepared there."""
+        copy, device = segment.copy, self._devices[segment.buffer]
+        if device is None:
+            return None
         if copy is None:
             return Rows.one(segment.nbytes)
-        device = self._devices[segment.buffer]
-        assert device is not None
         if copy.source != copy.target:
             known = not copy.checked and device.converts(copy.source, copy.target)
             return "convert" if known else "prepare"
@@ -53,36 +51,29 @@ class Methods:
             return "prepare"
         return found
 
-    def prepared_bytes(self, block: Block) -> list[int]:
-        """Bytes of host memory for each segment that NumPy prepares; of replicas, for one."""
-        found = {
-            _key(segment): _in_lines(_prepared_bytes(segment))
-            for segment in self._copied(block)
-            if self.of(segment) == "prepare"
-        }
-        return list(found.values())
+    def working_bytes(self, block: Block) -> tuple[int, list[int]]:
+        """Bytes of memory that it takes to copy a block, beside the block itself.
 
-    def scratch_bytes(self, block: Block) -> int:
-        """Bytes of device memory that it takes to convert the largest segment of a block."""
-        converted = (s.nbytes for s in self._copied(block) if self.of(s) == "convert")
-        return max(converted, default=0)
+        Of device memory to convert the largest segment, and of host memory for each segment that
+        NumPy prepares; of replicas, for one.
+        """
+        scratch, prepared = 0, dict[object, int]()
+        for segment in block.segments:
+            method = None if segment.copy is None else self.of(segment)
+            if method == "convert":
+                scratch = max(scratch, segment.nbytes)
+            elif method == "prepare" and segment.copy is not None:
+                prepared[segment.offset, segment.copy] = _in_lines(_prepared_bytes(segment.copy))
+        return scratch, list(prepared.values())
 
     def stay_on_devices(self, block: Block) -> bool:
         """Whether a block that landed on a device gets to its places without the host."""
-        return all(
-            self._devices[segment.buffer] is not None and self.of(segment, narrow=1) != "prepare"
-            for segment in block.segments
-        )
-
-    def _copied(self, block: Block) -> Iterator[Segment]:
-        """The segments that go to devices and are more than plain bytes."""
-        for segment in block.segments:
-            if segment.copy is not None and self._devices[segment.buffer] is not None:
-                yield segment
+        methods = (self.of(segment, narrow=1) for segment in block.segments)
+        return all(method not in (None, "prepare") for method in methods)
 
 
 class Copier:
-    """Gives copies to the streams of one worker, one stream a device.
+    """Gives copies to the streams of one thread, one stream a device.
 
     `memory` has the destination buffers by number; `scratch` is the bytes of device memory for what
     is to be converted.
@@ -95,81 +86,55 @@ class Copier:
         self._streams: dict[str, Stream] = {}
         self._scratch: dict[str, DeviceBuffer] = {}
 
-    def from_host(self, block: Block, landed: Any, spare: Any) -> list[Event]:
-        """Copies a block that landed in page-locked memory to its places.
+    def copy(self, block: Block, landed: Any, start: int = 0, spare: Any = None) -> list[Event]:
+        """Begins to copy a landed block to its places; an event for each stream that does.
 
-        `spare` is page-locked memory for what is prepared, enough for the largest segment. When the
-        events are done, `landed` and `spare` are free again.
+        `landed` has the block from byte `start` on: page-locked memory, or a `DeviceBuffer` if
+        `Methods.stay_on_devices` is true of it. With page-locked memory comes more of it, `spare`,
+        for what is prepared, enough for the largest segment. Both are free again when the events
+        are done.
         """
         used: dict[str, Stream] = {}
         prepared: dict[object, Any] = {}
-        left = spare
+        whole = left = spare
+        narrow = 1 if spare is None else _NARROW
         for segment in block.segments:
-            target = self._memory[segment.buffer]
-            bytes_ = landed[segment.offset - block.offset :]
+            target, copy = self._memory[segment.buffer], segment.copy
+            first = start + segment.offset - block.offset
             if not isinstance(target, DeviceBuffer):
-                put(bytes_, segment, target, segment.at)
+                put(landed[first:], segment, target, segment.at)
                 continue
-            stream = used[target.device.name] = self._stream(target.device)
-            method = self._methods.of(segment)
+            device = target.device
+            if device.name not in self._streams:
+                self._streams[device.name] = device.stream()
+            stream = used[device.name] = self._streams[device.name]
+            method = self._methods.of(segment, narrow=narrow)
             if isinstance(method, Rows):
-                start = 0 if segment.copy is None else segment.copy.start
-                stream.copy_in(target, segment.at, bytes_[start:], method)
+                first += 0 if copy is None else copy.start
+                _copy_rows(stream, target, segment.at, landed, first, method)
                 continue
-            assert segment.copy is not None
+            assert copy is not None
             if method == "convert":
-                scratch = self._scratch_of(target.device)
-                stream.copy_in(scratch, 0, bytes_, Rows.one(segment.nbytes))
-                stream.convert(target, segment.at, scratch, 0, segment.copy)
+                # Kernels need elements on their own boundaries. One scratch memory is enough: what
+                # a stream is given next waits for what it was given before.
+                if device.name not in self._scratch:
+                    self._scratch[device.name] = device.allocate(self._scratch_bytes)
+                scratch = self._scratch[device.name]
+                _copy_rows(stream, scratch, 0, landed, first, Rows.one(segment.nbytes))
+                stream.convert(target, segment.at, scratch, 0, copy)
                 continue
-            found = prepared.get(_key(segment))
-            if found is None:
-                nbytes = _prepared_bytes(segment)
+            key = segment.offset, copy  # Replicas are prepared once.
+            if key not in prepared:
+                nbytes = _prepared_bytes(copy)
                 if left.nbytes < nbytes:
                     for each in used.values():
                         each.synchronize()
                     prepared.clear()
-                    left = spare
-                found, left = left[:nbytes], left[_in_lines(nbytes) :]
-                put(bytes_, segment, found, 0)
-                prepared[_key(segment)] = found
-            stream.copy_in(target, segment.at, found, Rows.one(found.nbytes))
+                    left = whole
+                prepared[key], left = left[:nbytes], left[_in_lines(nbytes) :]
+                put(landed[first:], segment, prepared[key], 0)
+            stream.copy_in(target, segment.at, prepared[key], Rows.one(prepared[key].nbytes))
         return [stream.record() for stream in used.values()]
-
-    def from_device(self, block: Block, landed: DeviceBuffer, start: int) -> list[Event]:
-        """Copies a block that landed in device memory, from byte `start` on, to its places.
-
-        `Methods.stay_on_devices` is true of it. Events and their meaning as for `from_host`.
-        """
-        used: dict[str, Stream] = {}
-        for segment in block.segments:
-            target: DeviceBuffer = self._memory[segment.buffer]
-            stream = used[target.device.name] = self._stream(target.device)
-            first = start + segment.offset - block.offset
-            method = self._methods.of(segment, narrow=1)
-            if isinstance(method, Rows):
-                first += 0 if segment.copy is None else segment.copy.start
-                stream.copy_within(target, segment.at, landed, first, method)
-            else:
-                assert segment.copy is not None
-                # Through scratch memory as well: kernels need elements on their own boundaries.
-                scratch = self._scratch_of(target.device)
-                stream.copy_within(scratch, 0, landed, first, Rows.one(segment.nbytes))
-                stream.convert(target, segment.at, scratch, 0, segment.copy)
-        return [stream.record() for stream in used.values()]
-
-    def _stream(self, device: Device) -> Stream:
-        stream = self._streams.get(device.name)
-        if stream is None:
-            stream = self._streams[device.name] = device.stream()
-        return stream
-
-    def _scratch_of(self, device: Device) -> DeviceBuffer:
-        # One is enough: what a stream is given next waits for what it was given before.
-        scratch = self._scratch.get(device.name)
-        if scratch is None:
-            scratch = self._scratch[device.name] = device.allocate(self._scratch_bytes)
-        return scratch
 
     def close(self) -> None:
         """Ends the streams once all they were given is over, and frees the scratch memory.
@@ -180,6 +145,15 @@ class Copier:
             stream.close()
         self._streams.clear()
         self._scratch.clear()
+
+
+def _copy_rows(
+    stream: Stream, target: DeviceBuffer, at: int, source: Any, start: int, rows: Rows
+) -> None:
+    if isinstance(source, DeviceBuffer):
+        stream.copy_within(target, at, source, start, rows)
+    else:
+        stream.copy_in(target, at, source[start:], rows)
 
 
 @functools.lru_cache(4096)
@@ -203,14 +177,8 @@ def rows(copy: Copy) -> Rows | None:
     return Rows(count, nbytes, pitch or nbytes)
 
 
-def _key(segment: Segment) -> object:
-    """What replicas of a segment have in common: they are prepared once."""
-    return segment.offset, segment.copy
-
-
-def _prepared_bytes(segment: Segment) -> int:
-    assert segment.copy is not None
-    return int(np.prod(segment.copy.shape, dtype=np.int64)) * segment.copy.target.itemsize
+def _prepared_bytes(copy: Copy) -> int:
+    return math.prod(copy.shape) * copy.target.itemsize
 
 
 def _in_lines(nbytes: int) -> int:

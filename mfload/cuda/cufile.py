@@ -1,14 +1,15 @@
-"""cuFile through kvikio: reads from the disk into device memory, without page cache and host."""
+"""cuFile through kvikio: reads from the disk into device memory, without page cache and host.
+
+Whatever fails here, a load goes on through the host, and a note tells why.
+"""
 
 from __future__ import annotations
 
-import errno
 import importlib
 import importlib.util
 import logging
 import os
 import re
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,16 +47,12 @@ MEANINGS = {
 }
 """cuFile's errors that are met in practice: wording of cufile.h 1.20, and what to do."""
 
-_OF_FILES = (5008, 5018, 5027, 5030)
 _NUMBER = re.compile(r"\b(50[0-5]\d)\b")
 
 
 def installed() -> bool:
     """Whether kvikio can be imported; imports nothing."""
-    try:
-        return importlib.util.find_spec("kvikio") is not None
-    except ValueError:  # A module without a spec stands in for it.
-        return "kvikio" in sys.modules
+    return importlib.util.find_spec("kvikio") is not None
 
 
 def slot_bytes(nbytes: int) -> int:
@@ -73,17 +70,16 @@ class CufileReader:
     """
 
     def __init__(self, source: LocalFile, device: Device) -> None:
-        self._source = source
-        self._handle: Any = None
+        self._path = source.path
         self._device = device
-        self._file: OpenFile | None = None
+        self._handle: Any = None
+        kvikio = _kvikio(device)
+        self._file = OpenFile(source)
         try:
-            kvikio = _kvikio(device)
-            self._file = OpenFile(source)
             with device.current():
                 # By descriptor: the path may lead to another file by now.
                 opened = f"/proc/self/fd/{self._file.fd}"
-                self._handle = _call(kvikio.CuFile, opened, "r", file=source.path, to="open")
+                self._handle = _call("open", kvikio.CuFile, opened, "r")
         except BaseException:
             self.close()
             raise
@@ -93,8 +89,6 @@ class CufileReader:
 
         Returns where in the buffer the block begins. It lies there for every stream.
         """
-        assert self._file is not None
-        path = self._source.path
         start = block.offset // UNIT * UNIT
         needed = block.offset + block.nbytes - start
         length = -(-needed // UNIT) * UNIT
@@ -105,14 +99,13 @@ class CufileReader:
             while done < needed:
                 begin = done // UNIT * UNIT
                 where = length - begin, start + begin, first + begin
-                got = _call(self._handle.raw_read, _array(slot), *where, file=path, to="read")
+                got = _call("read", self._handle.raw_read, _array(slot), *where)
                 if begin + got <= done:
                     size = os.fstat(self._file.fd).st_size
                     if size < start + needed:
-                        raise shrunk(path, start + needed, size)
+                        raise shrunk(self._path, start + needed, size)
                     raise errors.ReadError(
                         "cuFile reads no further",
-                        file=path,
                         expected=f"{start + needed} bytes",
                         found=f"{start + done} bytes",
                     )
@@ -128,10 +121,9 @@ class CufileReader:
                     handle.close()
         except Exception as error:  # noqa: BLE001 - what was read is right
             # As text: a record that keeps the error would keep the memory.
-            log.warning("%s could not be closed in cuFile: %s", self._source.path, str(error))
+            log.warning("%s could not be closed in cuFile: %s", self._path, str(error))
         finally:
-            if self._file is not None:
-                self._file.close()
+            self._file.close()
 
 
 class CufileSlot:
@@ -143,23 +135,16 @@ class CufileSlot:
     def __init__(self, device: Device, nbytes: int) -> None:
         self._kvikio: Any = _kvikio(device)
         self.buffer = device.allocate(slot_bytes(nbytes))
-        self._registered = False
-        self._call("register")
-        self._registered = True
+        with device.current():
+            _call("register memory", self._kvikio.memory_register, _array(self.buffer))
 
     def close(self) -> None:
-        """Ends the registration, or nvidia-fs may hang in the free. Idempotent; never raises."""
-        if self._registered:
-            self._registered = False
-            try:
-                self._call("deregister")
-            except Exception as error:  # noqa: BLE001 - what was read is right
-                log.warning("%s is still registered with cuFile: %s", str(self.buffer), str(error))
-
-    def _call(self, verb: str) -> None:
-        with self.buffer.device.current():
-            function = getattr(self._kvikio, f"memory_{verb}")
-            _call(function, _array(self.buffer), file=None, to=f"{verb} memory")
+        """Ends the registration, or nvidia-fs may hang in the free; never raises."""
+        try:
+            with self.buffer.device.current():
+                self._kvikio.memory_deregister(_array(self.buffer))
+        except Exception as error:  # noqa: BLE001 - what was read is right
+            log.warning("%s is still registered with cuFile: %s", str(self.buffer), str(error))
 
 
 def _array(buffer: DeviceBuffer) -> Any:
@@ -187,16 +172,22 @@ def _kvikio(device: Device) -> Any:
     if defaults.is_compat_mode_preferred():
         raise errors.DeviceError(
             "kvikio is in its compatibility mode, which reads through host memory: see "
-            "KVIKIO_COMPAT_MODE and /run/udev; engine='pinned' does that, and copies meanwhile"
+            "KVIKIO_COMPAT_MODE and /run/udev"
         )
     return kvikio
 
 
-def _call(function: Any, *arguments: Any, file: str | None, to: str) -> Any:
+def _call(action: str, function: Any, *args: Any) -> Any:
+    """Calls a function of kvikio's; raises DeviceError with what to do about cuFile's error."""
     try:
-        return function(*arguments)
+        return function(*args)
     except Exception as error:
-        raise translate(error, file, to) from error
+        text = str(error) or type(error).__name__
+        number = error_code(text)
+        if number is not None:
+            wording, advice = MEANINGS[number]
+            text = f"{wording} ({number}): {advice}"
+        raise errors.DeviceError(f"cuFile could not {action}: {text}") from error
 
 
 def error_code(text: str) -> int | None:
@@ -207,22 +198,3 @@ def error_code(text: str) -> int | None:
     # kvikio passes on the wording alone, after "cuFile error at: file:line: ".
     says = text.rsplit(": ", 1)[-1].strip()
     return next((n for n, (wording, _) in MEANINGS.items() if says.startswith(wording)), None)
-
-
-def translate(error: Exception, file: str | None, action: str) -> errors.MfloadError:
-    """The error to raise for one of kvikio's, met in an action ("open", "read") on a file."""
-    text = str(error) or type(error).__name__
-    number = error_code(text)
-    if number is not None:
-        wording, advice = MEANINGS[number]
-        kind = errors.SourceError if number in _OF_FILES else errors.DeviceError
-        return kind(
-            f"cuFile could not {action}: {wording} ({number}): {advice}; engine='pinned' reads "
-            "without cuFile",
-            file=file,
-        )
-    for failed in (errno.EIO, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.EPERM):
-        if file is not None and os.strerror(failed) in text:
-            return errors.from_os(OSError(failed, os.strerror(failed)), file, action)
-    kind = errors.DeviceError if file is None or "CUDA" in text else errors.ReadError
-    return kind(f"cuFile could not {action}: {text}", file=file)

@@ -1,24 +1,14 @@
 """A CUDA device through CuPy's thin wrappers of the CUDA runtime.
 
-Every call pushes the device's primary context and pops it again, so the calling thread keeps the
-context that it had, or none. `cudaSetDevice` would not do: since CUDA 12 `cudaSetDevice(0)`
-creates a context, which takes hundreds of megabytes, on a device 0 that no one asked for.
-
-Meanwhile the thread is in CUDA's relaxed capture mode. Otherwise allocating, freeing and
-page-locking would fail while any thread captures a graph, and invalidate it. mfload captures
-nothing, and its streams are its own. Waiting for the whole device breaks captures in any mode, so
-nothing here does it.
-
-Of the calls used here, CuPy 14.2 holds the GIL in `eventQuery`, `memGetInfo` and those that ask for
-attributes, as its compiled code shows. None of them waits for the device. Copies, allocation,
-freeing, page-locking and waits let other threads run.
+CuPy 14.2 gives up the GIL in copies, allocation, freeing, page-locking and waits, and keeps it in
+calls that return at once. Nothing here waits for the whole device, which breaks captures of graphs.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
-import importlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -34,7 +24,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices, not this one alone.
 _OUT_OF_MEMORY = 2
 NOT_INITIALISED = 3  # What a forked process gets.
-# CUDA keeps it as its runtime's last error; CuPy has a runtime of its own, so no one else sees it.
+# CUDA keeps it as the last error of its runtime; CuPy has a runtime of its own, so it is not seen.
 _NOT_READY = 600
 # After these no call works any more.
 _LOST = frozenset((226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
@@ -66,9 +56,6 @@ class CupyDevice:
         self._known: dict[tuple[Any, Any], bool] = {}
         # Memory yet to be freed. No lock: the garbage collector may call `release` anywhere.
         self._unused: collections.deque[DeviceBuffer] = collections.deque()
-
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
 
     def memory_info(self) -> MemoryInfo:
         self._free()
@@ -117,19 +104,19 @@ class CupyDevice:
 
     def ask(self, call: str, *args: Any) -> Any:
         """Calls a function of CUDA's runtime with this device current (errors: see `failed`)."""
+        return self.run(call, getattr(self.runtime, call), *args)
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function of CuPy's with this device current (errors: see `failed`)."""
         # Some calls a block, all of them with the GIL: nothing here costs more than it must.
         try:
             with _Current(self):
-                return getattr(self.runtime, call)(*args)
+                return function(*args)
         except errors.MfloadError:
             raise
         except Exception as error:
-            raise self.translated(error, call, *args) from error
-
-    def translated(self, error: Exception, call: str, *args: Any) -> errors.MfloadError:
-        """The error to raise for an exception of CuPy's."""
-        said = str(error) or type(error).__name__
-        return self.failed(call, getattr(error, "status", 0), said, *args)
+            said = str(error) or type(error).__name__
+            raise self.failed(name, getattr(error, "status", 0), said, *args) from error
 
     def failed(self, call: str, status: int, said: str, *args: Any) -> errors.MfloadError:
         """The error to raise for CUDA's error number `status` (0: unknown)."""
@@ -160,8 +147,8 @@ class CupyDevice:
 class _Memory:
     """Owner of memory from `cudaMalloc` itself, not from CuPy's pool.
 
-    `cudaFree` waits for all work on the device (a test on a GPU looks whether it does), so no
-    kernel loses the memory that it works on; a pool would hand it to its next user at once.
+    `cudaFree` waits for all work on the device, so no kernel loses the memory that it works on; a
+    pool would hand it to its next user at once.
     """
 
     __slots__ = ("_device", "_nbytes", "address")
@@ -180,7 +167,13 @@ class _Memory:
 
 
 class _Current:
-    """See `Device.current`."""
+    """See `Device.current`. Pushes the device's primary context, and pops it again.
+
+    `cudaSetDevice` would not do: since CUDA 12 `cudaSetDevice(0)` creates a context of hundreds of
+    megabytes on a device 0 that was not asked for. Inside, the thread is in CUDA's relaxed capture
+    mode. Otherwise allocating, freeing and page-locking would fail while any thread captures a
+    graph, and invalidate it.
+    """
 
     __slots__ = ("_device", "_mode")
 
@@ -216,7 +209,9 @@ class _CupyStream:
     def __init__(self, device: CupyDevice) -> None:
         self.device: Device = device
         self._device = device
-        self._events = _EventPool(device)
+        # Events are reused: creating and destroying one takes longer than recording it. No lock:
+        # the garbage collector may give one back anywhere.
+        self._events: collections.deque[int] = collections.deque()
         self._handle: int | None = device.ask(
             "streamCreateWithFlags", device.runtime.streamNonBlocking
         )
@@ -235,57 +230,6 @@ class _CupyStream:
     def copy_out(self, target: Any, source: DeviceBuffer, start: int) -> None:
         self._copy(target.ctypes.data, source.address + start, Rows.one(target.nbytes))
 
-    def convert(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
-    ) -> None:
-        cupy, number = self._device.cupy, self._device.place[1]
-
-        def array(buffer: DeviceBuffer, first: int, dtype: Any, strides: Any) -> Any:
-            # No owner: the caller keeps the memory alive.
-            memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, None, number)
-            return cupy.ndarray(copy.shape, dtype, cupy.cuda.MemoryPointer(memory, first), strides)
-
-        if 0 in copy.shape:
-            return
-        try:
-            with self._device.current(), cupy.cuda.Stream.from_external(self):
-                given = array(source, start + copy.start, copy.source, copy.strides)
-                cupy.copyto(array(target, at, copy.target, None), given, casting="unsafe")
-        except errors.MfloadError:
-            raise
-        except Exception as error:
-            raise self._device.translated(error, "convert") from error
-
-    def record(self) -> _CupyEvent:
-        event = _CupyEvent(self._device, self._events)
-        self._device.ask("eventRecord", event.handle, self._open())
-        return event
-
-    def wait(self, event: Any) -> None:
-        self._device.ask("streamWaitEvent", self._open(), event.handle)
-
-    def synchronize(self) -> None:
-        self._device.ask("streamSynchronize", self._open())
-
-    def close(self) -> None:
-        if self._handle is None:
-            return
-        # What failed shows at events and at `synchronize`; this is called on the way out.
-        with suppress(errors.DeviceError):
-            self.synchronize()
-        handle, self._handle = self._handle, None
-        try:
-            with suppress(errors.DeviceError):
-                self._device.ask("streamDestroy", handle)
-        finally:
-            self._events.close()  # They may outlive it.
-
-    def _open(self) -> int:
-        if self._handle is None:
-            # CUDA would take 0 for the default stream, which waits for all others.
-            raise errors.DeviceError("the stream is closed", found=self._device.name)
-        return self._handle
-
     def _copy(self, target: int, source: int, rows: Rows) -> None:
         stream, kind = self._open(), self._device.runtime.memcpyDefault
         count, nbytes, pitch = rows.count, rows.nbytes, rows.pitch
@@ -301,15 +245,87 @@ class _CupyStream:
                 ends = target + row * nbytes, source + row * pitch
                 self._device.ask("memcpyAsync", *ends, nbytes, kind, stream)
 
+    def convert(
+        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
+    ) -> None:
+        if 0 not in copy.shape:
+            self._device.run("convert", self._convert, target, at, source, start, copy)
+
+    def _convert(
+        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
+    ) -> None:
+        cupy, number = self._device.cupy, self._device.place[1]
+
+        def array(buffer: DeviceBuffer, first: int, dtype: Any, strides: Any) -> Any:
+            # No owner: the caller keeps the memory alive.
+            memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, None, number)
+            return cupy.ndarray(copy.shape, dtype, cupy.cuda.MemoryPointer(memory, first), strides)
+
+        with cupy.cuda.Stream.from_external(self):
+            given = array(source, start + copy.start, copy.source, copy.strides)
+            cupy.copyto(array(target, at, copy.target, None), given, casting="unsafe")
+
+    def record(self) -> _CupyEvent:
+        event = _CupyEvent(self._device, self)
+        self._device.ask("eventRecord", event.handle, self._open())
+        return event
+
+    def wait(self, event: Any) -> None:
+        self._device.ask("streamWaitEvent", self._open(), event.handle)
+
+    def synchronize(self) -> None:
+        self._device.ask("streamSynchronize", self._open())
+
+    def close(self) -> None:
+        if self._handle is None:
+            return
+        # What failed shows at events and at `synchronize`; this is called during cleanup.
+        with suppress(errors.DeviceError):
+            self.synchronize()
+        handle, self._handle = self._handle, None
+        try:
+            with suppress(errors.DeviceError):
+                self._device.ask("streamDestroy", handle)
+        finally:
+            self._destroy_events()
+
+    def _open(self) -> int:
+        if self._handle is None:
+            # CUDA would take 0 for the default stream, which waits for all others.
+            raise errors.DeviceError("the stream is closed", found=self._device.name)
+        return self._handle
+
+    def take_event(self) -> int:
+        """The handle of an event that is not in use."""
+        with suppress(IndexError):
+            return self._events.pop()
+        runtime = self._device.runtime
+        # A wait sleeps instead of spinning: the processors are for the readers.
+        flags = runtime.eventDisableTiming | runtime.eventBlockingSync
+        return self._device.ask("eventCreateWithFlags", flags)
+
+    def give_event(self, handle: int) -> None:
+        """Takes an event back. A stream that waits for it goes on to wait for what it was then."""
+        self._events.append(handle)
+        if self._handle is None:
+            self._destroy_events()  # It has outlived the stream.
+
+    def _destroy_events(self) -> None:
+        with suppress(IndexError):
+            while True:
+                handle = self._events.pop()
+                with suppress(Exception):  # The driver may be gone when the interpreter ends.
+                    self._device.ask("eventDestroy", handle)
+
 
 class _CupyEvent:
     """See `device.Event`."""
 
-    def __init__(self, device: CupyDevice, events: _EventPool) -> None:
+    def __init__(self, device: CupyDevice, stream: _CupyStream) -> None:
         self._device = device
-        self._events = events
+        self._stream = stream
         self.handle = 0
-        self.handle = events.take()
+        self.handle = stream.take_event()
 
     def done(self) -> bool:
         status = self._device.ask("eventQuery", self.handle)
@@ -325,47 +341,4 @@ class _CupyEvent:
         if getattr(self, "handle", 0):
             # Gone from here: by the time that a finaliser asks, it may be another's.
             handle, self.handle = self.handle, 0
-            self._events.give(handle)
-
-
-class _EventPool:
-    """Events of a stream, reused: creating and destroying one takes longer than recording it."""
-
-    def __init__(self, device: CupyDevice) -> None:
-        self._device = device
-        # No lock: the garbage collector may call `give` anywhere.
-        self._free: collections.deque[int] = collections.deque()
-        self._closed = False
-
-    def take(self) -> int:
-        with suppress(IndexError):
-            return self._free.pop()
-        runtime = self._device.runtime
-        # A wait sleeps instead of spinning: the processors are for the readers.
-        flags = runtime.eventDisableTiming | runtime.eventBlockingSync
-        return self._device.ask("eventCreateWithFlags", flags)
-
-    def give(self, handle: int) -> None:
-        """Takes an event back. A stream that waits for it goes on to wait for what it was then."""
-        self._free.append(handle)
-        if self._closed:
-            self.close()
-
-    def close(self) -> None:
-        self._closed = True  # Events in use are destroyed as soon as they come back.
-        with suppress(IndexError):
-            while True:
-                handle = self._free.pop()
-                with suppress(Exception):  # The driver may be gone when the interpreter ends.
-                    self._device.ask("eventDestroy", handle)
-
-
-def make(number: int, driver: Any) -> CupyDevice:
-    """The device of a number that the driver is known to have (see `discovery.find`)."""
-    try:
-        cupy: Any = importlib.import_module("cupy")
-    except ImportError as error:
-        raise errors.FrameworkMissingError(
-            "CuPy is needed to land on a GPU: pip install 'mfload[cuda13]'", found=str(error)
-        ) from error
-    return CupyDevice(number, cupy, driver)
+            self._stream.give_event(handle)

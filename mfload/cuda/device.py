@@ -26,18 +26,11 @@ class MemoryInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of bytes that lie apart in the source and follow each other in the target."""
+    """Rows of bytes with gaps between them in the source, and none in the target."""
 
     count: int
-    nbytes: int
-    """Bytes a row."""
-    pitch: int
-    """Bytes from the start of one row to that of the next in the source."""
-
-    @property
-    def span(self) -> int:
-        """Bytes of the source from the first to the last."""
-        return (self.count - 1) * self.pitch + self.nbytes if self.count else 0
+    nbytes: int  # Of a row.
+    pitch: int  # Bytes from the start of one row to that of the next in the source.
 
     @staticmethod
     def one(nbytes: int) -> Rows:
@@ -60,25 +53,22 @@ class Stream(Protocol):
     """Work for a device, done in order. Every call but `synchronize` and `close` returns at once.
 
     Used by one thread at a time; any thread may ask and wait for events. Every call raises
-    DeviceError if the device refused, or earlier work of the stream failed.
+    DeviceError if the device refused, or earlier work of the stream failed. Copies are of rows that
+    begin at byte `start` of the source, to byte `at` of the target.
     """
 
     device: Device
 
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
-        """Copies rows from the host to this stream's device, to byte `at` of the target.
-
-        The source is a contiguous uint8 array of at least `rows.span` bytes, page-locked by `pin`
-        of this device or one like it.
-        """
+        """Copies rows out of a contiguous uint8 array, page-locked by `pin` of a device like it."""
 
     def copy_within(
         self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
     ) -> None:
-        """Copies rows, counted from byte `start`, out of memory of this or another device."""
+        """Copies rows out of memory of this or another device."""
 
     def copy_out(self, target: Any, source: DeviceBuffer, start: int) -> None:
-        """Fills a contiguous uint8 array of the host, page-locked or not, from byte `start` on."""
+        """Fills a contiguous uint8 array of the host, page-locked or not."""
 
     def convert(
         self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
@@ -106,9 +96,8 @@ class Stream(Protocol):
 class Device(Protocol):
     """One device. Every call but `unpin` raises DeviceError if the device refuses.
 
-    Attributes:
-        place: DLPack's (device type, number) of its memory.
-        pci: Its address on the PCI bus as sysfs writes it ("0000:3b:00.0"), if it has one.
+    `place` is DLPack's (device type, number) of its memory, and `pci` its address on the PCI bus as
+    sysfs writes it ("0000:3b:00.0"), if it has one.
     """
 
     name: str
@@ -127,18 +116,12 @@ class Device(Protocol):
         """New memory on a boundary of 256 bytes, not initialised; freed with its last user.
 
         The free waits for all work on the device, so no kernel loses memory that it works on.
-
-        Raises:
-            MemoryLimitError: There is not that much.
+        Raises MemoryLimitError if there is not enough.
         """
         ...
 
     def pin(self, array: Any) -> None:
-        """Page-locks a uint8 array that has its pages to itself, for copies without a stage.
-
-        Raises:
-            MemoryLimitError: The system or the driver refused.
-        """
+        """Page-locks a uint8 array that has its pages to itself; MemoryLimitError if refused."""
 
     def unpin(self, array: Any) -> None:
         """Unlocks what `pin` locked, once no copy reads from it. Never raises."""

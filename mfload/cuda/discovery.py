@@ -6,12 +6,13 @@ Those packages take seconds to import, and without a driver some of their calls 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import threading
 from typing import Any
 
 from mfload import errors
-from mfload.cuda import cupy_device
+from mfload.cuda.cupy_device import FORKED, NOT_INITIALISED, CupyDevice
 from mfload.cuda.device import Device
 
 _LIBRARY = "libcuda.so.1"
@@ -47,8 +48,15 @@ def find(number: int) -> Device:
                     expected=f"cuda:0 to cuda:{there - 1}" if there else "at least one device",
                     found=f"cuda:{number}, of {there} devices",
                 )
+            try:
+                cupy: Any = importlib.import_module("cupy")
+            except ImportError as error:
+                raise errors.FrameworkMissingError(
+                    "CuPy is needed to land on a GPU: pip install 'mfload[cuda13]'",
+                    found=str(error),
+                ) from error
             # PyDLL: its calls take less time than giving the GIL away and waiting for it.
-            _found[number] = cupy_device.make(number, ctypes.PyDLL(_LIBRARY))
+            _found[number] = CupyDevice(number, cupy, ctypes.PyDLL(_LIBRARY))
         return _found[number]
 
 
@@ -66,14 +74,10 @@ def count() -> int:
     status = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(number))
     if status in (0, _NO_DEVICE):
         return 0 if status else number.value
-    forked = status == cupy_device.NOT_INITIALISED
-    raise errors.DeviceError(
-        cupy_device.FORKED if forked else "the CUDA driver does not work",
-        found=_text(library, status),
-    )
-
-
-def _text(library: Any, status: int) -> str:
     name = ctypes.c_char_p()
     library.cuGetErrorName(status, ctypes.byref(name))
-    return f"{(name.value or b'an error without a name').decode()} ({status})"
+    said = (name.value or b"an error without a name").decode()
+    raise errors.DeviceError(
+        FORKED if status == NOT_INITIALISED else "the CUDA driver does not work",
+        found=f"{said} ({status})",
+    )

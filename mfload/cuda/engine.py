@@ -1,15 +1,14 @@
-"""The engine of device memory: blocks land in slots, and are copied on while the next are read.
+"""Pools that fill device memory: blocks land in slots and are copied on while the next are read.
 
-A block lands in page-locked memory, or through cuFile in memory of the device. Each device has a
-pool of workers of its own, on the processor cores next to it; with fewer readers than devices, some
-devices share one. A block that several devices want is read once, by a worker of one of them, and
-copied to all.
+Each device has a pool of threads on the processor cores next to it; with fewer threads than
+devices, some share one. A block that several devices want is read once, and copied to all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from mfload import errors
 from mfload.cuda import numa
@@ -17,162 +16,154 @@ from mfload.cuda.copies import Copier
 from mfload.cuda.cufile import CufileReader, CufileSlot
 from mfload.cuda.device import Device
 from mfload.cuda.staging import PinnedSlot, Ring, Staging
-from mfload.io.engine import OpenReader, Tally, ThreadEngine, WorkerPool
-from mfload.planning.blocks import Block, Lander, Observer, stored
+from mfload.io.engine import Observer, Pool, Share
+from mfload.io.pread import PreadReader
+from mfload.planning.blocks import Block, stored
 from mfload.sources.local import LocalFile
 
 
-class Gds(NamedTuple):
-    """The files of a load that cuFile reads."""
+class OpenReader:
+    """The reader of the current source; blocks of one source mostly follow each other."""
 
-    sources: Sequence[LocalFile]  # All files, by number.
-    numbers: frozenset[int]  # Those that cuFile reads.
-    note: Callable[[str], None]  # Told why cuFile gave up on one.
+    def __init__(self, open_reader: Callable[[int], Any]) -> None:
+        self._open = open_reader
+        self._reader: Any = None
+        self._source = -1
 
+    def of(self, source: int) -> Any:
+        """The reader of a source."""
+        if self._reader is None or source != self._source:
+            self.close()
+            self._reader, self._source = self._open(source), source
+        return self._reader
 
-class _CufileStage:
-    """Blocks land in memory of the device, unless cuFile or a copy can't do that."""
-
-    def __init__(
-        self,
-        device: Device,
-        copier: Copier,
-        staging: Staging,
-        gds: Gds,
-        finished: Callable[[Block], None],
-    ) -> None:
-        self._copier = copier
-        self._methods = staging.methods
-        self._gds = gds
-        self._numbers = set(gds.numbers)  # Less the files that cuFile gave up on.
-        self.readers = OpenReader(lambda number: CufileReader(gds.sources[number], device))
-        self.ring: Ring[CufileSlot] = Ring(
-            lambda: CufileSlot(device, staging.block), staging.depth, finished
-        )
-
-    def begin(self, block: Block) -> bool:
-        """Reads a block and begins to copy it on; False if it has to go through the host."""
-        if block.source not in self._numbers or not self._methods.stay_on_devices(block):
-            return False
-        slot = None
-        try:
-            slot = self.ring.take()
-            start = self.readers.of(block.source).land(block, slot.buffer)
-        except errors.SourceChangedError:
-            raise
-        except errors.MfloadError as error:
-            if self.ring.waiting is not None:
-                raise  # Of a copy that was begun before.
-            self._numbers.discard(block.source)
-            path = self._gds.sources[block.source].path
-            self._gds.note(f"{path}: fell back from gds to pinned: {error}")
-            if slot is not None:
-                self.ring.give(slot)
-            return False
-        self.ring.hold(slot, self._copier.from_device(block, slot.buffer, start), block)
-        return True
+    def close(self) -> None:
+        """Closes the one that is open."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
 
 class DeviceWorker:
-    """Fills blocks through slots, in the pool of a device (see `io.engine.Worker`)."""
+    """Fills the blocks of one thread."""
 
     def __init__(
         self,
         device: Device,
         memory: list[Any],
         staging: Staging,
-        open_lander: Callable[[int], Lander],
-        gds: Gds | None,
+        open_reader: Callable[[int], PreadReader],
+        gds: Mapping[int, LocalFile],
+        note: Callable[[str], None],
         observer: Observer | None,
+        share: Share,
     ) -> None:
+        self._share = share
         self._memory = memory
+        self._methods = staging.methods
         self._observer = observer
-        self._block: Block | None = None
-        self._tally = Tally()
-        self.finished = self._tally.take
+        self._gds = dict(gds)  # Less the files that cuFile gives up on.
+        self._note = note
         self._copier = Copier(memory, staging.methods, staging.scratch)
-        self._landers = OpenReader(open_lander)
-        add = self._tally.add
-        self._ring = Ring(lambda: PinnedSlot(device, staging), staging.depth, add)
-        self._cufile = _CufileStage(device, self._copier, staging, gds, add) if gds else None
-        self._rings = [self._ring] if self._cufile is None else [self._cufile.ring, self._ring]
+        self._readers = OpenReader(open_reader)
+        self._ring = Ring(lambda: PinnedSlot(device, staging), staging.depth, share)
+        self._cufile_readers = OpenReader(lambda n: CufileReader(gds[n], device))
+        self._cufile_ring = Ring(lambda: CufileSlot(device, staging.block), staging.depth, share)
 
-    @property
-    def block(self) -> Block | None:
-        """The block at hand, or the one whose copies are waited for."""
-        waiting = (ring.waiting for ring in self._rings)
-        return next((block for block in waiting if block is not None), self._block)
+    def run(self) -> None:
+        """Fills the blocks of its share; slots are given back once no copy uses them."""
+        try:
+            for block in self._share:
+                self.fill(block)
+            self._cufile_ring.drain()
+            self._ring.drain()
+        finally:
+            self.close()
 
-    def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
+    def fill(self, block: Block) -> None:
         """Reads a block and begins to copy it to its places."""
-        self._block = block
-        if self._cufile is not None and self._cufile.begin(block):
+        if block.source in self._gds and self._filled_by_cufile(block):
             return
         slot = self._ring.take()
-        landed = self._landers.of(block.source).land(block, slot)
+        landed = self._readers.of(block.source).land(block, slot)
         if self._observer is not None:
             for offset, data in stored(block, self._memory, landed):
-                self._observer.saw(block.source, offset, data, stopped)
-        self._ring.hold(slot, self._copier.from_host(block, landed, slot.spare), block)
+                self._observer.saw(block.source, offset, data, self._share.stopped)
+        self._ring.hold(slot, self._copier.copy(block, landed, spare=slot.spare), block)
 
-    def drain(self) -> None:
-        """Waits for all copies."""
-        for ring in self._rings:
-            ring.drain()
+    def _filled_by_cufile(self, block: Block) -> bool:
+        """Does so through a slot in device memory; False if cuFile or a copy can't do that."""
+        if not self._methods.stay_on_devices(block):
+            return False
+        slot = None
+        try:
+            slot = self._cufile_ring.take()
+            start = self._cufile_readers.of(block.source).land(block, slot.buffer)
+        except errors.SourceChangedError:
+            raise
+        except errors.MfloadError as error:
+            if self._share.block is not block:
+                raise  # A copy of an earlier block failed.
+            path = self._gds.pop(block.source).path
+            self._note(f"{path}: fell back from gds to pinned: {error}")
+            if slot is not None:
+                self._cufile_ring.give(slot)
+            return False
+        self._cufile_ring.hold(slot, self._copier.copy(block, slot.buffer, start), block)
+        return True
 
     def close(self) -> None:
         """Waits for the copies under way, and only then gives the slots back."""
         self._copier.close()
-        for ring in self._rings:
-            ring.close()
-        self._landers.close()
-        if self._cufile is not None:
-            self._cufile.readers.close()
+        self._cufile_ring.close()
+        self._ring.close()
+        self._readers.close()
+        self._cufile_readers.close()
 
 
 def onto_devices(
     blocks: Sequence[Block],
     memory: list[Any],
     staging: Staging,
-    open_lander: Callable[[int], Lander],
-    *,
+    open_reader: Callable[[int], PreadReader],
     threads: int,
-    gds: Gds | None = None,
+    gds: Mapping[int, LocalFile],
+    note: Callable[[str], None],
     observer: Observer | None = None,
-) -> ThreadEngine:
-    """The engine of a load of blocks onto devices.
+) -> list[Pool]:
+    """The pools of a load onto devices, which share out the threads.
 
-    `memory` has the destination buffers by number: uint8 arrays, or `DeviceBuffer`s. `threads` are
-    shared out among the devices; 0 for the thread that submits. `observer` sees what came, before
-    it is copied on, but nothing of what cuFile reads.
+    `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the files that cuFile
+    reads, by number; `note` is told why it gave up on one. `observer` sees what came before it is
+    copied on, but nothing of what cuFile reads.
     """
     devices_of = staging.methods.devices
     devices = list(dict.fromkeys(device for block in blocks for device in devices_of(block)))
-    # With one pool, blocks are begun in the order of their submission, as observers expect.
+    # With one pool, blocks are begun in their own order, as observers expect.
     count = 1 if observer is not None else max(1, min(threads, len(devices)))
     groups = [devices[number::count] for number in range(count)]
     number_of = {device.name: n for n, group in enumerate(groups) for device in group}
+    parts: list[list[Block]] = [[] for _ in groups]
     given = [0] * count
-    if gds is not None:
-        stay = staging.methods.stay_on_devices
-        if rest := sum(block.source in gds.numbers and not stay(block) for block in blocks):
-            gds.note(f"{rest} blocks are read through the host: devices can't put them in place")
-
-    def pool(number: int, group: Sequence[Device]) -> WorkerPool:
-        near = [numa.cpus(device.pci) for device in group] if threads else [None]
-        cores = None if None in near else frozenset().union(*(each for each in near if each))
-        share = threads // count + (number < threads % count)
-        return WorkerPool(
-            lambda: DeviceWorker(group[0], memory, staging, open_lander, gds, observer),
-            share,
-            lambda: numa.bound(cores),
-        )
-
-    def pool_of(block: Block) -> int:
+    for block in blocks:
         # The least busy pool of those whose devices want it.
         able = {number_of[device.name] for device in devices_of(block)} or range(count)
         chosen = min(able, key=lambda number: (given[number], number))
         given[chosen] += block.nbytes
-        return chosen
+        parts[chosen].append(block)
+    stay = staging.methods.stay_on_devices
+    if rest := sum(block.source in gds and not stay(block) for block in blocks):
+        note(f"{rest} blocks are read through the host: devices can't put them in place")
 
-    return ThreadEngine([pool(*each) for each in enumerate(groups)], pool_of)
+    pools: list[Pool] = []
+    for number, group in enumerate(groups):
+        near = [numa.cpus(device.pci) for device in group] if threads else [None]
+        cores = None if None in near else frozenset().union(*(each for each in near if each))
+        work = partial(_work, cores, group[0], memory, staging, open_reader, gds, note, observer)
+        pools.append(Pool(parts[number], work, threads // count + (number < threads % count)))
+    return pools
+
+
+def _work(cores: frozenset[int] | None, *args: Any) -> None:
+    with numa.bound(cores):
+        DeviceWorker(*args).run()

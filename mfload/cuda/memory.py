@@ -1,4 +1,4 @@
-"""Device memory that mfload refers to, counted where mfload owns it."""
+"""Device memory that mfload refers to, counted if mfload owns it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from mfload.io import buffers
 
 _counter = buffers.ByteCounter()
+peak_bytes = _counter.peak_bytes  # Of all devices together.
 
 
 class DeviceBuffer:
@@ -42,6 +43,3 @@ class DeviceBuffer:
 def live_bytes() -> int:
     """Bytes of mfload's own memory, on the host and on devices, that something refers to."""
     return buffers.live_bytes() + _counter.live
-
-
-peak_bytes = _counter.peak_bytes  # Of all devices together.

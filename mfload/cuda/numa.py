@@ -1,8 +1,7 @@
 """The processor cores next to a device, and threads that stay on them.
 
-Linux puts a page on the NUMA node of the thread that touches it first. So a thread bound to a
-device's node while it takes and touches memory gets memory near that device, and pages that are
-page-locked later stay where they are.
+Linux puts a page on the NUMA node of the thread that touches it first, so a thread bound to a
+device's node gets memory near that device.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections.abc import Collection, Generator
 from pathlib import Path
 
 log = logging.getLogger("mfload")
-
-_NODES = "sys/devices/system/node"
 
 
 def cpus(
@@ -29,22 +26,16 @@ def cpus(
     """
     if pci is None:
         return None
+    nodes = root / "sys/devices/system/node"
     try:
         node = int((root / f"sys/bus/pci/devices/{pci}/numa_node").read_text())
-        there = parse((root / f"{_NODES}/node{node}/cpulist").read_text())
+        there = parse((nodes / f"node{node}/cpulist").read_text())
+        online = parse((nodes / "online").read_text())  # Offline nodes may keep a directory.
         if allowed is None:
             allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else there
     except (OSError, ValueError):
         return None
-    return there & frozenset(allowed) or None if _nodes(root) > 1 else None
-
-
-def _nodes(root: Path) -> int:
-    """How many nodes are in use: offline nodes may keep a directory."""
-    try:
-        return len(parse((root / _NODES / "online").read_text()))
-    except (OSError, ValueError):
-        return sum(1 for _ in (root / _NODES).glob("node[0-9]*"))
+    return there & frozenset(allowed) or None if len(online) > 1 else None
 
 
 def parse(text: str) -> frozenset[int]:
@@ -60,8 +51,7 @@ def parse(text: str) -> frozenset[int]:
 def bound(to: Collection[int] | None) -> Generator[None]:
     """Keeps the calling thread on some CPUs inside a `with`; other threads are left alone.
 
-    Threads that it starts inside inherit the binding, and keep it. If the system refuses, the
-    thread goes on unbound: being near is a matter of speed.
+    If the system refuses, the thread goes on unbound: being near is a matter of speed.
     """
     before: Collection[int] = ()
     if to and hasattr(os, "sched_setaffinity"):

@@ -1,24 +1,24 @@
-"""Slots: reused memory in which blocks land on their way to a device, and the ring of a worker.
+"""Slots: reused memory in which blocks land on their way to a device, and the ring of a thread.
 
-A slot is taken again only when every copy out of it is over, as its events say. With two slots
-or more a worker reads into one while the other is copied.
+With two slots or more a thread reads into one while the other is copied.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from mfload.cuda.copies import Methods
 from mfload.cuda.device import Device, Event
 from mfload.io import buffers
+from mfload.io.engine import Share
 from mfload.planning.blocks import Block
 
 SLOT = 8 << 20
 """Bytes of a file that a slot holds, at most."""
 DEPTH = 2
-"""Slots a worker."""
+"""Slots a thread."""
 
 
 class Staging(NamedTuple):
@@ -27,7 +27,7 @@ class Staging(NamedTuple):
     methods: Methods
     block: int  # The longest block.
     spare: int = 0  # Page-locked memory of a slot for what is prepared on the host.
-    scratch: int = 0  # Device memory, for each worker and device, for what is converted.
+    scratch: int = 0  # Device memory, for each thread and device, for what is converted.
     depth: int = DEPTH
 
     @property
@@ -37,7 +37,7 @@ class Staging(NamedTuple):
 
     @property
     def pinned(self) -> int:
-        """Bytes of page-locked memory for each worker."""
+        """Bytes of page-locked memory for each thread."""
         return self.depth * (self.slot + _pages(self.spare))
 
 
@@ -50,14 +50,14 @@ def staging(blocks: Iterable[Block], methods: Methods, most_spare: int) -> Stagi
     longest = spare = largest = scratch = 0
     for block in blocks:
         longest = max(longest, block.nbytes)
-        scratch = max(scratch, methods.scratch_bytes(block))
-        prepared = methods.prepared_bytes(block)
+        converted, prepared = methods.working_bytes(block)
+        scratch = max(scratch, converted)
         spare, largest = max(spare, sum(prepared)), max(largest, *prepared, 0)
     return Staging(methods, longest, max(largest, min(spare, most_spare)), scratch, DEPTH)
 
 
-class PinnedSlot:
-    """Host memory of huge pages, page-locked for all devices (see `blocks.Slot`)."""
+class PinnedSlot(buffers.WorkerSlot):
+    """Host memory of huge pages, page-locked for all devices."""
 
     def __init__(self, device: Device, size: Staging) -> None:
         self._device = device
@@ -81,77 +81,62 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // buffers.PAGE) * buffers.PAGE
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
+class Ring:
+    """The slots of one thread, at most `depth`, made when they are first needed.
 
-
-AnySlot = TypeVar("AnySlot", bound=_Closable)
-
-
-class Ring(Generic[AnySlot]):
-    """The slots of one worker, at most `depth`, made when they are first needed.
-
-    `finished` is told of each block whose copies are over.
+    A slot is taken again only when every copy out of it is over, as its events say. The share
+    counts each block whose copies are over; if one failed, its `block` is the one concerned.
     """
 
-    def __init__(
-        self, make: Callable[[], AnySlot], depth: int, finished: Callable[[Block], None]
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], depth: int, share: Share) -> None:
         self._make = make
         self._depth = depth
-        self._finished = finished
-        self._made: list[AnySlot] = []
-        self._free: list[AnySlot] = []
-        self._busy: collections.deque[tuple[AnySlot, Sequence[Event], Block]] = collections.deque()
-        self.waiting: Block | None = None
-        """The block whose copies are waited for, for the error that names it."""
+        self._share = share
+        self._made: list[Any] = []
+        self._free: list[Any] = []
+        self._busy: collections.deque[tuple[Any, Sequence[Event], Block]] = collections.deque()
 
-    def take(self) -> AnySlot:
+    def take(self) -> Any:
         """A slot that no copy reads from; waits for one if all are in use.
 
         Raises DeviceError if a copy out of a slot in use failed.
         """
-        while self._busy and self._is_over():
-            self._end_oldest()
-        if self._free:
-            return self._free.pop()
-        if len(self._made) < self._depth:
+        while self._busy and self._end_oldest(wait=False):
+            pass
+        if not self._free and len(self._made) < self._depth:
             self._made.append(self._make())
             return self._made[-1]
-        self._wait_for_oldest()
-        self._end_oldest()
+        if not self._free:
+            self._end_oldest(wait=True)
         return self._free.pop()
 
-    def hold(self, slot: AnySlot, events: Sequence[Event], block: Block) -> None:
+    def hold(self, slot: Any, events: Sequence[Event], block: Block) -> None:
         """Takes a slot back, from which copies are under way until the events are done."""
         self._busy.append((slot, events, block))
 
-    def give(self, slot: AnySlot) -> None:
+    def give(self, slot: Any) -> None:
         """Takes a slot back from which nothing is copied."""
         self._free.append(slot)
 
     def drain(self) -> None:
         """Waits for all copies; raises DeviceError if one failed."""
         while self._busy:
-            self._wait_for_oldest()
-            self._end_oldest()
+            self._end_oldest(wait=True)
 
-    def _is_over(self) -> bool:
-        _, events, self.waiting = self._busy[0]
-        over = all(event.done() for event in events)
-        self.waiting = None
+    def _end_oldest(self, *, wait: bool) -> bool:
+        """Frees the slot in use for longest if its copies are over, or waits until they are."""
+        slot, events, block = self._busy[0]
+        at_hand, self._share.block = self._share.block, block
+        if wait:
+            for event in events:
+                event.wait()
+        over = wait or all(event.done() for event in events)
+        self._share.block = at_hand
+        if over:
+            self._busy.popleft()
+            self._free.append(slot)
+            self._share.done(block)
         return over
-
-    def _wait_for_oldest(self) -> None:
-        _, events, self.waiting = self._busy[0]
-        for event in events:
-            event.wait()
-        self.waiting = None
-
-    def _end_oldest(self) -> None:
-        slot, _, block = self._busy.popleft()
-        self._free.append(slot)
-        self._finished(block)
 
     def close(self) -> None:
         """Closes the slots; no copy out of any is under way."""

@@ -1,4 +1,4 @@
-"""Findings about a machine, the machine's files that they come from, and the diagnosis of all."""
+"""Findings about a machine, the diagnosis that they make, and the kernel's files behind them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,31 @@ class Finding(NamedTuple):
     """What was found.
 
     Attributes:
-        topic: Part of the machine: "host", "disk", "gpu", "cufile" or "frameworks".
-        level: "ok"; "note" for what costs speed or is missing; "trouble" for what makes loads
-            fail or crawl.
         advice: What to do about it, if anything.
+        data: The same for programs, if it is more than a text.
+        trouble: Whether it makes loads fail or crawl.
+        topic: Part of the machine: "host", "disk", "gpu", "cufile" or "frameworks".
     """
 
-    topic: str
     what: str
     found: str
-    level: Literal["ok", "note", "trouble"] = "ok"
     advice: str = ""
     data: Any = None
+    trouble: bool = False
+    topic: str = ""
+
+    @property
+    def level(self) -> Literal["ok", "note", "trouble"]:
+        """Whether it is trouble, or a note: what has advice costs speed, or is missing."""
+        if self.trouble:
+            return "trouble"
+        return "note" if self.advice else "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data: the attributes by name, without empty ones."""
-        return {key: value for key, value in self._asdict().items() if value not in ("", None)}
+        """As plain data: "topic", "what", "found", "level", and "advice" and "data" if any."""
+        fields = {"topic": self.topic, "what": self.what, "found": self.found, "level": self.level}
+        more = {"advice": self.advice, "data": self.data}
+        return fields | {key: value for key, value in more.items() if value not in ("", None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class Diagnosis(Printable):
     @property
     def well(self) -> bool:
         """Whether nothing was found that makes loads fail or crawl."""
-        return all(each.level != "trouble" for each in self.findings)
+        return not any(each.trouble for each in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data: "well", "findings", "route" and "onto_device".
@@ -69,49 +78,30 @@ class Diagnosis(Printable):
     def rows(self) -> list[tuple[str, str, str]]:
         """As it is printed: topic, what was looked at, and what was found or what to do."""
         rows: list[tuple[str, str, str]] = []
-        before = ""
         for each in self.findings:
-            topic = "" if each.topic == before else each.topic
-            before = each.topic
-            rows.append((topic, each.what, _MARKS[each.level] + each.found))
+            rows.append((each.topic, each.what, _MARKS[each.level] + each.found))
             if each.advice:
-                rows.append(("", "", f"→ {each.advice}"))
+                rows.append((each.topic, "", f"→ {each.advice}"))
         for topic, legs in (("route", self.route), ("to cuda:0", self.onto_device)):
-            for n, leg in enumerate(legs):
-                rows.append(("" if n else topic, leg.engine, f"{leg.file} ({leg.why})"))
-        return rows
+            rows += [(topic, leg.engine, f"{leg.file} ({leg.why})") for leg in legs]
+        before = ["", *(topic for topic, _, _ in rows)]
+        return [
+            ("" if topic == last else topic, what, found)
+            for last, (topic, what, found) in zip(before, rows, strict=False)
+        ]
 
 
-class Machine:
-    """Files by which the kernel describes the machine, below a root that tests can make up."""
+def text(root: Path, path: str) -> str:
+    """The text of a file of the kernel's below a root; empty if it can't be read."""
+    try:
+        return (root / path).read_text(errors="replace").strip()
+    except (OSError, ValueError):
+        return ""
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self.root = root
 
-    def text(self, path: str) -> str | None:
-        """A file's text without blanks around it; None if it can't be read."""
-        try:
-            return (self.root / path).read_text(errors="replace").strip()
-        except (OSError, ValueError):
-            return None
-
-    def number(self, path: str) -> int | None:
-        """The number that a file holds, if it holds one."""
-        try:
-            return int(self.text(path) or "")
-        except ValueError:
-            return None
-
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file or directory."""
-        try:
-            return (self.root / path).exists()
-        except (OSError, ValueError):
-            return False
-
-    def names(self, path: str) -> list[str]:
-        """The names in a directory, sorted; none if it can't be listed."""
-        try:
-            return sorted(each.name for each in (self.root / path).iterdir())
-        except (OSError, ValueError):
-            return []
+def number(root: Path, path: str) -> int | None:
+    """The number that such a file holds, if it holds one."""
+    try:
+        return int(text(root, path))
+    except ValueError:
+        return None

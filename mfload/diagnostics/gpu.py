@@ -6,14 +6,15 @@ import importlib.util
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mfload.cuda import gds, numa
 from mfload.cuda.cufile import MEANINGS, error_code
-from mfload.diagnostics.findings import Finding, Machine
+from mfload.diagnostics.findings import Finding, number, text
 from mfload.diagnostics.host import Mount, installed
 from mfload.io.route import Leg
-from mfload.io.subprocess_probe import SENSELESS, Answer
+from mfload.io.subprocess_probe import Answer
 from mfload.report import human
 
 _CPUS = 1 << 16  # More than any kernel is built for.
@@ -21,144 +22,101 @@ _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # PCI class of what drives displays, 3-D controllers among them.
 _POOL = 0.75  # XLA's share of a card by default.
 _WARM = 0.5
+_OTHERWISE = "loads go through pinned host memory"
 _CUFILE_KINDS = ("ext4", "xfs", "nfs", "nfs4", "lustre", "wekafs", "beegfs", "gpfs", "scatefs",
                  "panfs", "virtiofs")  # fmt: skip
 
 
-def checked(answer: Answer) -> Answer:
-    """What the probe of the driver said, if it makes sense."""
-    answer = answer.of(driver=str, devices=list)
-    if answer.trouble or "error" in answer.data:
-        return answer
-    devices = [Answer(each).of(name=str, memory=int, pci=str) for each in answer.data["devices"]]
-    pairs: Any = answer.data.get("pairs", [])
-    sound = isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 4 for p in pairs)  # pyright: ignore
-    return SENSELESS if any(each.trouble for each in devices) or not sound else answer
-
-
-def look(machine: Machine, answer: Answer) -> Iterator[Finding]:
-    """Findings about driver and devices, given the `checked` answer of the probe."""
+def look(root: Path, answer: Answer) -> Iterator[Finding]:
+    """Findings about driver and devices, given the answer of the probe."""
     if answer.trouble:
-        advice = (
-            "the driver does not answer as it should; see dmesg for lines of NVRM and Xid, then "
-            "reload the driver or restart the machine"
-        )
-        yield Finding("gpu", "driver", answer.trouble, "trouble", advice)
+        advice = "see dmesg for lines of NVRM and Xid; reload the driver, or restart the machine"
+        yield Finding("driver", answer.trouble, advice, trouble=True)
         return
     if "error" in answer.data:
-        yield _without_driver(machine, answer.data["error"], bool(answer.data.get("missing")))
+        yield _without_driver(root, answer.data["error"], bool(answer.data.get("missing")))
         return
-    driver: str = answer.data["driver"]
-    devices: Sequence[dict[str, Any]] = answer.data["devices"]
-    yield Finding("gpu", "driver", f"CUDA {driver}", data=driver)
+    yield Finding("driver", f"CUDA {answer.data['driver']}", data=answer.data["driver"])
+    devices, pairs = answer.data["devices"], answer.data.get("pairs", ())
     if not devices:
-        advice = (
-            "the driver is there and shows no device: see CUDA_VISIBLE_DEVICES, or --gpus of the "
-            "container"
-        )
-        yield Finding("gpu", "devices", "none", "note", advice)
+        advice = "the driver shows none: see CUDA_VISIBLE_DEVICES, or --gpus of the container"
+        yield Finding("devices", "none", advice)
     for device in devices:
-        yield _device(machine, device)
+        yield _device(root, device)
     if len(devices) > 1:
-        pairs: Sequence[Sequence[Any]] = answer.data.get("pairs", ())
-        direct = sum(bool(access) for _, _, access, _ in pairs)
-        atomic = sum(bool(access and atomics) for _, _, access, atomics in pairs)
-        found = f"{direct} of {len(pairs)} ways are direct, {atomic} with atomics, as over NVLink"
+        direct = [atomics for _, _, access, atomics in pairs if access]
+        found = f"{len(direct)} of {len(pairs)} ways are direct, {sum(direct)} with atomics"
         advice = "copies the other ways go through host memory; see nvidia-smi topo -p2p r"
-        level, advice = ("note", advice) if direct < len(pairs) else ("ok", "")
-        data = [list(pair) for pair in pairs]
-        yield Finding("gpu", "between devices", found, level, advice, data)
+        yield Finding("between devices", found, advice if len(direct) < len(pairs) else "", pairs)
 
 
-def _without_driver(machine: Machine, error: str, missing: bool) -> Finding:
-    base = "sys/bus/pci/devices"
+def _without_driver(root: Path, error: str, missing: bool) -> Finding:
     cards = [
-        address
-        for address in machine.names(base)
-        if machine.text(f"{base}/{address}/vendor") == _NVIDIA
-        and (machine.text(f"{base}/{address}/class") or "").startswith(_DISPLAY)
+        card.name
+        for card in sorted((root / "sys/bus/pci/devices").glob("*"))
+        if text(card, "vendor") == _NVIDIA and text(card, "class").startswith(_DISPLAY)
     ]
     if missing and not cards:
-        return Finding("gpu", "devices", "none: the PCI bus has no card of NVIDIA's")
+        return Finding("devices", "none: the PCI bus has no card of NVIDIA's")
     # With the library there, a card may be there that no PCI bus shows, as in WSL.
     where = f"; cards at {', '.join(cards)}" if cards else ""
     advice = "the kernel module and the library may be of different versions: see nvidia-smi"
-    if missing:
+    if missing and (root / ".dockerenv").exists():
+        advice = "the container has no driver library: run it with --gpus all"
+    elif missing:
         advice = "install NVIDIA's driver: its libcuda.so.1 is not found"
-        if machine.exists(".dockerenv"):
-            advice = "the container has no driver library: run it with --gpus all"
-    return Finding("gpu", "driver", f"{error}{where}", "trouble", advice)
+    return Finding("driver", f"{error}{where}", advice, trouble=True)
 
 
-def _device(machine: Machine, device: dict[str, Any]) -> Finding:
+def _device(root: Path, device: dict[str, Any]) -> Finding:
     # CUDA writes the domain with four digits, or with eight; sysfs with four.
     domain, _, rest = device["pci"].partition(":")
     address = f"{domain.lstrip('0'):0>4}:{rest}"
-    base = f"sys/bus/pci/devices/{address}"
-    parts, advice, data = [human(device["memory"])], list[str](), dict(device)
-    speed, width = machine.text(f"{base}/max_link_speed"), machine.text(f"{base}/max_link_width")
+    card = root / "sys/bus/pci/devices" / address
+    parts, advice, data = [device["name"], human(device["memory"])], list[str](), dict(device)
+    speed, width = text(card, "max_link_speed"), text(card, "max_link_width")
     if speed and width:
         parts.append(f"PCIe x{width} at {speed.removesuffix(' PCIe')}")
         data |= {"link_width": width, "link_speed": speed}
-        now = machine.text(f"{base}/current_link_width")
-        if now and now != width:
-            advice.append(
-                f"the link runs on {now} of {width} lanes: see the slot and its neighbours"
-            )
-    window = _bar1(machine.text(f"{base}/resource") or "")
-    if window is not None:
+        now = text(card, "current_link_width") or width
+        if now != width:
+            advice.append(f"the link runs on {now} of {width} lanes: see the slot")
+    # A line a region: first address, last address, flags. The second is NVIDIA's BAR1: the memory
+    # that other devices on the bus can reach.
+    region = re.match(r".*\n(0x[0-9a-f]+) (0x[0-9a-f]+) ", text(card, "resource"))
+    window = int(region[2], 16) - int(region[1], 16) + 1 if region else 0
+    if window > 1:
         data["bar1"] = window
         parts.append(f"BAR1 {human(window)}")
         if window < device["memory"]:
-            advice.append(
-                "BAR1 shows other devices a part of the memory, which the registrations of all "
-                "processes share (cuFile's 5016, 5036): turn on Resizable BAR in the firmware"
-            )
-    node = machine.number(f"{base}/numa_node")
+            # All processes share it; cuFile says 5016 or 5036 once it is used up.
+            advice.append("BAR1 is smaller than the memory (5016, 5036): turn on Resizable BAR")
+    node = number(card, "numa_node")
     if node is not None and node >= 0:
         parts.append(f"on NUMA node {node}")
         data["numa_node"] = node
-        near = numa.cpus(address, machine.root)
-        if near is None and numa.cpus(address, machine.root, range(_CPUS)) is not None:
-            advice.append(
-                "this process may use no core of that node, so its reads go the long way: see "
-                "taskset, numactl or the control group"
-            )
-    level = "note" if advice else "ok"
-    found = f"{device['name']}, {', '.join(parts)}"
-    return Finding("gpu", device["pci"], found, level, "; ".join(advice), data)
-
-
-def _bar1(resources: str) -> int | None:
-    """Bytes of a card's memory that other devices on the bus can reach."""
-    # A line a region: first address, last address, flags. The second is NVIDIA's BAR1.
-    try:
-        first, last, _ = (int(word, 16) for word in resources.splitlines()[1].split())
-    except (IndexError, ValueError):
-        return None
-    return last - first + 1 if last > first else None
+        any_core = numa.cpus(address, root, range(_CPUS))
+        if any_core is not None and numa.cpus(address, root) is None:
+            advice.append("this process may use no core of that node: see taskset and numactl")
+    return Finding(device["pci"], ", ".join(parts), "; ".join(advice), data)
 
 
 def cupy(answer: Answer | None) -> Finding:
     """The finding about CuPy, given the answer of its probe; None if it is not installed."""
     if answer is None:
         advice = "pip install cupy-cuda13x: loads onto the GPU go through host arrays without it"
-        return Finding("gpu", "CuPy", "not installed", "note", advice)
-    answer = answer.of(version=str, compiling=str | None)
+        return Finding("CuPy", "not installed", advice)
     if answer.trouble:
         advice = "loads onto the GPU may hang or fail with it"
-        return Finding("gpu", "CuPy", answer.trouble, "trouble", advice)
+        return Finding("CuPy", answer.trouble, advice, trouble=True)
     if "error" in answer.data:
         advice = "it does not fit this driver, or two of its packages are installed (pip list)"
-        return Finding("gpu", "CuPy", answer.data["error"], "trouble", advice)
+        return Finding("CuPy", answer.data["error"], advice, trouble=True)
     found, failed = answer.data["version"], answer.data["compiling"]
     if not failed:
-        return Finding("gpu", "CuPy", found, data=found)
-    advice = (
-        "dtypes are converted on the host then, and not on the device: pip install "
-        "nvidia-cuda-runtime brings the headers that its compiler looks for"
-    )
-    return Finding("gpu", "CuPy", f"{found}; compiles no kernels: {failed}", "note", advice)
+        return Finding("CuPy", found, data=found)
+    advice = "dtypes are converted on the host; headers come with pip install nvidia-cuda-runtime"
+    return Finding("CuPy", f"{found}; compiles no kernels: {failed}", advice)
 
 
 def xla(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -167,91 +125,70 @@ def xla(environment: Mapping[str, str]) -> Iterator[Finding]:
         return
     if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (13, 12)):
         advice = "JAX has no CUDA plugin here: pip install 'jax[cuda13]' has it use the card"
-        yield Finding("gpu", "XLA's pool", "none", "ok", advice)
+        yield Finding("XLA's pool", "none", advice)
         return
     eager = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() not in ("false", "0")
     if environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform" or not eager:
-        yield Finding("gpu", "XLA's pool", "grows as needed")
+        yield Finding("XLA's pool", "grows as needed")
         return
-    try:
-        # May have a dot in front, as in ".9", and be above 1 for cards that can page.
-        share = float(environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or _POOL)
-    except ValueError:
-        share = _POOL
-    advice = (
-        "JAX takes it with its first array; allocator='framework' lands in it, and what lands "
-        "elsewhere has the rest: XLA_PYTHON_CLIENT_PREALLOCATE=false or "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 leave more"
-    )
-    yield Finding("gpu", "XLA's pool", f"{share:.0%} of each card, at once", "ok", advice, share)
+    given = environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    share = float(given) if re.fullmatch(r"\d*\.?\d+", given) else _POOL
+    advice = "allocator='framework' loads into it; XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 leaves more"
+    yield Finding("XLA's pool", f"{share:.0%} of each card, at once", advice, share)
 
 
-def cufile(machine: Machine, devices: int, where: Mount | None) -> Iterator[Finding]:
+def cufile(root: Path, devices: int, where: Mount | None) -> Iterator[Finding]:
     """Findings about cuFile that need no call of it: what stands in its way here."""
     if not devices:
-        yield Finding("cufile", "GPUDirect Storage", "not asked about: there is no GPU")
+        yield Finding("GPUDirect Storage", "not asked about: there is no GPU")
         return
     kvikio = installed(("kvikio-cu13", "kvikio-cu12", "kvikio"))
     if kvikio is None and importlib.util.find_spec("kvikio") is None:
         advice = "pip install kvikio-cu13 to read past the page cache into device memory"
-        yield Finding("cufile", "kvikio", "not installed", "note", advice)
+        yield Finding("kvikio", "not installed", advice)
     else:
-        yield Finding("cufile", "kvikio", kvikio or "of unknown version")
-    yield _nvidia_fs(machine)
-    flags = re.search(r"^flags\s*:(.*)$", machine.text("proc/cpuinfo") or "", re.MULTILINE)
-    if flags is not None and "hypervisor" in flags[1].split():
-        name = machine.text("sys/class/dmi/id/product_name") or "of unknown kind"
-        advice = (
-            "few of them let disks and cards talk to each other, and opening cuFile's driver hangs "
-            "in some: mfload tries it in a process of its own, for a bounded time"
-        )
-        yield Finding("cufile", "inside", f"a virtual machine ({name})", "ok", advice)
-    reasons = list(gds.ruled_out(machine.root))
-    if "microsoft" in (machine.text("proc/version") or platform.release()).lower():
-        reasons.insert(0, "WSL has no cuFile")
-    for reason in reasons:
-        udev = "in a container: -v /run/udev:/run/udev:ro"
-        advice = udev if "/run/udev" in reason else _advice(reason)
-        yield Finding("cufile", "in the way", reason, "note", advice)
+        yield Finding("kvikio", kvikio or "of unknown version")
+    yield _nvidia_fs(root)
+    if re.search(r"^flags\s*:.*\bhypervisor\b", text(root, "proc/cpuinfo"), re.MULTILINE):
+        name = text(root, "sys/class/dmi/id/product_name") or "of unknown kind"
+        advice = "cuFile's driver hangs in some: mfload tries it in a process of its own"
+        yield Finding("inside", f"a virtual machine ({name})", advice)
+    wsl = "microsoft" in (text(root, "proc/version") or platform.release()).lower()
+    for reason in [*(["WSL has no cuFile"] if wsl else []), *gds.ruled_out(root)]:
+        advice = "in a container: -v /run/udev:/run/udev:ro"
+        yield Finding("in the way", reason, advice if "/run/udev" in reason else _advice(reason))
     for reason in () if where is None else _file_system(where):
-        yield Finding("cufile", "file system", reason, "note", _advice(reason))
+        yield Finding("file system", reason, _advice(reason))
 
 
-def _nvidia_fs(machine: Machine) -> Finding:
-    driver = machine.text("proc/driver/nvidia-fs/version")
+def _nvidia_fs(root: Path) -> Finding:
+    driver = text(root, "proc/driver/nvidia-fs/version")
     if not driver:
-        advice = (
-            "without nvidia-fs, or P2PDMA of the kernel, cuFile copies through host memory or "
-            "fails with 5001 or 5008; loads take the pinned way"
-        )
-        return Finding("cufile", "nvidia-fs", "not loaded", "note", advice)
-    if not any(name.startswith("nvidia-fs") for name in machine.names("dev")):
+        advice = f"without it or P2PDMA, cuFile fails with 5001 or 5008, or copies; {_OTHERWISE}"
+        return Finding("nvidia-fs", "not loaded", advice)
+    if not any((root / "dev").glob("nvidia-fs*")):
         advice = "the container lacks its devices: run it with --device=/dev/nvidia-fs0 and so on"
-        return Finding("cufile", "nvidia-fs", "loaded, and out of reach", "note", advice)
-    stats = machine.text("proc/driver/nvidia-fs/stats") or ""
+        return Finding("nvidia-fs", "loaded, and out of reach", advice)
+    stats = text(root, "proc/driver/nvidia-fs/stats")
     users = sum(int(n) for n in re.findall(r"^Active Process: (\d+)", stats, re.MULTILINE))
     held = sum(int(n) for n in re.findall(r"Registered_MiB=(\d+)", stats))
     found = driver.splitlines()[0]
     if not users:
-        return Finding("cufile", "nvidia-fs", found)
-    advice = (
-        "they share each card's BAR1 with new ones; once it is used up, registering fails with "
-        "5016: load in fewer processes at once"
-    )
-    used = f"{found}; {users} processes hold {human(held << 20)} registered"
-    return Finding("cufile", "nvidia-fs", used, "ok", advice, {"processes": users, "mib": held})
+        return Finding("nvidia-fs", found)
+    advice = "all share each card's BAR1, and get 5016 once it is used up: load in fewer at once"
+    found = f"{found}; {users} processes hold {human(held << 20)} registered"
+    return Finding("nvidia-fs", found, advice, {"processes": users, "mib": held})
 
 
 def _file_system(where: Mount) -> Iterator[str]:
     """Reasons why cuFile may not read files of a mount past host memory."""
-    kind = where.kind
-    if kind == "overlay":
+    if where.kind == "overlay":
         yield "overlayfs can't be registered with cuFile (5027, 5030): mount a volume"
-    elif kind not in _CUFILE_KINDS:
-        yield f"cuFile has no direct way into {kind}"
-    if kind == "ext4" and "data=ordered" not in where.options:
+    elif where.kind not in _CUFILE_KINDS:
+        yield f"cuFile has no direct way into {where.kind}"
+    if where.kind == "ext4" and "data=ordered" not in where.options:
         yield "cuFile reads ext4 with -o data=ordered alone, which the mount does not say"
-    if kind.startswith("nfs") and "proto=rdma" not in where.options:
+    if where.kind.startswith("nfs") and "proto=rdma" not in where.options:
         yield "cuFile needs NFS over RDMA"
 
 
@@ -259,13 +196,11 @@ def verdict(found: gds.Verdict, device: str) -> Finding:
     """The finding that a probe of cuFile leads to."""
     data, what = found._asdict() | {"device": device}, f"disk to {device}"
     if found.real:
-        return Finding("cufile", what, f"direct: {found.why}", data=data)
-    hangs = (
-        "opening cuFile's driver hangs in some virtual machines and in WSL; loads take the "
-        "pinned way"
-    )
-    advice = hangs if "no answer" in found.why else _advice(found.why)
-    return Finding("cufile", what, f"through host memory: {found.why}", "note", advice, data)
+        return Finding(what, f"direct: {found.why}", data=data)
+    advice = _advice(found.why)
+    if "no answer" in found.why:
+        advice = f"cuFile's driver hangs in WSL and in some virtual machines; {_OTHERWISE}"
+    return Finding(what, f"through host memory: {found.why}", advice, data)
 
 
 def warm(legs: Sequence[Leg]) -> Iterator[Finding]:
@@ -273,14 +208,12 @@ def warm(legs: Sequence[Leg]) -> Iterator[Finding]:
     cached = [leg for leg in legs if (leg.cached or 0) >= _WARM]
     if cached:
         advice = (
-            "cuFile reads the disk and not the cache, so it is slower here: engine='auto' takes it "
-            "for cold files alone"
+            "cuFile reads the disk, which is slower here: engine='auto' takes it for cold files"
         )
-        found = f"holds most of {len(cached)} of {len(legs)} files"
-        yield Finding("cufile", "page cache", found, "ok", advice)
+        yield Finding("page cache", f"holds most of {len(cached)} of {len(legs)} files", advice)
 
 
 def _advice(reason: str) -> str:
-    """What to do about the error of cuFile that a reason names, if it names one."""
-    number = error_code(reason)
-    return "" if number is None else MEANINGS[number][1]
+    """What to do about the error of cuFile that a reason names, or what happens without cuFile."""
+    found = error_code(reason)
+    return _OTHERWISE if found is None else MEANINGS[found][1]

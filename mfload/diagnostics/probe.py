@@ -15,14 +15,13 @@ import json
 import sys
 from typing import Any
 
-_LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE: none is there, or none is visible.
 _ACCESS, _ATOMICS = 2, 3  # CU_DEVICE_P2P_ATTRIBUTE_…: ACCESS_SUPPORTED, NATIVE_ATOMIC_SUPPORTED.
 
 
 def cuda(library: Any) -> dict[str, Any]:
     """Driver and devices, asked through CUDA's driver library."""
-    version, count = ctypes.c_int(), ctypes.c_int()
+    version, count, has = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     for call, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (ctypes.byref(count),))):
         code = getattr(library, call)(*arguments)
         if code == _NO_DEVICE:
@@ -33,22 +32,15 @@ def cuda(library: Any) -> dict[str, Any]:
             text = (name.value or b"an error without a name").decode()
             return {"error": f"{call}: {text} ({code})"}
     library.cuDriverGetVersion(ctypes.byref(version))
-    numbers = range(count.value)
+    pairs: list[list[Any]] = []
+    for one, other in itertools.permutations(range(count.value), 2):
+        pairs.append([one, other])
+        for attribute in (_ACCESS, _ATOMICS):
+            code = library.cuDeviceGetP2PAttribute(ctypes.byref(has), attribute, one, other)
+            pairs[-1].append(not code and bool(has.value))
     major, rest = divmod(version.value, 1000)
-    return {
-        "driver": f"{major}.{rest // 10}",
-        "devices": [_device(library, number) for number in numbers],
-        "pairs": [
-            (*pair, *(_has(library, each, *pair) for each in (_ACCESS, _ATOMICS)))
-            for pair in itertools.permutations(numbers, 2)
-        ],
-    }
-
-
-def _has(library: Any, attribute: int, one: int, other: int) -> bool:
-    value = ctypes.c_int()
-    code = library.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, one, other)
-    return not code and bool(value.value)
+    devices = [_device(library, number) for number in range(count.value)]
+    return {"driver": f"{major}.{rest // 10}", "devices": devices, "pairs": pairs}
 
 
 def _device(library: Any, number: int) -> dict[str, Any]:
@@ -85,13 +77,11 @@ def main(what: str) -> None:
     """Prints the answer."""
     try:
         if what == "cuda":
-            found = cuda(ctypes.CDLL(_LIBRARY))
+            found = cuda(ctypes.CDLL("libcuda.so.1"))
         else:
             found = cupy(importlib.import_module("cupy"))
     except Exception as error:  # noqa: BLE001
-        found: dict[str, Any] = {"error": _short(error)}
-        if what == "cuda" and isinstance(error, OSError):
-            found["missing"] = True
+        found = {"error": _short(error), "missing": what == "cuda" and isinstance(error, OSError)}
     print(json.dumps(found))
 
 

@@ -46,29 +46,35 @@ class CheckpointFiles(NamedTuple):
     name: str | None = None
     total: Any = None
 
+    @property
+    def index_file(self) -> str | None:
+        """Path of the index; None if there is none."""
+        return None if self.placed is None else self.name
 
-def find(path: Path | Sequence[Path], *, partial: bool = False) -> CheckpointFiles:
+
+def find(path: Path | Sequence[Path]) -> CheckpointFiles:
     """Names the files of a checkpoint without reading their headers.
-
-    Args:
-        partial: Whether shards that are missing from a directory without an index are listed in
-            `missing`, as those of an index are, instead of raising.
 
     Raises:
         UsageError: `path` is not a path.
         SourceError: There is nothing to load there, or it can't be listed.
         HeaderError: The index is malformed.
-        CheckpointError: Several checkpoints lie side by side, shards are missing, or the
-            index leads out of its directory.
+        CheckpointError: Several checkpoints lie side by side, or the index leads out of its
+            directory.
     """
-    if not isinstance(path, str | bytes | os.PathLike):
-        return _listed(path)
-    name = _text(path)
-    if os.path.isdir(name):
-        return _in_directory(name, partial)
-    if name.endswith(".json"):
-        return _from_index(name)
-    return CheckpointFiles([name], name=name)
+    if isinstance(path, str | bytes | os.PathLike):
+        name = _text(path)
+        if os.path.isdir(name):
+            return _in_directory(name)
+        return _from_index(name) if name.endswith(".json") else CheckpointFiles([name], name=name)
+    check_path(path)
+    files = [_text(each) for each in path]
+    if not files:
+        raise errors.UsageError("an empty list of files")
+    ((most, count),) = collections.Counter(files).most_common(1)
+    if count > 1:
+        raise errors.UsageError("a file is listed twice", file=most)
+    return CheckpointFiles(files)
 
 
 def state(path: Path | Sequence[Path]) -> object:
@@ -77,18 +83,26 @@ def state(path: Path | Sequence[Path]) -> object:
     Returns:
         Something to compare with what a later call gives; None if unknown.
     """
+    if not isinstance(path, str | bytes | os.PathLike):
+        return None
     try:
-        name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+        name = os.fsdecode(path)
         if not os.path.isdir(name):
-            return _VERSION(os.stat(name)) if name else None
-        names = [each for each in os.listdir(name) if not each.startswith(".")]
-        indexes = sorted(each for each in names if each.endswith(INDEX_SUFFIX))
-        files = sorted(each for each in names if each.endswith(SUFFIX))
+            return _VERSION(os.stat(name))
+        indexes, files = _names(name)
         if not indexes and len(files) != 1:
             return files
         return [(each, _VERSION(os.stat(os.path.join(name, each)))) for each in indexes or files]
     except (OSError, ValueError):
         return None
+
+
+def _names(directory: str) -> tuple[list[str], list[str]]:
+    """Names of the indexes and of the files in a directory that a load looks at."""
+    # Copies by other systems leave hidden files that are not part of a checkpoint.
+    names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    return indexes, [name for name in names if name.endswith(SUFFIX)]
 
 
 def _text(path: Any) -> str:
@@ -105,11 +119,7 @@ def _text(path: Any) -> str:
 
 
 def check_path(path: Any) -> None:
-    """Refuses a tree of arrays where a path belongs.
-
-    Raises:
-        UsageError: `path` is neither a path nor a list.
-    """
+    """Raises UsageError for what is neither a path nor a list, such as a tree of arrays."""
     if isinstance(path, Mapping) or not isinstance(path, str | bytes | os.PathLike | Iterable):
         raise errors.UsageError(
             "not a path: load(path, framework) takes a path; load_into(target, path) fills a tree",
@@ -118,52 +128,46 @@ def check_path(path: Any) -> None:
         )
 
 
-def _listed(paths: Any) -> CheckpointFiles:
-    check_path(paths)
-    files = [_text(each) for each in paths]
-    if not files:
-        raise errors.UsageError("an empty list of files")
-    twice = [name for name, count in collections.Counter(files).items() if count > 1]
-    if twice:
-        raise errors.UsageError("a file is listed twice", file=twice[0])
-    return CheckpointFiles(files)
-
-
-def _in_directory(directory: str, partial: bool) -> CheckpointFiles:
+def _in_directory(directory: str) -> CheckpointFiles:
     try:
-        # Copies by other systems leave hidden files that are not part of a checkpoint.
-        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+        indexes, files = _names(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if len(indexes) > 1:
-        raise _several(directory, indexes)
-    if indexes:
+    if len(indexes) == 1:
         return _from_index(os.path.join(directory, indexes[0]))
-    files = [name for name in names if name.endswith(SUFFIX)]
-    if not files:
+    if not indexes and not files:
+        names = hints.listed(directory)
         raise errors.SourceNotFoundError(
             f"nothing to load in the directory{hints.of_directory(directory, names)}",
             file=directory,
             expected=f"*{INDEX_SUFFIX} or *{SUFFIX}",
             found=", ".join(names[:8]) or "an empty directory",
         )
-    families: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
+    # Files that are numbered alike; a file without a number is a family of its own.
+    families: dict[tuple[str, int | None], dict[str, int]] = {}
     for name in files:
         stem, number, total = _shard(name)
-        families.setdefault((stem, total), []).append((number, name))
+        families.setdefault((stem, total), {})[name] = number
     stems = [stem for stem, _ in families]
-    if len(families) > 1 and (not _WHOLE.isdisjoint(stems) or len({*stems}) < len(stems)):
-        counted = [(members[0][1], len(members)) for members in families.values()]
+    choices = indexes
+    if not indexes and (not _WHOLE.isdisjoint(stems) or len({*stems}) < len(stems)):
+        counted = [(next(iter(shards)), len(shards)) for shards in families.values()]
         choices = [f"{name} … ({n} files)" if n > 1 else name for name, n in counted]
-        raise _several(directory, choices)
-    missing = [line for (_, total), shards in families.items() for line in _gaps(shards, total)]
-    if missing and not partial:
-        raise errors.ShardNotFoundError(
-            "shards are missing, and there is no index; to load a part, list its files",
+    if len(choices) > 1:
+        raise errors.CheckpointError(
+            "several checkpoints side by side; name one of them, or list the files",
             file=directory,
-            problems=tuple(missing),
+            problems=tuple(choices),
         )
+    missing: list[str] = []
+    for (_, total), shards in families.items():
+        numbers = {*shards.values()}
+        first = 0 if 0 in numbers else 1
+        missing += [
+            f"shard {number} of {total} is missing, {next(iter(shards))!r} exists"
+            for number in range(first, first + min(total or 0, 1000))
+            if number not in numbers
+        ]
     paths = [os.path.join(directory, name) for name in files]
     return CheckpointFiles(paths, missing=tuple(missing), name=directory)
 
@@ -182,45 +186,28 @@ def _shard(name: str) -> tuple[str, int, int | None]:
     return shard["stem"], int(shard["number"]), int(shard["total"]) if shard["total"] else None
 
 
-def _gaps(shards: list[tuple[int, str]], total: int | None) -> list[str]:
-    """The missing ones of shards whose names say how many there are."""
-    there = {number for number, _ in shards}
-    first = 0 if 0 in there else 1
-    return [
-        f"shard {number} of {total} is missing, {shards[0][1]!r} exists"
-        for number in range(first, first + min(total or 0, 1000))
-        if number not in there
-    ]
-
-
-def _several(directory: str, choices: list[str]) -> errors.CheckpointError:
-    return errors.CheckpointError(
-        "several checkpoints side by side; name one of them, or list the files",
-        file=directory,
-        problems=tuple(choices),
-    )
-
-
 def _from_index(path: str) -> CheckpointFiles:
     table = read_index(LocalFile(path))
     weights: dict[str, str] = table["weight_map"]
     if not weights:
         raise errors.CheckpointError("the index names no file", file=path)
     directory = os.path.dirname(path)
-    # One shard may be spelled in several ways (x, ./x) and is still one file.
-    places = {shard: os.path.join(directory, os.path.normpath(shard)) for shard in weights.values()}
     held = collections.Counter(weights.values())
     first = {shard: name for name, shard in reversed(weights.items())}
+    places: dict[str, str] = {}
     problems: list[str] = []
     outside = False
-    for shard in sorted(places):
+    for shard in sorted(held):
+        # One shard may be spelled in several ways (x, ./x) and is still one file.
+        place = os.path.join(directory, os.path.normpath(shard))
         problem = _outside(shard)
         outside = outside or problem is not None
-        problem = problem or _absent(places[shard])
-        if problem is not None:
+        problem = problem or _absent(place)
+        if problem is None:
+            places[shard] = place
+        else:
             count = f"{held[shard]} tensors, {brief(first[shard])} among them"
             problems.append(f"{brief(shard)} is named by the index and {problem} ({count})")
-            places.pop(shard)
     if outside:
         raise errors.CheckpointError(
             "the index names files outside its directory", file=path, problems=tuple(problems)
@@ -244,7 +231,7 @@ def read_index(source: LocalFile) -> dict[str, Any]:
     """
     if source.size > safetensors.MAX_HEADER:
         raise errors.HeaderError(
-            "the index is over the cap",
+            "the index is over the limit",
             file=source.path,
             expected=f"at most {safetensors.MAX_HEADER} bytes",
             found=f"{source.size} bytes",
@@ -277,14 +264,12 @@ def _outside(name: str) -> str | None:
 
 
 def _absent(path: str) -> str | None:
-    """Why there is no such file; None if there is, or if opening it will say more."""
+    """Says why a file does not exist; None if it exists, or if opening it gives a better error."""
     try:
         os.stat(path)
-    except ValueError:
-        return "is not a file name"
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             return "is a broken link" if os.path.islink(path) else "does not exist"
-        if error.errno == errno.ENAMETOOLONG:
-            return "is longer than a file name can be"
+    except ValueError:  # The locale's encoding has no such name.
+        return "does not exist"
     return None

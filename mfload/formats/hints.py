@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from mfload import errors
-from mfload.sources.base import Source
+from mfload.sources.local import LocalFile
 
 _HEAD = 512
 _LISTED = 2000  # Names of a directory that are looked at.
@@ -56,13 +56,12 @@ _NAMES = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def explain_file(error: errors.HeaderError, file: Source) -> errors.HeaderError:
+def explain_file(error: errors.HeaderError, file: LocalFile) -> errors.HeaderError:
     """Adds to an error what its file seems to be, by its first bytes."""
     # A file that goes away meanwhile has had its error already.
-    with contextlib.suppress(errors.MfloadError, OSError):
+    with contextlib.suppress(errors.MfloadError):
         found = seems(file.read(0, min(file.size, _HEAD)), file.size)
-        if found is not None:
-            _add(error, f"; it seems to be {found}")
+        _add(error, "" if found is None else f"; it seems to be {found}")
     return error
 
 
@@ -72,15 +71,11 @@ def seems(head: bytes, size: int) -> str | None:
         return "an empty file: was a download interrupted?"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return None  # A safetensors header.
-    text = head.lstrip(b"\xef\xbb\xbf\r\n\t ")
+    text = head.lstrip(b"\xef\xbb\xbf\r\n\t ").lower()
     for offset, magic, what in _MAGIC:
-        if head.startswith(magic, offset) or (magic[:1] in b"<{" and _begins(text, magic)):
+        if head.startswith(magic, offset) or (magic[0] in b"<{" and text.startswith(magic.lower())):
             return what
     return None
-
-
-def _begins(text: bytes, magic: bytes) -> bool:
-    return text[: len(magic)].lower() == magic.lower()
 
 
 def of_directory(directory: str, names: Sequence[str]) -> str:
@@ -90,8 +85,8 @@ def of_directory(directory: str, names: Sequence[str]) -> str:
             return f"; it holds {what}"
     below = [name for name in names if _holds(os.path.join(directory, name))]
     if "snapshots" in names:  # A repository of the Hugging Face cache.
-        parent = os.path.join(directory, "snapshots")
-        below += [os.path.join("snapshots", name) for name in _listed(parent)]
+        snapshots = listed(os.path.join(directory, "snapshots"))
+        below += [os.path.join("snapshots", name) for name in snapshots]
     if not below:
         return ""
     paths = [_printable(os.path.join(directory, name)) for name in below[:_SHOWN]]
@@ -99,10 +94,9 @@ def of_directory(directory: str, names: Sequence[str]) -> str:
 
 
 def explain_path(error: errors.SourceNotFoundError, asked: object) -> errors.SourceNotFoundError:
-    """Adds to an error the names that are nearest to a path that does not exist.
+    """Adds to the error of a path that does not exist the names that are nearest to it.
 
-    Args:
-        asked: The path as the caller gave it.
+    `asked` is the path as the caller gave it.
     """
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.file:
         with contextlib.suppress(OSError, ValueError):
@@ -121,7 +115,7 @@ def _near(path: str, asked: str) -> str:
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)
     # Names of files have their ends in common, so likeness has to be high.
-    close = errors.close_names(name, _listed(parent or "."), cutoff=0.8)
+    close = errors.close_names(name, listed(parent or "."), cutoff=0.8)
     if close:
         return f"; close names: {', '.join(map(_printable, close))}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):
@@ -130,13 +124,15 @@ def _near(path: str, asked: str) -> str:
 
 
 def _holds(directory: str) -> bool:
-    return any(name.endswith((".safetensors", ".index.json")) for name in _listed(directory))
+    return any(name.endswith((".safetensors", ".index.json")) for name in listed(directory))
 
 
-def _listed(directory: str) -> list[str]:
+def listed(directory: str) -> list[str]:
+    """The first names in a directory, hidden ones left out; none if it can't be listed."""
     try:
         with os.scandir(directory) as entries:
-            return sorted(entry.name for entry in itertools.islice(entries, _LISTED))
+            first = itertools.islice((e.name for e in entries if e.name[0] != "."), _LISTED)
+            return sorted(first)
     except (OSError, ValueError):
         return []
 

@@ -17,7 +17,7 @@ from mfload import dtypes, errors
 from mfload.formats import hints, strict_json
 from mfload.formats.strict_json import brief
 from mfload.index import Piece, TensorInfo
-from mfload.sources.base import Source
+from mfload.sources.local import LocalFile
 
 MAX_HEADER = 100_000_000
 """Longest header in bytes that the reference reader takes."""
@@ -27,61 +27,39 @@ _make: Any = tuple.__new__
 _FIELDS = ("dtype", "shape", "data_offsets")
 
 
-def read(file: Source, source: int = 0) -> tuple[list[TensorInfo], dict[str, str] | None]:
-    """Reads one file's header.
+def read(file: LocalFile, source: int = 0) -> tuple[list[TensorInfo], dict[str, str] | None]:
+    """Reads one file's header; returns the tensors in order of offset, and the metadata.
 
-    Args:
-        source: Its number in the index to be.
-
-    Returns:
-        The tensors in order of offset, and the metadata.
+    `source` is the file's number in the index to be.
 
     Raises:
         HeaderError: The header breaks a rule of the format; says what the file seems to be.
     """
     try:
         if file.size < 8:
-            raise errors.HeaderError(
-                "too short for a safetensors file",
-                file=file.path,
-                expected="8 bytes or more",
-                found=f"{file.size} bytes",
-            )
+            raise _misfit(file, "too short for a safetensors file", "8 bytes or more", file.size)
         (length,) = struct.unpack("<Q", file.read(0, 8))
         if length > MAX_HEADER:
-            raise errors.HeaderError(
-                "header over the cap; not a safetensors file",
-                file=file.path,
-                expected=f"at most {MAX_HEADER} bytes",
-                found=f"{length} bytes",
-            )
+            what = "the header's length is over the format's limit; not a safetensors file"
+            raise _misfit(file, what, f"at most {MAX_HEADER} bytes", length)
         if length > file.size - 8:
-            raise errors.HeaderError(
-                "the file ends within its header",
-                file=file.path,
-                expected=f"a header of {length} bytes",
-                found=f"{file.size - 8} bytes after the length",
-            )
+            most = file.size - 8
+            raise _misfit(file, "the file ends within its header", f"at most {most} bytes", length)
         return parse(file.read(8, length), size=file.size, path=file.path, source=source)
     except errors.HeaderError as error:
         raise hints.explain_file(error, file) from None
 
 
+def _misfit(file: LocalFile, what: str, expected: str, found: int) -> errors.HeaderError:
+    return errors.HeaderError(what, file=file.path, expected=expected, found=f"{found} bytes")
+
+
 def parse(
     raw: bytes, *, size: int, path: str = "<header>", source: int = 0
 ) -> tuple[list[TensorInfo], dict[str, str] | None]:
-    """Checks a header's JSON; pure.
+    """Checks a header's JSON, without the eight bytes before it (see `read`); pure.
 
-    Args:
-        raw: The JSON, without the eight bytes before it.
-        size: Size of the whole file in bytes.
-        source: Number of the source in the index to be.
-
-    Returns:
-        The tensors in order of offset, and the metadata (None if there is none).
-
-    Raises:
-        HeaderError: The header breaks a rule of the format.
+    `size` is that of the whole file.
     """
     header = strict_json.loads(raw, path)
     if not isinstance(header, dict):
@@ -121,21 +99,16 @@ def _range(row: TensorInfo) -> tuple[int, int]:
 
 
 def _check_metadata(entry: Any, path: str) -> None:
-    if not isinstance(entry, dict):
+    wrong = [entry]
+    if isinstance(entry, dict):
+        wrong = [value for value in entry.values() if not isinstance(value, str)]
+    if wrong:
         raise errors.HeaderError(
-            "__metadata__ is not an object",
+            "__metadata__ holds something other than strings",
             file=path,
             expected="{string: string}",
-            found=brief(entry),
+            found=brief(wrong[0]),
         )
-    for key, value in entry.items():
-        if not isinstance(value, str):
-            raise errors.HeaderError(
-                "__metadata__ holds something other than strings",
-                file=path,
-                expected=f"a string for {brief(key)}",
-                found=brief(value),
-            )
 
 
 def _row(name: str, entry: Any, data_start: int, path: str, source: int) -> TensorInfo:
@@ -172,7 +145,7 @@ def _row(name: str, entry: Any, data_start: int, path: str, source: int) -> Tens
         wanted = f"a whole number of bytes of {dtype}" if rest else f"{whole} bytes for {dtype}"
         raise _bad(path, name, wanted, f"{brief(shape)} in {nbytes} bytes")
     # Made by `tuple.__new__`, since the named tuples' constructors take twice the time.
-    piece = _make(Piece, (source, data_start + begin, nbytes, None, "C", "raw"))
+    piece = _make(Piece, (source, data_start + begin, nbytes))
     return _make(TensorInfo, (name, dtype, tuple(shape), (piece,)))
 
 
@@ -189,10 +162,7 @@ def _fields(name: str, entry: Any, path: str) -> Any:
         return dict(zip(_FIELDS, entry, strict=True))
     if type(entry) is not dict:
         raise _bad(path, name, _ENTRY, entry)
-    try:
-        strict_json.check(entry, outer=1)
-    except strict_json.Refused as error:
-        raise error.named(path) from None
+    strict_json.check(entry, path, outer=1)
     return entry
 
 

@@ -26,14 +26,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def loads(raw: bytes, path: str, what: str = "header") -> Any:
-    """Parses.
-
-    Returns:
-        Dicts, lists, strings, numbers, booleans and None. Minus zero is a float.
+    """Parses; minus zero is a float.
 
     Raises:
         HeaderError: Not UTF-8, not JSON, nested too deep, a name given twice in one object,
-            a number JSON has no word for or no 64-bit float can hold.
+            a number that JSON does not have or that no 64-bit float holds.
     """
     parse = functools.partial(json.loads, parse_constant=_reject, parse_float=_float)
     if b"-0" in raw:
@@ -47,26 +44,25 @@ def loads(raw: bytes, path: str, what: str = "header") -> Any:
             value = None  # Freed before it is made once more.
             value = parse(text, object_pairs_hook=_unique)
         if _SURROGATE.search(raw):
-            check(value)
-    except UnicodeDecodeError as error:
-        raise errors.HeaderError(f"the {what} is not UTF-8", file=path, found=str(error)) from None
+            check(value, path)
     except RecursionError:
-        raise errors.HeaderError(f"the {what} is nested too deep", file=path) from None
-    except Refused as error:
-        raise error.named(path, what) from None
+        raise _nested(path) from None
+    except errors.HeaderError as error:
+        error.file = path
+        raise
     except ValueError as error:
-        raise errors.HeaderError(f"the {what} is not JSON", file=path, found=str(error)) from None
+        reason = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+        raise errors.HeaderError(
+            f"the {what} is not {reason}", file=path, found=str(error)
+        ) from None
     return value
 
 
-def check(value: Any, outer: int = 0) -> None:
-    """Looks at everything inside a value, for what only a full look can find.
-
-    Args:
-        value: What `loads` gave, or a part of it.
+def check(value: Any, path: str, outer: int = 0) -> None:
+    """Looks at everything inside a value that `loads` gave, for what only a full look can find.
 
     Raises:
-        Refused: It is nested too deep, an integer is beyond 64-bit floats, or a string has
+        HeaderError: It is nested too deep, an integer is beyond 64-bit floats, or a string has
             half of a surrogate pair.
     """
     levels: list[Iterator[Any]] = [iter((value,))]
@@ -74,13 +70,16 @@ def check(value: Any, outer: int = 0) -> None:
         for item in levels[-1]:
             if isinstance(item, str):
                 if not encodable(item):
-                    reason = "has half of a surrogate pair in a string"
-                    raise Refused(reason, found=brief(item))
+                    reason = "the JSON has half of a surrogate pair in a string"
+                    raise errors.HeaderError(reason, file=path, found=brief(item))
             elif isinstance(item, int):
-                _finite(item)
+                try:
+                    float(item)
+                except OverflowError:
+                    raise _too_large(item, path) from None
             elif isinstance(item, list | dict):
                 if outer + len(levels) > MAX_DEPTH:
-                    raise Refused("is nested too deep")
+                    raise _nested(path)
                 within = itertools.chain(item, item.values()) if type(item) is dict else iter(item)
                 levels.append(within)
                 break
@@ -88,30 +87,11 @@ def check(value: Any, outer: int = 0) -> None:
             levels.pop()
 
 
-def brief(value: object) -> str:
-    """A value for an error message, however long or deep it is."""
-    return _brief.repr(value)
-
-
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = 100
 _brief.maxdict = _brief.maxlist = 8
-
-
-class Refused(Exception):
-    """The text breaks a rule; the caller knows its file."""
-
-    def __init__(self, reason: str, tensor: str | None = None, found: str | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.tensor = tensor
-        self.found = found
-
-    def named(self, path: str, what: str = "header") -> errors.HeaderError:
-        """The error to raise, once the file is known."""
-        return errors.HeaderError(
-            f"the {what} {self.reason}", file=path, tensor=self.tensor, found=self.found
-        )
+brief = _brief.repr
+"""A value for an error message, however long or deep it is."""
 
 
 def _names(value: Any) -> int:
@@ -127,14 +107,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, value in pairs:
             if name in seen:
-                tensor = name if isinstance(value, dict) else None
-                raise Refused("gives a name twice in one object", tensor, found=brief(name))
+                raise errors.HeaderError(
+                    "the JSON gives a name twice in one object",
+                    tensor=name if isinstance(value, dict) else None,
+                    found=brief(name),
+                )
             seen.add(name)
     return table
 
 
 def _reject(constant: str) -> NoReturn:
-    raise Refused("is not JSON", found=constant)
+    raise ValueError(constant)
 
 
 def _integer(text: str) -> int | float:
@@ -145,15 +128,16 @@ def _integer(text: str) -> int | float:
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise Refused("has a number out of range", found=brief(text))
+        raise _too_large(text)
     return value
 
 
-def _finite(number: int) -> None:
-    try:
-        float(number)
-    except OverflowError:
-        raise Refused("has a number out of range", found=brief(number)) from None
+def _too_large(number: str | int, path: str | None = None) -> errors.HeaderError:
+    return errors.HeaderError("the JSON has a number out of range", file=path, found=brief(number))
+
+
+def _nested(path: str) -> errors.HeaderError:
+    return errors.HeaderError("the JSON is nested too deep", file=path)
 
 
 def encodable(text: object) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 
 from mfload import errors
-from mfload.frameworks import several
 from mfload.frameworks.base import Adapter
 
 _ALIASES = {
@@ -51,25 +50,23 @@ def resolve(framework: str | ModuleType) -> str:
         )
     found = _ALIASES.get(name, name)
     if found not in _INSTALL:
-        spelled = {each: each for each in NAMES} | _ALIASES
-        swapped = "; a path comes first: load(path, framework)" if _PATH.search(name) else ""
-        raise errors.UsageError(
-            f"unknown framework{errors.did_you_mean(name, spelled)}{swapped}",
-            expected=" | ".join(NAMES),
-            found=name,
-        )
+        hint = errors.did_you_mean(name, {each: each for each in NAMES} | _ALIASES)
+        if _PATH.search(name):
+            hint += "; a path comes first: load(path, framework)"
+        raise errors.UsageError(f"unknown framework{hint}", expected=" | ".join(NAMES), found=name)
     return found
 
 
 def get(framework: str | ModuleType, device: object = None, names: Collection[str] = ()) -> Adapter:
     """The adapter of a framework for one device or several.
 
-    Args:
-        names: The checkpoint's tensors: a rule or name in `device` that matches none warns.
+    `names` are those of the checkpoint: a rule or name in `device` that matches none warns.
     """
     name = resolve(framework)
     make = require(name, f"mfload.frameworks.{name}_adapter").make
     if isinstance(device, Mapping) or type(device) in (list, tuple):
+        from mfload.frameworks import several  # Late: most loads do without it.
+
         return several.make(make, device, names)
     return make(device)
 

@@ -1,11 +1,11 @@
-"""What every adapter is: a few verbs, and a table of what becomes of each dtype."""
+"""The adapter contract: views into arrays, arrays into exports, and what becomes of each dtype."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,10 +13,10 @@ import numpy as np
 from mfload import dtypes, errors
 from mfload.cuda.device import Device
 from mfload.cuda.memory import DeviceBuffer
-from mfload.dlpack import View
+from mfload.dlpack import View, array_at
 from mfload.dtypes import DType
 from mfload.options import LoadOptions
-from mfload.planning.requests import Allocation, Owner, Request
+from mfload.planning.request import Allocation, Owner, Request
 
 
 class Form(NamedTuple):
@@ -30,21 +30,23 @@ class Form(NamedTuple):
     type: str
 
 
-Forms = Mapping[str, Form]
+NAMES = {name: row.aliases[0] for name, row in dtypes.TABLE.items()}
+"""What NumPy, ml_dtypes and most frameworks call each dtype."""
 
 COMMON = {
-    name: row.aliases[0]
+    name: NAMES[name]
     for name, row in dtypes.TABLE.items()
     if row.numpy is not None and row.numpy.isbuiltin == 1  # Those of ml_dtypes say 2.
 }
-"""The dtypes that NumPy itself has, by the name that all frameworks share."""
+"""The dtypes that NumPy itself has."""
 
 
-def forms(aliases: Mapping[str, str], copies: Mapping[str, str] | None = None) -> Forms:
-    """The table of a framework: what it aliases, what it copies; the rest arrives as bytes."""
+def forms(own: Mapping[str, str], copied: Collection[str] = ()) -> Mapping[str, Form]:
+    """The table of a framework: its own types by dtype, some of them copied; else bytes."""
     made = {name: Form("bytes", "uint8") for name in dtypes.TABLE}
-    made |= {name: Form("copy", kind) for name, kind in (copies or {}).items()}
-    return made | {name: Form("alias", kind) for name, kind in aliases.items()}
+    return made | {
+        name: Form("copy" if name in copied else "alias", kind) for name, kind in own.items()
+    }
 
 
 class Lent(NamedTuple):
@@ -58,36 +60,42 @@ class Lent(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What a framework's allocator has of a device."""
+    """What a framework's allocator holds of a device.
+
+    Attributes:
+        free: Bytes that it can still give; None if it does not say.
+        advice: What to do if a load does not fit, as the end of a sentence.
+    """
 
     free: int | None
-    """Bytes that it can still give; None if it does not say."""
     advice: str
-    """What to do if a load does not fit, as the end of a sentence."""
 
 
 class Adapter:
     """Turns views into arrays of one framework on one device; each framework has a subclass.
 
-    Without a `device` results land on the host, and are copied if the arrays are to lie elsewhere.
+    Without a `device` to land on, results land on the host, and are copied if the arrays are to lie
+    elsewhere. `place` is the framework's own name or object for where they lie.
 
     Attributes:
-        alignment: Bytes on which a tensor must lie to be taken without a copy; None if the size
-            of its element will do.
-        readonly_maps: Whether arrays over maps of files are to refuse writing.
-        on_host: Whether the arrays stay in host memory; elsewhere each is copied once, unless
-            it lands there.
+        alignment: Bytes on which a tensor must lie to be taken without a copy. Default: the size
+            of its element.
+        readonly_maps: Whether arrays over maps of files refuse writing.
+        on_host: Whether the arrays stay in host memory.
         devices: Those in whose memory results land; an `Allocation` names them by number.
-        notes: What a user should hear, such as why nothing lands on the device.
+        notes: Remarks for the user, such as why nothing lands on the device.
     """
 
     name: str
-    forms: Forms
+    forms: Mapping[str, Form]
     alignment: int | None = None
     readonly_maps = False
     on_host = True
 
-    def __init__(self, device: Device | None = None, notes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, place: Any = None, device: Device | None = None, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.place = place
         self.devices: Sequence[Device] = () if device is None else (device,)
         self.notes = notes
 
@@ -117,70 +125,57 @@ class Adapter:
         raise NotImplementedError
 
     def lend(self, requests: Sequence[Request]) -> list[Lent]:
-        """Uninitialised arrays of the framework's own allocator, one for each request.
-
-        What the framework still runs in memory on a device is over before this returns.
-        """
+        """Uninitialised arrays of the framework's own allocator, one for each request."""
         device = self.devices[0] if self.devices else None
-        lent: list[Lent] = []
-        with self.allocating():
-            for request in requests:
-                kind, shape = lent_as(self.forms[request.dtype.name], request)
-                array, address = self.empty(request.dtype, kind, shape)
-                lent.append(Lent(array, memory_at(array, address, request.nbytes, device)))
-        return lent
+        made = self.empty([lent_as(self.forms, request) for request in requests])
+        return [
+            Lent(array, memory_at(array, address, request.nbytes, device))
+            for request, (array, address) in zip(requests, made, strict=True)
+        ]
 
-    def empty(self, dtype: DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
-        """An uninitialised array for a dtype, of the framework's type `kind`, and its address."""
+    def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
+        """An uninitialised array and its address for each type of the framework and shape.
+
+        When this returns, nothing that ran before still uses the memory.
+        """
         raise NotImplementedError
-
-    def allocating(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which `empty` is called; at its end the memory is no longer in use."""
-        return contextlib.nullcontext()
 
     def pool(self, number: int) -> Pool | None:
         """What the framework's allocator has of a device; None if there is nothing to say."""
         return None
 
 
-def lent_as(form: Form, request: Request) -> tuple[str, tuple[int, ...]]:
+def lent_as(forms: Mapping[str, Form], request: Request) -> tuple[str, tuple[int, ...]]:
     """Type and shape of the array to be lent for a request."""
-    if form.how == "bytes" or request.dtype.elements > 1:
-        return form.type, request.dtype.storage_shape(request.shape)
-    return form.type, request.shape
-
-
-class _ForeignMemory:
-    """Memory at an address in NumPy's array interface, kept alive by its owner."""
-
-    __slots__ = ("__array_interface__", "owner")
-
-    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
-        self.owner = owner
-        self.__array_interface__ = {"version": 3, **interface}
+    how, kind = forms[request.dtype.name]
+    if how == "bytes" or request.dtype.elements > 1:
+        return kind, request.dtype.storage_shape(request.shape)
+    return kind, request.shape
 
 
 def memory_at(owner: Any, address: int, nbytes: int, device: Device | None = None) -> Any:
     """The bytes of an array to be lent, which keep it alive (see `Lent.memory`)."""
     if device is not None:
         return DeviceBuffer(device, address, nbytes, owner, own=False)
-    if nbytes == 0:
-        return np.empty(0, np.uint8)
-    interface = {"typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
-    return np.asarray(_ForeignMemory(owner, interface))
+    return array_at(owner, address, (nbytes,))
 
 
-def on_device(memory: Any) -> bool:
-    """Whether a view's memory is that of a device."""
-    return isinstance(memory, DeviceBuffer)
+def on_device(view: View) -> bool:
+    """Whether a view lies in the memory of a device."""
+    return isinstance(view.memory, DeviceBuffer)
+
+
+def host_array(view: View) -> Any:
+    """A NumPy array over a view in host memory."""
+    return np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
 
 
 @contextlib.contextmanager
-def full_device(framework: str, *kinds: type[Exception]) -> Generator[None]:
-    """A context in which a framework's own errors of a full device become MemoryLimitError."""
+def full_device(framework: str, kind: type[Exception]) -> Generator[None]:
+    """A context in which a framework's own error of a full device becomes MemoryLimitError."""
     try:
         yield
-    except kinds as error:
+    except kind as error:
         raise errors.MemoryLimitError(
             f"{framework} has no room on the device", found=str(error).partition("\n")[0]
         ) from error
@@ -199,14 +194,14 @@ def find_device(number: int) -> tuple[Device | None, tuple[str, ...]]:
 @functools.cache
 def check_version(name: str, found: str, oldest: str) -> None:
     """Refuses a framework older than the oldest that mfload works with."""
-    if _numbers(found) < _numbers(oldest):
+    numbers = [
+        tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+        for version in (found, oldest)
+    ]
+    if numbers[0] < numbers[1]:
         raise errors.FrameworkVersionError(
             f"{name} is too old", expected=f"{name} {oldest} or newer", found=found
         )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def split_device(device: str) -> tuple[str, int]:
@@ -217,17 +212,12 @@ def split_device(device: str) -> tuple[str, int]:
     return match[1].lower(), int(match[2] or 0)
 
 
-_SHOWN = 300  # Characters of what a framework lists, which may be all that it knows.
-
-
 def no_device(framework: str, device: object, there: object) -> errors.DeviceError:
-    """The error for a device that is not there."""
-    found = str(there)
-    found = "none" if found in ("", "[]") else found
+    """The error for a device that does not exist; `there` is what the framework lists instead."""
+    found = "none" if str(there) in ("", "[]") else str(there)
     return errors.DeviceError(
-        f"{framework} has no such device here; `mfload doctor` says what there is",
-        expected=str(device),
-        found=found if len(found) <= _SHOWN else f"{found[:_SHOWN]}…",
+        f"{framework} has no device {str(device)!r} here; `mfload doctor` says what there is",
+        found=found if len(found) <= 300 else f"{found[:300]}…",
     )
 
 
@@ -238,33 +228,28 @@ class Exported(NamedTuple):
     """What an adapter says of an array that is to be saved; its bytes are read later.
 
     Attributes:
-        read: Gives a NumPy array with one item an element, over the array's own memory where
-            possible. The items may be integers of the same width.
+        read: Gives a NumPy array with one item an element, or the bytes of packed elements, over
+            the array's own memory where possible. Items may be integers of the same width.
         span: Host addresses [first, past last) of its elements, gaps between them included; None
             if they lie on a device or in several pieces.
-        packed: Whether an item of `read` holds several elements, as the file does.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     read: Callable[[], Any]
     span: Span | None = None
-    packed: bool = False
 
 
-def refuse(framework: str, cases: Iterable[tuple[bool, str, object]]) -> None:
-    """Raises UnsupportedArrayError for an array that can't be saved.
-
-    The first case that is true says why, what to save instead, and what was found. Later cases may
-    rely on earlier ones: they come from a generator.
-    """
-    for is_so, why, found in cases:
-        if is_so:
-            raise errors.UnsupportedArrayError(f"{framework}: {why}", found=found)
+def refuse(framework: str, why: str | None, array: Any) -> None:
+    """Raises UnsupportedArrayError if there is a reason why an array can't be saved."""
+    if why is not None:
+        dtype, kind = getattr(array, "dtype", None), type(array).__name__
+        found = kind if dtype is None else f"{kind} of {dtype}"
+        raise errors.UnsupportedArrayError(f"{framework}: {why}", found=found)
 
 
-ROWS = {row.aliases[0]: row for row in dtypes.TABLE.values()}
-"""Rows by the name that NumPy, ml_dtypes and most frameworks have for a dtype."""
+ROWS = {NAMES[name]: row for name, row in dtypes.TABLE.items()}
+"""Rows by the name of `NAMES`."""
 
 
 def row_of(framework: str, name: str) -> DType:
@@ -292,13 +277,7 @@ def span_of(array: Any) -> Span:
     return np.lib.array_utils.byte_bounds(array)
 
 
-def array_at(
-    owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], width: int
-) -> Any:
-    """A read-only NumPy array of integers, of `width` bytes each, over memory of `owner`."""
-    kind = f"<u{width}"
-    if 0 in shape:
-        return np.empty(shape, kind)
+def host_units(array: Any, strides: Sequence[int], width: int) -> Any:
+    """A tensor of torch or Paddle as a NumPy array of integers over its memory on the host."""
     steps = tuple(width * step for step in strides)
-    interface = {"typestr": kind, "shape": shape, "strides": steps, "data": (address, True)}
-    return np.asarray(_ForeignMemory(owner, interface))
+    return array_at(array, array.data_ptr(), tuple(array.shape), f"<u{width}", steps)

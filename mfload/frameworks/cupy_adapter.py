@@ -10,34 +10,36 @@ import importlib
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
-import numpy as np
-
 from mfload.cuda import discovery
 from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.dtypes import DType
 from mfload.frameworks import base
 
 OLDEST = "14.2"  # The first whose streams leave those of others alone; bfloat16 came with 14.0.
 
 
 class CupyAdapter(base.Adapter):
-    """Arrays on one CUDA device (see `base.Adapter`)."""
+    """Arrays on the CUDA device of number `place` (see `base.Adapter`)."""
 
     name = "cupy"
     on_host = False
-    # CuPy takes bfloat16 through ml_dtypes and exports wrong codes for the 8-bit floats.
     forms = base.forms(base.COMMON | {"BF16": "bfloat16"})
 
     def __init__(self, cupy: Any, number: int, device: Device) -> None:
-        super().__init__(device)
+        super().__init__(number, device)
         self._cupy = cupy
-        self._number = number
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        return [
-            self._over(view) if base.on_device(view.memory) else self._copy(view) for view in views
-        ]
+        return [self._over(view) if base.on_device(view) else self._copy(view) for view in views]
+
+    def _over(self, view: View) -> Any:
+        memory, cuda = view.memory, self._cupy.cuda
+        held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self.place)
+        return self._cupy.ndarray(view.shape, view.dtype.numpy, cuda.MemoryPointer(held, view.at))
+
+    def _copy(self, view: View) -> Any:
+        with self._current():
+            return self._cupy.asarray(base.host_array(view))
 
     @contextlib.contextmanager
     def _current(self) -> Generator[None]:
@@ -46,28 +48,13 @@ class CupyAdapter(base.Adapter):
         with self.devices[0].current(), base.full_device("CuPy", MemoryError):
             yield
 
-    def _over(self, view: View) -> Any:
-        memory, cuda = view.memory, self._cupy.cuda
-        held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self._number)
-        return self._cupy.ndarray(view.shape, view.dtype.numpy, cuda.MemoryPointer(held, view.at))
-
-    def _copy(self, view: View) -> Any:
+    def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         with self._current():
-            host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
-            return self._cupy.asarray(host)
-
-    @contextlib.contextmanager
-    def allocating(self) -> Generator[None]:
-        with self._current():
-            yield
+            arrays = [self._cupy.empty(shape, kind) for kind, shape in wanted]
             # CuPy gives memory that was freed to the next array on the same stream, where kernels
             # that were started before may still use it.
             self._cupy.cuda.get_current_stream().synchronize()
-
-    def empty(self, dtype: DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
-        as_bytes = self.forms[dtype.name].how == "bytes"
-        array = self._cupy.empty(shape, kind if as_bytes else dtype.numpy)
-        return array, array.data.ptr
+        return [(array, array.data.ptr) for array in arrays]
 
     def pool(self, number: int) -> base.Pool | None:
         with self._current():
@@ -98,8 +85,6 @@ def make(device: object) -> CupyAdapter:
 
 def export(array: Any) -> base.Exported:
     """What is to be saved of a CuPy array; it is copied to the host when its turn comes."""
-    cupy: Any = importlib.import_module("cupy")
-    why = "not a dense array; save x.toarray()"
-    base.refuse("cupy", [(not isinstance(array, cupy.ndarray), why, type(array).__name__)])
-    dense: Any = array
-    return base.Exported(base.row_of("cupy", dense.dtype.name), dense.shape, dense.get)
+    if not isinstance(array, importlib.import_module("cupy").ndarray):
+        base.refuse("cupy", "not a dense array; save x.toarray()", array)
+    return base.Exported(base.row_of("cupy", array.dtype.name), array.shape, array.get)

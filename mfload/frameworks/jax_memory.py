@@ -1,11 +1,10 @@
 """JAX's devices and its memory: new arrays that are filled in place, which a program can take over.
 
-Only what a compiled program gives is memory that XLA allocated for sure. A program makes one array
-of every kind that is still wanted, and is run for as long as all of them are: there are as many
-programs as kinds differ in their counts, a few for most models. No program makes two of a kind:
-XLA computes once what is equal and copies it, and compiles each copy. Measured on a CPU of two
-cores, the first time in a process: 0.27 s for the 291 arrays of an 8B Llama (0.33 s on eight
-devices), 0.5 s for 18,723 as in a mixture of experts.
+Only a compiled program gives memory that XLA allocated for sure. A program makes one array of every
+kind that is still wanted, and there are as many programs as kinds differ in their counts, a few for
+most models. No program makes two of a kind: XLA computes once what is equal and copies it. The
+first time in a process, 291 arrays of an 8B Llama take 0.27 s on a CPU of two cores, and 18,723 of
+a mixture of experts 0.5 s.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import experimental
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
@@ -29,7 +30,7 @@ from mfload.io import buffers
 
 log = logging.getLogger("mfload")
 
-_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+_NO_MESH = Mesh(np.empty((), object), ())
 
 
 @contextlib.contextmanager
@@ -40,19 +41,11 @@ def undisturbed() -> Generator[None]:
     on any other devices, is unset.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_x64())
+        enable_x64: Any = (jax if hasattr(jax, "enable_x64") else experimental).enable_x64
+        stack.enter_context(enable_x64(True))
         if hasattr(jax, "set_mesh"):
             stack.enter_context(jax.set_mesh(_NO_MESH))
         yield
-
-
-def _x64() -> contextlib.AbstractContextManager[Any]:
-    # A context manager of jax since 0.8, of jax.experimental before.
-    with contextlib.suppress(AttributeError):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64  # pyright: ignore
-
-    return enable_x64(True)
 
 
 def find_device(device: Any) -> tuple[Device | None, tuple[str, ...]]:
@@ -82,10 +75,10 @@ def pool(device: Any, there: Device) -> base.Pool:
 
 
 class NewArray(NamedTuple):
-    """An array to be made."""
+    """An array to be made on a `jax.Device`, in one of its memories (None for the default)."""
 
-    device: Any  # The `jax.Device`.
-    memory: str | None  # Which of its memories; None for the default.
+    device: Any
+    memory: str | None
     dtype: str
     shape: tuple[int, ...]
 
@@ -99,26 +92,23 @@ def allocate(wanted: Sequence[NewArray]) -> list[Any]:
     XLA gives away memory in the order of its own stream. An array is ready when that stream has
     come to where it was made, whether or not something was written there.
     """
-    queues: dict[_Kind, dict[Any, list[int]]] = {}
-    for n in reversed(range(len(wanted))):
-        device, *_ = each = wanted[n]
-        queues.setdefault(each[1:], {}).setdefault(device, []).append(n)
+    # The n-th array of a kind on each device is made by the n-th run of a program.
+    seen: Counter[NewArray] = Counter()
+    places: dict[tuple[int, _Kind], dict[Any, int]] = {}
+    for number, each in enumerate(wanted):
+        places.setdefault((seen[each], each[1:]), {})[each.device] = number
+        seen[each] += 1
+    runs: dict[tuple[int, tuple[Any, ...]], list[_Kind]] = {}
+    for (run, kind), numbers in places.items():
+        devices = tuple(sorted(numbers, key=lambda device: device.id))
+        runs.setdefault((run, devices), []).append(kind)
     made: dict[int, Any] = {}
-    while queues:
-        # What is wanted on the same devices comes from one program, once each.
-        programs: dict[tuple[Any, ...], list[_Kind]] = {}
-        for kind, waiting in queues.items():
-            programs.setdefault(tuple(waiting), []).append(kind)
-        for devices, kinds in programs.items():
-            for kind, array in zip(kinds, _run(devices, tuple(kinds)), strict=True):
-                for shard in array.addressable_shards:
-                    made[queues[kind][shard.device].pop()] = shard.data
-        queues = {
-            kind: left
-            for kind, waiting in queues.items()
-            if (left := {device: queue for device, queue in waiting.items() if queue})
-        }
-    return [made[n] for n in range(len(wanted))]
+    for (run, devices), kinds in runs.items():
+        kinds.sort(key=repr)  # The same order in every run: then it is the same program.
+        for kind, array in zip(kinds, _run(devices, tuple(kinds)), strict=True):
+            for shard in array.addressable_shards:
+                made[places[run, kind][shard.device]] = shard.data
+    return [made[number] for number in range(len(wanted))]
 
 
 def _run(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> tuple[Any, ...]:
@@ -168,7 +158,7 @@ _TRIAL = 4096  # int32 elements: some pages.
 
 @functools.lru_cache(maxsize=64)
 def _problem(device: Any, there: Device) -> str:
-    """What speaks against it; empty if all went well."""
+    """Why XLA's arrays can't be filled in place; empty if they can."""
     try:
         arrays = allocate([NewArray(device, None, "int32", (_TRIAL,))] * 2)
         wanted = [np.arange(_TRIAL, dtype=np.int32) * -977 + first for first in (5, 1 << 30)]

@@ -28,9 +28,9 @@ class NumpyAdapter(base.Adapter):
             make(shape, kinds[dtype.name], memory, at) for _, dtype, shape, memory, at, _ in views
         ]
 
-    def empty(self, dtype: dtypes.DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
-        array = np.empty(shape, dtype.numpy or kind)
-        return array, array.ctypes.data
+    def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
+        arrays = [np.empty(shape, kind) for kind, shape in wanted]
+        return [(array, array.ctypes.data) for array in arrays]
 
 
 def make(device: object) -> NumpyAdapter:
@@ -43,9 +43,10 @@ def make(device: object) -> NumpyAdapter:
 
 def export(array: Any) -> base.Exported:
     """What is to be saved of a NumPy array or scalar."""
-    masked = isinstance(array, np.ma.MaskedArray)
-    dense = isinstance(array, np.ndarray | np.generic)
-    found = type(array).__name__
-    why = "a mask has no place in the file; save x.filled(value)"
-    base.refuse("numpy", [(masked, why, found), (not dense, "not an array", found)])
+    why = None
+    if isinstance(array, np.ma.MaskedArray):
+        why = "a mask has no place in the file; save x.filled(value)"
+    elif not isinstance(array, np.ndarray | np.generic):
+        why = "not an array"
+    base.refuse("numpy", why, array)
     return base.export_numpy("numpy", np.asarray(array))

@@ -1,16 +1,7 @@
-"""Private APIs of other libraries that mfload touches, each behind one function.
+"""Private APIs of other libraries, each behind one function that falls back on a public one.
 
-Each tries the private call first. Where it is missing or does something else, the public way is
-taken, slower and with the same result.
-
-- `jax_capsule_importer`: `jaxlib._jax.dlpack_managed_tensor_to_buffer`, tested with jaxlib
-  0.10.2 and 0.11.2 (0.5.3 has no such module); the public way is `jax.dlpack.from_dlpack`.
-- `jax_address`: `jax.Array.unsafe_buffer_pointer`, tested with jax 0.5.3, 0.10.2 and 0.11.2; the
-  public way is the array's DLPack capsule.
-- `paddle_constructor`: the positional arguments of `paddle.Tensor(...)`, tested with Paddle
-  3.0.0 and 3.3.1; the public way is `paddle.to_tensor`, which copies.
-- `jax_store`: `jax._src.distributed.global_state.client`, tested with jax 0.5.3, 0.10.2 and
-  0.11.2; where it is missing, processes agree by a collective.
+The public way is slower and has the same result. Tested with jax(lib) 0.5.3, 0.10.2 and 0.11.2, and
+Paddle 3.0.0 and 3.3.1.
 """
 
 from __future__ import annotations
@@ -34,8 +25,9 @@ log = logging.getLogger("mfload")
 def jax_capsule_importer(device: Any) -> Callable[[View], Any] | None:
     """JAX's import of a DLPack capsule without the checks around it: 5 µs instead of 27.
 
-    It also leaves 64-bit types alone whatever `jax_enable_x64` says. None if the private call is
-    not there, or does not give a `jax.Array` over a view's memory on that CPU device.
+    It also leaves 64-bit types alone whatever `jax_enable_x64` says. None if the private call does
+    not exist (as in jaxlib 0.5.3), or does not give a `jax.Array` over a view's memory on that CPU
+    device: then `jax.dlpack.from_dlpack` does.
     """
     try:
         take = importlib.import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
@@ -45,20 +37,16 @@ def jax_capsule_importer(device: Any) -> Callable[[View], Any] | None:
     def importer(view: View) -> Any:
         return take(capsule(view, device_id=device.local_hardware_id), device, None)
 
-    return importer if _behaves(importer, device) else None
-
-
-def _behaves(importer: Callable[[View], Any], device: Any) -> bool:
     memory = buffers.allocate(64)
     memory[:8] = np.frombuffer(np.int64(-(2**40)).tobytes(), np.uint8)
     probe = View("probe", dtypes.TABLE["I64"], (1,), memory, 0)
-    try:
+
+    def behaves() -> bool:
         array = importer(probe)
-        same = jax_address(array) == probe.address and array.devices() == {device}
-        return bool(same and array.dtype == np.int64 and int(np.asarray(array)[0]) == -(2**40))
-    except Exception as error:  # noqa: BLE001 - whatever a private call does, there is another way.
-        log.info("jaxlib's private DLPack import is of no use here: %s", error)
-        return False
+        same = jax_address(array) == memory.ctypes.data and array.devices() == {device}
+        return same and array.dtype == np.int64 and int(np.asarray(array)[0]) == -(2**40)
+
+    return importer if _works("jaxlib's private DLPack import", behaves) else None
 
 
 def jax_address(array: Any) -> int:
@@ -71,7 +59,7 @@ def jax_address(array: Any) -> int:
 def paddle_constructor() -> Callable[[Any], Any] | None:
     """Paddle's constructor of a tensor over a NumPy array's memory, undocumented since 2.x.
 
-    None if the constructor does not do that.
+    None if the constructor does not do that: then `paddle.to_tensor` copies.
     """
     paddle = importlib.import_module("paddle")
     place = paddle.CPUPlace()
@@ -80,23 +68,30 @@ def paddle_constructor() -> Callable[[Any], Any] | None:
         # value, place, persistable, zero_copy, name, stop_gradient
         return paddle.Tensor(array, place, False, True, "", True)
 
-    memory = buffers.allocate(64)
-    probe = memory[:8].view(np.int32)
+    probe = buffers.allocate(64)[:8].view(np.int32)
     probe[:] = (-7, 1 << 30)
-    try:
+
+    def behaves() -> bool:
         tensor = construct(probe)
         same = tensor.data_ptr() == probe.ctypes.data and tensor.dtype == paddle.int32
-        return construct if same and tensor.tolist() == probe.tolist() else None
+        return same and tensor.tolist() == probe.tolist()
+
+    return construct if _works("Paddle's constructor over NumPy memory", behaves) else None
+
+
+def _works(what: str, behaves: Callable[[], bool]) -> bool:
+    try:
+        return behaves()
     except Exception as error:  # noqa: BLE001 - whatever a private call does, there is another way.
-        log.info("Paddle's constructor over NumPy memory is of no use here: %s", error)
-        return None
+        log.info("%s is of no use here: %s", what, error)
+        return False
 
 
 def jax_store() -> Any | None:
     """The client of the key-value store of `jax.distributed`, which JAX's checkpointing code uses.
 
     None if processes were not joined by `jax.distributed.initialize`, or this version of JAX has no
-    such client.
+    such client: then processes agree by a collective.
     """
     try:
         client = importlib.import_module("jax._src.distributed").global_state.client

@@ -8,29 +8,27 @@ nothing for buffers of others. So there tensors land in memory of its own.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from mfload import dtypes, errors
+from mfload import errors
 from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule, data_address
 from mfload.frameworks import base
 from mfload.options import LoadOptions
-from mfload.planning.requests import Allocation, Owner, Request
+from mfload.planning.request import Allocation, Owner, Request
 
 OLDEST = "2.19"
 
 # `tf.bitcast` and the DLPack import know none of these; the import of NumPy arrays does.
 _COPIED = {
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    name: base.NAMES[name]
+    for name in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+    if hasattr(tf.dtypes.experimental, base.NAMES[name])
 }
 
 
@@ -43,10 +41,7 @@ class TensorflowAdapter(base.Adapter):
 
     name = "tensorflow"
     alignment = 64
-    forms = base.forms(
-        base.COMMON | {"BF16": "bfloat16"},
-        {key: name for key, name in _COPIED.items() if hasattr(tf.dtypes.experimental, name)},
-    )
+    forms = base.forms(base.COMMON | {"BF16": "bfloat16"} | _COPIED, copied=_COPIED)
 
     def __init__(
         self,
@@ -57,23 +52,19 @@ class TensorflowAdapter(base.Adapter):
         *,
         lent_alone: bool = False,
     ) -> None:
-        super().__init__(device, notes)
-        self._place = place
+        super().__init__(place, device, notes)
         # What is imported appears on the first of TensorFlow's logical CPUs. Its whole name,
         # because "CPU:0" inside the scope of another process's device is that process's.
         self._host = f"{local}/device:CPU:0"
         self.on_host = place == self._host
         self._lent_alone = lent_alone
-        # For some dtypes TensorFlow has no kernel on the device, and quietly takes the host's.
-        self._not_lent: frozenset[str] = frozenset()
+        self._not_lent: set[str] = set()
         if device is not None:
-            with self._on_device():
-                self._not_lent = frozenset(
-                    row.name
-                    for row in dtypes.TABLE.values()
-                    if (form := self.forms[row.name]).how != "copy"
-                    and self._new(form.type, (1,)).backing_device != place
-                )
+            # For some dtypes TensorFlow has no kernel on the device, and quietly takes the host's.
+            known = [(name, kind) for name, (how, kind) in self.forms.items() if how != "copy"]
+            made = self._new([(kind, (1,)) for _, kind in known])
+            pairs = zip(known, made, strict=True)
+            self._not_lent = {name for (name, _), x in pairs if x.backing_device != place}
 
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
         name = request.dtype.name
@@ -93,39 +84,30 @@ class TensorflowAdapter(base.Adapter):
         )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        with tf.device(self._place):
-            return [self._one(view) for view in views]
+        with tf.device(self.place):
+            return [self._tensor(view) for view in views]
 
-    def _one(self, view: View) -> Any:
+    def _tensor(self, view: View) -> Any:
         if view.dtype.name in _COPIED:
-            host = np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
-            return tf.convert_to_tensor(host)
+            return tf.convert_to_tensor(base.host_array(view))
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
-        there = self.on_host or base.on_device(view.memory)
-        return tensor if there else tf.identity(tensor)
+        return tensor if self.on_host or base.on_device(view) else tf.identity(tensor)
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Generator[None]:
-        full = base.full_device("TensorFlow", tf.errors.ResourceExhaustedError)
-        with full, tf.device(self._place if self.devices else self._host):
-            yield
-
-    @contextlib.contextmanager
-    def allocating(self) -> Generator[None]:
-        with self._on_device():
-            yield
+    def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
+        tensors = self._new(wanted)
         if not self.on_host:
             # Kernels that were started before may still use memory that was given away again.
             tf.test.experimental.sync_devices()
-
-    def empty(self, dtype: dtypes.DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
-        tensor = self._new(kind, shape)
         # Not tensor.numpy(), which is a copy.
-        return tensor, data_address(tf.experimental.dlpack.to_dlpack(tensor))
+        return [(x, data_address(tf.experimental.dlpack.to_dlpack(x))) for x in tensors]
 
-    @staticmethod
-    def _new(kind: str, shape: tuple[int, ...]) -> Any:
-        return tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(kind), init=False)
+    def _new(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
+        full = base.full_device("TensorFlow", tf.errors.ResourceExhaustedError)
+        with full, tf.device(self.place if self.devices else self._host):
+            return [
+                tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(kind), init=False)
+                for kind, shape in wanted
+            ]
 
 
 def make(device: object) -> TensorflowAdapter:
@@ -170,26 +152,25 @@ def _local() -> str:
 
 def _whole(name: str, local: str) -> str:
     """The whole name of "/device:GPU:0", "/CPU:0", "cuda:0", "/job:worker/task:1/device:CPU:0"."""
-    where, _, short = name.rpartition("/")
-    kind, number = base.split_device(re.sub("^device:", "", short, flags=re.IGNORECASE))
-    if where:
-        try:
-            process = tf.DeviceSpec.from_string(where)
-        except ValueError as error:
-            raise errors.DeviceError(
-                "not a device name", expected="/job:worker/task:1/device:CPU:0, …", found=name
-            ) from error
-        where = f"/job:{process.job}/replica:{process.replica or 0}/task:{process.task}"
-    return f"{where or local}/device:{'GPU' if kind == 'cuda' else kind.upper()}:{number}"
+    try:
+        given = tf.DeviceSpec.from_string(re.sub("cuda", "GPU", name, flags=re.IGNORECASE))
+    except ValueError as error:
+        raise errors.DeviceError(
+            "not a device name",
+            expected="CPU:0, GPU:0, /job:worker/task:1/device:CPU:0, …",
+            found=name,
+        ) from error
+    default = tf.DeviceSpec.from_string(f"{local}/device:CPU:0")
+    return default.make_merged_spec(given).to_string() if given.device_type else name
 
 
-# Whose bytes lie in this process.
+# Tensors on such a device have their bytes in this process.
 _LOCAL = re.compile(r"/job:localhost/.*device:CPU:\d+")
 
 
 def export(array: Any) -> base.Exported:
     """What is to be saved of a tensor, or of what a variable holds now."""
-    base.refuse("tensorflow", _refusals(array))
+    base.refuse("tensorflow", _refusal(array), array)
     if isinstance(array, tf.Variable):
         # The variable's own memory; an assignment later on takes other memory.
         array = array.value()
@@ -201,20 +182,20 @@ def export(array: Any) -> base.Exported:
     return base.Exported(row, shape, lambda: np.asarray(array.numpy()))
 
 
-def _refusals(array: Any) -> Iterator[tuple[bool, str, object]]:
-    found = type(array).__name__
-    ragged = isinstance(array, tf.RaggedTensor)
-    yield ragged, "a ragged tensor has no one shape; save x.to_tensor() or its parts", found
-    sparse = isinstance(array, tf.SparseTensor)
-    yield sparse, "a sparse tensor; save tf.sparse.to_dense(x) or its parts", found
-    slices = isinstance(array, tf.IndexedSlices)
-    yield slices, "slices of a tensor; save tf.convert_to_tensor(x)", found
-    known = isinstance(array, tf.Tensor | tf.Variable)
-    yield not known, "not a tensor; of a model, save its variables", found
-    symbolic = not tf.executing_eagerly() or tf.is_symbolic_tensor(array)
-    yield symbolic, "a tensor of a graph has no numbers; save outside tf.function", found
+def _refusal(array: Any) -> str | None:
+    """Why an array can't be saved, and what to save instead."""
+    if isinstance(array, tf.RaggedTensor):
+        return "a ragged tensor has no one shape; save x.to_tensor() or its parts"
+    if isinstance(array, tf.SparseTensor):
+        return "a sparse tensor; save tf.sparse.to_dense(x) or its parts"
+    if isinstance(array, tf.IndexedSlices):
+        return "slices of a tensor; save tf.convert_to_tensor(x)"
+    if not isinstance(array, tf.Tensor | tf.Variable):
+        return "not a tensor; of a model, save its variables"
+    if not tf.executing_eagerly() or tf.is_symbolic_tensor(array):
+        return "a tensor of a graph has no numbers; save outside tf.function"
     if isinstance(array, tf.Variable):
-        yield not array.is_initialized(), "the variable is not initialised", found
-    else:
-        why = "a DTensor; save its parts, tf.experimental.dtensor.unpack(x), or a replicated copy"
-        yield "device:CUSTOM" in array.device, why, array.device
+        return None if array.is_initialized() else "the variable is not initialised"
+    if "device:CUSTOM" in array.device:
+        return "a DTensor; save its parts, tf.experimental.dtensor.unpack(x), or a replicated copy"
+    return None

@@ -5,8 +5,7 @@ Versions that have an 8-bit type and don't import it get bytes and are told what
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,16 @@ from torch.utils import dlpack
 from mfload import errors
 from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule
-from mfload.dtypes import TABLE, DType
+from mfload.dtypes import TABLE
 from mfload.frameworks import base
 
 OLDEST = "2.4"
 
+# Older versions lack the youngest of these types.
 _OWN = {
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
+    name: getattr(torch, kind)
+    for name, kind in (base.NAMES | {"F4": "float4_e2m1fn_x2"}).items()
+    if hasattr(torch, kind) and not name.startswith("F6_")
 }
 
 
@@ -36,72 +32,60 @@ def _imports(name: str) -> bool:
     """Whether this version's import takes a dtype."""
     probe = View("probe", TABLE[name], (TABLE[name].elements,), np.zeros(8, np.uint8), 0)
     try:
-        return dlpack.from_dlpack(capsule(probe)).dtype is getattr(torch, _OWN[name])
+        return dlpack.from_dlpack(capsule(probe)).dtype is _OWN[name]
     except (RuntimeError, BufferError, ValueError):
         return False
 
 
-_VIEWED = {
-    name: getattr(torch, kind)
-    for name, kind in _OWN.items()
-    if hasattr(torch, kind) and not _imports(name)
-}
+_VIEWED = {name: kind for name, kind in _OWN.items() if not _imports(name)}
 
 
 class TorchAdapter(base.Adapter):
-    """Tensors on one `torch.device` (see `base.Adapter`)."""
+    """Tensors on the `torch.device` of `place` (see `base.Adapter`)."""
 
     name = "torch"
-    # Older versions lack the youngest types: what is not there arrives as bytes.
-    forms = base.forms(
-        {key: name for key, name in (base.COMMON | _OWN).items() if hasattr(torch, name)}
-    )
+    forms = base.forms({name: str(kind).removeprefix("torch.") for name, kind in _OWN.items()})
 
     def __init__(
         self, place: Any, device: Device | None = None, notes: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(device, notes)
-        self._place = place
+        super().__init__(place, device, notes)
         self.on_host = place.type == "cpu"
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        take = dlpack.from_dlpack
-        if _VIEWED:
-            tensors = [self._one(view) for view in views]
-        else:
-            tensors = [take(capsule(view)) for view in views]
+        tensors = [_tensor(view) for view in views]
         # What landed on the device is there, and stays as it is.
-        return tensors if self.on_host else [tensor.to(self._place) for tensor in tensors]
+        return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
 
-    def _one(self, view: View) -> Any:
-        kind = _VIEWED.get(view.dtype.name)
-        if kind is None:
-            return dlpack.from_dlpack(capsule(view))
-        return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
-
-    @contextlib.contextmanager
-    def allocating(self) -> Generator[None]:
+    def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
+        place = self.place if self.devices else "cpu"
         with base.full_device("torch", torch.cuda.OutOfMemoryError):
-            yield
-        if self._place.type == "cuda":
+            tensors = [
+                torch.empty(shape, dtype=getattr(torch, kind), device=place)
+                for kind, shape in wanted
+            ]
+        if self.place.type == "cuda":
             # Torch gives memory that was freed to the next tensor on the same stream, where
             # kernels that were started before may still use it.
-            torch.cuda.current_stream(self._place).synchronize()
-
-    def empty(self, dtype: DType, kind: str, shape: tuple[int, ...]) -> tuple[Any, int]:
-        place = self._place if self.devices else "cpu"
-        tensor = torch.empty(shape, dtype=getattr(torch, kind), device=place)
-        return tensor, tensor.data_ptr()
+            torch.cuda.current_stream(self.place).synchronize()
+        return [(tensor, tensor.data_ptr()) for tensor in tensors]
 
     def pool(self, number: int) -> base.Pool | None:
-        if self._place.type != "cuda":
+        if self.place.type != "cuda":
             return None
-        kept = torch.cuda.memory_reserved(self._place) - torch.cuda.memory_allocated(self._place)
+        kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
         return base.Pool(
             self.devices[number].memory_info().free + kept,
             f"torch.cuda.empty_cache() gives back the {kept} bytes that torch keeps for itself, "
             "and allocator='framework' uses them",
         )
+
+
+def _tensor(view: View) -> Any:
+    kind = _VIEWED.get(view.dtype.name)
+    if kind is None:
+        return dlpack.from_dlpack(capsule(view))
+    return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
 
 
 def make(device: object) -> TorchAdapter:
@@ -138,59 +122,50 @@ _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def export(array: Any) -> base.Exported:
     """What is to be saved of a tensor; one on a device is copied when its turn comes."""
-    base.refuse("torch", _refusals(array))
+    base.refuse("torch", _refusal(array), array)
     row = base.row_of("torch", str(array.dtype).removeprefix("torch.").removesuffix("_x2"))
     shape = tuple(array.shape)
     if row.elements > 1:
-        base.refuse("torch", [(not shape, "two elements have no shape []", array.dtype)])
+        base.refuse("torch", None if shape else "two elements have no shape []", array)
         shape = (*shape[:-1], row.elements * shape[-1])
     plain = array.detach()
-    span = _span(plain) if plain.device.type == "cpu" else None
-    return base.Exported(row, shape, lambda: _units(plain), span, packed=True)
-
-
-def _span(array: Any) -> base.Span:
-    first = array.data_ptr()
-    if not array.numel():
-        return first, first
-    # Strides are never negative here.
-    last = sum(step * (n - 1) for step, n in zip(array.stride(), array.shape, strict=True))
-    return first, first + array.element_size() * (last + 1)
+    span = None
+    if plain.device.type == "cpu":
+        span = base.span_of(base.host_units(plain, plain.stride(), plain.element_size()))
+    return base.Exported(row, shape, lambda: _units(plain), span)
 
 
 def _units(plain: Any) -> Any:
-    """A tensor as a NumPy array of integers as wide as its items.
+    """A tensor as a NumPy array of integers as wide as its items, over its memory if possible.
 
-    Over its memory, unless that is on a device, or strided, or a conjugate or negative is still to
-    be taken.
+    Not if it lies on a device, is strided, or is still to be conjugated or negated.
     """
     settled = plain.cpu().resolve_conj().resolve_neg()
     # PyTorch puts strided items in order several times as fast as NumPy would.
     return settled.view(_UNITS[settled.element_size()]).contiguous().numpy()
 
 
-def _refusals(array: Any) -> Iterator[tuple[bool, str, object]]:
-    kind = type(array).__name__
-    dense = isinstance(array, torch.Tensor)
-    yield not dense, "not a tensor; of a module, save state_dict()", kind
-    found = f"{array.dtype}, {array.layout}"
+def _refusal(array: Any) -> str | None:
+    """Why a tensor can't be saved, and what to save instead."""
+    if not isinstance(array, torch.Tensor):
+        return "not a tensor; of a module, save state_dict()"
     kinds = {kind.__name__ for kind in type(array).__mro__ if kind.__module__.startswith("torch.")}
-    parts = "one process's part of a tensor; save x.full_tensor()"
-    yield "DTensor" in kinds, parts, found
-    yield "FakeTensor" in kinds, "a fake tensor has no numbers", found
-    meta = "a tensor on the meta device has no numbers; materialise it first"
-    yield array.is_meta, meta, found
-    lazy = torch.nn.parameter.is_lazy(array)
-    yield lazy, "not initialised yet; run the model once", found
-    yield array.is_nested, "a nested tensor has no one shape; save its parts, x.unbind()", found
-    yield array.is_quantized, "a quantised tensor; save x.int_repr() and its scales", found
-    yield array.layout != torch.strided, "not a dense tensor; save x.to_dense()", found
-    why = "a tensor without memory of its own; save a plain torch.Tensor made of it"
-    yield _memory(array) == 0 and array.numel() > 0, why, kind
-
-
-def _memory(array: Any) -> int:
+    if "DTensor" in kinds:
+        return "one process's part of a tensor; save x.full_tensor()"
+    if "FakeTensor" in kinds:
+        return "a fake tensor has no numbers"
+    if array.is_meta:
+        return "a tensor on the meta device has no numbers; materialise it first"
+    if torch.nn.parameter.is_lazy(array):
+        return "not initialised yet; run the model once"
+    if array.is_nested:
+        return "a nested tensor has no one shape; save its parts, x.unbind()"
+    if array.is_quantized:
+        return "a quantised tensor; save x.int_repr() and its scales"
+    if array.layout != torch.strided:
+        return "not a dense tensor; save x.to_dense()"
     try:
-        return array.data_ptr()
-    except RuntimeError:  # What torch.func and its like wrap has none to show.
-        return 0
+        held = array.data_ptr() != 0 or array.numel() == 0
+    except RuntimeError:  # What torch.func and its like wrap has no address.
+        held = array.numel() == 0
+    return None if held else "a tensor without memory of its own; save a plain torch.Tensor of it"

@@ -1,8 +1,7 @@
 """Memory that mfload owns and counts.
 
-Buffers are anonymous maps on 2 MiB boundaries with huge pages asked for: a read into fresh
-4 KiB pages spends several times as long on page faults as on the copy. A buffer lives until
-the last array over it dies; the arrays refer to it, so nothing has to be freed by hand.
+Buffers are anonymous maps on 2 MiB boundaries with huge pages asked for: a read into fresh 4 KiB
+pages takes several times as long in page faults as in the copy.
 """
 
 from __future__ import annotations
@@ -71,7 +70,12 @@ class _Map:
     __slots__ = ("__array_interface__", "_count", "_held", "_map")
 
     def __init__(self, nbytes: int) -> None:
-        length, lead = _rounded(nbytes)
+        unit = HUGE if nbytes >= _ROUND_FROM else PAGE
+        length, lead = max(-(-nbytes // unit) * unit, unit), 0
+        if unit == HUGE and 0 < nbytes % HUGE <= PAGE:
+            # Weights are often whole huge pages, and a few bytes lead to their place: those go
+            # before the first, or they would cost a huge page at the end.
+            length, lead = nbytes // HUGE * HUGE + PAGE, PAGE
         # The kernel gives no promise of alignment below some versions: ask for room to cut.
         room = length + HUGE if length >= HUGE else length
         try:
@@ -104,24 +108,11 @@ class _Map:
             self._count(-self._held)
 
 
-def _rounded(nbytes: int) -> tuple[int, int]:
-    """Length of the map, and how much of it lies before the first huge page."""
-    unit = HUGE if nbytes >= _ROUND_FROM else PAGE
-    if unit == HUGE and 0 < nbytes % HUGE <= PAGE:
-        # Weights are often whole huge pages, and a few bytes lead to their place: those go
-        # before, or they would cost a huge page at the end.
-        return nbytes // HUGE * HUGE + PAGE, PAGE
-    return max(-(-nbytes // unit) * unit, unit), 0
-
-
 def allocate(nbytes: int) -> Bytes:
-    """A zeroed, writable buffer on a page boundary, in huge pages from 2 MiB up.
+    """A zeroed uint8 array on a page boundary, in huge pages from 2 MiB up.
 
-    Returns:
-        A uint8 array of that length; the memory goes when its last view does.
-
-    Raises:
-        MemoryLimitError: The system has no such memory.
+    The memory goes when its last view does. Raises MemoryLimitError if the system has no such
+    memory.
     """
     return np.asarray(_Map(nbytes))
 
@@ -137,7 +128,7 @@ def live_bytes() -> int:
 
 
 class WorkerSlot:
-    """Reused memory of one worker (see `blocks.Slot`)."""
+    """Memory of one thread, made when first asked for, and reused."""
 
     _held: Bytes | None = None
 
@@ -165,12 +156,10 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:
-    """`madvise(2)` of a range that begins on a page, without the interpreter lock.
+    """`madvise(2)` of a range that begins on a page; raises OSError if the kernel refuses.
 
-    Python's own call keeps the lock, and reading a cold file into a map would stop every thread.
-
-    Raises:
-        OSError: The kernel refused, or the system has no such call (EINVAL).
+    Python's own call keeps the interpreter lock, so reading a cold file into a map would stop every
+    thread.
     """
     libc = _libc()
     if libc is None:
@@ -181,22 +170,19 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
 
 
 def never_forked(array: Any) -> None:
-    """Keeps memory out of forked children as long as it lives; it has its pages to itself."""
+    """Keeps memory, which has its pages to itself, out of forked children as long as it lives."""
     # Systems without the call have nothing to forbid.
     with contextlib.suppress(OSError):
         madvise(array.ctypes.data, array.nbytes, _DONT_FORK)
 
 
 class ForkProtection:
-    """Keeps memory that a disk writes to out of children forked meanwhile.
+    """Keeps buffers that a disk writes to out of children forked meanwhile.
 
-    open(2): O_DIRECT into private memory while the process forks can lose what the disk wrote,
-    on kernels that share the page with the child before it arrives. Every reader enters the
-    context while it reads; the protection ends when the last one has left it, so one that hangs
-    in the kernel keeps it.
-
-    Args:
-        arrays: Buffers, each with its pages to itself.
+    open(2): O_DIRECT into private memory while the process forks can lose what the disk wrote, on
+    kernels that share the page with the child before it arrives. Every reader enters the context
+    while it reads; the protection ends when the last one has left it, so one that hangs in the
+    kernel keeps it. Each buffer has its pages to itself.
     """
 
     def __init__(self, arrays: Sequence[Any] = ()) -> None:

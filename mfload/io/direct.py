@@ -1,7 +1,7 @@
-"""The direct reader: O_DIRECT, past the page cache, for files that it does not hold.
+"""The direct reader: O_DIRECT, for files that the page cache does not hold.
 
-The disk writes straight to its destination where that has the file's own alignment, and to a
-reused slot from which segments are placed where it has not.
+The disk writes straight to the destination if that has the alignment of the file, and otherwise to
+a reused slot from which segments are placed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mfload.io import probes
-from mfload.io.buffers import PAGE
+from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.io.pread import PreadReader, place
-from mfload.planning.blocks import Block, Segment, Slot
+from mfload.planning.blocks import Block
 from mfload.sources.local import LocalFile, OpenFile
 
 log = logging.getLogger("mfload")
@@ -27,27 +27,17 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DirectReader(PreadReader):
-    """Reads blocks of one file with O_DIRECT; falls back to the page cache, and notes it.
-
-    Args:
-        source: The file; it is open until `close`.
-        note: Called with a text when it falls back.
-    """
+    """Reads blocks of one file with O_DIRECT; `note` is told if it falls back to the page cache."""
 
     def __init__(self, source: LocalFile, note: Callable[[str], None] = log.warning) -> None:
         super().__init__(source)
         self._note = note
         self._direct: OpenFile | None = None
-        self._memory_unit = self._file_unit = PAGE
+        self._memory_unit, self._file_unit = probes.direct_alignment(self._file.fd) or (PAGE, PAGE)
         try:
-            units = probes.direct_alignment(self._file.fd)
-            if units is None:
-                raise OSError(errno.EINVAL, "the file takes no O_DIRECT")
-            self._memory_unit, self._file_unit = units
             self._direct = OpenFile(source, os.O_DIRECT)
-            # The ragged ends go through the page cache, without reading ahead of them.
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+            # The unaligned ends go through the page cache, without reading ahead of them.
+            self._advise("POSIX_FADV_RANDOM")
         except OSError as error:
             try:
                 self._fall_back(error)
@@ -55,24 +45,18 @@ class DirectReader(PreadReader):
                 self.close()
                 raise
 
-    def fill(self, block: Block, memory: list[Any], slot: Slot) -> Any | None:
-        """Reads a block into its destinations."""
-        segments = block.segments
-        if self._direct is not None and len(segments) == 1 and self._suits(segments[0], memory):
-            try:
-                self._in_place(segments[0], memory, self._direct)
-            except OSError as error:
-                self._fall_back(error)
-            else:
-                return None
+    def fill(self, block: Block, memory: list[Any], slot: WorkerSlot) -> Any | None:
+        """Reads a block into its places (see `PreadReader`)."""
+        if self._direct is not None and self._filled_in_place(block, memory, self._direct):
+            return None
         if self._direct is None:
             return super().fill(block, memory, slot)
         landed = self.land(block, slot)
         place(landed, block.offset, block, memory)
         return landed
 
-    def land(self, block: Block, slot: Slot) -> Any:
-        """Reads a block into a slot."""
+    def land(self, block: Block, slot: WorkerSlot) -> Any:
+        """Reads a block into a slot, and returns its bytes there."""
         if self._direct is not None:
             start = block.offset // self._file_unit * self._file_unit
             end = block.offset + block.nbytes
@@ -86,25 +70,31 @@ class DirectReader(PreadReader):
                 return landed[block.offset - start : end - start]
         return super().land(block, slot)
 
-    def _suits(self, segment: Segment, memory: list[Any]) -> bool:
-        """Whether the inner part lands on the same alignment in memory as in the file."""
-        if segment.copy is not None or segment.nbytes < _IN_PLACE:
+    def _filled_in_place(self, block: Block, memory: list[Any], direct: OpenFile) -> bool:
+        """Reads a block whose inner part has the same alignment in memory as in the file."""
+        if len(block.segments) != 1:
             return False
-        address = memory[segment.buffer].ctypes.data + segment.at
-        head = -segment.offset % self._file_unit
-        return (address + head) % self._memory_unit == 0
-
-    def _in_place(self, segment: Segment, memory: list[Any], direct: OpenFile) -> None:
-        target = memory[segment.buffer][segment.at : segment.at + segment.nbytes]
-        head = -segment.offset % self._file_unit
-        inner = (segment.nbytes - head) // self._file_unit * self._file_unit
-        for file, start, stop in (
+        offset, nbytes, buffer, at, copy = block.segments[0]
+        if copy is not None or nbytes < _IN_PLACE:
+            return False
+        target = memory[buffer][at : at + nbytes]
+        head = -offset % self._file_unit
+        if (target.ctypes.data + head) % self._memory_unit:
+            return False
+        inner = max(0, nbytes - head) // self._file_unit * self._file_unit
+        parts = (
             (direct, head, head + inner),
             (self._file, 0, head),
-            (self._file, head + inner, segment.nbytes),
-        ):
-            if stop > start:
-                file.read([target[start:stop]], segment.offset + start)
+            (self._file, head + inner, nbytes),
+        )
+        try:
+            for file, start, stop in parts:
+                if stop > start:
+                    file.read([target[start:stop]], offset + start)
+        except OSError as error:
+            self._fall_back(error)
+            return False
+        return True
 
     def _fall_back(self, error: OSError) -> None:
         """Goes on through the page cache; raises what does not refuse O_DIRECT."""
@@ -114,8 +104,11 @@ class DirectReader(PreadReader):
         if self._direct is not None:
             self._direct.close()
             self._direct = None
+        self._advise("POSIX_FADV_NORMAL")
+
+    def _advise(self, advice: str) -> None:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_NORMAL)
+            os.posix_fadvise(self._file.fd, 0, 0, getattr(os, advice))
 
     def close(self) -> None:
         """Closes the file."""

@@ -1,9 +1,7 @@
-"""Engines move blocks: submit a batch, take completions, close.
+"""Threads that fill the blocks of a plan, and how a load waits for them.
 
-An engine is threads, each with a worker that fills one block after another; every blocking call
-in them gives up the interpreter lock, and blocks are large, so Python threads are enough. A
-thread that hangs in the kernel keeps its own reference to the buffers it writes to, so nothing
-it may still write to is ever freed.
+A thread that hangs in the kernel keeps its own references to the buffers that it writes to, so
+nothing that it may still write to is freed.
 """
 
 from __future__ import annotations
@@ -12,291 +10,194 @@ import collections
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple, Protocol
 
-from mfload.io.buffers import ForkProtection, WorkerSlot
-from mfload.planning.blocks import Block, Observer, Reader, stored
+from mfload.io.buffers import WorkerSlot
+from mfload.planning.blocks import Block, stored
+from mfload.runtime import Deadline
 
 # Small blocks are reported together: a queue costs more than a small read.
 _REPORTED_BYTES = 1 << 20
+# How often the loading thread looks up to notice Ctrl-C and the deadline, in seconds.
+_TICK = 0.1
+# How long a cancelled load waits for reads under way; a hung disk may block them forever.
+_GRACE = 5.0
 
 
-class Done(NamedTuple):
-    """What an engine reports: blocks that are in place, or what went wrong.
+class Observer(Protocol):
+    """Sees the stored bytes of blocks right after they came, in the thread that read them."""
 
-    Attributes:
-        error: Why it failed. Default: it did not.
-    """
+    def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
+        """Takes the bytes from `offset` of a source on.
 
-    blocks: int
-    nbytes: int
-    block: Block | None = None
-    error: BaseException | None = None
-
-
-class Engine(Protocol):
-    """Fills blocks in any order, several at once.
-
-    A completion says that blocks are in place and that their slots are free again. Slots are the
-    engine's own: host memory, pinned memory or a device's.
-    """
-
-    def submit(self, blocks: Sequence[Block]) -> None:
-        """Takes blocks to be filled; returns at once."""
-        ...
-
-    def complete(self, timeout: float) -> Done | None:
-        """The next completion; None after `timeout` seconds without one."""
-        ...
-
-    def close(self, grace: float) -> bool:
-        """Stops after the blocks in hand, within `grace` seconds."""
-        ...
-
-
-class Worker(Protocol):
-    """What one thread of an engine does; made and used in that thread."""
-
-    @property
-    def block(self) -> Block | None:
-        """The block at hand, for the error that names it."""
-        ...
-
-    def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
-        """Reads a block, and at least begins to put it in its places.
-
-        Args:
-            stopped: Whether the load was given up meanwhile.
+        Every wanted byte of a source is shown once. Blocks are begun in the order of their pool and
+        end in any order, so an observer may wait for the bytes before, until `stopped` says that
+        the load was given up.
         """
         ...
 
-    def finished(self) -> tuple[int, int]:
-        """Blocks that came to be in place since the last call, and their bytes."""
-        ...
 
-    def drain(self) -> None:
-        """Returns when all that was begun is in place."""
-        ...
+class Share:
+    """The blocks that one thread takes, by iteration, and its report of those in place.
 
-    def close(self) -> None:
-        """Gives back what it holds, once nothing writes to the buffers; never raises."""
-        ...
-
-
-class WorkerPool(NamedTuple):
-    """Threads that share blocks.
-
-    Attributes:
-        bound: A context for each thread, such as the processor cores it is to run on.
-    """
-
-    make: Callable[[], Worker]
-    threads: int
-    bound: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-class ThreadEngine:
-    """Fills blocks in threads (see `Engine`).
-
-    Args:
-        pools: Who shares the work. Without threads, blocks are filled where they are submitted,
-            for loads that are too small to share out.
-        pool_of: Which pool fills a block. Each pool begins its blocks in the order of their
-            submission.
-        protection: Keeps the buffers out of forked children while a thread may write to them.
+    `block` is the current one, for the error that names it.
     """
 
     def __init__(
         self,
-        pools: Sequence[WorkerPool],
-        pool_of: Callable[[Block], int] = lambda _: 0,
-        protection: AbstractContextManager[object] | None = None,
-    ) -> None:
-        self._pools = pools
-        self._pool_of = pool_of
-        self._protection = protection or nullcontext()
-        self._waiting = [collections.deque[Block]() for _ in pools]
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    def submit(self, blocks: Sequence[Block]) -> None:
-        """Takes blocks to be filled, and starts threads for them."""
-        for block in blocks:
-            self._waiting[self._pool_of(block)].append(block)
-        for pool, waiting in zip(self._pools, self._waiting, strict=True):
-            self._start(pool, waiting)
-
-    def _start(self, pool: WorkerPool, waiting: collections.deque[Block]) -> None:
-        if not pool.threads:
-            self._work(pool, waiting)
-        for number in range(min(pool.threads, len(waiting))):
-            # Daemons: a thread that hangs in the kernel must not hold up the exit.
-            thread = threading.Thread(
-                target=self._work, args=(pool, waiting), name="mfload-reader", daemon=True
-            )
-            self._threads.append(thread)
-            try:
-                thread.start()
-            except RuntimeError:
-                # The system gives no more threads: those there are, or this one, do the work.
-                self._threads.pop()
-                if not number:
-                    self._work(pool, waiting)
-                return
-
-    def complete(self, timeout: float) -> Done | None:
-        """The next completion."""
-        try:
-            return self._done.get(timeout=timeout)
-        except queue.Empty:
-            return None
-
-    def close(self, grace: float) -> bool:
-        """Stops the threads."""
-        self._stop.set()
-        end = time.monotonic() + grace
-        for thread in self._threads:
-            # Ctrl-C may have come before the start.
-            if thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
-        while self.complete(0) is not None:
-            pass
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _work(self, pool: WorkerPool, waiting: collections.deque[Block]) -> None:
-        worker: Worker | None = None
-        try:
-            with self._protection, pool.bound():
-                worker = pool.make()
-                self._fill(worker, waiting)
-        except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
-            # Only the first failure is taken, and an error that is never taken would keep itself
-            # alive through this frame, and the buffers with it.
-            if not self._stop.is_set():
-                self._stop.set()
-                self._done.put(Done(0, 0, None if worker is None else worker.block, error))
-        finally:
-            if worker is not None:
-                worker.close()
-
-    def _fill(self, worker: Worker, waiting: collections.deque[Block]) -> None:
-        blocks = nbytes = 0
-        while not self._stop.is_set():
-            try:
-                block = waiting.popleft()
-            except IndexError:
-                worker.drain()
-                block = None
-            else:
-                worker.fill(block, self._stop.is_set)
-            more = worker.finished()
-            blocks, nbytes = blocks + more[0], nbytes + more[1]
-            if blocks and (block is None or nbytes >= _REPORTED_BYTES):
-                self._done.put(Done(blocks, nbytes))
-                blocks = nbytes = 0
-            if block is None:
-                return
-
-
-class Tally:
-    """Counts what is in place, as `Worker.finished` reports it."""
-
-    def __init__(self) -> None:
-        self._blocks = self._nbytes = 0
-
-    def add(self, block: Block) -> None:
-        """Counts a block."""
-        self._blocks += 1
-        self._nbytes += block.nbytes
-
-    def take(self) -> tuple[int, int]:
-        """Blocks and their bytes since the last call."""
-        counted = self._blocks, self._nbytes
-        self._blocks = self._nbytes = 0
-        return counted
-
-
-class HostWorker:
-    """Fills blocks of host memory (see `Worker`).
-
-    Args:
-        open_reader: Opens the reader of a source by its number.
-        observer: Sees what came. Blocks are taken in the order of their submission, so an
-            observer may wait for the ones before.
-    """
-
-    def __init__(
-        self,
-        open_reader: Callable[[int], Reader],
-        memory: list[Any],
-        observer: Observer | None = None,
+        waiting: collections.deque[Block],
+        stopped: Callable[[], bool],
+        report: Callable[[tuple[int, int]], object],
     ) -> None:
         self.block: Block | None = None
-        self._reader = OpenReader(open_reader)
-        self._memory = memory
-        self._observer = observer
-        self._slot = WorkerSlot()
-        self._tally = Tally()
-        self.finished = self._tally.take
-        self.close = self._reader.close
+        self.stopped = stopped
+        self._waiting = waiting
+        self._report = report
+        self._blocks = self._nbytes = 0
 
-    def fill(self, block: Block, stopped: Callable[[], bool]) -> None:
-        """Reads a block into its places."""
-        self.block = block
-        landed = self._reader.of(block.source).fill(block, self._memory, self._slot)
-        if self._observer is not None:
-            for offset, data in stored(block, self._memory, landed):
-                self._observer.saw(block.source, offset, data, stopped)
-        self._tally.add(block)
+    def __iter__(self) -> Iterator[Block]:
+        while not self.stopped():
+            try:
+                self.block = self._waiting.popleft()
+            except IndexError:
+                self.block = None
+                return
+            yield self.block
 
-    def drain(self) -> None:
-        """Does nothing: a block is in place when `fill` returns."""
+    def done(self, block: Block) -> None:
+        """Counts a block that is in place."""
+        self._blocks += 1
+        self._nbytes += block.nbytes
+        if self._nbytes >= _REPORTED_BYTES:
+            self.report()
+
+    def report(self) -> None:
+        """Tells the loading thread what was counted since the last report."""
+        self._report((self._blocks, self._nbytes))
+        self._blocks = self._nbytes = 0
 
 
-def on_host(
-    open_reader: Callable[[int], Reader],
-    memory: list[Any],
-    threads: int,
-    observer: Observer | None = None,
-    unforked: Sequence[Any] = (),
-) -> ThreadEngine:
-    """The engine of buffers in host memory (see `HostWorker`).
+class Pool(NamedTuple):
+    """Blocks in the order in which they are begun, and threads that share them.
 
-    Args:
-        open_reader: Opens the reader of a source by its number.
-        unforked: Those of the buffers that a disk writes to (see `ForkProtection`).
+    Each thread calls `work` once. It is no closure over buffers: an error's traceback would keep
+    them.
     """
-    pool = WorkerPool(lambda: HostWorker(open_reader, memory, observer), threads)
-    return ThreadEngine([pool], protection=ForkProtection(unforked) if unforked else None)
+
+    blocks: Sequence[Block]
+    work: Callable[[Share], None]
+    threads: int
 
 
-class _Closing(Protocol):
-    def close(self) -> None: ...
+class Engine:
+    """Has the threads of several pools fill their blocks; for one use."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self.block: Block | None = None
+        """The block that failed, or one that is waited for when the time is up."""
+        self._pools = pools
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._shares: list[Share] = []
+
+    def run(self, deadline: Deadline, advance: Callable[[int], None] | None = None) -> None:
+        """Returns when all blocks are in place; tells `advance` of the bytes as they come.
+
+        Raises the first error of a thread, or LoadTimeoutError. Threads are joined first; one that
+        hangs in the kernel is left behind with its buffers.
+        """
+        blocks = [block for pool in self._pools for block in pool.blocks]
+        left = len(blocks)
+        last = time.monotonic()
+        try:
+            for pool in self._pools:
+                self._start(pool)
+            while left:
+                count = nbytes = 0
+                with suppress(queue.Empty):
+                    wait = max(0.0, min(_TICK, deadline.left()))
+                    count, nbytes = self._reports.get(timeout=wait)
+                if self._error is not None:
+                    raise self._error
+                if deadline.left() <= 0:
+                    at_hand = (share.block for share in self._shares if share.block is not None)
+                    self.block = next(at_hand, blocks[-left])
+                    raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data")
+                if count:
+                    left -= count
+                    last = time.monotonic()
+                    if advance is not None:
+                        advance(nbytes)
+        finally:
+            self._stop.set()
+            end = time.monotonic() + min(_GRACE, max(0.0, deadline.left()))
+            for thread in self._threads:
+                # It never ran if the system refused it, or if Ctrl-C came first.
+                if thread.ident is not None:
+                    thread.join(max(0.0, end - time.monotonic()))
+            self._error = None  # It would keep itself alive, and the buffers in its frames.
+
+    def _start(self, pool: Pool) -> None:
+        waiting = collections.deque(pool.blocks)
+        started = 0
+        # If the system gives no more threads, those there are do the work, or else this one.
+        with suppress(RuntimeError):
+            for _ in range(min(pool.threads, len(waiting))):
+                # Daemons: a thread that hangs in the kernel must not hold up the exit.
+                thread = threading.Thread(
+                    target=self._work, args=(pool.work, waiting), name="mfload-reader", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+                started += 1
+        if waiting and not started:
+            self._work(pool.work, waiting)
+
+    def _work(self, work: Callable[[Share], None], waiting: collections.deque[Block]) -> None:
+        share = Share(waiting, self._stop.is_set, self._reports.put)
+        self._shares.append(share)
+        try:
+            work(share)
+            share.report()
+        except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
+            # Only the first failure is taken.
+            if not self._stop.is_set():
+                self.block, self._error = share.block, error
+                self._stop.set()
+                self._reports.put((0, 0))
 
 
-AnyReader = TypeVar("AnyReader", bound=_Closing)
+def fill(
+    open_reader: Callable[[int], Any],
+    memory: list[Any],
+    observer: Observer | None,
+    protection: AbstractContextManager[object],
+    share: Share,
+) -> None:
+    """Reads blocks into their places in host memory, with a `PreadReader` for each source.
 
-
-class OpenReader(Generic[AnyReader]):
-    """The reader of the source at hand; blocks of one source mostly follow each other."""
-
-    def __init__(self, open_reader: Callable[[int], AnyReader]) -> None:
-        self._open = open_reader
-        self._reader: AnyReader | None = None
-        self._source = -1
-
-    def of(self, source: int) -> AnyReader:
-        """The reader of a source."""
-        if self._reader is None or source != self._source:
-            self.close()
-            self._reader, self._source = self._open(source), source
-        return self._reader
-
-    def close(self) -> None:
-        """Closes the one that is open."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
+    `protection` is a `ForkProtection` of the buffers that a disk writes to.
+    """
+    slot, reader, source = WorkerSlot(), None, -1
+    with protection:
+        try:
+            for block in share:
+                # Blocks of one source mostly follow each other.
+                if reader is None or block.source != source:
+                    if reader is not None:
+                        reader.close()
+                        reader = None
+                    reader, source = open_reader(block.source), block.source
+                landed = reader.fill(block, memory, slot)
+                if observer is not None:
+                    for offset, data in stored(block, memory, landed):
+                        observer.saw(source, offset, data, share.stopped)
+                landed = data = None  # A longer slot replaces this one.
+                share.done(block)
+        finally:
+            if reader is not None:
+                reader.close()

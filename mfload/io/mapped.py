@@ -1,8 +1,7 @@
 """Private maps of files: nothing is copied, and nothing written reaches the file.
 
-A file cut short after it was mapped kills the process that touches the missing part. During
-the load the kernel is asked to bring the pages in, which reports such a file as an error;
-afterwards the danger is the user's choice of this engine.
+A file cut short after it was mapped kills the process that touches the missing part. Bringing the
+pages in during the load reports it as an error; later it is a risk of this engine.
 """
 
 from __future__ import annotations
@@ -25,18 +24,11 @@ _PART = 64 << 20
 
 
 def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
-    """Maps a file privately and brings ranges of it in.
+    """A writable uint8 array over a private map of a file, with ranges of it brought in.
 
-    Args:
-        ranges: (first byte, length) of what will be used.
-
-    Returns:
-        A writable uint8 array over the whole file; writing to it copies the page.
-
-    Raises:
-        SourceChangedError: The file is shorter than its header said.
-        ReadError: The device failed.
-        MemoryLimitError: The system has no room for the map.
+    `ranges` are (first byte, length) of what will be used. Raises SourceChangedError if the file is
+    shorter than its header said, ReadError if the device failed, and MemoryLimitError if the system
+    has no room for the map.
     """
     with OpenFile(source) as opened:
         try:

@@ -1,4 +1,4 @@
-"""Questions to the kernel, each with a plain answer where the kernel has none."""
+"""Questions to the kernel, each with a plain answer if the kernel has none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +28,9 @@ def _syscall() -> ctypes._NamedFuncPointer | None:  # pyright: ignore[reportPriv
 
 
 def cached_share(fd: int, nbytes: int, start: int = 0) -> float | None:
-    """The share of the pages of `nbytes` from `start` that the page cache holds.
+    """The share of the pages of `nbytes` from `start` that the page cache holds; None if unknown.
 
-    None where unknown. `cachestat(2)` looks without touching; a read with RWF_NOWAIT would
-    start read-ahead.
+    `cachestat(2)` looks without touching; a read with RWF_NOWAIT would start read-ahead.
     """
     call = _syscall()
     if call is None or nbytes == 0:
@@ -43,11 +44,9 @@ def cached_share(fd: int, nbytes: int, start: int = 0) -> float | None:
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """(memory, offset) alignment in bytes that O_DIRECT needs on this file.
+    """(memory, offset) alignment in bytes that O_DIRECT needs; None if the file takes no O_DIRECT.
 
-    Returns:
-        None where the file takes no O_DIRECT; (4096, 4096), which every disk takes,
-        where the kernel or the file system does not say.
+    If kernel or file system do not say, (4096, 4096), which every disk takes.
     """
     if not hasattr(os, "O_DIRECT"):
         return None
@@ -68,14 +67,60 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
 def memory_room(root: Path = Path("/")) -> tuple[int, str] | None:
     """Bytes that can still be allocated before the kernel kills a process, and what limits them.
 
-    The smallest of the machine's available memory (with swap) and what each control group
-    above this process leaves, page cache counted as free.
-
-    Args:
-        root: Where `proc` and `sys` are; tests lay made-up trees.
+    The smallest of the machine's available memory (with swap) and what each control group above
+    this process leaves, page cache counted as free. `root` is where `proc` and `sys` are.
     """
-    rooms = [*_machine_room(root), *_cgroup_rooms(root)]
-    return min(rooms) if rooms else None
+    rooms = list(_cgroup_rooms(root))
+    machine = _sizes(root / "proc/meminfo")
+    if "MemAvailable" in machine:
+        room = machine["MemAvailable"] + machine.get("SwapFree", 0)
+        rooms.append((room, "available memory of the machine"))
+    return min(rooms, default=None)
+
+
+# Of each version of control groups: the line of /proc/self/cgroup, the folder, and the files
+# that hold the limit and what is used of it.
+_CGROUPS = (
+    (r"^0::(.*)$", ".", "memory.max", "memory.current"),
+    (
+        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(.*)$",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+    ),
+)
+
+
+def _cgroup_rooms(root: Path) -> Iterator[tuple[int, str]]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text()
+    except OSError:
+        return
+    for line, folder, most, current in _CGROUPS:
+        mount = root / "sys/fs/cgroup" / folder
+        inside = re.search(line, lines, re.MULTILINE)
+        innermost = mount / inside[1].strip().lstrip("/") if inside else root
+        for group in (innermost, *innermost.parents):
+            if group != mount and mount not in group.parents:
+                break
+            try:
+                limit, used = int((group / most).read_text()), int((group / current).read_text())
+                stat = (group / "memory.stat").read_text()
+            except (OSError, ValueError):
+                continue  # No limit reads "max".
+            cache = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)))
+            name = f"memory limit of control group /{group.relative_to(mount)}"
+            yield max(0, limit - used + cache), name
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Bytes by name, of a file with lines such as "MemFree:  5 kB"; none if it can't be read."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    return {name: int(number) << 10 for name, number in found}
 
 
 class ProcessLimit(NamedTuple):
@@ -89,65 +134,20 @@ class ProcessLimit(NamedTuple):
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
     """The limits that are set (`ulimit -v`, `ulimit -d`), and what is used of them.
 
-    Args:
-        root: Where `proc` is; tests lay made-up trees.
+    `root` is where `proc` is.
     """
     try:
         import resource  # Not on Windows.
     except ImportError:
         return []
-    asked = (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData"))
-    limits = {name: resource.getrlimit(getattr(resource, name))[0] for name, _ in asked}
-    if all(limit == resource.RLIM_INFINITY for limit in limits.values()):
-        return []
-    try:
-        lines = (root / "proc/self/status").read_text().splitlines()
-    except OSError:
-        return []
-    table = {key: rest.split() for key, _, rest in (line.partition(":") for line in lines)}
-    return [
-        ProcessLimit(name, limits[name], int(table[key][0]) << 10)
-        for name, key in asked
-        if limits[name] != resource.RLIM_INFINITY and key in table
-    ]
-
-
-def _machine_room(root: Path) -> list[tuple[int, str]]:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        table = {key: int(rest.split()[0]) << 10 for key, rest in (x.split(":") for x in lines)}
-        room = table["MemAvailable"] + table.get("SwapFree", 0)
-    except (OSError, KeyError, ValueError, IndexError):
-        return []
-    return [(room, "available memory of the machine")]
-
-
-def _cgroup_rooms(root: Path) -> list[tuple[int, str]]:
-    mount = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        inside = next(x.split("::", 1)[1] for x in lines if x.startswith("0::"))
-    except (OSError, StopIteration):
-        return []
-    group = mount / inside.strip().lstrip("/")
-    rooms: list[tuple[int, str]] = []
-    while group == mount or mount in group.parents:
-        room = _cgroup_room(group)
-        if room is not None:
-            rooms.append((room, f"memory limit of control group /{group.relative_to(mount)}"))
-        group = group.parent
-    return rooms
-
-
-def _cgroup_room(group: Path) -> int | None:
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None  # No limit reads "max", which is no number.
-    cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-    return max(0, limit - used + cache)
+    found: list[ProcessLimit] = []
+    for name, key in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+        limit, _ = resource.getrlimit(getattr(resource, name))
+        if limit != resource.RLIM_INFINITY:
+            used = _sizes(root / "proc/self/status")
+            if key in used:
+                found.append(ProcessLimit(name, limit, used[key]))
+    return found
 
 
 def cores() -> int:

@@ -31,15 +31,15 @@ class Leg(NamedTuple):
     file: str
     engine: str
     why: str
-    cached: float | None
+    cached: float | None = None
     direct: bool = False
 
 
 PastHost = Callable[[str, int | None], tuple[bool, str]]
-"""Whether the bytes of a file can go to a device past host memory, and why, for people.
+"""Whether cuFile is to read a file onto devices, and why, in words.
 
-Called with the path, and the bytes that the load reads from disk (they tell whether a long look is
-worth it; None if the user asked for it).
+Called with the path, and the bytes that the load reads from disk (they tell whether a probe is
+worth its time; None if the user asked for cuFile).
 """
 
 
@@ -49,6 +49,19 @@ def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, .
     for source, nbytes in wanted:
         legs.append(_logged(_leg(source, nbytes, engine), engine))
     return tuple(legs)
+
+
+def choose_onto_device(
+    wanted: Sequence[tuple[LocalFile, int]], engine: str, past: PastHost
+) -> tuple[Leg, ...]:
+    """The same for files of which something lands on a device.
+
+    The engines "pread" and "direct" say how the pinned stage reads.
+    """
+    inner = "auto" if engine in _ON_DEVICES else engine
+    legs = [_leg(source, nbytes, inner, buffers.PAGE) for source, nbytes in wanted]
+    cold = sum(nbytes for leg, (_, nbytes) in zip(legs, wanted, strict=True) if leg.direct)
+    return tuple(_logged(_onto_device(leg, engine, cold, past), engine) for leg in legs)
 
 
 def _logged(leg: Leg, asked: str) -> Leg:
@@ -64,45 +77,28 @@ def _logged(leg: Leg, asked: str) -> Leg:
 def _leg(source: LocalFile, nbytes: int, engine: str, unit: int | None = None) -> Leg:
     """The leg of a file; `unit` is the most bytes to which direct reads may have to round."""
     if engine == "auto" and nbytes < _SMALL:
-        # Not worth a look at the cache; and what is read bit by bit had better stay in it.
-        return Leg(source.path, "pread", "small read", None)
+        # Not worth asking the cache, and small reads of one file should find it there again.
+        return Leg(source.path, "pread", "small read")
     if engine in ("pread", "mmap"):
-        return Leg(source.path, engine, "asked for", None)
-    asked, engine = engine, "auto" if engine in _ON_DEVICES else engine
-    prefix = "" if asked == engine else f"{asked} asked for, and nothing lands on a device; "
+        return Leg(source.path, engine, "asked for")
     with OpenFile(source) as opened:
         units = probes.direct_alignment(opened.fd)
         takes = units is not None and (unit is None or units[1] <= unit)
+        if engine == "direct" and takes:
+            return Leg(source.path, "direct", "asked for", direct=True)
         if engine == "direct":
-            if takes:
-                return Leg(source.path, engine, "asked for", None, direct=True)
-            why = "direct asked for; the file takes no O_DIRECT"
-            return Leg(source.path, "pread", why, None)
+            return Leg(source.path, "pread", "direct asked for; the file takes no O_DIRECT")
         cached = probes.cached_share(opened.fd, source.size)
-    if cached is None:
-        why = f"{prefix}the kernel does not say what it caches"
+    why = "the kernel does not say what it caches"
+    if cached is not None:
+        why = f"{cached:.0%} in the page cache"
+    if engine != "auto":
+        why = f"{engine} asked for, and nothing lands on a device; {why}"
+    if cached is None or cached >= _WARM:
         return Leg(source.path, "pread", why, cached)
-    share = f"{prefix}{cached:.0%} in the page cache"
-    if cached >= _WARM:
-        return Leg(source.path, "pread", share, cached)
     if not takes:
-        return Leg(source.path, "pread", f"{share}, but the file takes no O_DIRECT", cached)
-    return Leg(source.path, "direct", share, cached, direct=True)
-
-
-def choose_onto_device(
-    wanted: Sequence[tuple[LocalFile, int]], engine: str, past: PastHost
-) -> tuple[Leg, ...]:
-    """Chooses an engine for each file of which something lands on a device.
-
-    Args:
-        wanted: The files, with the bytes that are to be read of each.
-        engine: As for `choose`; "pread" and "direct" say how the pinned stage reads.
-    """
-    inner = "auto" if engine in _ON_DEVICES else engine
-    legs = [_leg(source, nbytes, inner, buffers.PAGE) for source, nbytes in wanted]
-    cold = sum(n for leg, (_, n) in zip(legs, wanted, strict=True) if leg.direct)
-    return tuple(_logged(_onto_device(leg, engine, cold, past), engine) for leg in legs)
+        return Leg(source.path, "pread", f"{why}, but the file takes no O_DIRECT", cached)
+    return Leg(source.path, "direct", why, cached, direct=True)
 
 
 def _onto_device(leg: Leg, engine: str, cold: int, past: PastHost) -> Leg:

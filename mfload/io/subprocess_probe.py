@@ -9,11 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from types import UnionType
 from typing import Any, NamedTuple
 
-# A probe that its parent can't kill any more, because that was killed itself, ends by an alarm of
-# the kernel's, also where it spins in a library.
+# If the parent is killed, the kernel's alarm ends the probe, even one that spins in a library.
 _ALARMED = """
 import runpy, signal, sys
 seconds, module = int(sys.argv[1]), sys.argv[2]
@@ -27,37 +25,10 @@ _LONG = 1 << 20  # Seconds that an alarm takes.
 
 
 class Answer(NamedTuple):
-    """What a probe said.
-
-    Attributes:
-        data: The table that it printed, None where it did not come to that.
-        trouble: Why not: "timeout", "crash" and the like with what is known of it; else empty.
-        late: Whether it was killed because it took too long.
-    """
+    """The table that a probe printed, or what kept it from that."""
 
     data: Any
     trouble: str = ""
-    late: bool = False
-
-    def of(self, **kinds: type | UnionType) -> Answer:
-        """The answer if it has what it should, else one that says that it makes no sense.
-
-        Args:
-            kinds: What it has where it tells of no error, by name.
-        """
-        if self.trouble:
-            return self
-        found = self.data
-        if not isinstance(found, dict):
-            return SENSELESS
-        wanted = {"error": str} if "error" in found else kinds
-        if all(name in found and isinstance(found[name], wanted[name]) for name in wanted):
-            return self
-        return SENSELESS
-
-
-SENSELESS = Answer(None, "an answer that makes no sense")
-"""What stands for an answer that is not what was asked for."""
 
 
 def ask(
@@ -66,11 +37,10 @@ def ask(
     timeout: float | None,
     environment: Mapping[str, str] | None = None,
 ) -> Answer:
-    """Runs a module and reads the table, as JSON, that it prints last.
+    """Runs a module and reads the JSON table that it prints last.
 
-    Args:
-        timeout: Seconds; then it is killed with all that it has started. None for ever.
-        environment: Variables that differ from those of this process.
+    After `timeout` seconds it is killed with all that it has started. `environment` are variables
+    that differ from those of this process.
     """
     if getattr(sys, "frozen", False):
         return Answer(None, "can't be asked: this program is frozen, and would start itself")
@@ -91,17 +61,22 @@ def ask(
         printed, said = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         _kill(child)
-        return Answer(None, f"no answer within {round(timeout or 0, 2):g} s", late=True)
+        return Answer(None, f"no answer within {round(timeout or 0, 2):g} s")
     except BaseException:
         _kill(child)
         raise
     if child.returncode < 0:
-        return Answer(None, f"crashed with {_signal(-child.returncode)}{_last(said)}")
+        number = -child.returncode
+        name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+        return Answer(None, f"crashed with {name}{_last(said)}")
     try:
         # Libraries may print before it.
-        return Answer(json.loads(printed.strip().rpartition(b"\n")[2])).of()
+        found = json.loads(printed.strip().rpartition(b"\n")[2])
     except (ValueError, RecursionError):
         return Answer(None, f"ended with {child.returncode}{_last(said)}")
+    if not isinstance(found, dict):
+        return Answer(None, "an answer that makes no sense")
+    return Answer(found)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -117,13 +92,6 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         child.wait(1)
     except subprocess.TimeoutExpired:
         child.returncode = -signal.SIGKILL  # Or Python would wait for it later.
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # Real-time signals have no names.
-        return f"signal {number}"
 
 
 def _last(said: bytes) -> str:

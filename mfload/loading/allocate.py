@@ -1,4 +1,4 @@
-"""Memory for a plan's buffers: mfload's own, the framework's, a device's, or a map of a file."""
+"""Memory of a load: whether there is enough, and what each buffer lies in."""
 
 from __future__ import annotations
 
@@ -7,18 +7,60 @@ from typing import Any
 
 from mfload import errors
 from mfload.frameworks.base import Adapter, Lent
-from mfload.io import buffers
-from mfload.planning.planner import Plan
+from mfload.io import buffers, probes
+from mfload.planning.plan import Plan
+from mfload.report import human
 from mfload.sources.local import LocalFile
+
+# For less, files of the system are not read: they take some 0.1 ms.
+_WORTH_ASKING = 16 << 20
+
+
+def check_host(needed: int, mapped: int = 0) -> None:
+    """Refuses a load that can't have its memory, or would have the kernel kill the process.
+
+    It needs bytes of memory, and bytes of files that it maps. Raises MemoryLimitError if that does
+    not fit in what the process, a control group or the machine has.
+    """
+    for limit in probes.process_limits():
+        if needed + mapped > limit.limit - limit.used:
+            raise errors.MemoryLimitError(
+                f"the load does not fit in {limit.name}, the limit of this process",
+                expected=f"{human(needed + mapped)} for the result and what it takes to load it",
+                found=f"{limit.name} {human(limit.limit)}, in use {human(limit.used)}",
+            )
+    room = probes.memory_room() if needed >= _WORTH_ASKING else None
+    if room is not None and needed > room[0]:
+        raise errors.MemoryLimitError(
+            f"the load does not fit in the {room[1]}",
+            expected=f"{needed} bytes",
+            found=f"{room[0]} bytes free",
+        )
+
+
+def check_device(adapter: Adapter, number: int, own: int, lent: int) -> None:
+    """Raises MemoryLimitError if mfload's own bytes, or those lent by the framework, don't fit."""
+    device, pool = adapter.devices[number], adapter.pool(number)
+    room = device.memory_info()
+    advice = "" if pool is None else f"; {pool.advice}"
+    if own > room.free:
+        raise errors.MemoryLimitError(
+            f"the load does not fit on {device.name}{advice}",
+            expected=f"{own} bytes ({human(own)}) beside what {adapter.name} holds",
+            found=f"{room.free} bytes free of {room.total}",
+        )
+    if lent and pool is not None and pool.free is not None and lent > pool.free:
+        raise errors.MemoryLimitError(
+            f"the load does not fit in the memory that {adapter.name} has on {device.name}{advice}",
+            expected=f"{lent} bytes ({human(lent)})",
+            found=f"{pool.free} bytes free",
+        )
 
 
 def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
     """The framework's own arrays, filled in place, by the number of their buffer."""
-    places = [
-        place
-        for place, (_, owner, _) in zip(plan.places, plan.allocations, strict=True)
-        if owner == "framework"
-    ]
+    pairs = zip(plan.places, plan.allocations, strict=True)
+    places = [place for place, allocation in pairs if allocation.owner == "framework"]
     lent = adapter.lend([place.request for place in places]) if places else []
     return {place.buffer: each for place, each in zip(places, lent, strict=True)}
 
@@ -28,9 +70,7 @@ def allocate(
 ) -> list[Any]:
     """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
 
-    Raises:
-        MemoryLimitError: The system or a device refused memory.
-        SourceChangedError: A file to be mapped has shrunk.
+    Raises MemoryLimitError if memory is refused, SourceChangedError if a file to map has shrunk.
     """
     memory: list[Any] = []
     for number, (nbytes, source, device) in enumerate(plan.buffers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from mfload import errors, frameworks
@@ -12,7 +11,7 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Index, TensorInfo
 from mfload.loading.session import Loader
 from mfload.options import Options, started
-from mfload.planning.requests import Request, select
+from mfload.planning.request import Request, select
 from mfload.sources.local import LocalFile
 
 
@@ -33,9 +32,7 @@ class LazyCheckpoint:
         device: object,
         options: Options,
     ) -> None:
-        self._index = index
-        self._sources = sources
-        self._adapter = adapter
+        self._index, self._sources, self._adapter = index, sources, adapter
         self._arguments = (device, options)
         self._closed = False
 
@@ -70,16 +67,19 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        return self._load([name])[0]
+        row = self.info(name)
+        return self._load([Request(row, row.dtype)])[0]
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Several tensors, read together; all of them where no names are given.
+        """Several tensors, read together. Default: all.
 
         Raises:
             TensorNotFoundError: A name is missing.
         """
         wanted = list(dict.fromkeys(self.offset_keys() if names is None else names))
-        return dict(zip(wanted, self._load(wanted), strict=True))
+        rows = map(self.info, wanted)
+        arrays = self._load([Request(row, row.dtype) for row in rows])
+        return dict(zip(wanted, arrays, strict=True))
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the bytes that the index needs are read.
@@ -87,17 +87,11 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        return TensorSlice(self, self._opened()[name])
+        return TensorSlice(self, self.info(name))
 
-    def _load(self, names: list[str]) -> list[Any]:
-        index = self._opened()
-        rows = [index[name] for name in names]
-        return self._fetch([Request(row, row.dtype) for row in rows])
-
-    def _fetch(self, requests: list[Request]) -> list[Any]:
-        index = self._opened()
+    def _load(self, requests: list[Request]) -> list[Any]:
         options = started(self._arguments[1])
-        return Loader(index, self._sources, self._adapter, options).load(requests)
+        return Loader(self._opened(), self._sources, self._adapter, options).load(requests)
 
     def _opened(self) -> Index:
         if self._closed:
@@ -121,28 +115,19 @@ class LazyCheckpoint:
         self._opened()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         files = self._index.files
         where = files[0] if len(files) == 1 else f"{len(files)} files"
-        return (
-            f"<mfload checkpoint: {len(self._index)} tensors in {where}, for {self._adapter.name}>"
-        )
+        count, framework = len(self._index), self._adapter.name
+        return f"<mfload checkpoint: {count} tensors in {where}, for {framework}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = self._arguments
-        state = self._index.files, self._adapter.name, arguments, self._identities(), self._closed
-        return _reopen, state
-
-    def _identities(self) -> tuple[Any, ...]:
-        return tuple(source.identity for source in self._sources)
+        identities = tuple(source.identity for source in self._sources)
+        name = self._adapter.name
+        return _reopen, (self._index.files, name, self._arguments, identities, self._closed)
 
 
 def _reopen(
@@ -197,7 +182,7 @@ class TensorSlice:
         with errors.about(file=opened.file_of(self._info)):
             selection = select(self._info, index)
         request = Request(self._info, self._info.dtype, selection)
-        return opened._fetch([request])[0]  # pyright: ignore[reportPrivateUsage]
+        return opened._load([request])[0]  # pyright: ignore[reportPrivateUsage]
 
     def __repr__(self) -> str:
         return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"

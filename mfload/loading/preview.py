@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mfload.io.route import Leg
-from mfload.planning.planner import Plan
-from mfload.report import html_table, human, table
+from mfload.planning.plan import Plan
+from mfload.report import Printable, counted, human
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """What a load would do: the plan, which is pure, and beside it this machine's route.
+@dataclass(frozen=True, slots=True, repr=False)
+class Preview(Printable):
+    """What a load would do: the plan, which is the same on every machine, and this one's route.
 
     Attributes:
         plan: Buffers, blocks and places.
@@ -22,7 +22,7 @@ class Preview:
             be copied.
         threads: Readers at once.
         notes: What else was decided without being asked for.
-        read_bytes: Bytes that would be read, in all waves.
+        read_bytes: Bytes that would be read, in all batches.
         wanted_bytes: Those of them that tensors want.
         copied_bytes: Bytes that would be copied in memory after they were read, at most: those
             that pass through a slot, and those of tensors that the framework copies.
@@ -31,7 +31,7 @@ class Preview:
             (`Report.peak_bytes` says what a load held). Maps of files and the framework's own
             memory are not counted.
         device_overhead_bytes: The most that would be held beside the result in the memory of any
-            device: slots of a way past the host, elements that wait to be converted, or tensors
+            device: slots of reads past the host, elements that wait to be converted, or tensors
             that wait to be copied there.
         exchanged_bytes: Bytes that would come from other processes.
         processes: How many would load together.
@@ -63,23 +63,23 @@ class Preview:
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
-        made = self.plan.device_bytes
+        plan = self.plan
         return {
             "framework": self.framework,
             "tensors": self.tensors,
-            "parts": len(self.plan.places),
-            "result_bytes": self.plan.result_bytes,
+            "parts": len(plan.places),
+            "result_bytes": plan.result_bytes,
             "read_bytes": self.read_bytes,
             "over_read_bytes": self.over_read_bytes,
             "exchanged_bytes": self.exchanged_bytes,
             "copied_bytes": self.copied_bytes,
-            "mapped_bytes": self.plan.mapped_bytes,
-            "buffers": len(self.plan.buffers),
-            "buffer_bytes": self.plan.buffer_bytes,
-            "blocks": len(self.plan.blocks),
+            "mapped_bytes": plan.mapped_bytes,
+            "buffers": len(plan.buffers),
+            "buffer_bytes": plan.buffer_bytes,
+            "blocks": len(plan.blocks),
             "overhead_bytes": self.overhead_bytes,
             "peak_bytes": self.peak_bytes,
-            "device_bytes": sum(made.values()),
+            "device_bytes": sum(plan.device_bytes.values()),
             "device_overhead_bytes": self.device_overhead_bytes,
             "processes": self.processes,
             "threads": self.threads,
@@ -89,44 +89,36 @@ class Preview:
 
     def rows(self) -> list[tuple[str, str]]:
         """What it prints: names and values."""
-        made = self.plan
-        tensors = f"{self.tensors} {self.framework} tensors, {human(made.result_bytes)}"
-        if len(made.places) > self.tensors:
-            tensors += f" in {len(made.places)} parts"
-        over = human(self.over_read_bytes)
+        plan, devices = self.plan, self.plan.device_bytes
+        tensors = f"{counted(self.tensors, f'{self.framework} tensor')}, {human(plan.result_bytes)}"
+        if len(plan.places) > self.tensors:
+            tensors += f" in {len(plan.places)} parts"
+        blocks, over = counted(len(plan.blocks), "block"), human(self.over_read_bytes)
         rows = [
             ("result", tensors),
-            ("read", f"{human(self.read_bytes)} in {len(made.blocks)} blocks, {over} unwanted"),
-            *self._exchange(),
+            ("read", f"{human(self.read_bytes)} in {blocks}, {over} unwanted"),
+        ]
+        if self.processes > 1:
+            others = f"{self.processes - 1} other processes"
+            rows.append(("exchanged", f"{human(self.exchanged_bytes)} from {others}"))
+        rows += [
             ("copied", f"at most {human(self.copied_bytes)} in memory, once they are read"),
-            ("mapped", human(made.mapped_bytes)),
-            ("buffers", f"{len(made.buffers)}, {human(made.buffer_bytes)} of memory"),
+            ("mapped", human(plan.mapped_bytes)),
+            ("buffers", f"{len(plan.buffers)}, {human(plan.buffer_bytes)} of memory"),
             ("overhead", f"at most {human(self.overhead_bytes)} beyond the buffers"),
             ("peak", f"at most {human(self.peak_bytes)} in mfload's buffers"),
-            *self._devices(),
-            ("threads", str(self.threads)),
         ]
+        if devices:
+            beside = f"at most {human(self.device_overhead_bytes)} beside it on each"
+            held = human(sum(devices.values()))
+            rows.append(("devices", f"{held} on {len(devices)}, {beside}"))
+        rows.append(("threads", str(self.threads)))
         rows += [("route", f"{leg.file}: {leg.engine} ({leg.why})") for leg in self.route[:16]]
         if len(self.route) > 16:
             rows.append(("route", f"… and {len(self.route) - 16} more files"))
         return rows + [("note", note) for note in self.notes]
 
-    def _devices(self) -> list[tuple[str, str]]:
-        held = self.plan.device_bytes
-        if not held:
-            return []
-        beside = human(self.device_overhead_bytes)
-        where = f"{human(sum(held.values()))} on {len(held)}, at most {beside} beside it on each"
-        return [("devices", where)]
-
-    def _exchange(self) -> list[tuple[str, str]]:
-        if self.processes == 1:
-            return []
-        handed = f"{human(self.exchanged_bytes)} from {self.processes - 1} other processes"
-        return [("exchanged", handed)]
-
-    def __str__(self) -> str:
-        return table(self.rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.rows())
+    def __repr__(self) -> str:
+        engines = ", ".join(dict.fromkeys(leg.engine for leg in self.route)) or "none"
+        size = human(self.plan.result_bytes)
+        return f"<mfload plan: {self.tensors} {self.framework} tensors, {size}, engine {engines}>"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mfload import errors, frameworks
 from mfload.dtypes import DType
 from mfload.index import Box, TensorInfo
-from mfload.planning.requests import Request, Share, boxed
+from mfload.planning.request import Request, Share, boxed
 
 if TYPE_CHECKING:  # Imports JAX.
     from mfload.mesh.jax_backend import JaxBackend
+
+
+MESH_GAP = 64 << 10
+"""The `Costs.merge_gap` of loads onto a mesh: to read a part of a row by a call of its own costs as
+much as to read some 100 KiB over (2 cores, page cache). Disks and networks are slower than that."""
 
 
 class TensorShares(NamedTuple):
@@ -57,3 +62,9 @@ def requests(wanted: Iterable[TensorShares]) -> dict[int, list[Request]]:
                 Request(info, dtype, selection, checked, numbers) for numbers in each
             )
     return made
+
+
+def stored_bytes(requests: Sequence[Request]) -> int:
+    """Bytes of the files that requests want, each part counted once."""
+    seen = {(request.info.name, request.selection): request for request in requests}
+    return sum(request._replace(dtype=request.info.dtype).nbytes for request in seen.values())

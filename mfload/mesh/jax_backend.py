@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,25 +14,23 @@ from mfload import errors
 from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.dtypes import DType
-from mfload.frameworks import base, jax_memory
+from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, collect_copied, lend
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
-from mfload.mesh import jax_processes, jax_shardings
+from mfload.mesh import jax_processes, jax_specs
 from mfload.options import LoadOptions
-from mfload.planning.memory import Allocation
-from mfload.planning.requests import Request, Share
+from mfload.planning.request import Allocation, Request, Share
 from mfload.runtime import Deadline
 
 Shape = tuple[int, ...]
 
 
 class Spot(NamedTuple):
-    """Where a shard lies."""
+    """A device, and the kind of its memory; None for the one that arrays lie in by default."""
 
     device: Any
     kind: str | None
-    """The device's memory; None for the one that arrays lie in by default."""
 
 
 class JaxBackend:
@@ -44,10 +42,18 @@ class JaxBackend:
 
     def __init__(self) -> None:
         self.rank: int = jax.process_index()
-        self.spots: list[Spot] = []
-        """Those of this process, by number."""
-        self._numbers: dict[int, dict[Spot, int]] = {}
+        self._spots: dict[int, list[Spot]] = {self.rank: []}  # Of each process, by number.
         self._shares: dict[tuple[Any, Shape], tuple[Share, ...]] = {}
+
+    @staticmethod
+    def all_processes() -> tuple[int, ...]:
+        """The processes of the program."""
+        return tuple(range(jax.process_count()))
+
+    @staticmethod
+    def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
+        """The processes that take part in a load (see `jax_specs.processes`)."""
+        return jax_specs.processes(jax_specs.mesh_of(mesh, shardings), shardings)
 
     def resolve(
         self,
@@ -55,43 +61,42 @@ class JaxBackend:
         mesh: Any,
         shardings: Any,
         unmatched: str,
-        notes: list[str],
         known: Iterable[str],
     ) -> list[Any]:
-        """A sharding for each whole tensor (see `jax_shardings.resolve`)."""
-        made = jax_shardings.resolve(
-            [(request.info.name, request.info.shape) for request in requests],
-            jax_shardings.mesh_of(mesh, shardings),
-            shardings,
-            unmatched,
-            infos=[request.info for request in requests],
-            notes=notes,
-            known=known,
-        )
-        for request, sharding in zip(requests, made, strict=True):
-            if request.dtype.elements > 1:
-                _check_bytes(request, sharding)
+        """A sharding for each whole tensor (see `jax_specs.resolve`)."""
+        infos = [request.info for request in requests]
+        rows = [(info.name, info.shape) for info in infos]
+        mesh = jax_specs.mesh_of(mesh, shardings)
+        made = jax_specs.resolve(rows, mesh, shardings, unmatched, infos, known=known)
+        for info, request, sharding in zip(infos, requests, made, strict=True):
+            shape, _ = arrives(request.dtype, info.shape)
+            if shape == info.shape:
+                continue
+            try:  # What arrives as bytes has other dims than the tensor, to be divided as well.
+                jax_specs.check(info.name, shape, sharding)
+            except errors.ShardingError as error:
+                raise errors.ShardingError(
+                    f"elements of {info.dtype} share a byte, and arrive in shape {list(shape)}",
+                    tensor=info.name,
+                    expected=f"whole blocks of {info.dtype.elements} elements in each last dim",
+                    found=f"{sharding} for shape {list(info.shape)}",
+                ) from error
         return made
 
     def shares(self, sharding: Any, shape: Shape) -> tuple[Share, ...]:
         """The part of a tensor that each device holds, on all processes."""
         key = sharding, shape
         if key not in self._shares:
-            boxes = jax_shardings.boxes(sharding, shape).items()
-            self._shares[key] = tuple(
-                Share(device.process_index, self._number(device, sharding.memory_kind), box)
-                for device, box in boxes
-            )
+            made: list[Share] = []
+            for device, box in jax_specs.boxes(sharding, shape).items():
+                kind = sharding.memory_kind
+                spot = Spot(device, None if kind == _default_kind(device) else kind)
+                spots = self._spots.setdefault(device.process_index, [])
+                if spot not in spots:
+                    spots.append(spot)
+                made.append(Share(device.process_index, spots.index(spot), box))
+            self._shares[key] = tuple(made)
         return self._shares[key]
-
-    def _number(self, device: Any, kind: str | None) -> int:
-        spot = Spot(device, None if kind == _default_kind(device) else kind)
-        numbers = self._numbers.setdefault(device.process_index, {})
-        if spot not in numbers:
-            numbers[spot] = len(numbers)
-            if device.process_index == self.rank:
-                self.spots.append(spot)
-        return numbers[spot]
 
     def in_default_memory(self, sharding: Any) -> bool:
         """Whether arrays lie in the memory that is the default of their devices."""
@@ -103,17 +108,18 @@ class JaxBackend:
         lent = options.allocator == "framework" or not self.in_default_memory(sharding)
         return lent and JaxAdapter.forms[dtype.name].how != "copy"
 
+    def device(self, number: int) -> Any:
+        """The `jax.Device` of a spot of this process."""
+        return self._spots[self.rank][number].device
+
     def platform(self) -> str:
         """The kind of this process's devices: "cpu", "gpu" or "tpu"."""
-        return (self.spots[0].device if self.spots else jax.local_devices()[0]).platform
-
-    def device(self, number: int) -> Any:
-        """The `jax.Device` of a spot."""
-        return self.spots[number].device
+        spots = self._spots[self.rank]
+        return (spots[0].device if spots else jax.local_devices()[0]).platform
 
     def adapter(self) -> JaxMeshAdapter:
         """The adapter of the spots numbered so far."""
-        return JaxMeshAdapter(self.spots or [Spot(jax.local_devices()[0], None)])
+        return JaxMeshAdapter(self._spots[self.rank] or [Spot(jax.local_devices()[0], None)])
 
     def assemble(self, shape: Shape, sharding: Any, arrays: Mapping[Any, Any], dtype: DType) -> Any:
         """One sharded array of those on this process's devices, by device."""
@@ -134,21 +140,12 @@ class JaxBackend:
 
     def store(self) -> jax_processes.JaxStore | None:
         """The key-value store of the program; None if this version of JAX has none."""
-        return jax_processes.store()
+        client = private_api.jax_store()
+        return None if client is None else jax_processes.store_of(client)
 
     def link(self, ranks: Sequence[int], width: int, deadline: Deadline) -> jax_processes.JaxLink:
         """A link between processes, with rows of `width` bytes."""
-        return jax_processes.link(ranks, self.platform(), width, deadline)
-
-    @staticmethod
-    def all_processes() -> tuple[int, ...]:
-        """The processes of the program."""
-        return tuple(range(jax.process_count()))
-
-    @staticmethod
-    def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
-        """The processes that take part in a load (see `jax_shardings.processes`)."""
-        return jax_shardings.processes(jax_shardings.mesh_of(mesh, shardings), shardings)
+        return jax_processes.JaxLink(ranks, self.platform(), width, deadline)
 
 
 make = JaxBackend
@@ -165,21 +162,6 @@ def arrives(dtype: DType, shape: Shape) -> tuple[Shape, Any]:
     return shape, np.dtype(getattr(jnp, form.type, form.type))
 
 
-def _check_bytes(request: Request, sharding: Any) -> None:
-    """What arrives as bytes has other dims than the tensor, which must be divided as well."""
-    shape, _ = arrives(request.dtype, request.info.shape)
-    try:
-        jax_shardings.check(request.info.name, shape, sharding)
-    except errors.ShardingError as error:
-        raise errors.ShardingError(
-            f"elements of {request.dtype} that share a byte can't be split like this: the tensor "
-            f"arrives in shape {list(shape)}",
-            tensor=request.info.name,
-            expected=f"whole blocks of {request.dtype.elements} elements in the last dim of each",
-            found=f"{sharding} for shape {list(request.info.shape)}",
-        ) from error
-
-
 def _default_kind(device: Any) -> str | None:
     # A device of this process is asked, since those of others need not answer.
     if device.process_index != jax.process_index():
@@ -191,27 +173,19 @@ def _default_kind(device: Any) -> str | None:
 
 
 class JaxMeshAdapter(SeveralAdapter):
-    """An adapter with one part a spot: an array is a tuple, one for each spot of a request.
-
-    `land` gives the device to land on for a `jax.Device`, with notes.
-    """
+    """An adapter with one part a spot: an array is a tuple, one for each spot of a request."""
 
     # Requests name their spots already.
     assign = base.Adapter.assign  # pyright: ignore[reportAssignmentType]
     results = base.Adapter.results  # pyright: ignore[reportAssignmentType]
 
-    def __init__(
-        self,
-        spots: Sequence[Spot],
-        land: Callable[[Any], tuple[Device | None, tuple[str, ...]]] = jax_memory.find_device,
-    ) -> None:
+    def __init__(self, spots: Sequence[Spot]) -> None:
         base.check_version("jax", jax.__version__, OLDEST)
         self._spots = spots
-        self._single = {
-            device: JaxAdapter(device, *land(device))
-            for device in dict.fromkeys(spot.device for spot in spots)
-        }
-        super().__init__([self._single[spot.device] for spot in spots])
+        devices = dict.fromkeys(spot.device for spot in spots)
+        found = {each: JaxAdapter(each, *jax_memory.find_device(each)) for each in devices}
+        self._adapters = [found[spot.device] for spot in spots]
+        super().__init__(self._adapters)
 
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
         """Where a request lands (see `Adapter`).
@@ -230,25 +204,24 @@ class JaxMeshAdapter(SeveralAdapter):
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A tuple of `jax.Array`s for each view, one for each of its devices."""
-        spots = self._spots
-        made = [tuple(self._array(view, spots[n]) for n in view.devices) for view in views]
-        if any(self._single[spots[n].device].copies(view) for view in views for n in view.devices):
+        made = [tuple(self._array(view, n) for n in view.devices) for view in views]
+        if any(self._adapters[n].copies(view) for view in views for n in view.devices):
             collect_copied()
         return made
 
-    def _array(self, view: View, spot: Spot) -> Any:
-        array = self._single[spot.device].array(view)
-        if spot.kind is None:
+    def _array(self, view: View, number: int) -> Any:
+        array, (device, kind) = self._adapters[number].array(view), self._spots[number]
+        if kind is None:
             return array
-        there = SingleDeviceSharding(spot.device, memory_kind=spot.kind)
         with undisturbed():
+            there = SingleDeviceSharding(device, memory_kind=kind)
             return jax.block_until_ready(jax.device_put(array, there))
 
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
-        """Arrays in XLA's own memory, one request for one device (see `JaxAdapter.lend`)."""
+        """Arrays in XLA's own memory, one request for one device (see `jax_adapter.lend`)."""
         rows: list[tuple[Any, str | None, Device | None]] = []
         for request in requests:
             device, kind = self._spots[request.devices[0]]
-            found = () if kind else self._single[device].devices
+            found = () if kind else self._adapters[request.devices[0]].devices
             rows.append((device, kind, found[0] if found else None))
         return [base.Lent((array,), memory) for array, memory in lend(requests, rows)]

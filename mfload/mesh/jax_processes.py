@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
-from mfload.frameworks import jax_adapter, private_api
+from mfload.frameworks import jax_adapter
 from mfload.io import buffers
 from mfload.runtime import Deadline
 
@@ -68,17 +68,10 @@ class JaxStore:
             self.client.key_value_delete(prefix)
 
 
-_stores: list[JaxStore] = []
-
-
-def store() -> JaxStore | None:
-    """The store of this process; None if this version of JAX has none that mfload can use."""
-    client = private_api.jax_store()
-    if client is None:
-        return None
-    if not _stores or _stores[0].client is not client:
-        _stores[:] = [JaxStore(client)]  # Another one after jax.distributed was started anew.
-    return _stores[0]
+@functools.lru_cache(maxsize=1)  # Another client after jax.distributed was started anew.
+def store_of(client: Any) -> JaxStore:
+    """The one store of a client of `jax.distributed`."""
+    return JaxStore(client)
 
 
 @contextlib.contextmanager
@@ -93,17 +86,16 @@ def _reachable() -> Generator[None]:
 
 
 class JaxLink:
-    """Swaps rows of `width` bytes between processes, which all call it equally often.
+    """Swaps rows of `width` bytes between processes, which all call it equally often."""
 
-    `devices` are one of each process, in the order of `ranks`, the numbers of the processes.
-    """
-
-    def __init__(self, devices: Sequence[Any], width: int, deadline: Deadline) -> None:
-        self._devices = tuple(devices)
-        self._deadline = deadline
+    def __init__(self, ranks: Sequence[int], platform: str, width: int, deadline: Deadline) -> None:
+        devices: dict[int, Any] = {}
+        for device in sorted(jax.devices(platform), key=lambda device: device.id):
+            devices.setdefault(device.process_index, device)
+        self._devices = tuple(devices[rank] for rank in sorted(ranks))
+        self._mine = devices[jax.process_index()]
+        self._width, self._deadline = width, deadline
         self._sent: list[weakref.ref[Any]] = []
-        self._width = width
-        self.ranks = tuple(device.process_index for device in devices)
 
     @property
     def broken(self) -> bool:
@@ -112,7 +104,7 @@ class JaxLink:
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width), aligned so that JAX aliases it."""
-        memory = buffers.allocate(len(self.ranks) * self._width)
+        memory = buffers.allocate(len(self._devices) * self._width)
         self._sent.append(weakref.ref(memory))
         return memory.reshape(-1, self._width)
 
@@ -122,8 +114,8 @@ class JaxLink:
         while any(each() is not None for each in self._sent) and time.monotonic() < end:
             jax_adapter.collect_copied()
 
-    def swap(self, rows: Any, check: Callable[[], None]) -> tuple[Any, KeyboardInterrupt | None]:
-        """Sends a row to each process; returns a row from each.
+    def swap(self, rows: Any, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
+        """Sends a row to each process; returns a row from each, in the order of their ranks.
 
         Calls `check` while waiting, which may raise. Ctrl-C is returned if it came meanwhile; a
         second one is raised.
@@ -132,7 +124,10 @@ class JaxLink:
 
         def run() -> None:
             try:
-                outcome.append(_all_to_all(self._devices, rows))
+                swap, sharding = _all_to_all(self._devices)
+                sent, shape = jax.device_put(rows[None], self._mine), (len(rows), *rows.shape)
+                whole = jax.make_array_from_single_device_arrays(shape, sharding, [sent])
+                outcome.append(np.asarray(swap(whole).addressable_shards[0].data)[0])
             except Exception as error:  # noqa: BLE001 - raised in the thread that loads
                 outcome.append(error)
 
@@ -151,16 +146,15 @@ class JaxLink:
             if isinstance(outcome[0], Exception):
                 time.sleep(_MISSED)
                 check()  # It knows by now which process is gone, if one is.
-                raise errors.ProcessError(
-                    "the exchange with the other processes broke off",
-                    found=(str(outcome[0]).splitlines() or [""])[0][:300],
-                ) from outcome[0]
+                found = (str(outcome[0]).splitlines() or [""])[0][:300]
+                message = "the exchange with the other processes broke off"
+                raise errors.ProcessError(message, found=found) from outcome[0]
         except BaseException:
             _broken.add(self._devices)
             raise
         return outcome.pop(), interrupted
 
-    def _wait(self, thread: threading.Thread, check: Callable[[], None]) -> None:
+    def _wait(self, thread: threading.Thread, check: Callable[[], object]) -> None:
         thread.join(max(0.0, min(_TICK, self._deadline.left())))
         if thread.is_alive():
             if self._deadline.left() <= 0:
@@ -168,34 +162,8 @@ class JaxLink:
             check()
 
 
-def link(ranks: Sequence[int], platform: str, width: int, deadline: Deadline) -> JaxLink:
-    """A link over one device of each process."""
-    chosen: dict[int, Any] = {}
-    for device in sorted(jax.devices(platform), key=lambda device: device.id):
-        chosen.setdefault(device.process_index, device)
-    return JaxLink([chosen[rank] for rank in sorted(ranks)], width, deadline)
-
-
-def _all_to_all(devices: tuple[Any, ...], rows: Any) -> Any:
-    swap, sharding, mine = _compiled(devices)
-    sent = jax.device_put(rows[None], mine)
-    shape = (len(devices), *rows.shape)
-    whole = jax.make_array_from_single_device_arrays(shape, sharding, [sent])
-    return np.asarray(swap(whole).addressable_shards[0].data)[0]
-
-
 @functools.lru_cache(maxsize=16)
-def _compiled(devices: tuple[Any, ...]) -> tuple[Callable[[Any], Any], Any, Any]:
-    mesh = Mesh(np.array(devices), ("processes",))
-    spec = PartitionSpec("processes")
-
-    def swap(rows: Any) -> Any:
-        return jax.lax.all_to_all(rows[0], "processes", 0, 0)[None]
-
-    # A function of jax since 0.6, of jax.experimental before.
-    mapping = getattr(jax, "shard_map", None)
-    if mapping is None:
-        from jax.experimental.shard_map import shard_map as mapping  # pyright: ignore
-    mapped = mapping(swap, mesh=mesh, in_specs=spec, out_specs=spec)  # pyright: ignore
-    mine = next(each for each in devices if each.process_index == jax.process_index())
-    return jax.jit(mapped), NamedSharding(mesh, spec), mine
+def _all_to_all(devices: tuple[Any, ...]) -> tuple[Callable[[Any], Any], Any]:
+    """What swaps rows of (from, to, bytes), one collective for XLA, and the sharding of them."""
+    sharding = NamedSharding(Mesh(np.array(devices), ("processes",)), PartitionSpec("processes"))
+    return jax.jit(lambda rows: rows.swapaxes(0, 1), out_shardings=sharding), sharding

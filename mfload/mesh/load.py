@@ -12,35 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.index import Index, TensorInfo
-from mfload.io import buffers
-from mfload.loading import execute, session
+from mfload.io.engine import Observer
+from mfload.loading import session
 from mfload.loading.preview import Preview
-from mfload.loading.session import Filled, Loader, Session
+from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.mesh.base import TensorShares
-from mfload.options import OVERHEAD, LoadOptions
-from mfload.planning import planner
-from mfload.planning.blocks import Costs, Observer
-from mfload.planning.layout import BufferSpec
-from mfload.planning.planner import Plan
-from mfload.planning.requests import Request
+from mfload.options import LoadOptions
+from mfload.planning.request import Request
 from mfload.progress import Progress, shown
-from mfload.report import Report, human
+from mfload.report import Report
 from mfload.runtime import Deadline, gc_paused
 from mfload.sources.local import LocalFile
 
 if TYPE_CHECKING:  # Only loads of several processes import them.
     from mfload.mesh.agree import ProcessGroup
     from mfload.mesh.jax_backend import JaxBackend
-    from mfload.mesh.redistribute import Read, Schedule
 
-_FEW = 50  # A share of so much is not worth a note.
 # Pages of each file that processes compare, and of all files together; two of each at least.
 _SAMPLED, _IN_ALL = 16, 512
 _PAGE = 4096  # The same on every host.
-_OUT_OF_STEP = "an exchange broke off before, so that the collectives are out of step"
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +53,13 @@ class MeshLoad:
     def __init__(
         self, backend: JaxBackend, chosen: Chosen, mesh: Any, shardings: Any, unmatched: str
     ) -> None:
-        self.notes: list[str] = []
         self._backend = backend
         self._whole = chosen.requests
         self._shardings = backend.resolve(
-            chosen.requests, mesh, shardings, unmatched, self.notes, chosen.index.tensors
+            chosen.requests, mesh, shardings, unmatched, chosen.index.tensors
         )
         # Whole rows are read over rather than skipped, where a few are not wanted.
-        options = replace(chosen.options, merge_gap=planner.MESH_GAP)
+        options = replace(chosen.options, merge_gap=base.MESH_GAP)
         wanted: list[TensorShares] = []
         for each, sharding in zip(chosen.requests, self._shardings, strict=True):
             shares = backend.shares(sharding, each.info.shape)
@@ -77,24 +67,12 @@ class MeshLoad:
             wanted.append(TensorShares(each.info, each.dtype, each.checked, shares, separate))
         self.requests = base.requests(wanted)
         self.mine = self.requests.setdefault(backend.rank, [])
+        self.stored_bytes = base.stored_bytes(self.mine)
         self.loader = Loader(chosen.index, chosen.sources, backend.adapter(), options)
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the files that this process wants."""
-        seen = {(request.info.name, request.selection): request for request in self.mine}
-        return sum(request._replace(dtype=request.info.dtype).nbytes for request in seen.values())
-
-    @property
-    def whole(self) -> bool:
-        """Whether this process wants all of every tensor, if it loads alone."""
-        return self.stored_bytes == sum(request.info.nbytes for request in self._whole)
-
     def arguments(self) -> list[str]:
-        """What is wanted and how: lines that must be the same on all processes."""
-        how = self.loader.options
-        lines = [f"exchange={how.exchange!r}, allocator={how.allocator!r}"]
-        lines.append(f"max_host_overhead={how.max_host_overhead}")
+        """What is wanted of each tensor: lines that must be the same on all processes."""
+        lines: list[str] = []
         for request, sharding in zip(self._whole, self._shardings, strict=True):
             shares = repr(self._backend.shares(sharding, request.info.shape))
             digest = hashlib.sha256(shares.encode()).hexdigest()[:16]
@@ -135,51 +113,43 @@ def load(
     """
     backend = base.backend(framework)
     ranks = backend.processes(mesh, shardings)
-    made: dict[str, Any] = {}
-    try:
-        with together(backend, ranks, deadline) as group:
-            start = time.perf_counter()
-            with gc_paused():
-                chosen = choose()
-                headers = time.perf_counter() - start
-                job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
-            if report is not None:
-                resolved = time.perf_counter() - start - headers
-                report.stages = {"headers": headers, "shardings": resolved}
-            if group is not None:
-                agree_on_inputs(group, chosen.index, chosen.sources, job.arguments())
-            if check is not None and (group is not None or not job.whole):
+    with together(backend, ranks, deadline) as group:
+        start = time.perf_counter()
+        with gc_paused():
+            chosen = choose()
+            headers = time.perf_counter() - start
+            job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
+        if report is not None:
+            resolved = time.perf_counter() - start - headers
+            report.stages = {"headers": headers, "shardings": resolved}
+        if group is not None:
+            agree_on_inputs(group, chosen.index, chosen.sources, chosen.options, job.arguments())
+        checking = None
+        if check is not None:
+            infos = [request.info for request in chosen.requests]
+            if group is not None or job.stored_bytes != sum(info.nbytes for info in infos):
                 raise errors.UsageError(
                     "verify= compares whole tensors, and this process reads parts of them",
                     expected="one process, whose shards make up each tensor; or mfload.verify",
                     found=f"{len(ranks)} processes; this one wants {job.stored_bytes} bytes",
                 )
-            checking = None
-            if check is not None:
-                checking = check(chosen.index, [each.info for each in chosen.requests])
-            with shown(progress, job.stored_bytes) as advance:
-                fetched = fetch(
-                    job.requests,
-                    job.loader,
-                    backend,
-                    group=group,
-                    report=report,
-                    advance=advance,
-                    observer=None if checking is None else checking.observer,
-                )
-            if checking is not None:
-                checking.settle(fetched, report)
-            with gc_paused():
-                made.update(job.assemble(fetched))
-            if report is not None:
-                report.tensors = len(made)
-                report.processes = len(ranks)
-                over = _over(report.read_bytes, report.over_read_bytes)
-                report.notes = (*report.notes, *job.notes, *over)
-    except BaseException:
-        made.clear()  # A kept error keeps this frame.
-        raise
-    return made
+            checking = check(chosen.index, infos)
+        with shown(progress, job.stored_bytes) as advance:
+            fetched = fetch(
+                job.requests,
+                job.loader,
+                backend,
+                group=group,
+                report=report,
+                advance=advance,
+                observer=None if checking is None else checking.observer,
+            )
+        if checking is not None:
+            checking.settle(fetched, report)
+        if report is not None:
+            report.tensors, report.processes = len(chosen.requests), len(ranks)
+        with gc_paused():
+            return job.assemble(fetched)
 
 
 def together(
@@ -194,40 +164,38 @@ def together(
 
 
 def agree_on_inputs(
-    group: ProcessGroup, index: Index, sources: Sequence[LocalFile], arguments: Sequence[str]
+    group: ProcessGroup,
+    index: Index,
+    sources: Sequence[LocalFile],
+    options: LoadOptions,
+    arguments: Sequence[str],
 ) -> None:
     """Raises if the processes do not see the same files, or were not given the same arguments.
 
-    Files are compared by size and a sample: a few pages, evenly spread from the first tensor to the
-    end. That tells one step of a training from another, and misses a single number that differs.
+    Files are compared by size and a sample of evenly spread pages. That tells one step of a
+    training from another, and misses a single number that differs.
     """
-    begin = [source.size for source in sources]
-    header = hashlib.sha256()
-    for info in index.tensors.values():
-        header.update(repr((info.name, info.dtype.name, info.shape)).encode())
-        for piece in info.pieces:
-            begin[piece.source] = min(begin[piece.source], piece.offset)
-            header.update(repr((piece.source, piece.offset)).encode())
-    count = max(2, min(_SAMPLED, _IN_ALL // max(1, len(sources))))
-    samples = group.deadline.bound(
-        lambda: [_sample(*each, count) for each in zip(sources, begin, strict=True)],
-        "comparing files",
-    )
-    lines = [
-        f"{os.path.basename(source.path)}: {source.size} bytes, sampled {sample}"
-        for source, sample in zip(sources, samples, strict=True)
+    rows = [
+        (each.name, each.dtype.name, each.shape, each.pieces) for each in index.tensors.values()
     ]
-    group.agree("files", [*lines, f"headers: {header.hexdigest()[:16]}"])
-    group.agree("arguments", arguments)
+    header = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+    count = max(2, min(_SAMPLED, _IN_ALL // max(1, len(sources))))
+    lines = group.deadline.bound(
+        lambda: [_sample(source, count) for source in sources], "comparing files"
+    )
+    group.agree("files", [*lines, f"headers: {header}"])
+    same = ("exchange", "allocator", "max_host_overhead")
+    lines = [f"{name}: {getattr(options, name)!r}" for name in same]
+    group.agree("arguments", [*lines, *arguments])
 
 
-def _sample(source: LocalFile, begin: int, count: int) -> str:
-    last = max(begin, source.size - _PAGE)
-    places = {begin + (last - begin) * n // (count - 1) for n in range(count)}
+def _sample(source: LocalFile, count: int) -> str:
+    last = max(0, source.size - _PAGE)
     digest = hashlib.sha256()
-    for at in sorted(places):
+    for at in sorted({last * n // (count - 1) for n in range(count)}):
         digest.update(source.read(at, min(_PAGE, source.size - at)))
-    return digest.hexdigest()[:16]
+    name = os.path.basename(source.path)
+    return f"{name}: {source.size} bytes, sampled {digest.hexdigest()[:16]}"
 
 
 def fetch(
@@ -237,7 +205,7 @@ def fetch(
     *,
     group: ProcessGroup | None = None,
     report: Report | None = None,
-    advance: Advance | None = None,
+    advance: Callable[[int], None] | None = None,
     observer: Observer | None = None,
 ) -> list[tuple[Any, ...]]:
     """Loads what this process requests: by itself, or by an exchange with the others.
@@ -245,123 +213,17 @@ def fetch(
     `requests` are those of each process, the same everywhere. Returns for each request of this
     process an array for each of its devices.
     """
-    mine = requests.get(backend.rank, [])
-    if group is None:
-        return loader.load(mine, report=report, advance=advance, observer=observer)
-    requests = {rank: requests.get(rank, []) for rank in group.ranks}
-    schedule, note = _choose(requests, loader.options, backend)
-    arrays = None
-    if schedule is not None:
-        arrays = _exchange(requests, loader, backend, schedule, group, report, advance)
-        if arrays is None:
-            if loader.options.exchange == "once":
-                raise errors.ProcessError(
-                    f"{_OUT_OF_STEP}: start the processes anew, or load with exchange='never'"
-                )
-            note = f"each process reads its own: {_OUT_OF_STEP}"
+    arrays, note = None, ""
+    if group is not None:
+        from mfload.mesh import exchange
+
+        arrays, note = exchange.load(requests, loader, backend, group, report, advance)
     if arrays is None:
-        arrays = loader.load(mine, report=report, advance=advance)
+        mine = requests.get(backend.rank, [])
+        arrays = loader.load(mine, report=report, advance=advance, observer=observer)
     if report is not None and note:
         report.notes = (*report.notes, note)
     return arrays
-
-
-def _choose(
-    requests: Mapping[int, Sequence[Request]], options: LoadOptions, backend: JaxBackend
-) -> tuple[Schedule | None, str]:
-    from mfload.mesh import redistribute
-
-    exchange = options.exchange
-    if options.engine == "mmap":
-        if exchange == "once":
-            raise errors.UsageError(
-                "engine='mmap' reads nothing that could be exchanged",
-                expected="another engine, or exchange='never'",
-                found="exchange='once'",
-            )
-        exchange = "never"
-    least = session.least_overhead(options)
-    overhead = options.max_host_overhead
-    return redistribute.choose(requests, exchange, backend.platform(), overhead, least)
-
-
-def _exchange(
-    requests: Mapping[int, Sequence[Request]],
-    loader: Loader,
-    backend: JaxBackend,
-    schedule: Schedule,
-    group: ProcessGroup,
-    report: Report | None,
-    advance: Advance | None,
-) -> list[tuple[Any, ...]] | None:
-    """Loads in one exchange, or in one for each part whose results fit; None if links broke."""
-    from mfload.mesh import redistribute
-
-    parts = [{rank: list(range(len(each))) for rank, each in requests.items()}]
-    schedules = [schedule]
-    if backend.platform() != "cpu":
-        # Elsewhere results wait in host memory until they are copied to their device.
-        parts = redistribute.parts(requests, loader.options.max_host_overhead or OVERHEAD)
-        held = [{r: [requests[r][n] for n in part[r]] for r in part} for part in parts]
-        schedules = [redistribute.schedule(each, schedule.width) for each in held]
-    link = backend.link(group.ranks, schedule.width, loader.options.deadline)
-    rounds = [f"{len(each.rounds)} rounds of {each.width} bytes" for each in schedules]
-    if any(group.agree("exchange", rounds, "broken" if link.broken else "").values()):
-        return None
-    arrays: dict[int, tuple[Any, ...]] = {}
-    total = Report(stages={} if report is None else report.stages)
-    try:
-        for part, each in zip(parts, schedules, strict=True):
-
-            def fill(
-                made: Plan, memory: list[Any], way: Session, sources: Sequence[LocalFile]
-            ) -> Filled:
-                plans: list[Plan] = []
-                notes: list[str] = []
-                read = _reader(way, sources, loader.options, plans, notes)
-                swap = link if each.rounds else None  # noqa: B023
-                run = redistribute.Exchange(each, group, swap, read, advance)  # noqa: B023
-                run.run(made.places, memory)
-                return Filled(plans, tuple(notes), each.received(group.rank))  # noqa: B023
-
-            one = Report()
-            wanted = [requests[group.rank][n] for n in part[group.rank]]
-            made = loader.load(wanted, report=one, fill=fill)
-            arrays.update(zip(part[group.rank], made, strict=True))
-            total.add(one)
-    finally:
-        link.close()
-    if report is not None:
-        vars(report).update(vars(total))
-    return [arrays[n] for n in range(len(arrays))]
-
-
-def _reader(
-    way: Session,
-    sources: Sequence[LocalFile],
-    options: LoadOptions,
-    plans: list[Plan],
-    notes: list[str],
-) -> Read:
-    """Reads requests to given places, and keeps the plans and notes."""
-    # Half of the overhead is for what travels.
-    overhead = options.max_host_overhead or OVERHEAD
-    slot = overhead // 2 // way.threads // buffers.PAGE * buffers.PAGE - 2 * buffers.PAGE
-    block = max(buffers.PAGE, min(way.limits.costs.block, slot))
-    # What lies between parts is mostly for another process to read.
-    costs = way.limits.costs._replace(block=block, merge_gap=Costs().merge_gap)
-    routes = [way.route.get(number) for number in range(len(sources))]
-
-    def read(
-        requests: Sequence[Request], given: Sequence[tuple[int, int]], memory: list[Any]
-    ) -> None:
-        specs = [BufferSpec(array.nbytes) for array in memory]
-        made = planner.make(requests, costs=costs, given=given, specs=specs)
-        plans.append(made)
-        threads, deadline = way.threads, options.deadline
-        notes.extend(execute.run(made, memory, sources, routes, threads=threads, deadline=deadline))
-
-    return read
 
 
 def preview(chosen: Chosen, framework: str, mesh: Any, shardings: Any, unmatched: str) -> Preview:
@@ -370,29 +232,30 @@ def preview(chosen: Chosen, framework: str, mesh: Any, shardings: Any, unmatched
     ranks = backend.processes(mesh, shardings)
     job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
     here = job.loader.preview(job.mine)
-    notes, schedule = [*here.notes, *job.notes], None
+    notes, width = list(here.notes), None
     if len(ranks) > 1:
+        from mfload.mesh import redistribute
+
         requests = {rank: job.requests.get(rank, []) for rank in ranks}
-        schedule, note = _choose(requests, job.loader.options, backend)
+        width, note = redistribute.choose(requests, chosen.options, backend.platform())
         notes += [note] if note else []
-    if schedule is None:
-        notes += _over(here.read_bytes, here.over_read_bytes)
-        return replace(here, notes=tuple(notes), processes=len(ranks))
-    if here.plan.device_bytes:
-        # What is exchanged is put together on the host.
-        here = job.loader.preview(job.mine, by_host=True)
-    read, received = schedule.read[backend.rank], schedule.received(backend.rank)
-    return replace(
-        here,
-        notes=(*notes, "the blocks of this plan are what the process would read on its own"),
-        processes=len(ranks),
-        read_bytes=read,
-        wanted_bytes=read,
-        copied_bytes=here.copied_bytes + received,
-        overhead_bytes=here.overhead_bytes + schedule.overhead,
-        peak_bytes=here.peak_bytes + schedule.overhead,
-        exchanged_bytes=received,
-    )
+        if width is not None:
+            if here.plan.device_bytes:
+                # What is exchanged is put together on the host.
+                here = job.loader.preview(job.mine, by_host=True)
+            schedule = redistribute.schedule(requests, width)
+            read, received = schedule.read[backend.rank], schedule.received(backend.rank)
+            notes.append("the blocks of this plan are what the process would read on its own")
+            here = replace(
+                here,
+                read_bytes=read,
+                wanted_bytes=read,
+                copied_bytes=here.copied_bytes + received,
+                overhead_bytes=here.overhead_bytes + schedule.overhead,
+                peak_bytes=here.peak_bytes + schedule.overhead,
+                exchanged_bytes=received,
+            )
+    return replace(here, notes=tuple(notes), processes=len(ranks))
 
 
 def abstract(
@@ -404,15 +267,5 @@ def abstract(
     resolved: list[Any] = [None] * len(chosen.requests)
     if mesh is not None or shardings is not None:
         known = chosen.index.tensors
-        resolved = backend.resolve(chosen.requests, mesh, shardings, unmatched, [], known)
+        resolved = backend.resolve(chosen.requests, mesh, shardings, unmatched, known)
     return backend.abstract(chosen.requests, resolved)
-
-
-def _over(read: int, over: int) -> tuple[str, ...]:
-    """Why bytes are read that are not wanted, if they are more than a few."""
-    if over <= read // _FEW:
-        return ()
-    return (
-        f"{over / read:.0%} of what is read is not wanted here, or not yet: gaps shorter than "
-        f"{human(planner.MESH_GAP)} between the parts of a shard are read over",
-    )

@@ -1,10 +1,9 @@
-"""Boxes: the file ranges that hold the part of a tensor that is wanted. Pure.
+"""Boxes: which bytes of the file hold the parts of a tensor, and how they are read together. Pure.
 
-A selection is cut in two: outer dims, whose elements are read one by one, and inner dims,
-whose span is read as one and picked apart in memory. The cut lies as far out as the gaps
-within the span stay below what the source would rather read over than skip.
-
-Boxes of one tensor that are read together are folded first: into as few dims as they need.
+The edges of all parts cut a dim into intervals; within one, the same parts want the same rows.
+Rows that they want whole are a run. Other rows are read as one span if little of it is unwanted,
+and picked apart in memory while they are in the processor's cache. Rows that lie further apart, or
+of which one is longer than a slot, are cut along the next dim in the same way.
 """
 
 from __future__ import annotations
@@ -12,108 +11,351 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload.index import TensorInfo
-from mfload.planning.blocks import Copy, Costs, Segment
-from mfload.planning.requests import Axis, Request
+from mfload.planning.blocks import Copy, Costs
+from mfload.planning.request import Axis, Request, Selection
 
-_BYTE = np.dtype(np.uint8)
+LONG = 128 << 10
+"""Runs of so many bytes go straight to their places: to plan and place one on its own costs about
+as much as to copy it out of a slot."""
+
+_APART = 1 << 62  # A gap that is never read over.
+
+
+class Part(NamedTuple):
+    """What one request, by its number, takes of a cell: a range, and where in the result it goes.
+
+    Offsets count from the tensor's first byte, so tensors of one shape can share the work.
+    """
+
+    request: int
+    offset: int
+    nbytes: int
+    at: int
+    copy: Copy | None = None
+
+
+class Cell(NamedTuple):
+    """A range that is read at once, and its parts in file order; `wanted` bytes of it are wanted.
+
+    A single part without a copy may be of any length; other cells fit in a slot.
+    """
+
+    offset: int
+    nbytes: int
+    wanted: int
+    parts: tuple[Part, ...]
 
 
 def contiguous(request: Request) -> int | None:
-    """The file offset of a need that lies there as it is wanted, None for any other."""
-    if request.dtype is not request.info.dtype:
+    """The file offset of a part that lies there as it is wanted; None for any other."""
+    info, dtype, selection, *_ = request
+    if dtype is not info.dtype:
         return None
-    piece = request.info.pieces[0]
-    if request.selection is None or request.nbytes == 0:
-        return piece.offset
-    shape = stored_shape(request.info)
-    ahead = _ahead(_axes(request, shape), shape, request.info.dtype.nbytes)
-    return None if ahead is None else piece.offset + ahead
+    ahead = 0
+    if selection is not None and request.nbytes:
+        shape = _stored_shape(info)
+        ahead = _ahead(_axes(request, shape), shape, dtype.nbytes)
+    return None if ahead is None else info.pieces[0].offset + ahead
 
 
-@functools.lru_cache(4096)
-def _ahead(axes: tuple[Axis, ...], shape: tuple[int, ...], unit: int) -> int | None:
-    """How far behind the tensor's first byte a contiguous part begins; layers are alike."""
-    strides = _strides(shape, unit)
-    if (
-        any(axis.picks for axis in axes)
-        or _span(axes, strides, unit) != math.prod(axis.size for axis in axes) * unit
-    ):
-        return None
-    if any(axis.step < 0 and axis.size > 1 for axis in axes):
-        return None
-    return _start(axes, strides)
+@functools.lru_cache(4096)  # Layers of a model are alike.
+def _ahead(axes: Selection, shape: tuple[int, ...], unit: int) -> int | None:
+    """How far behind the tensor's first byte a contiguous part begins."""
+    start, reach = 0, unit
+    for axis, stride in zip(axes, _strides(shape, unit), strict=True):
+        if axis.picks or axis.step < 0:
+            return None
+        start += axis.start * stride
+        reach += (axis.size - 1) * axis.step * stride
+    return start if reach == math.prod(axis.size for axis in axes) * unit else None
 
 
-def segments(request: Request, buffer: int, at: int, costs: Costs) -> Iterator[tuple[int, Segment]]:
-    """The segments of a need, in file order where its steps are positive."""
-    if request.nbytes == 0:
-        return
-    source = request.info.pieces[0].source
-    offset = contiguous(request)
-    if offset is not None:
-        yield source, Segment(offset, request.nbytes, buffer, at)
-        return
-    axes, strides, unit = bytewise(request)
-    stored, target = element_types(request, unit)
-    base = request.info.pieces[0].offset
-    cut = _cut(axes, strides, unit, costs)
-    inner_count = math.prod(axis.size for axis in axes[cut:])
-    rows = _rows_a_block(axes, strides, unit, cut, costs)
-    plain = stored == target
-    for outer in itertools.product(*(range(axis.size) for axis in axes[:cut])):
-        origin = base + sum(
-            axis.at(n) * stride for n, axis, stride in zip(outer, axes, strides, strict=False)
-        )
-        for part, inner in _chunks(axes[cut:], rows):
-            start, span = _extent(inner, strides[cut:], unit)
-            count = math.prod(axis.size for axis in inner)
-            copy = None
-            if not plain or span != count * unit or any(a.step < 0 for a in inner):
-                copy = Copy(
-                    tuple(axis.size for axis in inner),
-                    tuple(a.step * s for a, s in zip(inner, strides[cut:], strict=True)),
-                    _start(inner, strides[cut:]) - start,
-                    stored,
-                    target,
-                    request.checked,
-                    request.info.name,
-                )
-            done = part * inner_count // max(1, axes[cut].size) if cut < len(axes) else 0
-            yield source, Segment(origin + start, span, buffer, at + done * target.itemsize, copy)
-        at += inner_count * target.itemsize
+def is_simple(request: Request) -> bool:
+    """Whether a request has neither steps nor lists, and can be read together with others."""
+    axes = request.selection or ()
+    return all((axis.step == 1 and axis.picks is None) or axis.size == 1 for axis in axes)
 
 
-def stored_shape(info: TensorInfo) -> tuple[int, ...]:
+def cells(requests: Sequence[Request], costs: Costs) -> list[Cell]:
+    """How parts of one tensor are read: several simple ones together, or any one.
+
+    Cells come in file order and don't overlap, except those of a list of integers.
+    """
+    return _Tensor(requests, costs).cells(0, tuple(range(len(requests))))
+
+
+class _Box(NamedTuple):
+    """A request in the dims that are left when uncut dims are folded away."""
+
+    axes: Selection
+    rows: tuple[int, ...]  # Bytes of the result between two elements of each dim.
+    stored: np.dtype[Any]
+    target: np.dtype[Any]
+    request: Request
+
+    @property
+    def converts(self) -> bool:
+        return self.stored != self.target
+
+    def copy(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> Copy:
+        request = self.request
+        # Without a name, tensors that are alike share the copy; only an error needs the name.
+        name = request.info.name if request.checked else None
+        return Copy(shape, strides, start, self.stored, self.target, request.checked, name)
+
+
+class _Reach(NamedTuple):
+    """Which bytes of a row are wanted."""
+
+    start: int
+    stop: int
+    gap: int  # The longest unwanted stretch between wanted ones.
+    wanted: int
+    run: int  # The shortest stretch that one box takes as it is stored; 0 if several do.
+
+
+class _Tensor:
+    """One tensor and its boxes; results for a set of boxes are kept, since rows repeat."""
+
+    def __init__(self, requests: Sequence[Request], costs: Costs) -> None:
+        self._gap = max(1, costs.merge_gap)
+        self._slot = costs.slot
+        self._lengths, self._strides, self._boxes = _fold(requests)
+        self._whole = tuple(Axis(0, length) for length in self._lengths)
+        self._cells: dict[tuple[int, tuple[int, ...]], list[Cell]] = {}
+        self._reaches: dict[tuple[int, tuple[int, ...]], _Reach] = {}
+
+    def cells(self, dim: int, boxes: tuple[int, ...]) -> list[Cell]:
+        """Cells of one row of the dim before, for boxes that want some of it.
+
+        Offsets count from the row's first byte; places in the results from the first byte that
+        this row fills.
+        """
+        key = dim, boxes
+        if key in self._cells:
+            return self._cells[key]
+        found: list[Cell] = []
+        first = self._boxes[boxes[0]].axes[dim]
+        if first.picks:
+            row = self._row(dim, boxes)
+            for place, n in enumerate(first.picks):
+                found += self._moved(row, dim, n, place)
+        else:
+            for rows, here in self._intervals(dim, boxes):
+                found += self._interval(dim, rows, here)
+        self._cells[key] = found
+        return found
+
+    def _interval(self, dim: int, rows: range, boxes: tuple[int, ...]) -> list[Cell]:
+        """Cells of rows that the same boxes want."""
+        together = rows.step == 1 and self._boxes[boxes[0]].axes[dim].step > 0
+        if together and self._takes_all(dim + 1, boxes):
+            run = self._run(len(rows) * self._strides[dim], boxes)
+            return self._moved(run, dim, rows[0])
+        if self._spans(dim, rows, boxes):
+            return self._spanned(dim, rows, boxes)
+        row = self._row(dim, boxes)
+        return [cell for n in rows for cell in self._moved(row, dim, n)]
+
+    def _row(self, dim: int, boxes: tuple[int, ...]) -> list[Cell]:
+        """Cells of one row of a dim."""
+        if self._takes_all(dim + 1, boxes):
+            return self._run(self._strides[dim], boxes)
+        return self.cells(dim + 1, boxes)
+
+    def _intervals(self, dim: int, boxes: tuple[int, ...]) -> list[tuple[range, tuple[int, ...]]]:
+        """Rows of a dim in file order, and the boxes that want them."""
+        axes = [self._boxes[n].axes[dim] for n in boxes]
+        if len(boxes) == 1:
+            start, size, step, *_ = axes[0]
+            rows = range(start, start + size * step, step)
+            return [(rows if step > 0 else rows[::-1], boxes)]
+        edges = sorted({edge for each in axes for edge in (each.start, each.start + each.size)})
+        found: list[tuple[range, tuple[int, ...]]] = []
+        for low, high in itertools.pairwise(edges):
+            pairs = zip(boxes, axes, strict=True)
+            here = tuple(n for n, a in pairs if a.start <= low and high <= a.start + a.size)
+            if here:
+                found.append((range(low, high), here))
+        return found
+
+    def _takes_all(self, dim: int, boxes: tuple[int, ...]) -> bool:
+        """Whether the boxes want all of each row, from this dim on inwards."""
+        whole = self._whole[dim:]
+        return all(self._boxes[n].axes[dim:] == whole for n in boxes)
+
+    def _alone(self, boxes: tuple[int, ...]) -> bool:
+        """Whether a single box takes bytes as they are stored."""
+        return len(boxes) == 1 and not self._boxes[boxes[0]].converts
+
+    def _reach(self, dim: int, boxes: tuple[int, ...]) -> _Reach:
+        """What the boxes want of one row of the dim before."""
+        key = dim, boxes
+        if key in self._reaches:
+            return self._reaches[key]
+        length = self._strides[dim - 1]
+        if self._takes_all(dim, boxes):
+            return _Reach(0, length, 0, length, length if self._alone(boxes) else 0)
+        if self._boxes[boxes[0]].axes[dim].picks:
+            return _Reach(0, length, _APART, length, 0)
+        stride = self._strides[dim]
+        start = cursor = -1
+        gap = wanted = 0
+        shortest = length
+        for rows, here in self._intervals(dim, boxes):
+            row = self._reach(dim + 1, here)
+            first = rows[0] * stride + row.start
+            if start < 0:
+                start = cursor = first
+            gap = max(gap, first - cursor, self._longest_gap(dim, rows, row))
+            wanted += len(rows) * row.wanted
+            joins = rows.step == 1 and row.run == stride
+            shortest = min(shortest, row.run * len(rows) if joins else row.run)
+            cursor = rows[-1] * stride + row.stop
+        found = self._reaches[key] = _Reach(start, cursor, gap, wanted, shortest)
+        return found
+
+    def _longest_gap(self, dim: int, rows: range, row: _Reach) -> int:
+        between = rows.step * self._strides[dim] - (row.stop - row.start)
+        return max(row.gap, between) if len(rows) > 1 else row.gap
+
+    def _spans(self, dim: int, rows: range, boxes: tuple[int, ...]) -> bool:
+        """Whether rows are read as spans and picked apart in memory."""
+        row = self._reach(dim + 1, boxes)
+        fits = row.stop - row.start <= self._slot and row.run < LONG
+        return fits and self._longest_gap(dim, rows, row) < self._gap
+
+    def _run(self, nbytes: int, boxes: tuple[int, ...]) -> list[Cell]:
+        """Bytes that lie together, for one box or several."""
+        unit = self._strides[-1]
+        most = nbytes if self._alone(boxes) else max(1, self._slot // unit) * unit
+        found: list[Cell] = []
+        for offset in range(0, nbytes, most):
+            length = min(most, nbytes - offset)
+            parts: list[Part] = []
+            for n in boxes:
+                box = self._boxes[n]
+                copy = box.copy((length // unit,), (unit,)) if box.converts else None
+                parts.append(Part(n, offset, length, offset // unit * box.target.itemsize, copy))
+            found.append(Cell(offset, length, length, tuple(parts)))
+        return found
+
+    def _spanned(self, dim: int, rows: range, boxes: tuple[int, ...]) -> list[Cell]:
+        """Rows whose spans are read at once, as many as fit in a slot."""
+        stride = rows.step * self._strides[dim]
+        row = self._reach(dim + 1, boxes)
+        most = (self._slot - (row.stop - row.start)) // stride + 1
+        made: dict[int, tuple[Part, ...]] = {}
+        found: list[Cell] = []
+        for first in range(0, len(rows), most):
+            count = min(most, len(rows) - first)
+            if count not in made:
+                parts = [self._part(n, dim, count) for n in boxes]
+                made[count] = tuple(sorted(parts, key=lambda part: part.offset))
+            nbytes = (count - 1) * stride + row.stop - row.start
+            cell = Cell(row.start, nbytes, count * row.wanted, made[count])
+            found += self._moved([cell], dim, rows[first])
+        return found
+
+    def _part(self, n: int, dim: int, count: int) -> Part:
+        """What a box takes of rows of a dim, counted from the first in the file."""
+        box, unit = self._boxes[n], self._strides[-1]
+        step = box.axes[dim].step
+        # A dim that is taken backwards ends in the result where it begins in the file.
+        first, at = (0, 0) if step > 0 else ((1 - count) * step, (1 - count) * box.rows[dim])
+        axes = Axis(first, count, step), *box.axes[dim + 1 :]
+        shape = tuple(axis.size for axis in axes)
+        steps: list[int] = []
+        offset, begin, nbytes = 0, 0, unit
+        for (start, size, step, *_), stride in zip(axes, self._strides[dim:], strict=True):
+            offset += min(start, start + (size - 1) * step) * stride
+            begin += start * stride
+            nbytes += (size - 1) * abs(step) * stride
+            steps.append(step * stride)
+        copy = None
+        if box.converts or min(steps) < 0 or nbytes != math.prod(shape) * unit:
+            copy = box.copy(shape, tuple(steps), begin - offset)
+        return Part(n, offset, nbytes, at, copy)
+
+    def _moved(self, cells: list[Cell], dim: int, n: int, place: int | None = None) -> list[Cell]:
+        """Cells of a row, moved to row `n` of a dim; `place` is its number in the results."""
+        ahead = n * self._strides[dim]
+        moved: list[Cell] = []
+        for offset, nbytes, wanted, parts in cells:
+            there: list[Part] = []
+            for number, first, length, at, copy in parts:
+                box = self._boxes[number]
+                axis = box.axes[dim]
+                row = (n - axis.start) // axis.step if place is None else place
+                there.append(Part(number, first + ahead, length, at + row * box.rows[dim], copy))
+            moved.append(Cell(offset + ahead, nbytes, wanted, tuple(there)))
+        return moved
+
+
+def _fold(requests: Sequence[Request]) -> tuple[tuple[int, ...], tuple[int, ...], list[_Box]]:
+    """Folds dims that no request cuts into the dim before them.
+
+    Returns the lengths of the dims that are left, at least one, the bytes between their elements,
+    and the boxes.
+    """
+    info = requests[0].info
+    shape, unit = _stored_shape(info), info.dtype.nbytes
+    asked = [_axes(request, shape) for request in requests]
+    lengths = [1]
+    folded = [[Axis(0, 1)] for _ in requests]
+    for dim, length in enumerate(shape):
+        uncut = all(axes[dim] == Axis(0, length) for axes in asked)
+        if lengths == [1] and not any(mine[-1].picks for mine in folded):
+            lengths = [length]
+            folded = [[axes[dim]] for axes in asked]
+        elif uncut and all(mine[-1].step == 1 and not mine[-1].picks for mine in folded):
+            lengths[-1] *= length
+            for mine in folded:
+                mine[-1] = Axis(mine[-1].start * length, mine[-1].size * length)
+        else:
+            lengths.append(length)
+            for axes, mine in zip(asked, folded, strict=True):
+                mine.append(axes[dim])
+    boxes: list[_Box] = []
+    for request, mine in zip(requests, folded, strict=True):
+        stored, target = info.dtype.numpy, request.dtype.numpy
+        if request.dtype is info.dtype or stored is None or target is None:
+            # Bytes are moved, not numbers: one opaque type serves every dtype of that width.
+            stored = target = np.dtype(f"V{unit}" if unit > 1 else np.uint8)
+        rows = _strides(tuple(axis.size for axis in mine), target.itemsize)
+        boxes.append(_Box(tuple(mine), rows, stored, target, request))
+    return tuple(lengths), _strides(tuple(lengths), unit), boxes
+
+
+def _stored_shape(info: TensorInfo) -> tuple[int, ...]:
     """The shape of a tensor in elements of whole bytes: packed types count blocks."""
     dtype, shape = info.dtype, info.shape
     if dtype.elements == 1:
         return shape
     blocks, rest = divmod(shape[-1], dtype.elements)
-    # Where blocks go over the ends of rows, nothing but all of the tensor can be taken.
+    # Where blocks cross the ends of rows, only all of the tensor can be taken.
     return (info.nbytes // dtype.nbytes,) if rest else (*shape[:-1], blocks)
 
 
-def bytewise(request: Request) -> tuple[tuple[Axis, ...], tuple[int, ...], int]:
-    """Axes in the stored shape, byte strides and bytes an element."""
-    shape, unit = stored_shape(request.info), request.info.dtype.nbytes
-    return _axes(request, shape), _strides(shape, unit), unit
-
-
-def _axes(request: Request, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    axes, block = request.selection, request.info.dtype.elements
-    if not axes:
+def _axes(request: Request, shape: tuple[int, ...]) -> Selection:
+    """The selection in the stored shape; a single element has no step."""
+    if not request.selection:
         return tuple(Axis(0, length) for length in shape)
+    axes = [
+        Axis(start, size, 1 if size == 1 else step, picks=picks)
+        for start, size, step, _, picks in request.selection
+    ]
+    block = request.info.dtype.elements
     if block > 1:
-        # A selection of packed elements is whole blocks of the last dim, checked before.
-        last = axes[-1]
-        return (*axes[:-1], Axis(last.start // block, last.size // block))
-    return axes
+        # Of packed elements only whole blocks of the last dim can be selected.
+        axes[-1] = Axis(axes[-1].start // block, axes[-1].size // block)
+    return tuple(axes)
 
 
 def _strides(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
@@ -122,125 +364,3 @@ def _strides(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
         strides.append(unit)
         unit *= length
     return tuple(reversed(strides))
-
-
-def element_types(request: Request, unit: int) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Element types as stored and as delivered; the same opaque one where nothing converts."""
-    if request.dtype is request.info.dtype:
-        # Bytes are moved, not numbers: one opaque type serves every dtype of that width.
-        kind = np.dtype(f"V{unit}") if unit > 1 else _BYTE
-        return kind, kind
-    assert request.info.dtype.numpy is not None
-    assert request.dtype.numpy is not None
-    return request.info.dtype.numpy, request.dtype.numpy
-
-
-def _start(axes: tuple[Axis, ...], strides: tuple[int, ...]) -> int:
-    return sum(axis.start * stride for axis, stride in zip(axes, strides, strict=True))
-
-
-def _span(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int) -> int:
-    reach = zip(axes, strides, strict=True)
-    return sum((axis.size - 1) * abs(axis.step) * stride for axis, stride in reach) + unit
-
-
-def _extent(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int) -> tuple[int, int]:
-    """Lowest byte and length of the span that holds all elements."""
-    low = sum(
-        min(axis.start, axis.start + (axis.size - 1) * axis.step) * stride
-        for axis, stride in zip(axes, strides, strict=True)
-    )
-    return low, _span(axes, strides, unit)
-
-
-def _cut(axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int, costs: Costs) -> int:
-    """The first inner dim."""
-    cut, span = len(axes), unit
-    for dim in range(len(axes) - 1, -1, -1):
-        axis, stride = axes[dim], strides[dim]
-        if axis.picks:
-            break
-        if axis.size > 1 and abs(axis.step) * stride - span >= costs.merge_gap:
-            break
-        # A row of the dim that is longer than a slot has to be cut further in.
-        if span > costs.slot:
-            break
-        span += (axis.size - 1) * abs(axis.step) * stride
-        cut = dim
-    return cut
-
-
-def _rows_a_block(
-    axes: tuple[Axis, ...], strides: tuple[int, ...], unit: int, cut: int, costs: Costs
-) -> int:
-    if cut == len(axes):
-        return 1
-    row = _span(axes[cut + 1 :], strides[cut + 1 :], unit)
-    step = max(1, abs(axes[cut].step) * strides[cut])
-    return max(1, (costs.slot - row) // step + 1)
-
-
-def _chunks(inner: tuple[Axis, ...], rows: int) -> Iterator[tuple[int, tuple[Axis, ...]]]:
-    """Cuts the first inner dim into parts of at most `rows`, with the row each begins at."""
-    if not inner:
-        yield 0, inner
-        return
-    first = inner[0]
-    for part in range(0, first.size, rows):
-        count = min(rows, first.size - part)
-        yield part, (Axis(first.start + part * first.step, count, first.step), *inner[1:])
-
-
-class Folded(NamedTuple):
-    """A box in the dims that are left when uncut dims are folded away.
-
-    Attributes:
-        stop: The one behind the last, a dim.
-        rows: Bytes of the result that lie between two elements of a dim.
-    """
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    rows: tuple[int, ...]
-    stored: np.dtype[Any]
-    target: np.dtype[Any]
-    request: Request
-
-    @property
-    def converts(self) -> bool:
-        """Whether values are converted."""
-        return self.stored != self.target
-
-
-def fold(requests: Sequence[Request]) -> tuple[tuple[int, ...], tuple[int, ...], list[Folded]]:
-    """Folds dims that no box cuts into the dim before them.
-
-    Returns:
-        Lengths of the dims that are left, at least one, the bytes between their elements, and
-        the boxes.
-    """
-    views = [bytewise(request) for request in requests]
-    shape = stored_shape(requests[0].info)
-    unit = views[0][2]
-    lengths: list[int] = [1]
-    spans: list[list[tuple[int, int]]] = [[(0, 1)] for _ in requests]
-    for dim, length in enumerate(shape):
-        taken = [(axes[dim].start, axes[dim].start + axes[dim].size) for axes, _, _ in views]
-        if all(each == (0, length) for each in taken) or lengths == [1]:
-            # Rows that all want whole are longer elements of the dim before.
-            whole = lengths == [1]
-            lengths[-1] *= length
-            for mine, each in zip(spans, taken, strict=True):
-                mine[-1] = each if whole else (mine[-1][0] * length, mine[-1][1] * length)
-        else:
-            lengths.append(length)
-            for mine, each in zip(spans, taken, strict=True):
-                mine.append(each)
-    strides = _strides(tuple(lengths), unit)
-    boxes: list[Folded] = []
-    for request, mine in zip(requests, spans, strict=True):
-        stored, target = element_types(request, unit)
-        start, stop = tuple(a for a, _ in mine), tuple(b for _, b in mine)
-        rows = _strides(tuple(b - a for a, b in mine), target.itemsize)
-        boxes.append(Folded(start, stop, rows, stored, target, request))
-    return tuple(lengths), strides, boxes

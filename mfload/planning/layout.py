@@ -1,18 +1,17 @@
-"""Arrangement: which buffer each tensor lands in, and where in it. Pure.
+"""Layout: which buffer each result lands in, and where in it. Pure.
 
-The kernel's copy is several times slower when (destination - file offset)
-mod 4096 is a small positive number, and adapters need each tensor on a multiple of some
-alignment. So a tensor goes to the next position p with
-p = file offset rounded down to its alignment (mod 4096): then the difference is zero or a small
-negative number, and tensors that follow each other in the file follow each other in memory, so
-one read fills them all. Small tensors only get their alignment: padding would outweigh them.
+The kernel copies several times slower if (destination - file offset) mod 4096 is a small positive
+number, and adapters need each tensor on a multiple of some alignment. So a tensor goes to the next
+place that equals its file offset, rounded down to the alignment, mod 4096. Then the difference is
+zero or a small negative number, and tensors that follow each other in the file do so in memory,
+so that one read fills them all. Small tensors are only aligned: padding would outweigh them.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from mfload.planning.requests import Allocation, Request
+from mfload.planning.request import Allocation, Request
 
 BUFFER = 64 << 20
 """Bytes a buffer at most, so that no small tensor keeps much memory alive; a page that leads
@@ -26,24 +25,15 @@ _SMALL = 64 << 10
 
 
 class BufferSpec(NamedTuple):
-    """A buffer to be had.
-
-    Attributes:
-        source: The source to map, None for memory.
-        device: Number of the device whose memory it is, None for the host's.
-    """
+    """A buffer: a map of a source, or memory of a device (by its number) or of the host."""
 
     nbytes: int
     source: int | None = None
     device: int | None = None
 
 
-_Kind = tuple[int | None, bool]
-"""What tensors of one buffer have in common: their device, and whether they are copied."""
-
-
-class Arrangement:
-    """Gives each need its buffer and position, in file order.
+class Layout:
+    """Gives each request its buffer and position, in file order.
 
     Args:
         alignment: Bytes on which every tensor must lie; None for its element's size.
@@ -55,21 +45,14 @@ class Arrangement:
         self._alignment = alignment
         self._mapped = mapped
         self._maps: dict[int, int] = {}
-        # The buffers that still take tensors, and how much of each is taken.
-        self._open: dict[_Kind, tuple[int, int]] = {}
+        # Buffers that still take tensors, and how much of each is taken, by device and by whether
+        # the framework copies the tensors: what is copied shares no buffer with what stays.
+        self._open: dict[tuple[int | None, bool], tuple[int, int]] = {}
 
     def place(
-        self,
-        request: Request,
-        nbytes: int,
-        contiguous: int | None,
-        allocation: Allocation,
+        self, request: Request, nbytes: int, contiguous: int | None, allocation: Allocation
     ) -> tuple[int, int]:
-        """Buffer and first byte.
-
-        An array of the framework is a buffer of its own; what the framework copies shares no
-        buffer with what stays.
-        """
+        """Buffer and first byte; an array of the framework is a buffer of its own."""
         device, owner, copied = allocation
         if owner == "framework":
             return self._new(nbytes, device=device), 0
@@ -77,32 +60,28 @@ class Arrangement:
             piece = request.info.pieces[0]
             offset = piece.offset if contiguous is None else contiguous
             align = self._alignment or max(1, request.dtype.nbytes // request.dtype.elements)
-            if self._mapped and contiguous is not None and offset % align == 0:
-                mapped = self._map(piece.source)
-                if mapped is not None:
-                    return mapped, offset
+            if piece.source in self._mapped and contiguous is not None and offset % align == 0:
+                if piece.source not in self._maps:
+                    size = self._mapped[piece.source]
+                    self._maps[piece.source] = self._new(size, piece.source)
+                return self._maps[piece.source], offset
             follows = nbytes < _SMALL
         else:
-            # No kernel of the host's copies here, so there is no place that suits the file.
+            # The host's kernel copies nothing here, so no place suits the file better.
             offset, align, follows = 0, DEVICE_ALIGNMENT, True
         kind = device, copied
         number, cursor = self._open.get(kind, (-1, 0))
-        at = _next(cursor, offset, align, follows)
+        wanted = (offset // align * align) % _PAGE
+        at = cursor + (wanted - cursor) % _PAGE
+        if follows and cursor:
+            # Follow the file where it leads to an aligned place; it mostly does.
+            at = -(-cursor // align) * align
         if number < 0 or at + nbytes > BUFFER + _PAGE:
             if number >= 0:
                 self.specs[number] = BufferSpec(cursor, None, device)
-            number, at = self._new(0, device=device), _next(0, offset, align, follows)
+            number, at = self._new(0, device=device), wanted
         self._open[kind] = number, at + nbytes
         return number, at
-
-    def _new(self, nbytes: int, source: int | None = None, device: int | None = None) -> int:
-        self.specs.append(BufferSpec(nbytes, source, device))
-        return len(self.specs) - 1
-
-    def _map(self, source: int) -> int | None:
-        if source in self._mapped and source not in self._maps:
-            self._maps[source] = self._new(self._mapped[source], source)
-        return self._maps.get(source)
 
     def end(self) -> tuple[BufferSpec, ...]:
         """The buffers."""
@@ -110,11 +89,6 @@ class Arrangement:
             self.specs[number] = BufferSpec(cursor, None, device)
         return tuple(self.specs)
 
-
-def _next(cursor: int, offset: int, align: int, follows: bool) -> int:
-    """The next place for a tensor that lies at an offset of the file, and is aligned."""
-    if follows and cursor:
-        # Follow the file where it leads to an aligned place; it mostly does.
-        return -(-cursor // align) * align
-    wanted = (offset // align * align) % _PAGE
-    return cursor + (wanted - cursor) % _PAGE
+    def _new(self, nbytes: int, source: int | None = None, device: int | None = None) -> int:
+        self.specs.append(BufferSpec(nbytes, source, device))
+        return len(self.specs) - 1

@@ -11,22 +11,19 @@ from mfload.dtypes import DType
 from mfload.index import Index, TensorInfo
 
 Names = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None
+_UNCONVERTED = {"scale", "packed", "unknown"}  # Kinds of dtypes.
 _GLOB = "; what a shell writes * is .* here"
 
 Dtypes = Any  # A dtype of any framework, [(regex, dtype)], or {exact name: dtype}.
+_LISTED = 8  # Rules that a warning names.
 _PATTERN = re.compile(r"[\\^$*+?|()\[\]{}]")  # What a name hardly holds, and a regex does.
 
 
 def select(index: Index, names: Names) -> list[TensorInfo]:
     """The rows that `names=` asks for, in the index's order.
 
-    Args:
-        names: None for all; a regex that is searched for; a list of exact names; or a
-            function from a name to whether it is wanted.
-
-    Raises:
-        TensorNotFoundError: A listed name, or every match of a regex, is missing.
-        UsageError: The regex is malformed, or these are no names.
+    None for all; a regex that is searched for; a list of exact names; or a function from a name to
+    a bool. Raises TensorNotFoundError if a name or every match is missing, or UsageError.
     """
     if names is None:
         return list(index.tensors.values())
@@ -44,16 +41,13 @@ def select(index: Index, names: Names) -> list[TensorInfo]:
         return found
     try:
         wanted = list(dict.fromkeys(names))
-    except TypeError as error:
-        expected = "a regular expression, names, or a function"
-        raise errors.UsageError(str(error), expected=expected, found=repr(names)) from None
+    except TypeError:
+        expected = "a regular expression, a list of names, or a function"
+        raise errors.UsageError("invalid names", expected=expected, found=repr(names)) from None
     for name in wanted:
         if name not in index.tensors and _PATTERN.search(str(name)):
-            raise errors.TensorNotFoundError(
-                "no such tensor; names=[…] takes exact names, names='…' a regular expression",
-                tensor=name,
-                expected="exact names",
-            )
+            text = "no such tensor; names=[…] takes exact names, names='…' a regular expression"
+            raise errors.TensorNotFoundError(text, tensor=name, expected="exact names")
         index[name]
     chosen = set(wanted)
     return [row for name, row in index.tensors.items() if name in chosen]
@@ -70,111 +64,110 @@ def _hint(pattern: re.Pattern[str], index: Index) -> str:
     return f"; close to it are {', '.join(close)}" if close else ""
 
 
-def target(info: TensorInfo, dtype: Dtypes) -> tuple[DType, bool]:
-    """The dtype a tensor is delivered in.
+class Rules:
+    """What an argument says for names: exact names in a mapping, or regexes in a list of pairs.
+
+    Of pairs the first regex that is found in a name counts. `read` turns a rule's value into what
+    `find` returns. Raises UsageError if a rule is malformed.
+    """
+
+    def __init__(
+        self, argument: str, given: Any, read: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        self._argument = argument
+        self._exact: dict[Any, Any] = {}
+        self._searched: list[tuple[re.Pattern[str], Any]] = []
+        if isinstance(given, Mapping):
+            self._exact = {name: read(value) for name, value in given.items()}
+            return
+        for pair in given:
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise errors.UsageError(
+                    f"{argument} takes a list of pairs",
+                    expected="[(regex, …), …], or {exact name: …}",
+                    found=repr(pair),
+                )
+            self._searched.append((compiled(pair[0]), read(pair[1])))
+
+    def find(self, name: str, default: Any = None) -> Any:
+        """The value for a name."""
+        if name in self._exact:
+            return self._exact[name]
+        return next((value for regex, value in self._searched if regex.search(name)), default)
+
+    def warn_of_unmatched(self, names: Collection[str]) -> None:
+        """Warns of rules that match none of the names."""
+        if not names:
+            return
+        every = list(names)
+        known = set(every)
+        missed = [name for name in self._exact if name not in known]
+        missed += [each.pattern for each, _ in self._searched if not any(map(each.search, every))]
+        shown: list[str] = []
+        for rule in missed[:_LISTED]:
+            regex = self._exact and isinstance(rule, str) and _PATTERN.search(rule)
+            form = "; regexes go in a list of pairs: [(regex, …)]" if regex else ""
+            shown.append(f"{rule!r}{errors.did_you_mean(rule, every)}{form}")
+        if missed:
+            more = f", and {len(missed) - _LISTED} more" if len(missed) > _LISTED else ""
+            errors.warn(
+                f"{self._argument} has rules that match no tensor: {', '.join(shown)}"
+                f"{more}; names are such as {every[0]!r}"
+            )
+
+
+def read_dtype(dtype: Any) -> DType | Rules | None:
+    """The argument `dtype=`: one dtype for all, rules for names, or None for the stored ones."""
+    if dtype is None:
+        return None
+    if isinstance(dtype, Mapping | list | tuple):
+        return Rules("dtype=", dtype, dtypes.resolve)
+    return dtypes.resolve(dtype)
+
+
+def target(info: TensorInfo, dtype: DType | Rules | None) -> tuple[DType, bool]:
+    """The dtype a tensor is delivered in, and whether values are to be checked.
 
     One dtype for all converts what it can without harm: a float dtype takes floats (other kinds
     stay as they are), any other dtype must hold every value of what it is given. Rules ask by
-    name: in a list of (regex, dtype) pairs the first regex found in the name counts, a mapping
-    holds exact names. Then a conversion may lose precision, but a value outside an integer
-    target's range still stops the load (a float outside a narrower float's becomes infinity or
-    NaN, as it does in every framework).
+    name: see `asked`.
 
-    Returns:
-        The row, and whether values are to be checked.
-
-    Raises:
-        LossyCastError: It would lose values and was not asked for by name.
-        UnsupportedDtypeError: There is no conversion between the two.
+    Raises LossyCastError if it would lose values and was not asked for by name, or
+    UnsupportedDtypeError if there is no conversion.
     """
-    if dtype is None:
+    if isinstance(dtype, Rules):
+        return asked(info, dtype.find(info.name, info.dtype))
+    kind = info.dtype.kind
+    if dtype is None or dtype is info.dtype:
         return info.dtype, False
-    if has_rules(dtype):
-        wanted = named(info.name, dtype)
-        if wanted is None or wanted is info.dtype:
-            return info.dtype, False
-        _convertible(info, wanted)
-        return wanted, wanted.kind in ("int", "uint", "bool")
-    wanted = dtypes.resolve(dtype)
-    if wanted is info.dtype or (wanted.kind == "float" and info.dtype.kind != "float"):
+    if kind in _UNCONVERTED or (dtype.kind == "float" and kind != "float"):
         return info.dtype, False
-    if info.dtype.kind in ("scale", "packed", "unknown"):
-        return info.dtype, False
-    _convertible(info, wanted)
-    if wanted.kind != "float" and not holds(wanted, info.dtype):
+    _convertible(info, dtype)
+    if dtype.kind != "float" and not holds(dtype, info.dtype):
         raise errors.LossyCastError(
             "the conversion would lose values; ask for it by name: dtype={name: dtype}",
             tensor=info.name,
-            expected=f"a dtype that {wanted} holds",
+            expected=f"a dtype that {dtype} holds",
             found=info.dtype.name,
         )
-    return wanted, False
+    return dtype, False
 
 
-def has_rules(dtype: Dtypes) -> bool:
-    """Whether `dtype=` holds rules for names: a mapping, or a list of pairs."""
-    return isinstance(dtype, Mapping) or (isinstance(dtype, list | tuple) and bool(dtype))
+def asked(info: TensorInfo, wanted: DType) -> tuple[DType, bool]:
+    """The same for a tensor whose dtype is asked for by name.
 
-
-def named(name: str, rules: Dtypes) -> DType | None:
-    """The dtype that rules give a name. Default: None.
-
-    Raises:
-        UsageError: A regex is malformed, or a dtype unknown.
+    The conversion may lose precision, but a value outside an integer target's range stops the load
+    (a float outside a narrower float's becomes infinity or NaN, as it does in every framework).
     """
-    if isinstance(rules, Mapping):
-        found: Any = rules.get(name)
-        return None if found is None else dtypes.resolve(found)
-    for pattern, spec in _pairs(rules):
-        if compiled(pattern).search(name):
-            return dtypes.resolve(spec)
-    return None
-
-
-def check_rules(names: Collection[str], rules: Dtypes) -> list[str]:
-    """What is odd about rules for dtypes: each one that no name matches.
-
-    Raises:
-        UsageError: A regex is malformed, or a dtype unknown.
-    """
-    notes: list[str] = []
-    if isinstance(rules, Mapping):
-        for name, spec in rules.items():
-            dtypes.resolve(spec)
-            if name not in names:
-                notes.append(f"dtype= names {name!r}, which is not there{hint(name, names)}")
-        return notes
-    for pattern, spec in _pairs(rules):
-        dtypes.resolve(spec)
-        regex = compiled(pattern)
-        if not any(map(regex.search, names)):
-            notes.append(f"dtype= has a regex that matches no name: {regex.pattern!r}")
-    return notes
-
-
-def hint(name: object, names: Iterable[str]) -> str:
-    """What an exact name in a mapping that is not there may have been meant to be."""
-    if not isinstance(name, str):
-        return ""
-    form = "; regexes go in a list of pairs: [(regex, …)]" if _PATTERN.search(name) else ""
-    return errors.did_you_mean(name, list(names)) + form
-
-
-def _pairs(rules: Dtypes) -> list[tuple[Any, Any]]:
-    pairs: list[Any] = list(rules)
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise errors.UsageError(
-                "dtype= takes a list of pairs",
-                expected="[(regex, dtype), …], or {exact name: dtype}",
-                found=repr(pair),
-            )
-    return pairs
+    if wanted is info.dtype:
+        return wanted, False
+    _convertible(info, wanted)
+    return wanted, wanted.kind in ("int", "uint", "bool")
 
 
 def _convertible(info: TensorInfo, wanted: DType) -> None:
     kinds = {info.dtype.kind, wanted.kind}
-    if kinds & {"scale", "packed", "unknown"} or info.dtype.kind == "complex" != wanted.kind:
+    if kinds & _UNCONVERTED or info.dtype.kind == "complex" != wanted.kind:
         raise errors.UnsupportedDtypeError(
             "no conversion between these dtypes",
             tensor=info.name,
@@ -197,18 +190,13 @@ def holds(wanted: DType, given: DType) -> bool:
 
 
 def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """A user's regular expression.
-
-    Raises:
-        UsageError: It is malformed, or one of bytes.
-    """
+    """A user's regular expression; raises UsageError if it is malformed, or one of bytes."""
     try:
         compiled = re.compile(pattern)
         compiled.search("")  # One of bytes matches no name.
         return compiled
     except (re.error, TypeError) as error:
         raise errors.UsageError(
-            "malformed regular expression",
-            expected=f"{error}{_GLOB if str(pattern).startswith('*') else ''}",
+            f"malformed regular expression: {error}{_GLOB if str(pattern).startswith('*') else ''}",
             found=str(pattern),
         ) from None

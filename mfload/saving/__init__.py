@@ -1,1 +1,1 @@
-"""Saving: the street run backwards, from arrays to files under their final names."""
+"""Saving: from arrays to files under their final names."""

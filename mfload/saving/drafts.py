@@ -1,11 +1,11 @@
 """A file being written: it gets its final name once it is whole and on disk.
 
 Where the system can, a draft has no name at all (O_TMPFILE): a process that is killed leaves
-nothing behind. Elsewhere it has a hidden name, and holds a lock by which the next writer tells it
+nothing behind. Elsewhere it has a hidden name. It holds a lock by which the next writer tells it
 from the leftovers of one that died.
 
 Bytes go past the page cache (O_DIRECT) where the file takes that: straight from the caller's memory
-where that has the disk's alignment, through a reused slot where it has not. Bytes at ragged ends
+where that has the disk's alignment, through a reused slot where it has not. Bytes at unaligned ends
 go through the page cache, on pages of their own.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import sys
 import threading
@@ -36,18 +35,16 @@ except ImportError:  # Windows
     fcntl = None
 
 BLOCK = 4 << 20
-"""Bytes of one write: a slot that stays in the processor's cache until the disk has it."""
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
-"""What file systems say that have no hard links."""
+"""Bytes of a good write: a slot that stays in the processor's cache until the disk has it."""
 
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 # Smaller files and pieces are over sooner than O_DIRECT pays.
 _DIRECT_FROM = 1 << 20
 _PIECE_FROM = 64 << 10
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # What open(2) says of O_TMPFILE if the file system, or an old kernel, does not know it.
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS)
-_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-_NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
+_NO_TMPFILE = (*_UNSUPPORTED, errno.EISDIR, errno.ENOENT)
+_NO_LINKS = (*_UNSUPPORTED, errno.EPERM, errno.EMLINK)
 
 
 class Draft:
@@ -63,8 +60,8 @@ class Draft:
         self.shown = shown
         self.named = False
         self._fd = self._direct = -1
-        self._unit = PAGE
-        self._takes_direct = self._looked = False
+        self._unit = PAGE  # Multiple at which memory must begin that goes past the page cache.
+        self._takes_direct: bool | None = None  # None until the first write.
         self._written = self._busy = 0
         self._lock = threading.Lock()
         self._slots: list[WorkerSlot] = []
@@ -82,10 +79,9 @@ class Draft:
         wanted = 0o666 if mode is None else mode & 0o666
         if hasattr(os, "O_TMPFILE"):
             try:
-                directory = os.path.dirname(self.hidden)
-                self._fd = os.open(directory, flags | os.O_TMPFILE, wanted)
+                self._fd = os.open(os.path.dirname(self.hidden), flags | os.O_TMPFILE, wanted)
                 # It gets its name through /proc, which may not be mounted.
-                os.stat(self._own_path)
+                os.stat(self.path)
             except OSError as error:
                 if error.errno not in _NO_TMPFILE:
                     raise
@@ -93,7 +89,7 @@ class Draft:
         if self._fd < 0:
             self._fd = os.open(self.hidden, flags | os.O_CREAT | os.O_EXCL, wanted)
             self.named = True
-            lock(self._fd)
+        lock(self._fd)
         if mode is not None and hasattr(os, "fchmod"):
             try:
                 os.fchmod(self._fd, mode)
@@ -103,89 +99,80 @@ class Draft:
                     raise
 
     @property
-    def _own_path(self) -> str:
-        return f"/proc/self/fd/{self._fd}"
-
-    @property
     def path(self) -> str:
-        """Where it can be opened for reading before it is published."""
-        return self.hidden if self.named else self._own_path
+        """Where it can be opened before it is published."""
+        return self.hidden if self.named else f"/proc/self/fd/{self._fd}"
 
-    def _open_direct(self) -> None:
+    def _open_direct(self) -> bool:
         """Opens it a second time, past the page cache, if that is possible and pays."""
-        self._looked = True
         units = probes.direct_alignment(self._fd) if self.size >= _DIRECT_FROM else None
         if units is None or PAGE % max(units):
-            return
-        with contextlib.suppress(OSError):  # Slower, not wrong.
-            flags = os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
-            self._direct = os.open(self._own_path, flags)
-            self._unit, self._takes_direct = units[0], True
+            return False
+        try:
+            path = f"/proc/self/fd/{self._fd}"
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:  # Slower, not wrong.
+            return False
+        self._unit = units[0]
+        return True
 
-    def write(self, offset: int, data: Bytes) -> None:
-        """Writes bytes to their place; several threads may, to places of their own."""
-        done = 0
-        while done < data.nbytes:
-            # Cut where the file's blocks end, so that all but the first begin on a page.
-            part = data[done : done + BLOCK - (offset + done) % BLOCK]
-            self.gather(offset + done, (part,))
-            done += part.nbytes
+    def write(self, offset: int, pieces: Sequence[Bytes], tensor: str | None = None) -> int:
+        """Writes pieces of memory one after the other into the file; returns how many.
 
-    def gather(self, offset: int, pieces: Sequence[Bytes]) -> None:
-        """Writes bytes that lie apart in memory and together in the file, up to `BLOCK` of them."""
+        Several threads may, to places of their own. An error names the tensor.
+        """
+        nbytes = sum(map(len, pieces))
         with self._lock:
             self._busy += 1
-            if not self._looked:
-                self._open_direct()
+            if self._takes_direct is None:
+                self._takes_direct = self._open_direct()
         try:
-            nbytes = sum(map(len, pieces))
-            self._gather(offset, pieces, nbytes)
+            if not self._takes_direct or nbytes - -offset % PAGE < _PIECE_FROM:
+                _write_all(self._fd, pieces, offset)
+            elif len(pieces) == 1 and (pieces[0].ctypes.data + -offset % PAGE) % self._unit == 0:
+                self._write_direct(offset, pieces[0])
+            else:
+                self._write_copy(offset, pieces, nbytes)
             with self._lock:
                 self._written += nbytes
+            return nbytes
         except OSError as error:
             # Its frames hold slots, which live as long as the error does.
             traceback.clear_frames(error.__traceback__)
-            raise self._failed(error, "write") from error
+            told = self._failed(error, "write")
+            told.tensor = tensor
+            raise told from error
         finally:
             with self._lock:
                 self._busy -= 1
 
-    def _gather(self, offset: int, pieces: Sequence[Bytes], nbytes: int) -> None:
-        head = -offset % PAGE
-        inner = (nbytes - head) // PAGE * PAGE
-        if not self._takes_direct or inner < _PIECE_FROM:
-            _write_all(self._fd, pieces, offset)
-            return
-        if len(pieces) == 1 and (pieces[0].ctypes.data + head) % self._unit == 0:
-            self._write_aligned(pieces[0], offset, head, inner)
-            return
+    def _write_copy(self, offset: int, pieces: Sequence[Bytes], nbytes: int) -> None:
         with self._lock:
             slot = self._slots.pop() if self._slots else WorkerSlot()
         try:
             lead = offset % PAGE
-            landed = slot.bytes(BLOCK + PAGE if nbytes <= BLOCK else nbytes + PAGE)
-            whole = landed[lead : lead + nbytes]
+            whole = slot.bytes(max(BLOCK, nbytes) + PAGE)[lead : lead + nbytes]
             np.concatenate(pieces, out=whole)
-            self._write_aligned(whole, offset, head, inner)
+            self._write_direct(offset, whole)
         finally:
-            landed = whole = None
             self._slots.append(slot)
-            del slot
 
-    def _write_aligned(self, whole: Bytes, offset: int, head: int, inner: int) -> None:
-        """The inner part past the page cache, the ends through it; all through it if refused."""
+    def _write_direct(self, offset: int, whole: Bytes) -> None:
+        """Writes whole pages past the page cache, the rest through it; all if that is refused."""
+        head = -offset % PAGE
+        tail = head + (whole.nbytes - head) // PAGE * PAGE
         try:
-            _write_all(self._direct, (whole[head : head + inner],), offset + head)
+            _write_all(self._direct, (whole[head:tail],), offset + head)
         except OSError as error:
             # EFAULT: memory that the kernel copies from and no disk reads from (a device's).
-            if error.errno not in (*_NO_DIRECT, errno.EFAULT):
+            if error.errno not in (*_UNSUPPORTED, errno.EFAULT):
                 raise
             if error.errno != errno.EFAULT:
                 # Left open: other threads may be writing to it.
                 self._takes_direct = False
             _write_all(self._fd, (whole,), offset)
             return
-        for start, stop in ((0, head), (head + inner, whole.nbytes)):
+        for start, stop in ((0, head), (tail, whole.nbytes)):
             if stop > start:
                 _write_all(self._fd, (whole[start:stop],), offset + start)
 
@@ -216,17 +203,8 @@ class Draft:
         with open_directory("/proc/self/fd") as proc:
             os.link(str(self._fd), path, src_dir_fd=proc, follow_symlinks=True)
 
-    def appear(self) -> str:
-        """Makes sure that it has its hidden name; returns its path."""
-        if not self.named:
-            # Before others can see it, so that who cleans up finds it locked.
-            lock(self._fd)
-            self.link(self.hidden)
-            self.named = True
-        return self.hidden
-
     def publish(self, path: str, *, replace: bool) -> None:
-        """Gives it its final name at one stroke; FileExistsError if that would replace a file."""
+        """Gives it its final name atomically; FileExistsError if that would replace a file."""
         if not (replace and os.path.lexists(path)):
             try:
                 self.link(path)
@@ -235,13 +213,16 @@ class Draft:
                 if not replace:
                     raise
             except OSError as error:
-                if not self.named or error.errno not in NO_LINKS:
+                if not self.named or error.errno not in _NO_LINKS:
                     raise
                 # Renames replace silently. The directory's lock keeps other saves out meanwhile.
                 if not replace and os.path.lexists(path):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-        os.replace(self.appear(), path)
-        self.published()
+        if not self.named:
+            self.link(self.hidden)
+            self.named = True
+        os.replace(self.hidden, path)
+        self.named = False
 
     def is_at(self, path: str) -> bool:
         """Whether it is what has that name."""
@@ -249,10 +230,6 @@ class Draft:
             return os.path.samestat(os.fstat(self._fd), os.lstat(path))
         except OSError:
             return False
-
-    def published(self) -> None:
-        """The hidden name is gone or in use: `discard` does not remove it any more."""
-        self.named = False
 
     def discard(self) -> None:
         """Lets go of it; unless it was published, the file is gone. Twice does nothing."""
@@ -262,11 +239,11 @@ class Draft:
                 with contextlib.suppress(OSError):
                     os.unlink(self.hidden)
         finally:
+            self._slots.clear()
             with self._lock:
                 # A thread that hangs in the kernel keeps its descriptors: their numbers must not
                 # be given to other files meanwhile.
                 hung = self._busy > 0
-            self._slots.clear()
             if not hung:
                 self._close()
 
@@ -288,34 +265,24 @@ class Draft:
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
 
 
-@functools.cache
-def _fallocate() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call is not None:
-        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return call
-
-
 def allocate_file(fd: int, nbytes: int) -> None:
-    """Gives an empty file its size, and the room for it if the file system can promise that.
+    """Gives an empty file its size, and the room for it if the file system can promise that."""
+    # The system call itself: the C library's posix_fallocate writes to every block where a file
+    # system can't, which takes as long as the data will.
+    code = errno.EINTR if sys.platform.startswith("linux") and nbytes else errno.ENOSYS
+    while code == errno.EINTR:
+        code = _fallocate(fd, nbytes)
+    if code in (*_UNSUPPORTED, errno.ENODEV):
+        os.ftruncate(fd, nbytes)
+    elif code:
+        raise OSError(code, os.strerror(code))
 
-    The system call itself: the C library's posix_fallocate writes to every block where a file
-    system can't, which takes as long as the data will.
-    """
-    if nbytes == 0:
-        return
-    call = _fallocate()
-    while call is not None:
-        if call(fd, 0, 0, nbytes) == 0:
-            return
-        code = ctypes.get_errno()
-        if code in _NO_ALLOCATION:
-            break
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    os.ftruncate(fd, nbytes)
+
+def _fallocate(fd: int, nbytes: int) -> int:
+    """Linux's fallocate(2); returns the number of its error, or 0."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    return ctypes.get_errno() if failed else 0
 
 
 def lock(fd: int) -> bool | None:
@@ -334,10 +301,20 @@ def lock(fd: int) -> bool | None:
     return True
 
 
+def unlock(fd: int) -> None:
+    """Gives the lock of an open file back, also for children forked meanwhile."""
+    if fcntl is not None and fd >= 0:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 @contextlib.contextmanager
 def open_directory(path: str) -> Generator[int]:
     """A descriptor of a directory, to lock and sync it; -1 on Windows."""
-    fd = os.open(path, _DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
+    try:
+        fd = os.open(path, _DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
+    except OSError as error:
+        raise errors.from_target(error, path, "open the directory") from error
     try:
         yield fd
     finally:
@@ -357,29 +334,23 @@ def fsync(fd: int) -> None:
             raise
 
 
-def _write_all(fd: int, pieces: Sequence[Any], offset: int) -> None:
-    """Writes pieces to one place of a file; short writes are taken up again."""
-    for first in range(0, len(pieces), IOV_MAX):
-        vector = list(pieces[first : first + IOV_MAX])
-        while vector:
-            done = _pwritev(fd, vector, offset)
-            stuck = done == 0
-            offset += done
-            while vector and done >= vector[0].nbytes:
-                done -= vector[0].nbytes
-                vector.pop(0)
-            if done:
-                vector[0] = vector[0][done:]
-            elif vector and stuck:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 _seek = threading.Lock()
 
 
-def _pwritev(fd: int, vector: list[Any], offset: int) -> int:
-    if hasattr(os, "pwritev"):
-        return os.pwritev(fd, vector, offset)
-    with _seek:  # Windows
-        os.lseek(fd, offset, os.SEEK_SET)
-        return os.write(fd, vector[0])
+def _write_all(fd: int, pieces: Sequence[Any], offset: int) -> None:
+    """Writes pieces to one place of a file; short writes are continued."""
+    left = [piece for piece in reversed(pieces) if piece.nbytes]
+    while left:
+        if hasattr(os, "pwritev"):
+            done = os.pwritev(fd, left[: -IOV_MAX - 1 : -1], offset)
+        else:
+            with _seek:  # Windows
+                os.lseek(fd, offset, os.SEEK_SET)
+                done = os.write(fd, left[-1])
+        if done == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        offset += done
+        while left and done >= left[-1].nbytes:
+            done -= left.pop().nbytes
+        if done:
+            left[-1] = left[-1][done:]

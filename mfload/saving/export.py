@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +60,10 @@ _ROOTS = {
 _BOXES = frozenset({"flax", "keras"})
 # DLPack's device types that are host memory: kDLCPU, kDLCUDAHost, kDLROCMHost.
 _HOST = (1, 3, 11)
+_U8 = np.dtype(np.uint8)
+_NATIVE = {
+    row.numpy: row for row in dtypes.TABLE.values() if row.numpy is not None and row.elements == 1
+}
 
 _Exporter = Callable[[Any], Exported]
 
@@ -69,27 +74,16 @@ def export(arrays: Mapping[str, Any]) -> list[TensorToSave]:
         raise errors.UsageError(
             "arrays are saved by name", expected="a dict of arrays", found=type(arrays).__name__
         )
-    exporters: dict[type, _Exporter] = {}
-    found: list[TensorToSave] = []
-    for name, array in arrays.items():
-        quick = None
-        # Once the first has been looked at in full: most are alike, and there may be many.
-        if np.ndarray in exporters and type(array) is np.ndarray and type(name) is str:
-            quick = _plain(name, array)
-        found.append(quick or _one(name, array, exporters))
-    return found
+    exporters: dict[type, _Exporter] = {np.ndarray: _exporter(np.empty(0))}
+    return [_native(name, array) or _any(name, array, exporters) for name, array in arrays.items()]
 
 
-_U8 = np.dtype(np.uint8)
-_NATIVE = {
-    row.numpy: row for row in dtypes.TABLE.values() if row.numpy is not None and row.elements == 1
-}
-
-
-def _plain(name: str, array: NDArray[Any]) -> TensorToSave | None:
+def _native(name: str, array: NDArray[Any]) -> TensorToSave | None:
     """A NumPy array that lies as the file wants it, in a fifth of the time; None for any other."""
+    if type(array) is not np.ndarray or type(name) is not str or not array.flags.c_contiguous:
+        return None
     row = _NATIVE.get(array.dtype)
-    if row is None or not array.flags.c_contiguous:
+    if row is None:
         return None
     fetch = functools.partial(_as_bytes, array)
     where = functools.partial(base.span_of, array)
@@ -101,25 +95,18 @@ def _as_bytes(array: NDArray[Any]) -> Any:
     return (array if array.ndim == 1 else array.reshape(-1)).view(_U8)
 
 
-def _one(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSave:
+def _any(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSave:
     if not isinstance(name, str):
         raise errors.UsageError(
             "names are strings; join the parts of a path: {'.'.join(path): array}",
             expected="str",
             found=repr(name),
         )
-    for _ in range(4):  # A box in a box is enough; one that holds itself is not unpacked for ever.
-        inner = _named(name, functools.partial(_unboxed, array))
-        if inner is array:
-            break
-        array = inner
-    kind = type(array)
-    if kind not in exporters:
-        exporters[kind] = _exporter(array)
-        quick = _plain(name, array) if kind is np.ndarray else None
-        if quick is not None:
-            return quick
-    exported: Exported = _named(name, functools.partial(exporters[kind], array))
+    with _naming(name):
+        if type(array) not in exporters:
+            array = _unboxed(array)
+            exporters.setdefault(type(array), _exporter(array))
+        exported = exporters[type(array)](array)
     row, shape, *_ = exported
     nbytes = row.size_of(shape)
     if nbytes is None:
@@ -129,22 +116,24 @@ def _one(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSav
             expected=f"a multiple of {row.elements} elements of {row}",
             found=f"shape {list(shape)}",
         )
-    fetch = functools.partial(_named, name, functools.partial(_fetch, exported))
+    fetch = functools.partial(_fetch, name, exported)
     return TensorToSave(name, row, shape, nbytes, exported.span, fetch)
 
 
-def _fetch(exported: Exported) -> Any:
-    array = exported.read()
-    if exported.dtype.elements > 1 and not exported.packed:
-        return packed.pack(array, exported.dtype)
-    native = array.dtype.newbyteorder("=")
-    return array.astype(native, order="C", copy=False, subok=False).reshape(-1).view(_U8)
+def _fetch(name: str, exported: Exported) -> Any:
+    with _naming(name):
+        array = exported.read()
+        if exported.dtype.elements > 1 and array.size != exported.dtype.size_of(exported.shape):
+            return packed.pack(array, exported.dtype)
+        native = array.dtype.newbyteorder("=")
+        return _as_bytes(array.astype(native, order="C", copy=False, subok=False))
 
 
-def _named(name: str, act: Callable[[], Any]) -> Any:
+@contextmanager
+def _naming(name: str) -> Generator[None]:
     """Raises a framework's own errors as mfload's, under the name of the tensor."""
     try:
-        return act()
+        yield
     except errors.MfloadError as error:
         error.tensor = error.tensor or name
         raise
@@ -155,11 +144,9 @@ def _named(name: str, act: Callable[[], Any]) -> Any:
             found=str(error) or "MemoryError",
         ) from error
     except Exception as error:  # Whatever a framework raises, the array can't be had.
-        said = str(error).strip().splitlines()
+        said = str(error).strip().partition("\n")[0]
         raise errors.UnsupportedArrayError(
-            "the array could not be read",
-            tensor=name,
-            found=f"{type(error).__name__}: {said[0] if said else ''}",
+            "the array could not be read", tensor=name, found=f"{type(error).__name__}: {said}"
         ) from error
 
 
@@ -169,22 +156,24 @@ def _root(kind: type) -> str:
 
 def _unboxed(array: Any) -> Any:
     """What a flax or Keras variable holds."""
-    kind = type(array)
-    if _BOXES.isdisjoint(_root(each) for each in kind.__mro__):
-        return array
-    # What nnx calls it differs by version, and it warns of the older names.
-    if hasattr(kind, "get_raw_value"):
-        return array.get_raw_value()
-    return getattr(array, "raw_value" if hasattr(kind, "raw_value") else "value", array)
+    for _ in range(4):  # A box in a box is enough; one that holds itself is not unpacked for ever.
+        kind = type(array)
+        if _BOXES.isdisjoint(map(_root, kind.__mro__)):
+            break
+        # What nnx calls it differs by version, and it warns of the older names.
+        if hasattr(kind, "get_raw_value"):
+            array = array.get_raw_value()
+        else:
+            array = getattr(array, "raw_value" if hasattr(kind, "raw_value") else "value", array)
+    return array
 
 
 def _exporter(array: Any) -> _Exporter:
-    for kind in type(array).__mro__:
-        framework = _ROOTS.get(_root(kind))
-        if framework is not None:
+    for root in map(_root, type(array).__mro__):
+        if root in _ROOTS:
+            framework = _ROOTS[root]
             adapter = frameworks.require(framework, f"mfload.frameworks.{framework}_adapter")
-            found = sys.modules[framework].__version__
-            base.check_version(framework, found, adapter.OLDEST)
+            base.check_version(framework, sys.modules[framework].__version__, adapter.OLDEST)
             return adapter.export
     return _export_unknown
 
@@ -198,17 +187,17 @@ def _export_unknown(array: Any) -> Exported:
             expected="an array",
             found=f"{kind} with {len(array)} entries",
         )
-    a_class = isinstance(array, type)  # It has the methods and no array.
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") and not a_class:
-        device = array.__dlpack_device__()
-        if device[0] not in _HOST:
-            raise errors.UnsupportedArrayError(
-                f"{kind}: the array lies on a device; copy it to the host",
-                found=f"DLPack device {tuple(device)}",
-            )
-        return base.export_numpy(kind, np.from_dlpack(array))
-    if hasattr(array, "__array__") and not a_class:
-        return base.export_numpy(kind, np.asarray(array))
+    if not isinstance(array, type):  # A class has the methods and no array.
+        if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+            device = array.__dlpack_device__()
+            if device[0] not in _HOST:
+                raise errors.UnsupportedArrayError(
+                    f"{kind}: the array lies on a device; copy it to the host",
+                    found=f"DLPack device {tuple(device)}",
+                )
+            return base.export_numpy(kind, np.from_dlpack(array))
+        if hasattr(array, "__array__"):
+            return base.export_numpy(kind, np.asarray(array))
     hint = "not an array"
     if isinstance(array, bool | int | float | complex | list | tuple):
         hint = "no dtype: say which is meant, as in numpy.asarray(x, dtype='float32')"

@@ -15,13 +15,18 @@ import operator
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring as _quoted
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mfload import errors, options
 from mfload.dtypes import DType
 from mfload.formats.safetensors import MAX_HEADER
 from mfload.formats.strict_json import encodable
 from mfload.index import Piece, TensorInfo
+
+if TYPE_CHECKING:
+    from mfload.saving.export import TensorToSave
+
+AnyRow = TypeVar("AnyRow", "TensorInfo", "TensorToSave")
 
 ALIGN = 4096
 """Default multiple of which the data begins: a page, and a disk's sector."""
@@ -35,55 +40,38 @@ _MAX_COUNT = 2**64 - 1
 _MAX_FILE = 2**63 - 1
 
 
-class Row(Protocol):
-    """What a layout needs to know of a tensor: `TensorInfo` and `TensorToSave` have it."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def dtype(self) -> DType: ...  # noqa: D102
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-
-
-AnyRow = TypeVar("AnyRow", bound=Row)
-
-
 class Layout(NamedTuple):
-    """A file to be written.
+    """A file to be written: its beginning, the tensors in file order, and its whole size.
 
-    The data begins after `header`: the length, the JSON and the spaces. `rows` are name, dtype,
-    shape and bytes of each tensor in file order; `size` is that of the whole file.
+    The data begins after `header`: the length, the JSON and the spaces.
     """
 
     header: bytes
-    rows: list[tuple[str, DType, tuple[int, ...], int]]
+    entries: Sequence[Any]
     size: int
 
     @property
-    def tensors(self) -> tuple[TensorInfo, ...]:
+    def tensors(self) -> list[TensorInfo]:
         """Rows of an index, in file order, offsets counted from the start of the file."""
         found: list[TensorInfo] = []
         offset = len(self.header)
-        for name, dtype, shape, nbytes in self.rows:
-            found.append(TensorInfo(name, dtype, shape, (Piece(0, offset, nbytes),)))
-            offset += nbytes
-        return tuple(found)
+        for row in self.entries:
+            piece = Piece(0, offset, row.nbytes)
+            found.append(TensorInfo(row.name, row.dtype, row.shape, (piece,)))
+            offset += row.nbytes
+        return found
 
 
 def lay_out(
-    entries: Iterable[Row], metadata: Mapping[str, str] | None = None, align: int = ALIGN
+    entries: Iterable[AnyRow], metadata: Mapping[str, str] | None = None, align: int = ALIGN
 ) -> Layout:
     """Lays out one file; equal arguments give equal bytes."""
-    parts: list[str] = []
-    if metadata is not None:
-        parts.append(f'"{_METADATA}":{_metadata_json(metadata)}')
-    rows = [(row.name, row.dtype, row.shape, row.nbytes) for row in _ranked(entries)]
+    rows = _ranked(entries)
+    parts = [] if metadata is None else [f'"{_METADATA}":{_metadata_json(metadata)}']
     shapes: dict[tuple[str, tuple[int, ...]], str] = {}
     cursor = 0
-    for name, dtype, shape, nbytes in rows:
+    for row in rows:
+        name, dtype, shape, nbytes = row.name, row.dtype, row.shape, row.nbytes
         if type(name) is not str or not name.isascii() or name == _METADATA:
             _check_name(name)
         # By hand: a checkpoint may have hundreds of thousands of tensors, and few shapes.
@@ -96,22 +84,14 @@ def lay_out(
         end = cursor + nbytes
         parts.append(f"{_quoted(name)}:{{{what}:[{cursor},{end}]}}")
         cursor = end
-    names = [row[0] for row in rows]
-    if len({*names}) < len(names):
-        ((twice, _),) = collections.Counter(names).most_common(1)
+    if len({row.name for row in rows}) < len(rows):
+        ((twice, _),) = collections.Counter(row.name for row in rows).most_common(1)
         raise errors.UsageError("a name is given twice", tensor=twice)
     text = f"{{{','.join(parts)}}}".encode()
     length = -(-(8 + len(text)) // align) * align - 8
-    if length > MAX_HEADER:
-        raise errors.UsageError(
-            "the header would be over the cap of readers; several files (max_shard_size) would do",
-            expected=f"at most {MAX_HEADER} bytes",
-            found=f"{length} bytes",
-        )
+    _check_size("header", length, MAX_HEADER, "; max_shard_size makes several files")
     size = 8 + length + cursor
-    if size > _MAX_FILE:
-        expected = f"at most {_MAX_FILE} bytes"
-        raise errors.UsageError("the file would be too large", expected=expected, found=str(size))
+    _check_size("file", size, _MAX_FILE)
     return Layout(struct.pack("<Q", length) + text.ljust(length), rows, size)
 
 
@@ -134,26 +114,25 @@ def split(entries: Iterable[AnyRow], limit: int | None) -> list[list[AnyRow]]:
     return files
 
 
-def index_json(placed: Mapping[str, str], total: int, replaced: Sequence[str] = ()) -> bytes:
-    """The index beside the files of a checkpoint, as Hugging Face lays it out."""
-    metadata: dict[str, object] = {"total_size": total}
+def index_json(
+    names: Iterable[str], layouts: Iterable[Layout], replaced: Sequence[str] = ()
+) -> bytes:
+    """The index beside files of these names, as Hugging Face lays it out."""
+    rows = [(row, name) for name, made in zip(names, layouts, strict=True) for row in made.entries]
+    metadata: dict[str, object] = {"total_size": sum(row.nbytes for row, _ in rows)}
     if replaced:
         metadata[REPLACED] = list(replaced)
-    table = {"metadata": metadata, "weight_map": dict(sorted(placed.items()))}
+    placed = sorted((row.name, name) for row, name in rows)
+    table = {"metadata": metadata, "weight_map": dict(placed)}
     raw = (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
-    if len(raw) > MAX_HEADER:
-        raise errors.UsageError(
-            "the index would be over the cap of readers",
-            expected=f"at most {MAX_HEADER} bytes",
-            found=f"{len(raw)} bytes",
-        )
+    _check_size("index", len(raw), MAX_HEADER)
     return raw
 
 
 def checked_align(align: object) -> int:
-    """The argument `align=` in bytes: a power of two from 8 up, or a text such as "4KiB"."""
-    value = _bytes_of(align)
-    if not 8 <= value <= MAX_HEADER or value & (value - 1):
+    """The argument `align=` in bytes: a power of two from 8 up."""
+    value = options.byte_count("align", align, 8)
+    if value > MAX_HEADER or value & (value - 1):
         expected = f"a power of two from 8 to {1 << (MAX_HEADER.bit_length() - 1)} (bytes)"
         raise errors.UsageError("invalid align", expected=expected, found=repr(align))
     return value
@@ -161,20 +140,7 @@ def checked_align(align: object) -> int:
 
 def shard_limit(size: object) -> int | None:
     """The argument `max_shard_size=` in bytes; None for no limit."""
-    value = None if size is None else _bytes_of(size)
-    if value is not None and value < 1:
-        expected = 'bytes above 0, or a text such as "5GB" or "500MiB"'
-        raise errors.UsageError("invalid max_shard_size", expected=expected, found=repr(size))
-    return value
-
-
-def _bytes_of(value: Any) -> int:
-    """A number or text as bytes; 0 if it is neither."""
-    try:
-        found = options.size(value) if isinstance(value, str) else value
-    except ValueError:  # UsageError, or more digits than Python converts.
-        return 0
-    return int(found) if hasattr(found, "__index__") and not isinstance(found, bool) else 0
+    return None if size is None else options.byte_count("max_shard_size", size, 1)
 
 
 def _metadata_json(metadata: Mapping[str, str]) -> str:
@@ -189,16 +155,13 @@ def _metadata_json(metadata: Mapping[str, str]) -> str:
 
 def _ranked(entries: Iterable[AnyRow]) -> list[AnyRow]:
     """Entries in the order in which they will lie."""
-    best: list[AnyRow] = []
-    ranks: dict[int, list[AnyRow]] = {}
+    ranks: dict[int, list[AnyRow]] = {_BEST: []}
     for entry in entries:
         nbytes = entry.nbytes
         # The greatest power of two that divides the size; an empty tensor fits everywhere.
-        if nbytes % _BEST == 0:
-            best.append(entry)
-        else:
-            ranks.setdefault(nbytes & -nbytes, []).append(entry)
-    return [*best, *(each for rank in sorted(ranks, reverse=True) for each in ranks[rank])]
+        rank = nbytes & -nbytes if nbytes % _BEST else _BEST
+        ranks.setdefault(rank, []).append(entry)
+    return [entry for rank in sorted(ranks, reverse=True) for entry in ranks[rank]]
 
 
 def _check_shape(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> None:
@@ -217,11 +180,18 @@ def _check_shape(name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -
 
 
 def _check_name(name: object) -> None:
-    if name == _METADATA:
+    if not encodable(name) or name == _METADATA:
         raise errors.UsageError(
-            "the format keeps this name for its metadata", tensor=_METADATA, expected="another name"
+            "invalid tensor name",
+            expected=f"a string that UTF-8 can encode, other than {_METADATA}",
+            found=repr(name),
         )
-    if not encodable(name):
+
+
+def _check_size(what: str, nbytes: int, most: int, advice: str = "") -> None:
+    if nbytes > most:
         raise errors.UsageError(
-            "invalid tensor name", expected="a string that UTF-8 can encode", found=repr(name)
+            f"the {what} would be too large{advice}",
+            expected=f"at most {most} bytes",
+            found=f"{nbytes} bytes",
         )

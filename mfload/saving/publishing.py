@@ -1,11 +1,11 @@
-"""How the files of a checkpoint get their names: all at one stroke.
+"""How the files of a checkpoint get their names: all at once.
 
 - One file over one file, or over nothing, is a link or a rename.
 - Several files over nothing: they get their names, and the index that leads to them comes last.
 - Several files or an index are replaced, where a load follows the index alone:
 
   1. The new files get hidden names, which nothing else has.
-  2. An index that leads to these takes the place of the old one. This is the stroke: until then a
+  2. An index that leads to these takes the place of the old one. This is the switch: until then a
      load finds the old checkpoint, from then on the new one.
   3. The files get their own names too, by hard links, and what only the old checkpoint had is
      removed. The index remembers which names these are, in case the writer dies.
@@ -18,39 +18,29 @@ A writer that dies leaves the old or the new checkpoint whole; the next writer r
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
+import secrets
 import stat
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from mfload import errors
-from mfload.formats.discovery import INDEX_SUFFIX
+from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
 from mfload.saving import drafts as files, layout, targets
-from mfload.saving.drafts import NO_LINKS, Draft
+from mfload.saving.drafts import Draft
+from mfload.saving.layout import Layout
 from mfload.saving.targets import Existing, Location
 
 log = logging.getLogger("mfload")
 
-Held = Sequence[Sequence[str]]
-"""The names of the tensors in each file."""
-
 _TICK = 0.01  # Seconds between two tries for a lock.
 _SHOWN = 8
-
-
-class Published(NamedTuple):
-    """What lies there now: paths, the index last if there is one; and notes for the user."""
-
-    files: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 class SaveTarget:
@@ -60,271 +50,196 @@ class SaveTarget:
         self.place = targets.resolve(path)
         self.path = self.place.path
         self.overwrite = overwrite
-        self.hidden = self.place.hidden()
-        self.fd = -1  # The directory, while drafts are there.
-        self._old()
+        self.mode: int | None = None  # Permissions of the new files. Default: of any new file.
+        self._look([self.place.name])
 
-    def _old(self) -> Existing:
-        """What is there; refused unless it may be replaced."""
-        old = targets.look(self.place)
-        names = [self.place.name] * old.single + [str(self.place.index)] * old.indexed
-        found = names or sorted(old.named)
-        if found and not self.overwrite:
+    def _look(self, names: Sequence[str]) -> Existing:
+        """What is there; raises if it may not be replaced by files of these names."""
+        place, old = self.place, targets.look(self.place)
+        if old.found and not self.overwrite:
             raise errors.TargetExistsError(
                 "a checkpoint exists already; overwrite=True replaces it",
-                file=self.place.at(found[0]),
+                file=place.at(old.found[0]),
             )
-        return old
-
-    @contextmanager
-    def drafts(self, sizes: Sequence[int]) -> Generator[list[Draft]]:
-        """Makes files of these sizes, invisible; those not published at the end are gone."""
-        place, names = self.place, self.place.names(len(sizes))
-        self._check(names, targets.look(place))
-        drafts: list[Draft] = []
-        # Whatever happens to one on the way out, the others are let go of.
-        with contextlib.ExitStack() as stack:
-            try:
-                targets.make_directory(place.directory)
-                self.fd = stack.enter_context(files.open_directory(place.directory))
-            except OSError as error:
-                raise errors.from_target(error, place.directory, "open the directory") from error
-            # Under the lock, so that no other save takes a draft with a name for a leftover.
-            with _locked(self.fd, place.directory):
-                old = self._old()
-                self._sweep(old)
-                for number, (name, size) in enumerate(zip(names, sizes, strict=True), 1):
-                    hidden = f"{self.hidden}{number:05}.safetensors"
-                    drafts.append(self.draft(hidden, size, name, old))
-                    stack.callback(drafts[-1].discard)
-                if _swaps(old, len(names)):
-                    self._check_links(drafts[0])
-            yield drafts
-
-    def _check(self, names: Sequence[str], old: Existing) -> None:
-        """Refuses what can't be replaced, where several files change."""
-        place, behind = self.place, self.place.linked
         several = len(names) > 1 or old.sharded
-        if behind is not None and not several:
+        if place.linked is not None and not several:
             # The link's own neighbours would go on hiding what lies behind it.
-            several = targets.look(Location(*os.path.split(behind))).sharded
+            several = targets.look(Location(*os.path.split(place.linked))).sharded
         if not several:
-            return targets.check_names(place, names, links=False)
-        if behind is not None:
+            place.check_names(names)
+            return old
+        if place.linked is not None:
             raise errors.TargetError(
                 "several files can't be replaced through a symbolic link; name its target",
-                file=behind,
+                file=place.linked,
                 expected=self.path,
             )
-        try:
-            place.name.encode()
-        except UnicodeEncodeError:
-            raise errors.UsageError(
-                "an index can't name the files",
-                file=self.path,
-                expected="a name that UTF-8 can encode",
-                found=repr(place.name),
-            ) from None
         if old.doubt is not None:
             raise errors.TargetError(
                 "an index can't be read, so it is unknown which files are its; remove it first",
                 file=place.at(old.doubt),
             )
-        for name in sorted({*names, *([place.name] * old.single)}):
-            if name in old.kept and os.path.lexists(place.at(name)):
+        for name in sorted({*names, place.name} & old.kept):
+            if os.path.lexists(place.at(name)):
                 raise errors.TargetError(
                     "an index of another name leads to the file, which would be replaced; "
                     "name that index's checkpoint, or another target",
                     file=place.at(name),
                 )
-        index = [] if place.index is None else [place.index]
-        return targets.check_names(place, [*names, *index], links=False)
+        place.check_names([*names, place.index])
+        return old
+
+    @contextmanager
+    def drafts(self, layouts: Sequence[Layout]) -> Generator[list[Draft]]:
+        """Makes files of their sizes, invisible; those not published at the end are gone."""
+        place, names = self.place, self.place.names(len(layouts))
+        hidden = place.at(place.hidden + secrets.token_hex(8))
+        drafts: list[Draft] = []
+        # If one fails to be discarded, the others still are.
+        with contextlib.ExitStack() as stack:
+            try:
+                _make_directory(place.directory)
+            except OSError as error:
+                raise errors.from_target(error, place.directory, "make the directory") from error
+            # Under the lock, so that no other save takes a draft with a name for a leftover.
+            with _locked(place.directory):
+                old = self._look(names)
+                _remove_left(map(place.at, old.left))
+                self.mode = _mode(map(place.at, [place.name, *sorted(old.files)]))
+                for name, made in zip(names, layouts, strict=True):
+                    path = f"{hidden}-{len(drafts) + 1:05}"
+                    drafts.append(Draft(path, made.size, place.at(name), self.mode))
+                    stack.callback(drafts[-1].discard)
+                if drafts[0].named and _swaps(old, names):
+                    self._check_links(drafts[0])
+            yield drafts
 
     def _check_links(self, draft: Draft) -> None:
         """Refuses to replace shards on a file system without hard links, before bytes come."""
-        if not draft.named:
-            return
         spare = f"{draft.hidden}.link"
         try:
-            os.link(draft.hidden, spare)
+            draft.link(spare)
             os.unlink(spare)
         except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise errors.from_target(error, self.path, "link the file") from error
-            raise errors.TargetError(
-                "this file system has no hard links, and without them a sharded checkpoint can't "
-                "be replaced; remove it first, or save to another directory",
-                file=self.path,
-            ) from error
+            action = (
+                "make the hard links that replacing a sharded checkpoint takes (remove it first, "
+                "or save to another directory)"
+            )
+            raise errors.from_target(error, self.path, action) from error
 
-    def draft(self, hidden: str, size: int, name: str, old: Existing) -> Draft:
-        """A file of so many bytes that will have a name."""
-        mode = None
-        # Permissions of the file that is replaced, or of one of its checkpoint's.
-        for each in (name, self.place.name, *sorted(old.names)):
-            with contextlib.suppress(OSError):
-                status = os.lstat(self.place.at(each))
-                if stat.S_ISREG(status.st_mode):
-                    mode = stat.S_IMODE(status.st_mode) & 0o777
-                    break
-        return Draft(self.place.at(hidden), size, self.place.at(name), mode)
+    def publish(
+        self, drafts: Sequence[Draft], layouts: Sequence[Layout]
+    ) -> tuple[list[str], list[str]]:
+        """Gives the drafts, which are whole and synced, their final names, all at once.
 
-    def _sweep(self, old: Existing) -> None:
-        """Removes what writers of this checkpoint left that died."""
-        if old.doubt is not None:
-            return  # They may be what that index leads to.
-        for path in map(self.place.at, old.hidden - old.placed - old.kept):
-            with contextlib.suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-                try:
-                    if files.lock(fd):
-                        os.unlink(path)
-                        log.info("%s: removed, its writer died", path)
-                finally:
-                    os.close(fd)
-
-    def publish(self, drafts: Sequence[Draft], held: Held, total: int) -> Published:
-        """Gives the drafts their final names, at one stroke; they are whole and synced.
-
-        From the stroke on, a failure leaves the new checkpoint.
+        From the switch on, a failure leaves the new checkpoint. Returns the paths of what lies
+        there now, the index last if there is one, and notes for the user.
         """
-        place = self.place
-        names = place.names(len(drafts))
-        with _locked(self.fd, place.directory):
-            old = self._old()
-            change = _Change(self, drafts, names, held, total, old)
-            commit = change.add
-            if _swaps(old, len(names)):
-                commit = change.replace
-                self._check(names, old)
-                if not any(held):
+        place, names = self.place, self.place.names(len(drafts))
+        notes: list[str] = []
+        with _locked(place.directory) as directory:
+            old = self._look(names)
+            change = _Change(self, directory, drafts, layouts)
+            try:
+                if not _swaps(old, names):
+                    change.commit(names, indexed=len(names) > 1)
+                elif any(made.entries for made in layouts):
+                    notes += change.replace(old, names)
+                else:
                     raise errors.TargetError(
                         "cannot replace a sharded checkpoint with an empty one; remove it first",
                         file=self.path,
                     )
-            try:
-                commit()
             except OSError as error:
                 told = errors.from_target(error, self.path, "put the files in their place")
                 if change.committed:
                     told.message += "; the new checkpoint is whole, and loads by its index"
                 raise told from (None if told is error else error)
-        notes = change.notes
-        if place.index is not None and os.path.exists(place.at(place.index)):
+        if place.stem and os.path.exists(place.at(place.index)):
             names.append(place.index)
-        # What else a load of the directory would see, if the directory was named.
-        seen = [name for name in old.others if len(names) == 1 or name.endswith(INDEX_SUFFIX)]
-        if seen and place.whole:
-            notes.append(
-                f"{seen[0]} lies beside it: load {names[-1]} by its name, not the directory"
-            )
-        return Published(tuple(map(place.at, names)), tuple(notes))
+        if place.whole:
+            suffixes = (INDEX_SUFFIX, SUFFIX) if len(names) == 1 else INDEX_SUFFIX
+            seen = {n for n in os.listdir(place.directory) if n.endswith(suffixes) and n[0] != "."}
+            for name in sorted(seen - {*names})[:1]:
+                notes.append(
+                    f"{name} lies beside it: load {names[-1]} by its name, not the directory"
+                )
+        return list(map(place.at, names)), notes
 
 
-def _swaps(old: Existing, count: int) -> bool:
-    """Whether so many files can only be put in place at the stroke of an index."""
-    return old.sharded or (count > 1 and old.single)
+def _swaps(old: Existing, names: Sequence[str]) -> bool:
+    """Whether files of these names can only be put in place by switching an index."""
+    return old.sharded or (len(names) > 1 and bool(old.files))
 
 
 @dataclass
 class _Change:
-    """A change of names, in progress; the directory is locked."""
+    """A change of names, in progress; the directory is locked and open."""
 
     target: SaveTarget
+    directory: int
     drafts: Sequence[Draft]
-    names: Sequence[str]
-    held: Held
-    total: int
-    old: Existing
-    committed: bool = False
-    notes: list[str] = field(default_factory=list[str])
+    layouts: Sequence[Layout]
+    committed: bool = False  # Whether a new index is in place.
 
-    def __post_init__(self) -> None:
-        self._at = self.target.place.at
-        self._sync = functools.partial(files.fsync, self.target.fd)
-        # Without a name that can be numbered there is one file, and no index.
-        self._index_name = self.target.place.index or ""
-        self._indexes = 0
-
-    def add(self) -> None:
-        """Gives the names where no checkpoint is followed by an index; the index comes last."""
-        given: list[str] = []
-        several = len(self.names) > 1
+    def commit(self, names: Sequence[str], *, indexed: bool, replaced: Sequence[str] = ()) -> None:
+        """Gives the files these names and, if indexed, an index that leads to them its own."""
+        paths = list(map(self.target.place.at, names))
         try:
-            for draft, name in zip(self.drafts, self.names, strict=True):
-                draft.publish(self._at(name), replace=self.target.overwrite)
-                given.append(self._at(name))
-            if several:
-                self._sync()
-                self._place_index(self.names)
+            for draft, path in zip(self.drafts, paths, strict=True):
+                draft.publish(path, replace=self.target.overwrite)
+            if indexed:
+                files.fsync(self.directory)
+                self._place_index(names, replaced)
         except BaseException:
             # A single file is there, or it is not.
-            if several and not self.committed:
-                _remove(given)
+            if indexed and not self.committed:
+                pairs = zip(self.drafts, paths, strict=True)
+                _remove(path for draft, path in pairs if draft.is_at(path))
             raise
-        self._sync()
+        files.fsync(self.directory)
 
-    def replace(self) -> None:
-        """Replaces several files, or an index, at the stroke of an index."""
-        old, names = self.old, self.names
-        single = [self.target.place.name] * old.single
-        going = sorted({*old.names, *single} - {*names, self._index_name})
-        hidden = [draft.appear() for draft in self.drafts]
-        try:
-            self._sync()
-            for draft in self.drafts:
-                draft.published()  # Its hidden name is what the index leads to.
-            self._place_index(map(os.path.basename, hidden), [*going, *names])
-        finally:
-            if not self.committed:
-                _remove(hidden)
-        self._sync()
-        for path, name in zip(hidden, names, strict=True):
-            os.link(path, f"{path}.link")
-            os.replace(f"{path}.link", self._at(name))
-        left = self._remove_old(going)
-        # The names are on disk before what leads to them.
-        self._sync()
-        self._place_index(names, left)
-        self._sync()
-        _remove(hidden)
-        if len(names) == 1 and not left:
-            # Only now: without the index, a load of the directory takes all files there are.
-            self._sync()
-            _remove([self._at(self._index_name)])
-        self._sync()
-
-    def _place_index(self, names: Iterable[str], replaced: Sequence[str] = ()) -> None:
-        """Writes an index that leads to files of these names, and gives it its name."""
-        pairs = zip(names, self.held, strict=True)
-        placed = {tensor: name for name, some in pairs for tensor in some}
-        raw = np.frombuffer(layout.index_json(placed, self.total, replaced), np.uint8)
-        self._indexes += 1
-        hidden = f"{self.target.hidden}index{self._indexes}.json"
-        draft = self.target.draft(hidden, raw.size, self._index_name, self.old)
-        path = self._at(self._index_name)
-        try:
-            draft.write(0, raw)
-            draft.sync()
-            try:
-                draft.publish(path, replace=self.target.overwrite)
-            finally:
-                # Ctrl-C may have come right after the rename: the disk knows what is true.
-                self.committed = self.committed or draft.is_at(path)
-        finally:
-            draft.discard()
-
-    def _remove_old(self, going: Sequence[str]) -> list[str]:
-        """Removes what only the old checkpoint had; returns what stays of it."""
-        failed = {*_remove(map(self._at, going))}
-        left = [name for name in going if self._at(name) in failed]
-        gone = [name for name in going if name not in left]
+    def replace(self, old: Existing, names: Sequence[str]) -> list[str]:
+        """Replaces several files, or an index, by switching the index; returns notes."""
+        place = self.target.place
+        going = sorted(old.files - {*names, place.index})
+        hidden = [os.path.basename(draft.hidden) + SUFFIX for draft in self.drafts]
+        self.commit(hidden, indexed=True, replaced=[*going, *names])
+        for draft, name in zip(self.drafts, names, strict=True):
+            draft.publish(place.at(name), replace=True)
+        notes: list[str] = []
+        left = list(map(os.path.basename, _remove(map(place.at, going))))
         if left:
-            self.notes.append(f"of the old checkpoint, {self._at(left[0])} could not be removed")
+            notes.append(f"of the old checkpoint, {place.at(left[0])} could not be removed")
+        gone = [name for name in going if name not in left]
         if gone:
             more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
-            self.notes.append(f"removed of the old checkpoint: {', '.join(gone[:_SHOWN])}{more}")
-        return left
+            notes.append(f"removed of the old checkpoint: {', '.join(gone[:_SHOWN])}{more}")
+        # The names are on disk before what leads to them. Without an index, a load of the
+        # directory takes all files there are: it goes last, and only if the old ones are gone.
+        files.fsync(self.directory)
+        if len(names) > 1 or left or _remove([place.at(place.index)]):
+            self._place_index(names, left)
+        files.fsync(self.directory)
+        _remove(map(place.at, hidden))
+        files.fsync(self.directory)
+        return notes
+
+    def _place_index(self, names: Iterable[str], replaced: Sequence[str]) -> None:
+        """Writes an index that leads to files of these names, and gives it its name."""
+        place = self.target.place
+        raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
+        path = place.at(place.index)
+        hidden = place.at(place.hidden + secrets.token_hex(8))
+        draft = Draft(hidden, raw.size, path, self.target.mode)
+        try:
+            draft.write(0, [raw])
+            draft.sync()
+            draft.publish(path, replace=self.target.overwrite)
+        finally:
+            # Ctrl-C may have come right after the rename: the disk knows what is true.
+            self.committed = self.committed or draft.is_at(path)
+            draft.discard()
 
 
 def _remove(paths: Iterable[str]) -> list[str]:
@@ -340,31 +255,64 @@ def _remove(paths: Iterable[str]) -> list[str]:
     return left
 
 
-_holders: set[tuple[int, int, int, int]] = set()
-"""Whose locks are held: process, thread, device and inode of the directory."""
+def _remove_left(paths: Iterable[str]) -> None:
+    """Removes those of these files that no living writer has locked."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            # The open of a FIFO would wait for a writer.
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            try:
+                if files.lock(fd):
+                    os.unlink(path)
+                    log.info("%s: removed, its writer died", path)
+            finally:
+                os.close(fd)
+
+
+def _mode(paths: Iterable[str]) -> int | None:
+    """Permissions of the first regular file among these paths; None if there is none."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            mode = os.lstat(path).st_mode
+            if stat.S_ISREG(mode):
+                return stat.S_IMODE(mode) & 0o777
+    return None
+
+
+def _make_directory(path: str) -> None:
+    """Makes a directory and those above it, on disk, if they do not exist."""
+    if os.path.lexists(path):
+        return
+    parent = os.path.dirname(path)
+    _make_directory(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    with files.open_directory(parent) as fd:
+        files.fsync(fd)
+
+
+_holders: set[tuple[int, int, str]] = set()
+"""Whose locks are held: process, thread and directory. A fork copies it to another process."""
 
 
 @contextmanager
-def _locked(fd: int, path: str) -> Generator[None]:
-    """Keeps other saves out of a directory: two writers must not take names in turns.
+def _locked(path: str) -> Generator[int]:
+    """Keeps other saves out of a directory, and gives a descriptor of it to sync.
 
     The kernel drops the lock of a process that dies. Some file systems have no such locks.
     """
-    status = os.fstat(fd) if fd >= 0 else None
-    # A fork copies the record, but the child is another process.
-    device, inode = (status.st_dev, status.st_ino) if status else (0, 0)
-    owner = os.getpid(), threading.get_ident(), device, inode
-    if owner in _holders:
+    owner = os.getpid(), threading.get_ident(), path
+    if owner in _holders:  # In a handler of signals, say: to wait would be for ever.
         raise errors.TargetError("this thread is already saving into this directory", file=path)
-    locked: bool | None = None
     try:
         _holders.add(owner)
-        # In ticks, so that Ctrl-C gets through.
-        while (locked := files.lock(fd)) is False:
-            time.sleep(_TICK)
-        yield
+        with files.open_directory(path) as fd:
+            try:
+                # In ticks, so that Ctrl-C gets through.
+                while files.lock(fd) is False:
+                    time.sleep(_TICK)
+                yield fd
+            finally:
+                files.unlock(fd)
     finally:
-        if locked:
-            with contextlib.suppress(OSError):
-                files.fcntl.flock(fd, files.fcntl.LOCK_UN)
         _holders.discard(owner)

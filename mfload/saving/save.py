@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,21 @@ import numpy as np
 from mfload import errors
 from mfload.io import probes
 from mfload.progress import Progress, shown
-from mfload.report import Printable, human
+from mfload.report import Printable, counted, human
 from mfload.runtime import gc_paused
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import TensorToSave, export
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.writers import BlockWrite, Writers
+from mfload.saving.writers import Write, Writers
 
 # Writes past the page cache wait for the disk, not for a core.
 _THREADS = 4
 # A save up to this many bytes is over before a thread has started.
 _INLINE = 1 << 20
+# A small save makes all its objects in a moment; a long one must not hold up others' garbage.
 _SOON = 256 << 20
-_BLOCKS = 2
 _SHOWN = 8
 
 
@@ -62,7 +63,7 @@ class Saved(Printable):
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as they are printed."""
         rows = [
-            ("saved", f"{self.tensors} tensors, {human(self.bytes)}"),
+            ("saved", f"{counted(self.tensors, 'tensor')}, {human(self.bytes)}"),
             ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s, on disk"),
         ]
         rows += [("file", file) for file in self.files[:_SHOWN]]
@@ -88,81 +89,75 @@ def save(
     target = SaveTarget(path, overwrite)
     with gc_paused():
         given = export(arrays)
-        wanted = {each.name: each for each in given}
-        files = layout.split(given, limit)
-        layouts = [layout.lay_out(entries, metadata, begin) for entries in files]
+        layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
         notes = _shared(given)
-    del given
     size = sum(made.size for made in layouts)
-    count = len(wanted)
-    # A small save makes all its objects in a moment; a long one must not hold up others' garbage.
     quiet = gc_paused() if size <= _SOON else nullcontext()
-    with quiet, target.drafts([made.size for made in layouts]) as drafts:
+    with quiet, target.drafts(layouts) as drafts:
         with shown(progress, size) as advance:
-            writers = Writers(0 if size <= _INLINE else _threads(size), advance)
+            writers = Writers(_threads(size), advance)
             try:
                 for draft, made in zip(drafts, layouts, strict=True):
-                    for job in _jobs(draft, made, wanted):
-                        writers.put(job)
-                        del job
+                    for write in _writes(draft, made):
+                        writers.put(write)
+                        del write
                     # One by one: a draft that is synced has one descriptor instead of two.
                     writers.drain()
                     draft.sync()
             finally:
                 writers.close()
-        total = sum(nbytes for made in layouts for *_, nbytes in made.rows)
-        held = [[name for name, *_ in made.rows] for made in layouts]
-        published = target.publish(drafts, held, total)
+        files, more = target.publish(drafts, layouts)
     took = time.perf_counter() - start
-    return Saved(published.files, count, size, took, (*notes, *published.notes))
+    return Saved(tuple(files), len(given), size, took, (*notes, *more))
 
 
 def _threads(size: int) -> int:
-    # Each needs a slot and a start: below some blocks a thread they are not worth that.
+    if size <= _INLINE:
+        return 0
+    # Each needs a slot and a start: below two blocks a thread they are not worth that.
     most = max(_THREADS, min(probes.cores(), 2 * _THREADS))
-    return max(1, min(most, size // (_BLOCKS * BLOCK)))
+    return max(1, min(most, size // (2 * BLOCK)))
 
 
-def _jobs(draft: Draft, made: Layout, wanted: dict[str, TensorToSave]) -> Iterator[BlockWrite]:
+def _writes(draft: Draft, made: Layout) -> Iterator[Write]:
     """Cuts a file into blocks, each fetched when its turn comes.
 
     Bytes are fetched in the thread that saves: frameworks order their work by thread. Whatever
-    was fetched is let go of once its last block is written.
+    was fetched is released once its last block is written.
     """
-    header = np.frombuffer(made.header, np.uint8)
-    start = len(header) // BLOCK * BLOCK
-    for at in range(0, start, BLOCK):
-        yield BlockWrite(draft, at, [header[at : at + BLOCK]], BLOCK, None)
-    pieces: list[Any] = [header[start:]]
-    filled = len(header) - start
-    first: str | None = None
-    for name, _, _, nbytes in made.rows:
-        data = wanted.pop(name).fetch()
-        if data.nbytes != nbytes:
-            raise errors.UnsupportedArrayError(
-                "the array gave other bytes than it said it would",
-                tensor=name,
-                expected=f"{nbytes} bytes",
-                found=f"{data.nbytes} bytes",
-            )
-        first = first or name
-        if filled + nbytes < BLOCK:
-            pieces.append(data)
-            filled += nbytes
-            continue
-        at = 0
+    data: Any = np.frombuffer(made.header, np.uint8)
+    start = filled = 0
+    pieces: list[Any] = []
+    first: str | None = None  # The tensor whose bytes come first in the block.
+    for tensor in (None, *made.entries):
+        if tensor is not None:
+            first = first or tensor.name
+            data = _fetched(tensor)
+        at, nbytes = 0, data.nbytes
         while at < nbytes:
-            first = first or name
             stop = min(nbytes, at + BLOCK - filled)
             pieces.append(data if stop - at == nbytes else data[at:stop])
             filled += stop - at
             at = stop
             if filled == BLOCK:
-                yield BlockWrite(draft, start, pieces, filled, first)
-                start, filled, pieces, first = start + BLOCK, 0, [], None
-        del data
+                yield partial(draft.write, start, pieces, first)
+                start, filled, pieces = start + BLOCK, 0, []
+                first = tensor.name if tensor is not None and at < nbytes else None
+        data = None
     if pieces:
-        yield BlockWrite(draft, start, pieces, filled, first)
+        yield partial(draft.write, start, pieces, first)
+
+
+def _fetched(tensor: TensorToSave) -> Any:
+    data = tensor.fetch()
+    if data.nbytes != tensor.nbytes:
+        raise errors.UnsupportedArrayError(
+            "the array gave other bytes than it said it would",
+            tensor=tensor.name,
+            expected=f"{tensor.nbytes} bytes",
+            found=f"{data.nbytes} bytes",
+        )
+    return data
 
 
 def _shared(given: Sequence[TensorToSave]) -> list[str]:
@@ -170,10 +165,10 @@ def _shared(given: Sequence[TensorToSave]) -> list[str]:
     owners = {each.owner for each in given}
     if len(owners) == len(given) and None not in owners:
         return []
-    named = [(each.span, each.name) for each in given if each.nbytes]
+    spans = [(each.span, each.name) for each in given if each.nbytes]
     groups: list[list[str]] = []
     end = 0
-    for first, past, name in sorted((*span, name) for span, name in named if span is not None):
+    for first, past, name in sorted((*span, name) for span, name in spans if span is not None):
         if first < end:
             groups[-1].append(name)
         else:

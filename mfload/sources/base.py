@@ -1,11 +1,8 @@
-"""What a load needs of a source: bytes by offset, an identity, and what reading it costs."""
+"""What a load needs to know of a source: its identity, and what reading it costs."""
 
 from __future__ import annotations
 
-import abc
 from typing import Any, NamedTuple
-
-from mfload import errors
 
 
 class Costs(NamedTuple):
@@ -13,14 +10,12 @@ class Costs(NamedTuple):
 
     Attributes:
         merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
-        concurrency: Reads in flight beyond which more don't help.
         staged: Bytes a read, at most, that is picked apart in a slot.
     """
 
     block: int = 16 << 20
     # A gap shorter than a page holds no whole page, so reading over it costs the disk nothing.
     merge_gap: int = 4096
-    concurrency: int = 4
     # Copied out while it is in the processor's cache.
     staged: int = 2 << 20
 
@@ -48,45 +43,3 @@ class Identity(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.size} bytes, inode {self.inode}, mtime {self.mtime_ns} ns"
-
-
-class Source(abc.ABC):
-    """Bytes by offset, readable from many threads at once."""
-
-    path: str
-    size: int
-    identity: Identity
-    costs = Costs()
-
-    @abc.abstractmethod
-    def read_into(self, offset: int, memory: Any) -> None:
-        """Fills a buffer with the bytes from `offset` on.
-
-        Raises:
-            SourceChangedError: The source is no longer the same, or ends before.
-            ReadError: The read failed.
-        """
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Looks at the identity again.
-
-        Raises:
-            SourceChangedError: The source changed.
-        """
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Reads exactly that range (see `read_into`)."""
-        memory = bytearray(nbytes)
-        self.read_into(offset, memory)
-        return bytes(memory)
-
-    def compare(self, found: Identity) -> None:
-        """Raises SourceChangedError if `found` is not the version whose header was read."""
-        if not self.identity.matches(found):
-            raise errors.SourceChangedError(
-                "the file changed since its header was read",
-                file=self.path,
-                expected=self.identity,
-                found=found,
-            )

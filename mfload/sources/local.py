@@ -13,13 +13,12 @@ import stat
 from typing import Any
 
 from mfload import errors
-from mfload.sources.base import Identity, Source
+from mfload.sources.base import Identity
 
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _IDENTITY = operator.attrgetter("st_ino", "st_size", "st_mtime_ns", "st_dev")
-
-KINDS = {
+_KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -27,11 +26,15 @@ KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-"""What may lie at a path instead of a regular file, by `stat.S_IFMT`."""
 
 
-class LocalFile(Source):
-    """A regular file; symbolic links are followed.
+def kind_of(mode: int) -> str:
+    """What lies at a path instead of a regular file, by the mode that `stat` gives."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+class LocalFile:
+    """A regular file; symbolic links are followed. Many threads may read it at once.
 
     Raises:
         SourceError: It can't be opened, or is not a regular file.
@@ -43,18 +46,13 @@ class LocalFile(Source):
         os.close(fd)
         self.size = self.identity.size
 
-    def read_into(self, offset: int, memory: Any) -> None:
-        """Fills a buffer with the bytes from `offset` on (see `Source`)."""
-        with OpenFile(self) as opened:
-            try:
-                opened.read([memoryview(memory)], offset)
-            except errors.MfloadError:
-                raise
-            except OSError as error:
-                raise errors.from_os(error, self.path, "read") from error
-
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Reads exactly that range (see `Source`)."""
+        """Reads exactly that range.
+
+        Raises:
+            SourceChangedError: The file is no longer the same, or ends before.
+            ReadError: The read failed.
+        """
         # `pread` makes the bytes itself: no buffer is cleared first and copied after.
         parts: list[bytes] = []
         opened = OpenFile(self)
@@ -62,19 +60,19 @@ class LocalFile(Source):
             while nbytes:
                 part = _pread(opened.fd, nbytes, offset)
                 if not part:
-                    raise shrunk(self.path, offset + nbytes, offset)
+                    break
                 parts.append(part)
                 offset, nbytes = offset + len(part), nbytes - len(part)
         except OSError as error:
-            if isinstance(error, errors.MfloadError):
-                raise
             raise errors.from_os(error, self.path, "read") from error
         finally:
             opened.close()
+        if nbytes:
+            raise shrunk(self.path, offset + nbytes, offset)
         return b"".join(parts)
 
     def check(self) -> None:
-        """Looks again at what lies at the path (see `Source`)."""
+        """Raises SourceChangedError if what lies at the path is another version of the file."""
         try:
             found = Identity(*_IDENTITY(os.stat(self.path)))
         except OSError as error:
@@ -86,6 +84,16 @@ class LocalFile(Source):
             ) from error
         if found != self.identity:
             self.compare(found)
+
+    def compare(self, found: Identity) -> None:
+        """Raises SourceChangedError if `found` is not the version whose header was read."""
+        if not self.identity.matches(found):
+            raise errors.SourceChangedError(
+                "the file changed since its header was read",
+                file=self.path,
+                expected=self.identity,
+                found=found,
+            )
 
 
 class OpenFile:
@@ -110,7 +118,7 @@ class OpenFile:
                 raise
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
-        """Fills the buffers of a vector; short reads are taken up again.
+        """Fills the buffers of a vector; short reads are continued.
 
         Args:
             vector: Buffers of bytes that have `nbytes`: uint8 arrays or memoryviews.
@@ -161,24 +169,21 @@ def _open(path: str, flags: int) -> tuple[int, Identity]:
     try:
         fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise errors.SourceError(
-                "not a regular file",
-                file=path,
-                expected="a regular file",
-                found=KINDS.get(stat.S_IFMT(status.st_mode), "something else"),
-            )
-    except BaseException as error:
+    except OSError as error:
         if fd >= 0:
             os.close(fd)
-        if isinstance(error, errors.MfloadError):
-            raise
-        if isinstance(error, OSError):
-            raise errors.from_os(error, path, "open") from error
-        if isinstance(error, ValueError):  # A null byte.
-            raise errors.SourceNotFoundError(str(error), file=path) from error
-        raise
-    return fd, Identity(*_IDENTITY(status))
+        raise errors.from_os(error, path, "open") from error
+    except ValueError as error:  # A null byte.
+        raise errors.SourceNotFoundError(str(error), file=path) from error
+    if stat.S_ISREG(status.st_mode):
+        return fd, Identity(*_IDENTITY(status))
+    os.close(fd)
+    raise errors.SourceError(
+        "not a regular file",
+        file=path,
+        expected="a regular file",
+        found=kind_of(status.st_mode),
+    )
 
 
 def _pread(fd: int, nbytes: int, offset: int) -> bytes:

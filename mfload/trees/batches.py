@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mfload.index import Box
-from mfload.planning.requests import Share
-from mfload.trees.recipe import Recipe, StoredBox, is_plain
+from mfload.index import Box, TensorInfo
+from mfload.planning.request import Share
+from mfload.trees.recipe import Recipe
 from mfload.trees.transforms import Transform, sizes
 
 _STRETCHES = 1 << 14  # Of a leaf; each is a call of a compiled function.
@@ -21,27 +21,24 @@ _STRETCHES = 1 << 14  # Of a leaf; each is a call of a compiled function.
 class LeafPart(NamedTuple):
     """A box of a leaf: what it is made of, and the shares of it, of all processes."""
 
+    recipe: Recipe
     box: Box
-    sources: tuple[StoredBox, ...]
-    transform: Transform
     holders: tuple[Share, ...]
+    sources: tuple[tuple[TensorInfo, Box], ...]
+    transform: Transform
+    nbytes: int  # Of the sources when they have landed.
 
     @property
-    def plain(self) -> bool:
-        """Whether it is a box of a stored tensor, as it lands."""
-        return is_plain(self.transform)
-
-    @property
-    def alike(self) -> Hashable:
-        """The same for parts that one compiled function makes."""
-        return self.transform, tuple(source.dtype.name for source in self.sources)
+    def shape(self) -> tuple[int, ...]:
+        """The same for all parts of a leaf: JAX shards evenly."""
+        return sizes(self.box)
 
 
 class BatchItem(NamedTuple):
     """Parts of one leaf that are made at once: whole boxes of devices, or a stretch of each."""
 
     owner: int  # Number of the leaf.
-    parts: tuple[LeafPart, ...]
+    parts: Sequence[LeafPart]
     start: tuple[int, ...] | None = None  # Of the stretch in each device's box; None: all of it.
     last: bool = True  # Of the leaf.
 
@@ -51,11 +48,18 @@ def parts(recipe: Recipe, held: Iterable[Share]) -> list[LeafPart]:
     holders: dict[Box, list[Share]] = {}
     for share in held:
         holders.setdefault(share.box, []).append(share)
-    return [LeafPart(box, *recipe.part(box), tuple(found)) for box, found in holders.items()]
+    return [_part(recipe, box, tuple(found)) for box, found in holders.items()]
+
+
+def _part(recipe: Recipe, box: Box, holders: tuple[Share, ...]) -> LeafPart:
+    transform, reads = recipe.transform.part(box)
+    sources = tuple((recipe.tensors[number], read) for number, read in reads)
+    nbytes = sum(recipe.landed.size_of(sizes(read)) or 0 for _, read in sources)
+    return LeafPart(recipe, box, holders, sources, transform, nbytes)
 
 
 def batches(
-    leaves: Iterable[tuple[int, Recipe, Sequence[LeafPart]]], limit: int
+    leaves: Iterable[tuple[int, Sequence[LeafPart]]], limit: int
 ) -> Iterator[list[BatchItem]]:
     """Batches of parts; what waits for the transforms of one stays within `limit` bytes a process.
 
@@ -63,7 +67,7 @@ def batches(
     """
     batch: list[BatchItem] = []
     held: Counter[int] = Counter()
-    for item in _items(leaves, limit):
+    for item in (item for owner, whole in leaves for item in _items(owner, whole, limit)):
         more = _cost(item.parts)
         together = held + more
         if batch and max(together.values(), default=0) > limit:
@@ -87,88 +91,65 @@ def _cost(parts: Iterable[LeafPart]) -> Counter[int]:
     """
     held: Counter[int] = Counter()
     for part in parts:
-        landed = sum(each.dtype.size_of(sizes(each.box)) or 0 for each in part.sources)
         for process in {share.process for share in part.holders}:
-            held[process] += 2 * landed
+            held[process] += 2 * part.nbytes
     return held
 
 
-def _items(
-    leaves: Iterable[tuple[int, Recipe, Sequence[LeafPart]]], limit: int
-) -> Iterator[BatchItem]:
-    for owner, recipe, whole in leaves:
-        cut = _best_cut(recipe, whole, limit) if most(whole) > limit else None
-        if cut is None:
-            yield BatchItem(owner, tuple(whole))
-            continue
-        axis, size = cut
-        length = _length(whole[0], axis)
-        for at in range(0, length, size):
-            start = tuple(at if dim == axis else 0 for dim in range(len(whole[0].box)))
-            some = _stretch(recipe, whole, axis, at, size)
-            yield BatchItem(owner, tuple(some), start, at + size >= length)
+def _items(owner: int, whole: Sequence[LeafPart], limit: int) -> Iterator[BatchItem]:
+    """A leaf as a whole; or in stretches, which fit if any do.
 
-
-def _best_cut(recipe: Recipe, whole: Sequence[LeafPart], limit: int) -> tuple[int, int] | None:
-    """The dim and size of stretches that fit the limit and lie in the longest runs of the files.
-
-    Long runs make for the least over-read. If nothing fits, what needs least; None if nothing can
-    be cut.
+    These lie in the longest runs of the files, for the least over-read.
     """
+    shape = whole[0].shape
     found: list[tuple[bool, int, int, int]] = []
-    for axis in range(len(whole[0].box)):
-        if _length(whole[0], axis) > 1:  # All parts are of one size: JAX shards evenly.
-            size, needed = _largest_stretch(recipe, whole, axis, limit)
-            (first,) = _stretch(recipe, whole[:1], axis, 0, size)
-            run = min(map(_run, first.sources), default=0)
-            found.append((needed <= limit, run if needed <= limit else -needed, size, axis))
-    *_, size, axis = max(found, default=(False, 0, 0, 0))
-    return (axis, size) if found else None
+    for axis, length in enumerate(shape if most(whole) > limit else ()):
+        if length > 1:
+            size, fit = _largest_stretch(whole, axis, limit)
+            run = min(map(_run, _stretch(whole[:1], axis, 0, size)))
+            found.append((fit, run, size, axis))
+    if not found:
+        yield BatchItem(owner, whole)
+        return
+    *_, size, axis = max(found)
+    for at in range(0, shape[axis], size):
+        start = tuple(at if dim == axis else 0 for dim in range(len(shape)))
+        yield BatchItem(owner, _stretch(whole, axis, at, size), start, at + size >= shape[axis])
 
 
-def _largest_stretch(
-    recipe: Recipe, whole: Sequence[LeafPart], axis: int, limit: int
-) -> tuple[int, int]:
-    """The size of the largest stretches along a dim that fit, and what they need."""
-    length = _length(whole[0], axis)
-    count = max(2, math.ceil(most(whole) / limit)) if limit > 0 else length
-    size = max(1, -(-length // count), length // _STRETCHES)
-    while True:
-        # Where a reshape splits dims, stretches of one size take different boxes.
-        needed = 0
-        for at in range(0, length, size):
-            needed = max(needed, most(_stretch(recipe, whole, axis, at, size)))
-            if needed > limit:
-                break
-        if needed <= limit or size == 1 or length // size >= _STRETCHES:
-            return size, needed
-        # Of the next, few cross an edge between the dims that a reshape has joined.
+def _largest_stretch(whole: Sequence[LeafPart], axis: int, limit: int) -> tuple[int, bool]:
+    """The size of the largest stretches along a dim that fit; of the smallest if none do."""
+    length = whole[0].shape[axis]
+    count = math.ceil(most(whole) / limit) if limit > 0 else length
+    size = max(1, -(-length // max(2, count)), length // _STRETCHES)
+    # Where a reshape splits dims, stretches of one size take different boxes.
+    while any(most(_stretch(whole, axis, at, size)) > limit for at in range(0, length, size)):
+        if size == 1 or length // size >= _STRETCHES:
+            return size, False
+        # Of powers of two few cross an edge between the dims that a reshape has joined.
         size = 1 << ((size - 1).bit_length() - 1)
+    return size, True
 
 
-def _stretch(
-    recipe: Recipe, whole: Sequence[LeafPart], axis: int, at: int, size: int
-) -> list[LeafPart]:
+def _stretch(whole: Sequence[LeafPart], axis: int, at: int, size: int) -> list[LeafPart]:
     """A stretch of each part along one dim, counted from the part's own start."""
     found: list[LeafPart] = []
     for part in whole:
         first, end = part.box[axis]
         dim = (first + at, min(first + at + size, end))
         box = (*part.box[:axis], dim, *part.box[axis + 1 :])
-        found.append(LeafPart(box, *recipe.part(box), part.holders))
+        found.append(_part(part.recipe, box, part.holders))
     return found
 
 
-def _length(part: LeafPart, axis: int) -> int:
-    start, stop = part.box[axis]
-    return stop - start
-
-
-def _run(source: StoredBox) -> int:
-    """Elements of a box that lie in a row in the file."""
-    run = 1
-    for size, (start, stop) in zip(reversed(source.info.shape), reversed(source.box), strict=True):
-        run *= stop - start
-        if stop - start < size:
-            break
-    return run
+def _run(part: LeafPart) -> int:
+    """The least number of elements that a part takes in a row from a file."""
+    runs: list[int] = []
+    for info, box in part.sources:
+        run = 1
+        for whole, size in zip(reversed(info.shape), reversed(sizes(box)), strict=True):
+            run *= size
+            if size < whole:
+                break
+        runs.append(run)
+    return min(runs)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mfload import errors
-from mfload.mesh import jax_shardings as mesh_shardings
+from mfload.mesh import jax_specs
 from mfload.trees import jax_trees
 from mfload.trees.jax_trees import Axes
 from mfload.trees.recipe import Leaf
@@ -26,39 +26,40 @@ Rules = Sequence[tuple[str, Any]] | None
 
 def resolve(
     leaves: Sequence[Leaf],
+    filled: Iterable[int],
     mesh: Any,
     asked: Any,
     unmatched: str,
     rules: Any,
-    notes: list[str],
-    known: Sequence[str] = (),
-    stored: Sequence[str] = (),
 ) -> list[Any]:
-    """A sharding on devices for each leaf, checked against its shape.
+    """A sharding on devices for each leaf that is filled, checked against its shape.
 
-    `known` are all names of the target, which rules of `asked` may be for; `stored` those in the
-    checkpoint, which they do not go by. Of a leaf's names the first that a rule matches counts.
+    `asked` is the value of `shardings=`: of a leaf's names the first that a rule matches counts.
     """
     pairs = check_rules(rules)
     asked = _by_name(asked)
-    mesh = _mesh(mesh, asked, leaves)
-    alone = SingleDeviceSharding(_default_device()) if mesh is None and asked is None else None
+    some = [leaves[number] for number in filled]
+    mesh = _mesh(mesh, asked, some)
+    alone = None
+    if mesh is None and asked is None:
+        default = jax.config.jax_default_device  # pyright: ignore
+        if not isinstance(default, jax.Device):
+            default = jax.local_devices(backend=default)[0]
+        alone = SingleDeviceSharding(default)
 
     def own(number: int) -> Any:
-        said = _own(leaves[number], mesh, pairs)
+        said = _own(some[number], mesh, pairs)
         return alone if said is None else said
 
-    return mesh_shardings.resolve(
-        [(leaf.name, leaf.shape) for leaf in leaves],
+    return jax_specs.resolve(
+        [(leaf.name, leaf.shape) for leaf in some],
         mesh,
         asked,
         unmatched,
-        infos=leaves,
-        aliases=[leaf.names for leaf in leaves],
+        infos=some,
         own=own,
-        notes=notes,
-        known=known,
-        others=stored,
+        aliases=[leaf.names for leaf in some],
+        known=[name for leaf in leaves for name in leaf.names],
     )
 
 
@@ -67,62 +68,54 @@ def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> tuple[int
 
     Leaves are None for an invalid target, which can't tell: then all of them.
     """
-    silent = asked is None
     try:
-        asked = _by_name(asked)
+        named = _by_name(asked)
     except errors.MfloadError:
-        asked = None
-    mesh = _mesh(mesh, asked, leaves)
+        named = None
+    mesh = _mesh(mesh, named, leaves)
     own = [leaf.sharding for leaf in leaves or () if _has_devices(leaf)]
-    if mesh is None and silent and not own:
-        return mesh_shardings.processes(None, None) if leaves is None else (jax.process_index(),)
-    if callable(asked) and mesh is None:
-        return mesh_shardings.processes(None, asked)
-    found = [*mesh_shardings.given(asked), *own]
-    return mesh_shardings.processes(mesh, [("", each) for each in found])
+    if mesh is None and asked is None and leaves is not None and not own:
+        return (jax.process_index(),)
+    if callable(named) and mesh is None:
+        return jax_specs.processes(None, named)
+    found = [*jax_specs.given(named), *own]
+    return jax_specs.processes(mesh, [("", each) for each in found])
 
 
 def _mesh(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> Any:
     """The user's mesh, or that of `jax.set_mesh` if a leaf has no devices of its own."""
     if mesh is None and leaves and all(_has_devices(leaf) for leaf in leaves if leaf.held):
         return None
-    return mesh_shardings.mesh_of(mesh, asked)
+    return jax_specs.mesh_of(mesh, asked)
 
 
 def _has_devices(leaf: Leaf) -> bool:
-    return isinstance(leaf.sharding, Sharding) and not mesh_shardings.is_abstract(leaf.sharding)
-
-
-def _default_device() -> Any:
-    default = jax.config.jax_default_device  # pyright: ignore
-    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    return isinstance(leaf.sharding, Sharding) and not jax_specs.is_abstract(leaf.sharding)
 
 
 def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:
     """What a leaf says of itself, if anything."""
     own = leaf.sharding
-    abstract = mesh_shardings.is_abstract(own)
+    abstract = jax_specs.is_abstract(own)
     # An abstract sharding that splits nothing is what tracing leaves behind on Auto axes.
     traced = abstract and all(part is None for part in tuple(own.spec))
-    if own is not None and not (traced and leaf.axes is not None):
-        if abstract and mesh is None:
-            raise errors.ShardingError(
-                "the leaf names axes of a mesh, and no mesh has devices for them",
-                tensor=leaf.name,
-                expected="mesh=, or a load inside jax.set_mesh(mesh)",
-                found=str(own.spec),
-            )
-        return own
-    found = None if leaf.axes is None else of_axes(leaf.name, leaf.axes, mesh, rules)
-    return own if found is None and not abstract else found
+    if own is None or (traced and leaf.axes is not None):
+        return None if leaf.axes is None else of_axes(leaf.name, leaf.axes, mesh, rules)
+    if abstract and mesh is None:
+        raise errors.ShardingError(
+            "the leaf names axes of a mesh, and no mesh has devices for them",
+            tensor=leaf.name,
+            expected="mesh=, or a load inside jax.set_mesh(mesh)",
+            found=str(own.spec),
+        )
+    return own
 
 
 def _by_name(asked: Any) -> Any:
     """A tree of shardings as a mapping from names; anything else as it is."""
-    if asked is None or isinstance(asked, Sharding | PartitionSpec | list | tuple):
-        return asked
     node = jax_trees.is_node(asked)
-    if type(asked) is dict or (callable(asked) and not node):
+    plain = isinstance(asked, Sharding | PartitionSpec | list | tuple) or type(asked) is dict
+    if asked is None or plain or (callable(asked) and not node):
         return asked
     if node or isinstance(asked, Mapping) or not jax.tree_util.all_leaves([asked]):
         return {leaf.name: leaf.value for leaf in jax_trees.take_apart(asked).leaves}
@@ -137,13 +130,20 @@ def check_rules(given: object) -> Rules:
     if given is None:
         return None
     pairs: Any = list(given.items()) if isinstance(given, Mapping) else given
-    listed = isinstance(pairs, Sequence) and not isinstance(pairs, str)
-    wrong = [pair for pair in pairs if not _is_rule(pair)] if listed else [given]
-    if wrong:
-        expected = "[(logical axis, axis of the mesh or None), …]"
-        message, found = "logical_axis_rules is invalid", repr(wrong[0])
-        raise errors.UsageError(message, expected=expected, found=found)
-    return [(name, tuple(on) if isinstance(on, list) else on) for name, on in pairs]
+    found: list[tuple[str, Any]] = []
+    for pair in pairs if isinstance(pairs, list | tuple) else [given]:
+        match pair:
+            case [str() as name, None | str() as on]:
+                found.append((name, on))
+            case [str() as name, list() | tuple() as on] if all(isinstance(a, str) for a in on):
+                found.append((name, tuple(on)))
+            case _:
+                raise errors.UsageError(
+                    "logical_axis_rules is invalid",
+                    expected="[(logical axis, axis of the mesh or None), …]",
+                    found=repr(pair),
+                )
+    return found
 
 
 def of_axes(name: str, axes: Axes, mesh: Any, rules: Rules) -> Any:
@@ -161,61 +161,62 @@ def of_axes(name: str, axes: Axes, mesh: Any, rules: Rules) -> Any:
         return None
     names = getattr(names, "sharding", names)  # A Format has the sharding beside its layout.
     names = tuple(getattr(names, "spec", names))
-    spmd = sys.modules.get("flax.core.spmd")
-    around = None if spmd is None else spmd.get_logical_axis_rules() or None
-    found = rules if rules is not None else axes.rules or around
-    spec = _logical(name, names, found) if axes.logical else _renamed(names, found)
-    seen: set[str] = set()
-    for axis in _strings(spec):
-        if axis not in mesh.axis_names:
-            raise errors.ShardingError(
-                f"the target names an axis that the mesh lacks{_axis_hint(axis, found)}",
-                tensor=name,
-                expected=f"one of {', '.join(map(str, mesh.axis_names))}",
-                found=axis,
-            )
-        if axis in seen:
-            message = f"the target names axis {axis!r} for two dims"
-            raise errors.ShardingError(message, tensor=name, found=str(spec))
-        seen.add(axis)
-    return NamedSharding(mesh, spec)
-
-
-def _logical(name: str, names: tuple[Any, ...], rules: Rules) -> Any:
-    """As Linen does it: rules in order, each axis of the mesh for one dim at most."""
     if rules is None:
+        spmd = sys.modules.get("flax.core.spmd")
+        rules = axes.rules or (None if spmd is None else spmd.get_logical_axis_rules() or None)
+    if axes.logical and rules is None:
         raise errors.ShardingError(
             "the target names logical axes, and no rules say where they lie",
             tensor=name,
             expected="logical_axis_rules=[(logical axis, axis of the mesh), …]",
             found=str(names),
         )
-    try:
-        spec = sys.modules["flax.linen.spmd"].logical_to_mesh_axes(names, tuple(rules))
-    except ValueError as error:
-        raise errors.ShardingError(str(error), tensor=name, found=str(names)) from error
-    return PartitionSpec() if spec is None else spec
+    spec = _spec(names, rules or (), logical=axes.logical)
+    found = list(_strings(spec))
+    for axis in found:
+        if axis not in mesh.axis_names:
+            hint = f"; add ({axis!r}, None) to logical_axis_rules"
+            if not rules:
+                hint = "; logical_axis_rules= says where logical axes lie"
+            elif axis in _strings(on for _, on in rules):
+                hint = ""
+            raise errors.ShardingError(
+                f"the target names an axis that the mesh lacks{hint}",
+                tensor=name,
+                expected=f"one of {', '.join(map(str, mesh.axis_names))}",
+                found=axis,
+            )
+        if found.count(axis) > 1:
+            message = f"the target names axis {axis!r} for two dims"
+            raise errors.ShardingError(message, tensor=name, found=str(spec))
+    return NamedSharding(mesh, spec)
 
 
-def _renamed(names: tuple[Any, ...], rules: Rules) -> Any:
-    """The same for names of which some may be axes of the mesh already, as in NNX."""
-    rules = rules or ()
+def _spec(names: Sequence[Any], rules: Sequence[tuple[str, Any]], *, logical: bool) -> Any:
+    """Where axes lie: rules in order, each axis of the mesh for one dim at most, as in Linen.
+
+    Names without a rule are axes of the mesh already, as in NNX, unless all are `logical`.
+    """
     ruled = {name for name, _ in rules}
-    dims = [list(each) if isinstance(each, tuple | list) else [each] for each in names]
-    places = [(parts, at) for parts in dims for at in range(len(parts))]
-    waiting = [(parts, at, parts[at]) for parts, at in places if parts[at] in ruled]
-    for parts, at, _ in waiting:
-        parts[at] = None
-    taken = set(_strings(part for parts in dims for part in parts))
+    flat: list[Any] = []
+    for each in names:
+        flat += each if isinstance(each, tuple | list) else [each]
+    found = [
+        None if isinstance(part, str) and (logical or part in ruled) else part for part in flat
+    ]
+    waiting = [part if part in ruled else None for part in flat]
     for name, on in rules:
-        place = next((each for each in waiting if each[2] == name), None)
-        if place is not None and taken.isdisjoint(_strings([on])):
-            waiting.remove(place)
-            place[0][place[1]] = on
-            taken.update(_strings([on]))
-    several = (isinstance(each, tuple | list) for each in names)
-    pairs = zip(several, dims, strict=True)
-    return PartitionSpec(*(tuple(_strings(parts)) if many else parts[0] for many, parts in pairs))
+        if name in waiting and set(_strings([on])).isdisjoint(_strings(found)):
+            at = waiting.index(name)
+            found[at], waiting[at] = on, None
+    rest = iter(found)
+    dims: list[Any] = []
+    for each in names:
+        if isinstance(each, tuple | list):
+            dims.append(tuple(_strings([next(rest) for _ in each])))
+        else:
+            dims.append(next(rest))
+    return PartitionSpec(*dims)
 
 
 def _strings(parts: Iterable[Any]) -> Iterator[str]:
@@ -225,19 +226,3 @@ def _strings(parts: Iterable[Any]) -> Iterator[str]:
             yield part
         elif isinstance(part, tuple):
             yield from _strings(part)
-
-
-def _axis_hint(axis: str, rules: Rules) -> str:
-    if not rules:
-        return "; logical_axis_rules= says where logical axes lie"
-    if any(axis in _strings([on]) for _, on in rules):
-        return ""  # The rules name it themselves.
-    return f"; add ({axis!r}, None) to logical_axis_rules"
-
-
-def _is_rule(pair: object) -> bool:
-    if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-        return False
-    on = pair[1]
-    every = on if isinstance(on, tuple | list) else () if on is None else (on,)
-    return all(isinstance(axis, str) for axis in every)

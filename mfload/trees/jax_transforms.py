@@ -18,54 +18,43 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from mfload import errors
 from mfload.frameworks.jax_memory import undisturbed
-from mfload.trees.transforms import Transform, evaluate, shape_of
+from mfload.trees.transforms import Transform
 
-Arrays = tuple[Any, ...]
 Devices = tuple[Any, ...]
+Rows = Sequence[Sequence[Any]]
+"""The arrays on each device, alike in shapes and dtypes."""
 
 _DEVICE = "device"
 _CACHED = 4096
-_BOOL = (0, 1)  # A fraction is neither.
 
 
-def run(transform: Transform, devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
+def run(
+    transform: Transform,
+    devices: Devices,
+    rows: Rows,
+    wholes: Sequence[Any] = (),
+    start: tuple[int, ...] = (),
+) -> list[Any]:
     """Makes an array on each of several devices, in memory of XLA's own; see `wait`.
 
-    `rows` are the arrays on each device, alike in shapes and dtypes. The transform makes at least
-    one element.
+    With `wholes` it is made inside these, from `start` on: arrays from `empty` or `run`, which are
+    donated.
     """
-    return _apart(_call(_compiled(transform, devices, _ranks(rows)), rows, devices), devices)
+    with undisturbed():
+        arrays = _together(devices, rows)
+        if wholes:
+            whole = _together(devices, [(each,) for each in wholes])
+            arrays = [*whole, *map(np.int32, start), *arrays]
+        ranks = tuple(array.ndim for array in arrays)
+        return _apart(_compiled(transform, devices, ranks, bool(wholes))(*arrays), devices)
 
 
 def empty(devices: Devices, shape: tuple[int, ...], dtype: Any) -> list[Any]:
-    """An array of zeros on each device, to be filled by `put`."""
-    if 0 in shape:  # XLA takes such for replicas.
-        with undisturbed():
-            nothing = np.zeros(shape, dtype)
-            return [jax.device_put(nothing, device) for device in devices]
-    return _apart(_call(_zeros(devices, shape, np.dtype(dtype)), [()], devices), devices)
-
-
-def put(
-    transform: Transform,
-    devices: Devices,
-    wholes: Sequence[Any],
-    rows: Sequence[Arrays],
-    start: tuple[int, ...],
-) -> list[Any]:
-    """Makes a part of an array on each of several devices, in the memory of the whole.
-
-    The part begins at `start`. `wholes` are the arrays from `empty` or `put`; they are donated.
-    """
-    call = _compiled_put(transform, devices, _ranks(rows), wholes[0].ndim)
-    at = np.asarray(start, np.int32)
-    whole = _together(devices, [(each,) for each in wholes])
-    return _apart(_call(functools.partial(call, *whole, at), rows, devices), devices)
-
-
-def fits(devices: Devices, rows: Sequence[Arrays], low: int, high: int) -> list[Any]:
-    """Whether an integer dtype from `low` to `high` holds all numbers, for each device."""
-    return _apart(_call(_compiled_fits(devices, _ranks(rows), low, high), rows, devices), devices)
+    """An array of zeros on each device, to be filled by `run`."""
+    with undisturbed():
+        if 0 in shape:  # XLA takes such for replicas.
+            return [jax.device_put(np.zeros(shape, dtype), device) for device in devices]
+        return _apart(_zeros(devices, shape, np.dtype(dtype))(), devices)
 
 
 def wait(arrays: Sequence[Any]) -> None:
@@ -82,7 +71,7 @@ def wait(arrays: Sequence[Any]) -> None:
 def move(array: Any, sharding: Any) -> Any:
     """An array in the memory of its device that a sharding names, once it is there.
 
-    JAX does not donate memory to another kind: let go of each array before the next is moved.
+    JAX does not donate memory to another kind: release each array before the next is moved.
     """
     kind = sharding.memory_kind
     if kind is None or array.sharding.memory_kind == kind:
@@ -92,113 +81,73 @@ def move(array: Any, sharding: Any) -> Any:
         return jax.block_until_ready(jax.device_put(array, there))
 
 
-def _ranks(rows: Sequence[Arrays]) -> tuple[int, ...]:
-    return tuple(array.ndim for array in rows[0])
-
-
-def _call(call: Callable[..., Any], rows: Sequence[Arrays], devices: Devices) -> Any:
-    arrays = _together(devices, rows)
-    with undisturbed():
-        return call(*arrays)
-
-
-def _together(devices: Devices, rows: Sequence[Arrays]) -> list[Any]:
-    """Arrays of single devices as arrays that are split over all of them."""
-    if len(devices) == 1:
-        return list(rows[0])
-    mesh = _mesh(devices)
-    made: list[Any] = []
-    with undisturbed():
-        for parts in zip(*rows, strict=True):
-            shape, sharding = _spread(mesh, parts[0].shape, parts[0].sharding.memory_kind)
-            made.append(jax.make_array_from_single_device_arrays(shape, sharding, list(parts)))
-    return made
-
-
-def _spread(mesh: Any, shape: tuple[int, ...], kind: str | None) -> tuple[Any, Any]:
-    """Shape and sharding of arrays of one shape put one after the other.
+def _together(devices: Devices, rows: Rows) -> list[Any]:
+    """Arrays of single devices as arrays that are split over all of them.
 
     A scalar can't be split: it passes for a replica, which is not compared.
     """
-    sharding = NamedSharding(mesh, _spec(len(shape)), memory_kind=kind)
-    return (shape[0] * mesh.size, *shape[1:]) if shape else shape, sharding
+    if len(devices) == 1:
+        return list(rows[0])
+    made: list[Any] = []
+    for parts in zip(*rows, strict=True):
+        shape, sharding = _spread(devices, parts[0].shape, parts[0].sharding.memory_kind)
+        made.append(jax.make_array_from_single_device_arrays(shape, sharding, list(parts)))
+    return made
 
 
 def _apart(array: Any, devices: Devices) -> list[Any]:
     if len(devices) == 1:
         return [array]
-    if array.is_fully_replicated:  # Scalars pass for replicas, and JAX would give one for all.
-        found = {shard.device: shard.data for shard in array.addressable_shards}
-        return [found[device] for device in devices]
-    # In the order of the mesh, which is that of the devices.
-    return [array.addressable_data(n) for n in range(len(devices))]
+    found = {shard.device: shard.data for shard in array.addressable_shards}
+    return [found[device] for device in devices]
+
+
+def _spread(devices: Devices, shape: tuple[int, ...], kind: str | None) -> tuple[Any, Any]:
+    """Shape and sharding of arrays of one shape put one after the other."""
+    sharding = NamedSharding(_mesh(devices), _spec(len(shape)), memory_kind=kind)
+    return (shape[0] * len(devices), *shape[1:]) if shape else shape, sharding
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def _compiled(transform: Transform, devices: Devices, ranks: tuple[int, ...]) -> Any:
+def _compiled(
+    transform: Transform, devices: Devices, ranks: tuple[int, ...], inside: bool
+) -> Callable[..., Any]:
+    """A jitted function of arrays of these ranks, those of all devices together."""
+    rank = len(transform.shape)
+
     def body(*arrays: Any) -> Any:
-        return evaluate(transform, arrays, jnp)
+        if not inside:
+            return transform.evaluate(arrays, jnp)
+        part = transform.evaluate(arrays[1 + rank :], jnp)
+        return jax.lax.dynamic_update_slice(arrays[0], part, arrays[1 : 1 + rank])
 
-    return _jitted(body, devices, ranks, len(shape_of(transform)))
-
-
-@functools.lru_cache(maxsize=_CACHED)
-def _compiled_put(transform: Transform, devices: Devices, ranks: tuple[int, ...], rank: int) -> Any:
-    def body(whole: Any, start: Any, *arrays: Any) -> Any:
-        part = evaluate(transform, arrays, jnp)
-        return jax.lax.dynamic_update_slice(whole, part, tuple(start[n] for n in range(rank)))
-
-    return _jitted(body, devices, (rank, 0, *ranks), rank, donate_argnums=0)
-
-
-@functools.lru_cache(maxsize=_CACHED)
-def _compiled_fits(devices: Devices, ranks: tuple[int, ...], low: int, high: int) -> Any:
-    def body(*arrays: Any) -> Any:
-        return jnp.all(jnp.stack([_holds(array, low, high) for array in arrays]))
-
-    return _jitted(body, devices, ranks, 0)
-
-
-def _holds(value: Any, low: int, high: int) -> Any:
-    if jnp.issubdtype(value.dtype, jnp.floating):
-        wide = value.astype(jnp.float64)
-        cut = jnp.trunc(wide)
-        # high + 1 is a power of two, which every float holds; high itself may not be.
-        inside = (cut >= float(low)) & (wide < float(high + 1))
-        return jnp.all(inside & (cut == wide) if (low, high) == _BOOL else inside)
-    if value.dtype == bool:
-        return jnp.asarray(True)
-    own = jnp.iinfo(value.dtype)
-    least, most = max(low, int(own.min)), min(high, int(own.max))
-    return jnp.all((value >= least) & (value <= most))
-
-
-def _jitted(
-    body: Callable[..., Any], devices: Devices, ranks: tuple[int, ...], rank: int, **options: Any
-) -> Any:
-    """A jitted function of arrays of these ranks, to one of the last."""
+    call: Any = body
     if len(devices) > 1:
-        specs, out, mesh = tuple(map(_spec, ranks)), _spec(rank), _mesh(devices)
-        if hasattr(jax, "shard_map"):
-            body = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-        else:
-            from jax.experimental.shard_map import shard_map
-
-            body = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_rep=False)
-    return jax.jit(body, **options)
+        shard_map, unchecked = _shard_map()
+        specs, out = tuple(map(_spec, ranks)), _spec(rank)
+        call = shard_map(body, mesh=_mesh(devices), in_specs=specs, out_specs=out, **unchecked)
+    return jax.jit(call, donate_argnums=0 if inside else ())
 
 
-def _spec(rank: int) -> Any:
-    return PartitionSpec(_DEVICE) if rank else PartitionSpec()
+def _shard_map() -> tuple[Any, dict[str, bool]]:
+    """It, and how it is told that no result needs to be a replica."""
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map, {"check_vma": False}
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map, {"check_rep": False}
 
 
 @functools.lru_cache(maxsize=_CACHED)
 def _zeros(devices: Devices, shape: tuple[int, ...], dtype: Any) -> Any:
-    if len(devices) == 1:
-        there: Any = SingleDeviceSharding(devices[0])
-    else:
-        shape, there = _spread(_mesh(devices), shape, None)
+    there: Any = SingleDeviceSharding(devices[0])
+    if len(devices) > 1:
+        shape, there = _spread(devices, shape, None)
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=there)
+
+
+def _spec(rank: int) -> Any:
+    return PartitionSpec(_DEVICE) if rank else PartitionSpec()
 
 
 @functools.lru_cache(maxsize=256)

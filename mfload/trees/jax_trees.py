@@ -7,10 +7,11 @@ can only hold these if Flax was imported, so that nothing here imports it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +20,7 @@ import numpy as np
 from mfload import dtypes, errors
 from mfload.trees.recipe import Leaf
 
-_Path = tuple[Any, ...]
-_KEYS = ("key", "idx", "name")  # What the entries of a path call theirs.
+_Path = tuple[str, ...]
 _STATISTICS = "batch_stats"  # Linen's collection of them.
 _OPTIMIZER = ("opt_state", "step")  # Fields of a TrainState.
 
@@ -45,12 +45,12 @@ def take_apart(target: Any) -> Tree:
     """The leaves of any pytree, and how to put it together. The tree is left as it is."""
     walk = _Walk()
     top = walk.below if is_node(target) else walk.node
-    build = top(target, (), _Role())
+    build = top(target, (), Leaf((), ()))
     leaves = tuple(_leaf(*found) for found in walk.found)
     counts = Counter(name for leaf in leaves for name in leaf.names)
     for name in (name for name, count in counts.items() if count > 1):
         raise errors.UsageError("two leaves of the target have the same name", found=repr(name))
-    return Tree(leaves, lambda values: build(_Values(values, {})))
+    return Tree(leaves, lambda values: build(values, {}))
 
 
 def take_apart_target(target: Any) -> Tree:
@@ -62,8 +62,7 @@ def take_apart_target(target: Any) -> Tree:
             found=repr(target),
         )
     made = take_apart(target)
-    definition = getattr(_nnx(), "GraphDef", ())
-    if type(target) is tuple and target and isinstance(target[0], definition):
+    if type(target) is tuple and target and isinstance(target[0], _flax("nnx", "GraphDef")):
         raise errors.UsageError(
             "the target is what nnx.split gives, not a tree of its own",
             expected="the state alone; merge what comes back: nnx.merge(graphdef, loaded)",
@@ -81,98 +80,69 @@ def take_apart_target(target: Any) -> Tree:
     return made
 
 
-class _Role(NamedTuple):
-    """What Flax says of a leaf; see `Leaf`."""
-
-    axes: Axes | None = None
-    optional: bool = False
-    optimizer: bool = False
-
-
-class _Values(NamedTuple):
-    """The values of the leaves, by number, and what was made of nodes that are shared, by id."""
-
-    values: Sequence[Any]
-    shared: dict[int, Any]
-
-
-_Build = Callable[[_Values], Any]
+_Build = Callable[[Sequence[Any], dict[int, Any]], Any]
+"""Makes a node of the values of all leaves, and of what was made of shared nodes, by id."""
 
 
 class _Walk:
-    """Goes through a tree once."""
+    """Goes through a tree once. A role is a leaf with nothing but what Flax says of it."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[list[_Path], Any, _Role]] = []  # Leaves, with all of their paths.
-        # By id of a node that may occur again: its first path, and its leaves among all,
-        # half-open; -1 while it is taken apart.
-        self._seen: dict[int, tuple[_Path, int, int]] = {}
-        self._kept: list[Any] = []  # Keeps ids unique.
+        self.found: list[tuple[list[_Path], Any, Leaf]] = []  # Values, all of their paths, roles.
+        # By id of a node that may occur again: the node, its first path, and its leaves among
+        # all, None while it is taken apart.
+        self._seen: dict[int, tuple[Any, _Path, slice | None]] = {}
         self._kinds = _kinds()
 
-    def node(self, tree: Any, path: _Path, role: _Role) -> _Build:
+    def node(self, tree: Any, path: _Path, role: Leaf) -> _Build:
         """Takes apart what JAX sees at once, and then the nodes of Flax that it stopped at."""
-        top = True
-
-        def stop(each: Any) -> bool:
-            nonlocal top
-            is_top, top = top, False
-            return not is_top and isinstance(each, self._kinds)
-
+        calls = itertools.count()  # The first is for the tree itself.
         try:
-            flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)
+            flat, structure = jax.tree_util.tree_flatten_with_path(
+                tree, is_leaf=lambda each: next(calls) > 0 and isinstance(each, self._kinds)
+            )
         except (TypeError, ValueError, RecursionError) as error:
             where, text = ".".join(path) or "the target", str(error).splitlines()[0]
             message, kind = f"JAX can't take {where} apart: {text}", type(tree).__name__
             raise errors.UsageError(message, expected="a pytree", found=kind) from error
         # What variables and boxes call their value is not part of a name.
-        states = _states()
-        hidden = isinstance(tree, self._kinds) and not isinstance(tree, (*_modules(), *states))
+        hidden = isinstance(tree, self._kinds) and not isinstance(tree, _named_nodes())
+        training = isinstance(tree, _flax("training.train_state", "TrainState"))
         builds: list[_Build] = []
         for entries, each in flat:
-            names = tuple(_texts(entries[hidden:]))
-            state = bool(names) and isinstance(tree, states) and names[0] in _OPTIMIZER
-            said = role._replace(optimizer=True) if state else role
+            names = [jax.tree_util.keystr((e,), simple=True) for e in entries[hidden:]]
+            said = role
+            if training and names[0] in _OPTIMIZER:
+                said = role._replace(optimizer=True)
             builds.append(self.below(each, (*path, *names), said))
-        return lambda values: structure.unflatten([build(values) for build in builds])
+        return lambda values, made: structure.unflatten([build(values, made) for build in builds])
 
-    def below(self, each: Any, path: _Path, role: _Role) -> _Build:
+    def below(self, each: Any, path: _Path, role: Leaf) -> _Build:
         """Takes apart a node of Flax, or notes a leaf."""
         key, first = id(each), len(self.found)
         if not isinstance(each, self._kinds):
             self.found.append(([path], each, role))
-            return lambda values: values.values[first]
+            return lambda values, _: values[first]
         if key in self._seen:
-            self._again(path, *self._seen[key])
-            return lambda values: values.shared[key]
-        self._seen[key] = path, first, -1
-        self._kept.append(each)
+            _, before, leaves = self._seen[key]
+            if leaves is None:
+                found = f"{'.'.join(path)} is {'.'.join(before) or 'the target'}"
+                raise errors.UsageError("the target holds itself", expected="a tree", found=found)
+            for paths, _, _ in self.found[leaves]:
+                paths.append((*path, *paths[0][len(before) :]))
+            return lambda _, made: made[key]
+        self._seen[key] = each, path, None
         build = self.node(each, path, _role(each, role))
-        self._seen[key] = path, first, len(self.found)
+        self._seen[key] = each, path, slice(first, len(self.found))
 
-        def remember(values: _Values) -> Any:
-            values.shared[key] = made = build(values)
-            return made
+        def remember(values: Sequence[Any], made: dict[int, Any]) -> Any:
+            made[key] = build(values, made)
+            return made[key]
 
         return remember
 
-    def _again(self, path: _Path, before: _Path, first: int, last: int) -> None:
-        """Notes that the leaves of a node have another path each."""
-        if last < 0:
-            found = f"{'.'.join(path)} is {'.'.join(before) or 'the target'}"
-            raise errors.UsageError("the target holds itself", expected="a tree", found=found)
-        for paths, _, _ in self.found[first:last]:
-            paths.append((*path, *paths[0][len(before) :]))
 
-
-def _texts(entries: tuple[Any, ...]) -> Iterator[str]:
-    """The texts of a path, as `jax.tree_util.keystr(simple=True)` gives them."""
-    for entry in entries:
-        names = (getattr(entry, each) for each in _KEYS if hasattr(entry, each))
-        yield str(next(names, entry))
-
-
-def _leaf(paths: list[_Path], value: Any, role: _Role) -> Leaf:
+def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
     names = tuple(dict.fromkeys(".".join(path) for path in paths))
     if isinstance(value, jax.core.Tracer):
         raise errors.UsageError(
@@ -180,15 +150,15 @@ def _leaf(paths: list[_Path], value: Any, role: _Role) -> Leaf:
             expected="arrays or jax.ShapeDtypeStruct",
             found=names[0],
         )
-    leaf = Leaf(names, (), None, value, axes=role.axes, optional=True, optimizer=role.optimizer)
+    leaf = role._replace(names=names, value=value)
     if isinstance(value, bool | int | float | complex):  # Such as steps and rates.
-        return leaf
+        return leaf._replace(optional=True)
     leaf = leaf._replace(held=False, abstract=isinstance(value, jax.ShapeDtypeStruct))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     array = isinstance(shape, tuple) and dtype is not None
     # Typed PRNG keys are arrays of an extended dtype.
     if not array or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return leaf
+        return leaf._replace(optional=True)
     optional = role.optional or any(_STATISTICS in path for path in paths)
     leaf = leaf._replace(shape=shape, optional=optional)
     placed = getattr(value, "committed", getattr(value, "_committed", True))
@@ -209,41 +179,35 @@ def is_node(value: Any) -> bool:
 
 
 def _kinds() -> tuple[type, ...]:
-    meta, nnx = sys.modules.get("flax.core.meta"), _nnx()
-    found = (*(() if meta is None else (meta.AxisMetadata,)), *_states())
-    return found if nnx is None else (*found, nnx.Variable, *_modules())
+    return (*_flax("core.meta", "AxisMetadata"), *_flax("nnx", "Variable"), *_named_nodes())
 
 
-def _modules() -> tuple[type, ...]:
-    nnx = _nnx()
-    return () if nnx is None else (nnx.Pytree,)
+def _named_nodes() -> tuple[type, ...]:
+    """Those whose fields are parts of names."""
+    return (*_flax("nnx", "Pytree"), *_flax("training.train_state", "TrainState"))
 
 
-def _states() -> tuple[type, ...]:
-    kind = getattr(sys.modules.get("flax.training.train_state"), "TrainState", None)
-    return () if kind is None else (kind,)
+def _flax(module: str, name: str) -> tuple[type, ...]:
+    """A class of Flax if its module was imported; none else."""
+    found = getattr(sys.modules.get(f"flax.{module}"), name, None)
+    return () if found is None else (found,)
 
 
-def _nnx() -> Any:
-    """`flax.nnx`, if it is there as a whole (another thread may be importing it)."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx if hasattr(nnx, "Pytree") else None
-
-
-def _role(node: Any, before: _Role) -> _Role:
+def _role(node: Any, role: Leaf) -> Leaf:
     """What a node of Flax says of the leaves in it, beside what those around it said."""
-    nnx, meta = _nnx(), sys.modules.get("flax.core.meta")
-    if nnx is not None and isinstance(node, nnx.Variable):
-        state = isinstance(node, nnx.RngState | nnx.BatchStat)
-        optimizer = before.optimizer or isinstance(node, nnx.OptState)
-        axes, known = before.axes, node.get_metadata()
+    if isinstance(node, _flax("nnx", "Variable")):
+        known = node.get_metadata()
         for key in ("out_sharding", "sharding", "sharding_names"):  # Flax renamed it twice.
             if known.get(key):
                 axes = Axes(known[key], known.get("mesh"), known.get("sharding_rules"), False)
+                role = role._replace(axes=axes)
                 break
-        return _Role(axes, before.optional or state, optimizer)
-    if meta is not None and isinstance(node, meta.Partitioned):
-        kind = getattr(sys.modules.get("flax.linen.spmd"), "LogicallyPartitioned", ())
+        if isinstance(node, (*_flax("nnx", "RngState"), *_flax("nnx", "BatchStat"))):
+            role = role._replace(optional=True)
+        if isinstance(node, _flax("nnx", "OptState")):
+            role = role._replace(optimizer=True)
+    elif isinstance(node, _flax("core.meta", "Partitioned")):
+        logical = isinstance(node, _flax("linen.spmd", "LogicallyPartitioned"))
         rules = getattr(node, "rules", None)
-        return before._replace(axes=Axes(node.names, node.mesh, rules, isinstance(node, kind)))
-    return before
+        role = role._replace(axes=Axes(node.names, node.mesh, rules, logical))
+    return role

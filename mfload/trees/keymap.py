@@ -12,38 +12,35 @@ A list of any of these gives each of its targets the tensor; None leaves it out.
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from mfload import errors
 from mfload.dtypes import DType, resolve
+from mfload.planning.selection import compiled
 
-_ONE = "a name, mfload.rule(...), or (name, (permute, reshape))"
-_FORMS = f"{_ONE}; a list of such; or None to leave the tensor out"
+_FORMS = (
+    "a name, mfload.rule(...), or (name, (permute, reshape)); a list of such; or None to leave "
+    "the tensor out"
+)
+
+_EXPECTED = {
+    "replacement": "the name of a target, or several; with split= one for each part, or None",
+    "transpose": "each dim once, such as (1, 0)",
+    "reshape": "sizes, at most one of them -1, such as (8, 64, -1)",
+    "stack": "a group, several, or {group: dim}, each group and dim once",
+    "concat": '(dim, group) or (dim, group, ("q", "k", "v"))',
+    "split": "a dim, or (dim, sizes)",
+    "scale": "a finite number other than 0",
+}
 
 Group = int | str
 """A group of a regex, by number or by name."""
-
-Step = tuple[Literal["transpose", "reshape"], tuple[int, ...]]
-
-
-class ConcatBy(NamedTuple):
-    """Tensors are joined along a dim, in the order of a group's numbers, or of its texts."""
-
-    axis: int
-    group: Group
-    order: tuple[str, ...] | None
-
-
-class SplitBy(NamedTuple):
-    """A tensor is split along a dim, into parts of these sizes or of those of the targets."""
-
-    axis: int
-    sizes: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +50,17 @@ class Rule:
     # Templates of the targets' names: each is given the tensor whole, or its part of a split
     # (None: the part is not wanted).
     names: tuple[str | None, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[tuple[Literal["transpose", "reshape"], tuple[int, ...]], ...] = ()
     stack: tuple[tuple[Group, int], ...] = ()  # Groups, and the dims that their numbers make.
-    concat: ConcatBy | None = None
-    split: SplitBy | None = None
+    # The dim along which tensors are joined, in the order of a group's numbers, or of its texts.
+    concat: tuple[int, Group, tuple[str, ...] | None] | None = None
+    # The dim along which a tensor is split, into parts of these sizes or of those of the targets.
+    split: tuple[int, tuple[int, ...] | None] | None = None
     cast: DType | None = None
     scale: float | None = None
     # Written in Tunix's or Bonsai's form. Their maps serve several checkpoints: a rule may match
     # nothing, or the front of a name, whose rest stays.
     family: bool = False
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups that tell the tensors of one target apart."""
-        joined = () if self.concat is None else (self.concat.group,)
-        return (*(group for group, _ in self.stack), *joined)
 
 
 class Entry(NamedTuple):
@@ -124,116 +117,95 @@ def rule(
     Raises:
         UsageError: An argument is invalid.
     """
-    parts = split is not None
-    what = "a name for each part, or None" if parts else "the name of a target, or several"
-    found = _argument("the replacement", replacement, lambda given: _names(given, parts), what)
-    made = Rule(found, _steps(transpose, reshape), cast=None if cast is None else resolve(cast))
-    count = len(found)
-    for name, given, read, expected in (
-        ("stack", stack, _stack, "a group, several, or {group: dim}, each group and dim once"),
-        ("concat", concat, _concat, '(dim, group) or (dim, group, ("q", "k", "v"))'),
-        ("split", split, lambda pair: _split(pair, count), f"a dim, or (dim, {count} sizes)"),
-        ("scale", scale, _scale, "a finite number other than 0"),
-    ):
-        if given is not None:
-            made = replace(made, **{name: _argument(f"{name}=", given, read, expected)})
+    names = [replacement] if isinstance(replacement, str) and split is None else replacement
+    made = Rule(
+        _argument("replacement", names, _names),
+        _steps(transpose, reshape),
+        _argument("stack", stack, _stack) or (),
+        _argument("concat", concat, _concat),
+        _argument("split", split, _split),
+        None if cast is None else resolve(cast),
+        _argument("scale", scale, _scale),
+    )
+    fits = None not in made.names
+    if made.split is not None:
+        fits = made.split[1] is None or len(made.split[1]) == len(made.names)
+    if not fits:
+        expected, found = "a name, or None, for each part of split=", f"{names!r}, split={split!r}"
+        raise errors.UsageError("the replacement is invalid", expected=expected, found=found)
     return made
 
 
 def read(mapping: Any) -> tuple[Entry, ...]:
     """The lines of a key map: a mapping from regexes, or a list of pairs."""
-    found: list[Entry] = []
-    for key, value in _pairs(mapping):
-        pattern = _pattern(key)
+    pairs: list[Any] = [None]
+    if isinstance(mapping, Iterable) and not isinstance(mapping, str):
+        pairs = list(mapping.items() if isinstance(mapping, Mapping) else mapping)
+    if not all(isinstance(each, list | tuple) and len(each) == 2 for each in pairs):
+        expected = "{regex: " + _FORMS + "}, a list of such pairs, or a function of the name"
+        found = repr(mapping)
+        raise errors.UsageError("mapping= is not a key map", expected=expected, found=found)
+    entries: list[Entry] = []
+    for key, value in pairs:
+        pattern = compiled(key)
         try:
-            found.append(Entry(pattern, _rules(value)))
-            _check_groups(found[-1])
+            entries.append(Entry(pattern, _rules(value)))
+            _check_groups(entries[-1])
         except errors.UsageError as error:
             raise errors.UsageError(
                 f"mapping[{pattern.pattern!r}]: {error.message}",
                 expected=error.expected,
                 found=error.found,
             ) from None
-    return tuple(found)
-
-
-def _pairs(mapping: Any) -> list[tuple[Any, Any]]:
-    if isinstance(mapping, Mapping):
-        return list(mapping.items())
-    listed = isinstance(mapping, Iterable) and not isinstance(mapping, str)
-    items: list[Any] = list(mapping) if listed else [None]
-    if not all(isinstance(each, list | tuple) and len(each) == 2 for each in items):
-        expected = "{regex: " + _FORMS + "}, a list of such pairs, or a function of the name"
-        found = _brief(mapping)
-        raise errors.UsageError("mapping= is not a key map", expected=expected, found=found)
-    return [(key, value) for key, value in items]
-
-
-def _pattern(key: Any) -> re.Pattern[str]:
-    try:
-        pattern = re.compile(key)
-        pattern.search("")  # A pattern of bytes matches no name.
-    except (re.error, TypeError) as error:
-        message = "a key of mapping= is not a regular expression"
-        raise errors.UsageError(message, expected=str(error), found=_brief(key)) from None
-    return pattern
+    return tuple(entries)
 
 
 def _rules(value: Any) -> tuple[Rule, ...]:
     if value is None:
         return ()
-    if isinstance(value, list | tuple) and value and not _is_pair(value):
-        return tuple(_rule(each, _ONE) for each in value)
-    return (_rule(value, _FORMS),)
+    several = isinstance(value, list | tuple) and len(value) > 0 and _rule(value) is None
+    found: list[Rule] = []
+    for each in value if several else [value]:
+        made = _rule(each)
+        if made is None:
+            raise errors.UsageError("not a rule", expected=_FORMS, found=repr(each))
+        found.append(made)
+    return tuple(found)
 
 
-def _rule(value: Any, expected: str) -> Rule:
-    if isinstance(value, Rule):
-        return value
-    if isinstance(value, str):
-        return Rule((_template(value),))
-    if _is_pair(value):
-        return _family(_template(value[0]), value[1])
-    raise errors.UsageError("not a rule", expected=expected, found=_brief(value))
-
-
-def _is_pair(value: Any) -> bool:
-    """Whether it is a name and a transform, and not a list of names or rules."""
-    if not isinstance(value, list | tuple) or len(value) != 2 or not isinstance(value[0], str):
-        return False
-    second = value[1]
-    if isinstance(second, list | tuple):
-        return not second or not isinstance(second[0], str)
-    return second is None or isinstance(second, Enum)
+def _rule(value: Any) -> Rule | None:
+    """The rule that one value stands for; None if it is a list of such, or invalid."""
+    match value:
+        case Rule():
+            return value
+        case str():
+            return Rule((_template(value),))
+        case [str(), [str(), *_]]:
+            return None
+        case [str() as name, (None | Enum() | list() | tuple()) as transform]:
+            return _family(_template(name), transform)
+        case _:
+            return None
 
 
 def _family(name: str, transform: Any) -> Rule:
     """The rule for Tunix's (permute, reshape), or for a member of Bonsai's enum."""
     if isinstance(transform, Enum):
         transform = transform.value
-    if transform is None:
-        return Rule((name,), family=True)
-    given: tuple[Any, ...] = tuple(transform) if isinstance(transform, list | tuple) else ()
-    if len(given) not in (2, 3) or (len(given) == 3 and not isinstance(given[2], bool)):
-        raise errors.UsageError(
-            "not a transform",
-            expected="None, (permute, reshape), or (permute, reshape, reshape_first)",
-            found=_brief(transform),
-        )
-    # Both projects skip an empty step.
-    permute, reshape = (None if step == () else step for step in given[:2])
-    return Rule((name,), _steps(permute, reshape, reverse=given[2:] == (True,)), family=True)
-
-
-def _steps(transpose: Any, reshape: Any, *, reverse: bool = False) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    if transpose is not None:
-        axes = _argument("transpose=", transpose, _permutation, "each dim once, such as (1, 0)")
-        steps.append(("transpose", axes))
-    if reshape is not None:
-        expected = "sizes, at most one of them -1, such as (8, 64, -1)"
-        steps.append(("reshape", _argument("reshape=", reshape, _shape, expected)))
-    return tuple(reversed(steps) if reverse else steps)
+    match transform:
+        case None:
+            return Rule((name,), family=True)
+        case [permute, reshape] | [permute, reshape, False]:
+            steps = _steps(permute or None, reshape or None)  # Both projects skip an empty step.
+        case [permute, reshape, True]:
+            steps = _steps(permute or None, reshape or None)[::-1]
+        case _:
+            raise errors.UsageError(
+                "not a transform",
+                expected="None, (permute, reshape), or (permute, reshape, reshape_first)",
+                found=repr(transform),
+            )
+    return Rule((name,), steps, family=True)
 
 
 def _check_groups(entry: Entry) -> None:
@@ -241,22 +213,18 @@ def _check_groups(entry: Entry) -> None:
     pattern, rules = entry
     numbered = f"a group from 1 to {pattern.groups}" if pattern.groups else "no group: it has none"
     expected = numbered + "".join(f", {name!r}" for name in pattern.groupindex)
-    for name in (name for rule in rules for name in rule.names):
-        try:
-            pattern.sub(name or "", "")
-        except (re.error, IndexError) as error:
-            message = f"the replacement is malformed: {error}"
-            raise errors.UsageError(message, expected=expected, found=repr(name)) from None
-    for group in (group for rule in rules for group in rule.groups):
-        known = group in pattern.groupindex if isinstance(group, str) else group <= pattern.groups
-        if not known:
-            message = "the regular expression does not have this group"
-            raise errors.UsageError(message, expected=expected, found=f"group {group!r}")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"
+    for each in rules:
+        joined = () if each.concat is None else (each.concat[1],)
+        for group in (*(group for group, _ in each.stack), *joined):
+            if group not in pattern.groupindex and group not in range(1, pattern.groups + 1):
+                message = "the regular expression does not have this group"
+                raise errors.UsageError(message, expected=expected, found=f"group {group!r}")
+        for name in each.names:
+            try:
+                pattern.sub(name or "", "")
+            except (re.error, IndexError) as error:
+                message = f"the replacement is malformed: {error}"
+                raise errors.UsageError(message, expected=expected, found=repr(name)) from None
 
 
 # -- arguments of a rule ---------------------------------------------------------------------
@@ -264,19 +232,24 @@ def _brief(value: object) -> str:
 
 def _template(name: str) -> str:
     r"""A template without escapes that mean nothing in one: Bonsai writes `layers\.\1`."""
-
-    def kept(found: re.Match[str]) -> str:
-        return found[0] if found[1].isalnum() or found[1] == "\\" else found[1]
-
-    return re.sub(r"\\(.)", kept, name, flags=re.DOTALL)
+    return re.sub(r"(\\[\\a-zA-Z0-9])|\\(.)", r"\1\2", name, flags=re.DOTALL)
 
 
-def _argument(what: str, given: Any, read: Callable[[Any], Any], expected: str) -> Any:
-    """An argument as a rule holds it; `read` raises TypeError or ValueError if it is invalid."""
+def _steps(transpose: Any, reshape: Any) -> tuple[Any, ...]:
+    axes = _argument("transpose", transpose, _permutation)
+    sizes = _argument("reshape", reshape, _shape)
+    steps = (("transpose", axes), ("reshape", sizes))
+    return tuple(step for step in steps if step[1] is not None)
+
+
+def _argument(name: str, given: Any, read: Callable[[Any], Any]) -> Any:
+    """An argument as a rule holds it, None if it is not given."""
+    if given is None and name != "replacement":
+        return None
     try:
         return read(given)
     except (TypeError, ValueError, OverflowError):
-        message = f"{what} is invalid"
+        message, expected = f"{name}= is invalid", _EXPECTED[name]
         raise errors.UsageError(message, expected=expected, found=repr(given)) from None
 
 
@@ -285,13 +258,9 @@ def _require(valid: bool) -> None:
         raise ValueError
 
 
-def _names(given: Any, split: bool) -> tuple[str | None, ...]:
-    if isinstance(given, str) and not split:
-        return (_template(given),)
+def _names(given: Any) -> tuple[str | None, ...]:
     names = _sequence(given)
-    _require(
-        any(names) and all(isinstance(name, str) or (split and name is None) for name in names)
-    )
+    _require(any(names) and all(name is None or isinstance(name, str) for name in names))
     return tuple(None if name is None else _template(name) for name in names)
 
 
@@ -302,36 +271,34 @@ def _permutation(given: Any) -> tuple[int, ...]:
 
 
 def _shape(given: Any) -> tuple[int, ...]:
-    sizes = _ints(given if hasattr(given, "__iter__") else (given,))
+    sizes = _ints(given)
     _require(min(sizes, default=0) >= -1 and sizes.count(-1) <= 1)
     return sizes
 
 
 def _stack(given: Any) -> tuple[tuple[Group, int], ...]:
-    if not isinstance(given, Mapping):
-        groups = given if isinstance(given, list | tuple) else (given,)
-        given = dict(zip(groups, range(len(groups)), strict=True))
-        _require(len(given) == len(groups))
-    found = tuple((_group(group), _int(axis)) for group, axis in given.items())
-    _require(0 < len(found) == len({axis for _, axis in found}))
+    groups = given if isinstance(given, Mapping | list | tuple) else (given,)
+    axes = _ints(list(given.values()) if isinstance(given, Mapping) else range(len(groups)))
+    found = tuple(zip(map(_group, groups), axes, strict=True))
+    _require(0 < len(found) == len(dict(found)) == len(set(axes)))
     return found
 
 
-def _concat(given: Any) -> ConcatBy:
+def _concat(given: Any) -> tuple[int, Group, tuple[str, ...] | None]:
     axis, group, *rest = _sequence(given)
     order = _sequence(*rest) if rest else None
     if order is not None:
         texts = {text for text in order if isinstance(text, str)}
         _require(0 < len(texts) == len(order))
-    return ConcatBy(_int(axis), _group(group), order)
+    return _int(axis), _group(group), order
 
 
-def _split(given: Any, parts: int) -> SplitBy:
+def _split(given: Any) -> tuple[int, tuple[int, ...] | None]:
     axis, sizes = given if isinstance(given, list | tuple) else (given, None)
     if sizes is not None:
         sizes = _ints(sizes)
-        _require(len(sizes) == parts and min(sizes) >= 0)
-    return SplitBy(_int(axis), sizes)
+        _require(min(sizes) >= 0)
+    return _int(axis), sizes
 
 
 def _scale(given: Any) -> float:
@@ -342,10 +309,8 @@ def _scale(given: Any) -> float:
 
 
 def _group(given: Any) -> Group:
-    if isinstance(given, str):
-        return given
-    number = _int(given)
-    _require(number > 0)
+    number = given if isinstance(given, str) else _int(given)
+    _require(isinstance(number, str) or number > 0)
     return number
 
 
@@ -355,10 +320,11 @@ def _sequence(given: Any) -> tuple[Any, ...]:
 
 
 def _ints(given: Any) -> tuple[int, ...]:
-    _require(not isinstance(given, str | bytes | Mapping))
-    return tuple(map(_int, given))
+    array = np.atleast_1d(given)
+    _require(array.ndim == 1 and (array.dtype.kind in "iu" or array.size == 0))
+    return tuple(array.tolist())
 
 
 def _int(given: Any) -> int:
-    _require(not isinstance(given, bool))
-    return operator.index(given)
+    (number,) = _ints((given,))
+    return number

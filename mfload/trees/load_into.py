@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mfload import errors, frameworks
@@ -17,10 +16,9 @@ from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.trees import matching
-from mfload.trees.recipe import Leaf
+from mfload.trees.recipe import Leaf, brief
 
 Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-_SHOWN = 3
 
 
 def load_into(
@@ -87,20 +85,19 @@ def load_into(
         MfloadError: Any other of the tree in `mfload.errors`; nothing is left half loaded.
     """
     frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
+    from mfload.frameworks.jax_adapter import JaxAdapter
     from mfload.mesh import base, load as mesh_load
     from mfload.trees import assemble, jax_shardings, jax_trees
 
-    leaves: Sequence[Leaf] | None = None
-    rebuild: Any = None
+    tree: jax_trees.Tree | None = None
     how, wrong = LoadOptions(), None
     backend = base.backend("jax")
-    ranks = backend.all_processes()
     try:
-        leaves, rebuild = jax_trees.take_apart_target(target)
+        tree = jax_trees.take_apart_target(target)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
         wrong = error
+    ranks = jax_shardings.processes(mesh, shardings, tree and tree.leaves)
     try:
-        ranks = jax_shardings.processes(mesh, shardings, leaves)
         cleared(report)
         how = started(options)
     except Exception as error:  # noqa: BLE001 - as above
@@ -109,78 +106,61 @@ def load_into(
     notes: list[str] = []
     try:
         with mesh_load.together(backend, ranks, how.deadline) as group:
-            if wrong is not None or leaves is None:
+            if wrong is not None or tree is None:
                 raise wrong or AssertionError("a target without leaves")
             check_choice("unmatched", unmatched, UNMATCHED)
             if not isinstance(strict, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise errors.UsageError("strict is invalid", expected="a bool", found=repr(strict))
-            with _stage(done, "headers"):
-                what = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-                read = functools.partial(checkpoint.read, path)
-                index, sources = how.deadline.bound(read, "reading headers", what)
-            with _stage(done, "matching"), gc_paused():
+            leaves = tree.leaves
+            start = time.perf_counter()
+            what = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+            read = functools.partial(checkpoint.read, path)
+            index, sources = how.deadline.bound(read, "reading headers", what)
+            done.stages["headers"] = time.perf_counter() - start
+            with gc_paused():
+                forms = JaxAdapter.forms.items()
+                arrays = {name for name, form in forms if form.how != "bytes"}
                 found = matching.match(
-                    index, leaves, mapping, strict=strict, dtype=dtype, arrays=_has_arrays
+                    index, leaves, mapping, strict=strict, dtype=dtype, arrays=arrays
                 )
                 notes += found.notes
                 _tell_what_stays(leaves, found.recipes, notes)
-                numbers = list(found.recipes)
                 chosen = jax_shardings.resolve(
-                    [leaves[number] for number in numbers],
-                    mesh,
-                    shardings,
-                    unmatched,
-                    logical_axis_rules,
-                    notes,
-                    known=[name for leaf in leaves for name in leaf.names],
-                    stored=[info.name for each in found.recipes.values() for info in each.tensors],
+                    leaves, found.recipes, mesh, shardings, unmatched, logical_axis_rules
                 )
                 goals = list(map(assemble.Goal, found.recipes.values(), chosen))
                 assembly = assemble.Assembly(index, sources, goals, how, backend)
+            headers = done.stages["headers"]
+            done.stages["matching"] = time.perf_counter() - start - headers
             if group is not None:
-                mesh_load.agree_on_inputs(group, index, sources, list(assembly.arguments()))
+                mesh_load.agree_on_inputs(group, index, sources, how, list(assembly.arguments()))
             with shown(progress, assembly.stored_bytes) as advance:
-                arrays = assembly.run(group, done, advance)
+                loaded = assembly.run(group, done, advance)
     except BaseException as error:
         let_go(error)
         raise
     values = [leaf.value for leaf in leaves]
-    for number, array in zip(numbers, arrays, strict=True):
+    for number, array in zip(found.recipes, loaded, strict=True):
         values[number] = array
     if report is not None:
         done.notes = tuple(dict.fromkeys((*notes, *done.notes)))
         vars(report).update(vars(done))
-    return rebuild(values)
-
-
-@contextmanager
-def _stage(report: Report, name: str) -> Generator[None]:
-    start = time.perf_counter()
-    yield
-    report.stages[name] = time.perf_counter() - start
-
-
-def _has_arrays(dtype: str) -> bool:
-    from mfload.frameworks.jax_adapter import JaxAdapter
-
-    form = JaxAdapter.forms.get(dtype)
-    return form is not None and form.how != "bytes"
+    return tree.rebuild(values)
 
 
 def _tell_what_stays(leaves: Sequence[Leaf], filled: Collection[int], notes: list[str]) -> None:
     """Notes the leaves that nothing fills; warns of those without a value, and of optimizers."""
     stay = [leaf for n, leaf in enumerate(leaves) if n not in filled and leaf.counts]
-    if not stay:
-        return
-    notes.append(f"the checkpoint has nothing for {_brief(stay)}: they stay as they are")
     bare = [leaf for leaf in stay if leaf.abstract]
+    optimizer = [leaf for leaf in stay if leaf.optimizer and not leaf.abstract]
+    if stay:
+        notes.append(f"the checkpoint has nothing for {_brief(stay)}: they stay as they are")
     if bare:
         errors.warn(
             f"the checkpoint has nothing for {_brief(bare)}, and the target has only shapes for "
             "them (jax.ShapeDtypeStruct): what was loaded can't be called before they are set; "
             "or build the target with values, not by nnx.eval_shape or jax.eval_shape"
         )
-    optimizer = [leaf for leaf in stay if leaf.optimizer and not leaf.abstract]
     if optimizer:
         errors.warn(
             f"the checkpoint has nothing for {_brief(optimizer)} of the optimizer's state: it "
@@ -189,6 +169,5 @@ def _tell_what_stays(leaves: Sequence[Leaf], filled: Collection[int], notes: lis
 
 
 def _brief(leaves: Sequence[Leaf]) -> str:
-    names = ", ".join(leaf.name or "the target" for leaf in leaves[:_SHOWN])
-    more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
-    return f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'} ({names}{more})"
+    names = brief([leaf.name or "the target" for leaf in leaves], 3)
+    return f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'} ({names})"

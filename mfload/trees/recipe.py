@@ -5,34 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload import dtypes, errors
 from mfload.dtypes import DType
-from mfload.index import Box, TensorInfo
+from mfload.index import TensorInfo
 from mfload.planning import selection
-from mfload.trees import transforms
 from mfload.trees.keymap import Group, Rule
-from mfload.trees.transforms import (
-    Concat,
-    Convert,
-    Permute,
-    Reads,
-    Reshape,
-    Shape,
-    Slice,
-    Stack,
-    Take,
-    Transform,
-    shape_of,
-)  # fmt: skip
+from mfload.trees.transforms import Branch, Shape, Transform
 
 _OPAQUE = ("scale", "packed", "unknown")
 _INTEGERS = ("int", "uint", "bool")
-_PERMUTED = 4  # Dims up to which all orders are tried for a hint.
 
 
 class Leaf(NamedTuple):
@@ -70,14 +56,6 @@ class Claim(NamedTuple):
     groups: re.Match[str] | None = None
 
 
-class StoredBox(NamedTuple):
-    """A box of a stored tensor, and the dtype that it lands in."""
-
-    info: TensorInfo
-    box: Box
-    dtype: DType
-
-
 class Recipe(NamedTuple):
     """How a leaf is made."""
 
@@ -85,23 +63,14 @@ class Recipe(NamedTuple):
     dtype: DType
     tensors: tuple[TensorInfo, ...]  # As the transform numbers them.
     transform: Transform
-    landed: DType | None = None  # What tensors are converted to while they land; None: nothing.
+    landed: DType  # What tensors are converted to while they land.
     checked: bool = False  # Values are cast to an integer dtype, which may not hold them.
 
-    def part(self, box: Box) -> tuple[tuple[StoredBox, ...], Transform]:
-        """What makes a box of the leaf: the boxes to read, and what is done with them.
 
-        Only what the box needs is read, except where a reshape leaves no box of these elements.
-        """
-        reads: Reads = []
-        transform = transforms.part(self.transform, box, reads)
-        tensors = ((self.tensors[number], part) for number, part in reads)
-        return tuple(StoredBox(i, part, self.landed or i.dtype) for i, part in tensors), transform
-
-
-def is_plain(transform: Transform) -> bool:
-    """Whether it is one tensor as it lands."""
-    return isinstance(transform, Take) and transform.dtype is None
+def brief(names: Sequence[str], most: int = 5) -> str:
+    """The first of some names, and how many there are besides."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class MisfitError(Exception):
@@ -122,36 +91,43 @@ def make(
     """
     rule, info = claims[0].rule, claims[0].info
     cells, counts = _arrange(claims)
-    columns = zip(*cells, strict=True)
-    for one, other in ((column[0].info, each.info) for column in columns for each in column):
-        if one.shape != other.shape:
-            both = f"{one.name} {list(one.shape)}, {other.name} {list(other.shape)}"
-            raise MisfitError("bad stack", f"unequal shapes, {both}")
+    for column in zip(*cells, strict=True):
+        one = column[0].info
+        for other in (claim.info for claim in column):
+            if one.shape != other.shape:
+                both = f"{one.name} {list(one.shape)}, {other.name} {list(other.shape)}"
+                raise MisfitError("bad stack", f"unequal shapes, {both}")
     tensors = tuple(claim.info for cell in cells for claim in cell)
-    numbers = _numbers(name, leaf, rule, tensors, dtype)
-    parts = [
-        _one(Take(n, claim.info.shape, numbers.cast), claim, leaves, len(claims))
-        for n, claim in enumerate(cells[0])
-    ]
-    made = parts[0] if rule.concat is None else _joined(parts, rule.concat.axis)
-    inner = shape_of(made)
-    axes = _stack_axes(rule, len(inner))
-    if axes:
-        made = Stack(made, len(cells[0]), counts, axes)
-    shape = shape_of(made)
-    if shape != leaf.shape:
+    result, landed, checked = _dtypes(name, leaf, rule, tensors, dtype)
+    branches = tuple(_branch(claim, leaves, len(claims)) for claim in cells[0])
+    inner = Transform(branches)
+    if rule.concat is not None:
+        shapes = [branch.shapes[-1] for branch in branches]
+        texts = brief([str(list(shape)) for shape in shapes])
+        axis = _axis(rule.concat[0], len(shapes[0]), "concat", texts)
+        if len({(*shape[:axis], None, *shape[axis + 1 :]) for shape in shapes}) > 1:
+            raise MisfitError("bad rule", f"{texts} can't be joined along dim {axis}")
+        inner = Transform(branches, axis)
+    rank = len(inner.shape) + len(counts)
+    axes = tuple(_axis(axis, rank, "stack", f"a result of {rank}") for _, axis in rule.stack)
+    if len(set(axes)) < len(axes):
+        raise MisfitError("bad rule", f"stack= names dim {axes[0]} twice")
+    made = inner._replace(counts=counts, axes=axes)
+    if made.shape != leaf.shape:
         found = f"{info.name} is {list(info.shape)}"
-        if not is_plain(made):
-            stored = f"{info.name} {list(info.shape)}"
-            several = f"{len(claims)} tensors such as {stored}" if len(claims) > 1 else stored
-            found = f"the rule makes {list(shape)} of {several}"
-        hint = "" if rule.steps else _transpose_hint(leaf.shape, axes, inner)
-        raise MisfitError("wrong shape", f"wants {list(leaf.shape)}, but {found}{hint}")
-    if numbers.convert is not None:
-        made = Convert(made, *numbers.convert)
-    if info.dtype.kind in _OPAQUE and not is_plain(made):
+        if not made.plain:
+            several = f"{len(claims)} tensors such as " if len(claims) > 1 else ""
+            stored = f"{several}{info.name} {list(info.shape)}"
+            found = f"the rule makes {list(made.shape)} of {stored}"
+        wanted = tuple(size for at, size in enumerate(leaf.shape) if at not in axes)
+        if not rule.steps and wanted == inner.shape[::-1] != inner.shape:
+            found += f"; transpose={tuple(range(len(wanted)))[::-1]} fits"
+        raise MisfitError("wrong shape", f"wants {list(leaf.shape)}, but {found}")
+    if rule.scale is not None:
+        made = made._replace(scale=rule.scale, dtype=result.name)
+    if info.dtype.kind in _OPAQUE and not made.plain:
         raise MisfitError("wrong dtype", f"{info.dtype} can only be taken as it is stored")
-    return Recipe(name, numbers.dtype, tensors, made, numbers.landed, numbers.checked)
+    return Recipe(name, result, tensors, made, landed, checked)
 
 
 # -- the order of tensors --------------------------------------------------------------------
@@ -160,248 +136,160 @@ def make(
 def _arrange(claims: Sequence[Claim]) -> tuple[Sequence[Sequence[Claim]], Shape]:
     """What is joined for each place in the stack, row-major, and the sizes of the stack's dims."""
     rule = claims[0].rule
-    if not rule.groups or any(claim.rule != rule for claim in claims):
+    groups: list[tuple[Group, tuple[str, ...] | None]] = [(group, None) for group, _ in rule.stack]
+    if rule.concat is not None:
+        groups.append(rule.concat[1:])
+    if not groups or any(claim.rule != rule for claim in claims):
         if len(claims) > 1:
-            raise MisfitError("filled twice", f"by {_names(claims)}")
+            raise MisfitError("filled twice", f"by {brief([claim.info.name for claim in claims])}")
         return [claims], ()
-    order = None if rule.concat is None else rule.concat.order
     table: dict[tuple[int, ...], Claim] = {}
     for claim in claims:
-        key = tuple(_number(claim, group, None) for group in rule.groups[:-1])
-        key += (_number(claim, rule.groups[-1], order),)
-        if key in table:
-            raise MisfitError("filled twice", f"by {_names([table[key], claim])}")
-        table[key] = claim
-    values = [sorted(set(column)) for column in zip(*table, strict=True)]
-    if order is not None:
-        values[-1] = list(range(len(order)))
-    for group, found in zip(rule.groups, values, strict=True):
-        _check_even(group, found)
-    places = list(itertools.product(*values))
-    lacking = [place for place in places if place not in table]
-    if lacking:
-        shown: list[int | str] = list(lacking[0])
-        if order is not None:
-            shown[-1] = order[lacking[0][-1]]
-        pairs = zip(rule.groups, shown, strict=True)
-        text = " and ".join(f"group {group!r} = {value}" for group, value in pairs)
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise MisfitError("bad stack", f"no tensor with {text}{more}")
-    width = len(values[-1]) if rule.concat is not None else 1
-    ordered = [table[place] for place in places]
+        place = tuple(_number(claim, group, order) for group, order in groups)
+        if place in table:
+            names = f"{table[place].info.name}, {claim.info.name}"
+            raise MisfitError("filled twice", f"by {names}")
+        table[place] = claim
+    ranges: list[range] = []
+    for (_, order), found in zip(groups, zip(*table, strict=True), strict=True):
+        # Layers 3, 4, 5 are a stack, and so are 1, 3, 5; 0, 1, 3 lack one.
+        numbers = sorted(set(found))
+        step = min((b - a for a, b in itertools.pairwise(numbers)), default=1)
+        every = range(numbers[0], numbers[-1] + 1, step) if order is None else range(len(order))
+        ranges.append(every[: len(claims) + 1])  # Of more than there are tensors one is missing.
+    for place in itertools.product(*ranges):
+        if place not in table:
+            texts = (
+                f"group {group!r} = {at if order is None else order[at]}"
+                for (group, order), at in zip(groups, place, strict=True)
+            )
+            raise MisfitError("bad stack", f"no tensor with {' and '.join(texts)}")
+    ordered = [table[place] for place in itertools.product(*ranges)]
+    width = 1 if rule.concat is None else len(ranges[-1])
     cells = [ordered[at : at + width] for at in range(0, len(ordered), width)]
-    return cells, tuple(len(found) for found in values[: len(rule.stack)])
+    return cells, tuple(map(len, ranges[: len(rule.stack)]))
 
 
 def _number(claim: Claim, group: Group, order: tuple[str, ...] | None) -> int:
     """The place of a claim in a group: its number, or that of its text in an order."""
-    text, name = claim.groups[group] if claim.groups else None, claim.info.name
-    if order is not None:
-        if text in order:
-            return order.index(text)
-        expected = f"is one of {', '.join(order)}"
-    else:
-        if text is not None and text.isascii() and text.isdigit() and len(text) <= 18:
-            return int(text)
-        expected = "orders tensors by number"
-    raise MisfitError("bad stack", f"group {group!r} {expected}, but in {name!r} it is {text!r}")
-
-
-def _check_even(group: Group, numbers: Sequence[int]) -> None:
-    """Layers 3, 4, 5 are a stack, and so are 1, 3, 5; 0, 1, 3 lack one."""
-    steps = {b - a for a, b in itertools.pairwise(numbers)}
-    if len(steps) > 1:
-        known = set(numbers)
-        every = range(numbers[0], numbers[-1], min(steps))
-        lacking = ", ".join(map(str, itertools.islice((n for n in every if n not in known), 5)))
-        shown = ", ".join(map(str, numbers[:8])) + ", …" * (len(numbers) > 8)
-        raise MisfitError("bad stack", f"group {group!r} has {shown}: {lacking} is missing")
-
-
-def _names(claims: Sequence[Claim]) -> str:
-    names = [claim.info.name for claim in claims[:4]]
-    return ", ".join(names) + (f" and {len(claims) - 4} more" if len(claims) > 4 else "")
+    text = claim.groups[group] if claim.groups else None
+    if order is not None and text in order:
+        return order.index(text)
+    if order is None and text is not None and re.fullmatch("[0-9]{1,18}", text):
+        return int(text)
+    wanted = "orders tensors by number" if order is None else f"is one of {', '.join(order)}"
+    found = f"in {claim.info.name!r} it is {text!r}"
+    raise MisfitError("bad stack", f"group {group!r} {wanted}, but {found}")
 
 
 # -- the steps of a rule ---------------------------------------------------------------------
 
 
-def _one(made: Transform, claim: Claim, leaves: Mapping[str, Leaf], count: int) -> Transform:
+def _branch(claim: Claim, leaves: Mapping[str, Leaf], count: int) -> Branch:
     """One stored tensor, split, transposed and reshaped."""
+    branch = Branch(claim.info.shape)
     if claim.rule.split is not None:
         axis, start, stop = _stretch(claim, leaves, count)
-        whole = [(0, size) for size in claim.info.shape]
-        made = Slice(made, (*whole[:axis], (start, stop), *whole[axis + 1 :]))
+        box = [(0, size) for size in branch.shape]
+        box[axis] = start, stop
+        branch = Branch(branch.shape, (("slice", tuple(box)),))
     for kind, given in claim.rule.steps:
-        shape, wanted = shape_of(made), given
-        fits = kind == "reshape" or len(given) == len(shape)
+        shape, wanted, same = branch.shapes[-1], given, tuple(range(len(given)))
+        fits = len(given) == len(shape)
         if kind == "reshape":
             total, known = math.prod(shape), math.prod(size for size in given if size >= 0)
-            wanted = tuple(size if size >= 0 else total // known if known else 0 for size in given)
-            fits = math.prod(wanted) == total
+            wanted = tuple(size if size >= 0 else total // max(1, known) for size in given)
+            fits, same = math.prod(wanted) == total, shape
         if not fits:
             of = f"{claim.info.name} of shape {list(shape)}"
             raise MisfitError("bad rule", f"{kind}={given} does not fit {of}")
-        if kind == "reshape":
-            made = made if wanted == shape else Reshape(made, wanted)
-        elif given != tuple(range(len(given))):
-            made = Permute(made, given)
-    return made
+        if wanted != same:
+            branch = Branch(branch.shape, (*branch.steps, (kind, wanted)))
+    return branch
 
 
 def _stretch(claim: Claim, leaves: Mapping[str, Leaf], count: int) -> tuple[int, int, int]:
     """The part of a split: its dim, and where in it the part begins and ends."""
-    split, shape, name = claim.rule.split, claim.info.shape, claim.info.name
+    split, shape = claim.rule.split, claim.info.shape
     assert split is not None
-    axis = split.axis + len(shape) if split.axis < 0 else split.axis
-    if not 0 <= axis < len(shape):
-        of = f"{name} of shape {list(shape)}"
-        raise MisfitError("bad rule", f"split= names dim {split.axis} of {of}")
-    sizes = split.sizes or _part_sizes(claim, leaves, count, axis)
+    stored = f"{claim.info.name} of shape {list(shape)}"
+    dim, sizes = split
+    axis = _axis(dim, len(shape), "split", stored)
+    if sizes is None:
+        # From the elements of the targets; one may be what the others leave.
+        row = max(1, math.prod(shape[:axis] + shape[axis + 1 :]) * count)
+        targets = [None if name is None else leaves.get(name) for name in claim.names]
+        wanted = [0 if leaf is None else math.prod(leaf.shape) for leaf in targets]
+        left = shape[axis] - sum(wanted) // row
+        if any(size % row for size in wanted) or targets.count(None) > 1:
+            text = f"the targets' shapes do not say how {stored} is split along dim {axis}"
+            raise MisfitError("bad rule", f"{text}; split=(dim, sizes) does")
+        pairs = zip(targets, wanted, strict=True)
+        sizes = [max(left, 0) if leaf is None else size // row for leaf, size in pairs]
     if sum(sizes) != shape[axis]:
         parts = f"parts of {' + '.join(map(str, sizes))} along dim {axis}"
-        raise MisfitError("bad rule", f"{parts} are not all of {name} of shape {list(shape)}")
+        raise MisfitError("bad rule", f"{parts} are not all of {stored}")
     start = sum(sizes[: claim.part])
     return axis, start, start + sizes[claim.part]
 
 
-def _part_sizes(claim: Claim, leaves: Mapping[str, Leaf], count: int, axis: int) -> tuple[int, ...]:
-    """How long each part is, from the elements of its target; one may be what the others leave."""
-    shape, of = claim.info.shape, claim.info.name
-    row = math.prod(shape[:axis] + shape[axis + 1 :]) * count
-    found: list[int | None] = []
-    for name in claim.names:
-        leaf = None if name is None else leaves.get(name)
-        size, rest = (None, 0) if leaf is None else divmod(math.prod(leaf.shape), row or 1)
-        if leaf is not None and rest:
-            raise MisfitError(
-                "bad rule",
-                f"no part of {of} {list(shape)} along dim {axis} makes {name} {list(leaf.shape)}; "
-                "split=(dim, sizes) says what does",
-            )
-        found.append(size)
-    left = shape[axis] - sum(size for size in found if size is not None)
-    if found.count(None) > 1 or (None in found and left < 0):
-        message = f"the targets don't say how {of} is split; split=(dim, sizes) does"
-        raise MisfitError("bad rule", message)
-    return tuple(left if size is None else size for size in found)
-
-
-def _joined(parts: Sequence[Transform], given: int) -> Transform:
-    shapes = [shape_of(part) for part in parts]
-    rank = len(shapes[0])
-    axis = given + rank if given < 0 else given
-    rests = {(len(shape), shape[:axis] + shape[axis + 1 :]) for shape in shapes}
-    if not 0 <= axis < rank or len(rests) > 1:
-        texts = ", ".join(str(list(shape)) for shape in shapes[:4])
-        raise MisfitError("bad rule", f"{texts} can't be joined along dim {given}")
-    return parts[0] if len(parts) == 1 else Concat(tuple(parts), axis)
-
-
-def _stack_axes(rule: Rule, rank: int) -> tuple[int, ...]:
-    total = rank + len(rule.stack)
-    axes = tuple(axis + total if axis < 0 else axis for _, axis in rule.stack)
-    if len(set(axes)) < len(axes) or any(not 0 <= axis < total for axis in axes):
-        given = ", ".join(str(axis) for _, axis in rule.stack)
-        message = f"there is no dim {given} to stack along: the result has {total}"
-        raise MisfitError("bad rule", message)
-    return axes
-
-
-def _transpose_hint(leaf: Shape, axes: tuple[int, ...], got: Shape) -> str:
-    wanted = tuple(size for at, size in enumerate(leaf) if at not in axes)
-    if wanted != got and len(got) <= _PERMUTED and len(wanted) + len(axes) == len(leaf):
-        for order in itertools.permutations(range(len(got))):
-            if tuple(got[axis] for axis in order) == wanted:
-                return f"; transpose={order} fits"
-    return ""
+def _axis(axis: int, rank: int, step: str, of: str) -> int:
+    if not -rank <= axis < rank:
+        raise MisfitError("bad rule", f"{step}= names dim {axis} of {of}")
+    return axis % rank
 
 
 # -- dtypes ----------------------------------------------------------------------------------
 
 
-class _Numbers(NamedTuple):
-    """How stored numbers become those of a leaf; see `Recipe`."""
-
-    dtype: DType
-    cast: str | None = None  # Each tensor at once, as their dtypes differ.
-    convert: tuple[str, float | None, str | None] | None = None  # Last: see `Convert`.
-    checked: bool = False
-    landed: DType | None = None
-
-
-def _numbers(
-    name: str, leaf: Leaf, rule: Rule, tensors: Iterable[TensorInfo], dtype: Any
-) -> _Numbers:
-    given = {info.dtype: info for info in tensors}  # One of each dtype speaks for the others.
-    stored = set(given)
-    wanted = {_wanted(name, leaf, rule, info, dtype) for info in given.values()}
+def _dtypes(
+    name: str, leaf: Leaf, rule: Rule, tensors: Sequence[TensorInfo], dtype: Any
+) -> tuple[DType, DType, bool]:
+    """The dtype of a leaf, the one that its tensors land in, and whether that may not hold them."""
+    stored = {info.dtype: info for info in tensors}  # One of each dtype speaks for the others.
+    found = {_wanted(name, leaf, rule, info, dtype) for info in stored.values()}
+    wanted = {each for each, _ in found}
     if len(wanted) > 1:
         names = " and ".join(sorted(each.name for each in wanted))
         raise MisfitError("wrong dtype", f"its parts are {names}; rule(cast=) chooses one for all")
     (result,) = wanted
-    between = None if rule.scale is None else _between(stored, result, rule.scale)
-    convert = None if between is None else (result.name, rule.scale, between.name)
-    first = between or result
-    if _is_for_the_host({*stored, first}):
-        return _Numbers(result, convert=convert, landed=first)
-    cast = first.name if len(stored) > 1 else None
-    if between is not None:
-        return _Numbers(result, cast, convert)
-    checked = result.kind in _INTEGERS and not all(_harmless(each, result) for each in stored)
-    convert = None if cast or stored == {result} else (result.name, None, None)
-    return _Numbers(result, cast, convert, checked)
+    if rule.scale is not None:
+        return result, _product(stored, result, rule.scale), False
+    return result, result, any(checked for _, checked in found)
 
 
-def _wanted(name: str, leaf: Leaf, rule: Rule, info: TensorInfo, dtype: Any) -> DType:
-    stored, by_name = info.dtype, selection.has_rules(dtype)
-    asked = rule.cast or (selection.named(name, dtype) if by_name else None)
-    if asked is not None:
-        if not _convertible(stored, asked):
-            raise MisfitError("wrong dtype", f"there is no conversion from {stored} to {asked}")
-        return asked
-    text = dtype if isinstance(dtype, str) else ""
-    if by_name or text == "target":
-        if leaf.dtype is None:
-            return stored
-        scaled = rule.scale is not None and stored.kind in _INTEGERS and leaf.dtype.kind == "float"
-        if not scaled and not _harmless(stored, leaf.dtype):
-            cast = f"; rule(cast={leaf.dtype.aliases[0]!r}) converts it"
-            advice = cast if _convertible(stored, leaf.dtype) else ""
-            raise MisfitError("wrong dtype", f"wants {leaf.dtype}, stored is {stored}{advice}")
-        return leaf.dtype
-    if dtype is None or text == "stored":
-        return stored
+def _wanted(name: str, leaf: Leaf, rule: Rule, info: TensorInfo, dtype: Any) -> tuple[DType, bool]:
+    """What a tensor becomes, and whether its values are to be checked."""
+    asked = rule.cast
+    if asked is None and isinstance(dtype, selection.Rules):
+        asked = dtype.find(name)
+        if asked is None:
+            return _as_target(leaf, rule, info.dtype), False
     try:
-        return selection.target(info, dtype)[0]
+        return selection.target(info, dtype) if asked is None else selection.asked(info, asked)
     except (errors.LossyCastError, errors.UnsupportedDtypeError) as error:
-        raise MisfitError("wrong dtype", f"stored is {stored}: {error.message}") from None
+        wanted = "" if asked is None else f"wants {asked}, "
+        message = f"{wanted}stored is {info.dtype}: {error.message}"
+        raise MisfitError("wrong dtype", message) from None
 
 
-def _harmless(stored: DType, wanted: DType) -> bool:
-    if stored is wanted or stored.kind == wanted.kind == "float":
-        return True
-    whole = stored.kind in _INTEGERS and wanted.kind in ("int", "uint")
-    return whole and selection.holds(wanted, stored)
+def _as_target(leaf: Leaf, rule: Rule, stored: DType) -> DType:
+    """The dtype that a leaf has, if stored numbers become it without harm."""
+    wanted = leaf.dtype or stored
+    if wanted is stored or stored.kind == wanted.kind == "float":
+        return wanted
+    if stored.kind in _INTEGERS:
+        if rule.scale is not None and wanted.kind == "float":
+            return wanted
+        if wanted.kind in ("int", "uint") and selection.holds(wanted, stored):
+            return wanted
+    message = f"wants {wanted}, stored is {stored}"
+    if {stored.kind, wanted.kind}.isdisjoint(_OPAQUE) and stored.kind != "complex":
+        message += f"; rule(cast={wanted.aliases[0]!r}) converts it"
+    raise MisfitError("wrong dtype", message)
 
 
-def _convertible(stored: DType, wanted: DType) -> bool:
-    opaque = stored.kind in _OPAQUE or wanted.kind in _OPAQUE
-    return stored is wanted or not (opaque or (stored.kind == "complex" != wanted.kind))
-
-
-def _is_for_the_host(found: set[DType]) -> bool:
-    """Whether XLA does not convert among these as it must be done.
-
-    On CPUs it takes float64 to the 16-bit and 8-bit floats through float32, which rounds twice,
-    and flushes what is subnormal in float32 to zero, on either side of float64. Among the other
-    floats, and from integers, all is as `ml_dtypes` has it. Measured with JAX 0.10.
-    """
-    wide = dtypes.TABLE["F64"] in found
-    return wide and len(found) > 1 and all(each.kind == "float" for each in found)
-
-
-def _between(stored: set[DType], result: DType, scale: float) -> DType:
+def _product(stored: Collection[DType], result: DType, scale: float) -> DType:
     """The dtype a product is computed in: wide enough for both sides, float32 at the least."""
     kinds = {each.kind for each in stored}
     wide = any(each.kind in _INTEGERS and each.bits > 16 for each in stored)
@@ -410,17 +298,17 @@ def _between(stored: set[DType], result: DType, scale: float) -> DType:
         text = "scale= makes floats of floats, or of integers up to 16 bits"
         raise MisfitError("wrong dtype", f"{names} to {result}: {text}")
     if "complex" in {*kinds, result.kind}:
-        between = dtypes.TABLE["C64"]
+        made = dtypes.TABLE["C64"]
     else:
         wide = any(each.bits > 32 for each in (*stored, result))
-        between = dtypes.TABLE["F64" if wide else "F32"]
-    limits = np.finfo(between.numpy)  # Of a complex dtype those of its parts.
+        made = dtypes.TABLE["F64" if wide else "F32"]
+    limits = np.finfo(made.numpy)  # Of a complex dtype those of its parts.
     with np.errstate(all="ignore"):
         size = abs(limits.dtype.type(scale))
     if not limits.tiny <= size <= limits.max:
         raise MisfitError(
             "bad rule",
-            f"scale={scale!r} is not a normal number of {between}, in which the product is "
+            f"scale={scale!r} is not a normal number of {made}, in which the product is "
             f"computed: {limits.tiny:.4g} to {limits.max:.4g}",
         )
-    return between
+    return made

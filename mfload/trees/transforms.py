@@ -1,221 +1,121 @@
-"""Transforms: how stored tensors become a leaf, as a small immutable program. Pure.
+"""Transforms: how stored tensors become a leaf, as a short fixed pipeline. Pure.
 
-A transform is an expression over numbered tensors. The part of it that makes a box of the result
-is a transform again, over boxes of the tensors, so that one representation serves from the key
-map to the compiled function. It knows shapes and relative positions only: parts that are made
-alike are equal, on whatever device, and share a compiled function.
+What makes a box of the result is a transform again, over boxes of the tensors, so that one
+representation serves from the key map to the compiled function. It knows shapes and relative
+positions only: parts that are made alike are equal, on whatever device, and share a compilation.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 from mfload import dtypes
 from mfload.index import Box
 
 Shape = tuple[int, ...]
+Step = tuple[Literal["slice", "transpose", "reshape"], Any]
+"""What is done with one tensor: a box is cut out, or dims are ordered, or given other sizes."""
 Reads = list[tuple[int, Box]]
-"""Boxes to read, each with the number of its tensor; a part's `Take`s count them."""
-
-# Dataclasses and not named tuples: two kinds of transform with equal fields must not be equal.
+"""Boxes of tensors, each with the number of its tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
-    """A tensor, by its number, first converted to `dtype` if that is given."""
+class Branch(NamedTuple):
+    """One tensor on its way to where several are joined."""
 
-    number: int
     shape: Shape
-    dtype: str | None = None
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Its shape before each step, and after the last."""
+        return list(itertools.accumulate(self.steps, _after, initial=self.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A box of a transform."""
+class Transform(NamedTuple):
+    """Tensors are joined, the results stacked and scaled, in this order.
 
-    of: Transform
-    box: Box
+    Tensors are numbered by their place in the stack, row-major, and in it by their branch.
+    """
 
+    branches: tuple[Branch, ...]  # The same for each place in the stack.
+    axis: int = 0  # Along which branches are joined.
+    counts: Shape = ()  # Sizes of the new dims of the stack.
+    axes: Shape = ()  # Where these dims lie in the result.
+    scale: float | None = None  # A factor, in the dtype of the tensors.
+    dtype: str | None = None  # What products are rounded to.
 
-@dataclass(frozen=True, slots=True)
-class Permute:
-    """Dims in another order."""
+    @property
+    def plain(self) -> bool:
+        """Whether it is one tensor as it lands."""
+        return self == Transform((Branch(self.branches[0].shape),))
 
-    of: Transform
-    axes: tuple[int, ...]
+    @property
+    def shape(self) -> Shape:
+        """Of the result."""
+        shapes = [branch.shapes[-1] for branch in self.branches]
+        sized = list(shapes[0])
+        if len(shapes) > 1:
+            sized[self.axis] = sum(shape[self.axis] for shape in shapes)
+        for axis, count in sorted(zip(self.axes, self.counts, strict=True)):
+            sized.insert(axis, count)
+        return tuple(sized)
 
+    def part(self, box: Box) -> tuple[Transform, Reads]:
+        """The transform that makes a box of the result, which is not empty, and what it reads."""
+        place = [dim for at, dim in enumerate(box) if at not in self.axes]
+        branches: list[Branch] = []
+        needed: Reads = []
+        begin = 0
+        for number, branch in enumerate(self.branches):
+            wanted = place.copy()
+            if len(self.branches) > 1:
+                (start, stop), size = place[self.axis], branch.shapes[-1][self.axis]
+                low, high = max(start - begin, 0), min(stop - begin, size)
+                begin += size
+                if low >= high:
+                    continue
+                wanted[self.axis] = low, high
+            some, inner = _part_of_branch(branch, tuple(wanted))
+            branches.append(some)
+            needed.append((number, inner))
+        reads: Reads = []
+        rows = [range(*box[axis]) for axis in self.axes]
+        for at in itertools.product(*rows):
+            group = 0
+            for index, count in zip(at, self.counts, strict=True):
+                group = group * count + index
+            reads += [(group * len(self.branches) + number, inner) for number, inner in needed]
+        axis = self.axis if len(branches) > 1 else 0
+        made = self._replace(branches=tuple(branches), axis=axis, counts=tuple(map(len, rows)))
+        return made, reads
 
-@dataclass(frozen=True, slots=True)
-class Reshape:
-    """The same elements in another shape."""
-
-    of: Transform
-    shape: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Concat:
-    """Transforms one after the other along a dim."""
-
-    parts: tuple[Transform, ...]
-    axis: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """One transform of many groups of tensors, side by side along new dims."""
-
-    of: Transform  # It numbers the tensors of the first group.
-    width: int  # Tensors a group.
-    counts: Shape  # Sizes of the new dims; groups are in row-major order.
-    axes: tuple[int, ...]  # Where the new dims lie in the result.
-
-
-@dataclass(frozen=True, slots=True)
-class Convert:
-    """Numbers scaled in the dtype `between`, if there is a scale, then rounded once to `dtype`."""
-
-    of: Transform
-    dtype: str
-    scale: float | None = None
-    between: str | None = None
-
-
-Transform = Take | Slice | Permute | Reshape | Concat | Stack | Convert
-
-
-def shape_of(transform: Transform) -> Shape:
-    """Shape of what a transform makes."""
-    match transform:
-        case Take() | Reshape():
-            return transform.shape
-        case Slice(_, box):
-            return sizes(box)
-        case Convert(of):
-            return shape_of(of)
-        case Permute(of, axes):
-            shape = shape_of(of)
-            return tuple(shape[axis] for axis in axes)
-        case Concat(parts, axis):
-            shapes = [shape_of(part) for part in parts]
-            total = sum(shape[axis] for shape in shapes)
-            return (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
-        case Stack(of, _, counts, axes):
-            sized = list(shape_of(of))
-            for axis, count in sorted(zip(axes, counts, strict=True)):
-                sized.insert(axis, count)
-            return tuple(sized)
-
-
-def part(transform: Transform, box: Box, reads: Reads) -> Transform:
-    """The transform that makes a box of the result; what it reads is added to `reads`."""
-    match transform:
-        case Take(number, _, dtype):
-            reads.append((number, box))
-            return Take(len(reads) - 1, sizes(box), dtype)
-        case Slice(of, outer):
-            moved = ((a + at, b + at) for (a, b), (at, _) in zip(box, outer, strict=True))
-            return part(of, tuple(moved), reads)
-        case Permute(of, axes):
-            inner = tuple(dim for _, dim in sorted(zip(axes, box, strict=True)))
-            return Permute(part(of, inner, reads), axes)
-        case Reshape(of, shape):
-            inner, grown = through_reshape(shape_of(of), shape, box)
-            made = Reshape(part(of, inner, reads), sizes(grown))
-            within = tuple((a - n, b - n) for (a, b), (n, _) in zip(box, grown, strict=True))
-            return made if grown == box else Slice(made, within)
-        case Concat(parts, axis):
-            return _part_of_concat(parts, axis, box, reads)
-        case Stack():
-            return _part_of_stack(transform, box, reads)
-        case Convert(of, dtype, scale, between):
-            return Convert(part(of, box, reads), dtype, scale, between)
-
-
-def _part_of_concat(parts: Sequence[Transform], axis: int, box: Box, reads: Reads) -> Transform:
-    start, stop = box[axis]
-    made: list[Transform] = []
-    at = 0
-    for number, each in enumerate(parts):
-        size = shape_of(each)[axis]
-        low, high = max(start - at, 0), min(stop - at, size)
-        at += size
-        last = number == len(parts) - 1 and not made
-        if low < high or last:  # An empty stretch still needs a tensor.
-            dim = (low, high) if low < high else (0, 0)
-            made.append(part(each, (*box[:axis], dim, *box[axis + 1 :]), reads))
-    return made[0] if len(made) == 1 else Concat(tuple(made), axis)
-
-
-def _part_of_stack(stack: Stack, box: Box, reads: Reads) -> Transform:
-    inner: Reads = []
-    of = part(stack.of, tuple(d for at, d in enumerate(box) if at not in stack.axes), inner)
-    # An empty stretch of a stack still needs a tensor, to be cut to nothing.
-    rows = [range(a, b) if a < b else range(1) for a, b in (box[axis] for axis in stack.axes)]
-    for place in itertools.product(*rows):
-        group = 0
-        for at, count in zip(place, stack.counts, strict=True):
-            group = group * count + at
-        reads += [(group * stack.width + number, each) for number, each in inner]
-    made = Stack(of, len(inner), tuple(map(len, rows)), stack.axes)
-    shape = sizes(box)
-    return made if shape_of(made) == shape else Slice(made, tuple((0, size) for size in shape))
-
-
-def evaluate(transform: Transform, arrays: Sequence[Any], xp: Any) -> Any:
-    """The array that a transform makes of arrays, with `numpy` or, also under jit, `jax.numpy`."""
-    return _value(transform, lambda take: _cast(arrays[take.number], take.dtype), 0, xp)
-
-
-def _value(transform: Transform, fetch: Callable[[Take], Any], lead: int, xp: Any) -> Any:
-    """The value of a transform on arrays that all have `lead` more dims in front."""
-    if isinstance(transform, Take):
-        return fetch(transform)
-    if isinstance(transform, Concat):
-        values = [_value(each, fetch, lead, xp) for each in transform.parts]
-        return xp.concatenate(values, axis=transform.axis + lead)
-    if isinstance(transform, Stack):
-        return _stacked(transform, fetch, xp)
-    value = _value(transform.of, fetch, lead, xp)
-    match transform:
-        case Slice(_, box):
-            return value[(slice(None),) * lead + tuple(slice(a, b) for a, b in box)]
-        case Permute(_, axes):
-            return xp.transpose(value, (*range(lead), *(axis + lead for axis in axes)))
-        case Reshape(_, shape):
-            return xp.reshape(value, (*value.shape[:lead], *shape))
-        case Convert(_, dtype, scale, between):
-            if scale is not None:
-                value = _cast(value, between)
-                value = value * xp.asarray(scale, dtype=value.dtype)
-            return _cast(value, dtype)
-
-
-def _stacked(stack: Stack, fetch: Callable[[Take], Any], xp: Any) -> Any:
-    """What is done with each group is done with all at once, on tensors stacked first."""
-    count, new = math.prod(stack.counts), len(stack.counts)
-
-    def together(take: Take) -> Any:
-        numbers = range(take.number, count * stack.width, stack.width)
-        return xp.stack([fetch(Take(n, take.shape, take.dtype)) for n in numbers])
-
-    value = _value(stack.of, together, 1, xp)
-    value = xp.reshape(value, (*stack.counts, *value.shape[1:]))
-    order = list(range(new, value.ndim))
-    for axis, at in sorted(zip(stack.axes, range(new), strict=True)):
-        order.insert(axis, at)
-    return value if order == sorted(order) else xp.transpose(value, order)
-
-
-def _cast(array: Any, dtype: str | None) -> Any:
-    if dtype is None:
-        return array
-    wanted = dtypes.TABLE[dtype].numpy
-    return array if array.dtype == wanted else array.astype(wanted)
+    def evaluate(self, arrays: Sequence[Any], xp: Any) -> Any:
+        """The result, with `numpy` or, also under jit, `jax.numpy`."""
+        lead = 1 if self.counts else 0  # All groups of a stack are worked on at once.
+        made: list[Any] = []
+        for number, branch in enumerate(self.branches):
+            value = arrays[number]
+            if lead:
+                value = xp.stack(list(arrays[number :: len(self.branches)]))
+            for kind, how in branch.steps:
+                if kind == "slice":
+                    value = value[(slice(None),) * lead + tuple(slice(*dim) for dim in how)]
+                elif kind == "transpose":
+                    value = xp.transpose(value, (*range(lead), *(axis + lead for axis in how)))
+                else:
+                    value = xp.reshape(value, (*value.shape[:lead], *how))
+            made.append(value)
+        value = made[0] if len(made) == 1 else xp.concatenate(made, axis=self.axis + lead)
+        if lead:
+            value = xp.reshape(value, (*self.counts, *value.shape[1:]))
+            value = xp.moveaxis(value, tuple(range(len(self.counts))), self.axes)
+        if self.scale is not None and self.dtype is not None:
+            value = value * xp.asarray(self.scale, dtype=value.dtype)
+            value = value.astype(dtypes.TABLE[self.dtype].numpy)
+        return value
 
 
 def sizes(box: Box) -> Shape:
@@ -223,14 +123,38 @@ def sizes(box: Box) -> Shape:
     return tuple(stop - start for start, stop in box)
 
 
+def _after(shape: Shape, step: Step) -> Shape:
+    kind, how = step
+    if kind == "reshape":
+        return how
+    return sizes(how) if kind == "slice" else tuple(shape[axis] for axis in how)
+
+
+def _part_of_branch(branch: Branch, box: Box) -> tuple[Branch, Box]:
+    """The branch that makes a box of what another makes, and the box of the tensor for it."""
+    steps: list[Step] = []
+    for (kind, how), shape in zip(branch.steps[::-1], branch.shapes[-2::-1], strict=True):
+        if kind == "slice":
+            box = tuple((a + at, b + at) for (a, b), (at, _) in zip(box, how, strict=True))
+        elif kind == "transpose":
+            box = tuple(dim for _, dim in sorted(zip(how, box, strict=True)))
+            steps.append((kind, how))
+        else:
+            inner, grown = through_reshape(shape, how, box)
+            if grown != box:
+                within = ((a - n, b - n) for (a, b), (n, _) in zip(box, grown, strict=True))
+                steps.append(("slice", tuple(within)))
+            steps.append((kind, sizes(grown)))
+            box = inner
+    return Branch(sizes(box), tuple(reversed(steps))), box
+
+
 def through_reshape(given: Shape, wanted: Shape, box: Box) -> tuple[Box, Box]:
-    """What of a tensor is needed for a box of its reshaped form.
+    """What of a tensor is needed for a box, which is not empty, of its reshaped form.
 
     Returns a box of `given`, and the box of `wanted` with the same elements: `box`, grown where
     its elements are not a box of the tensor (half of each row of a flat one).
     """
-    if 0 in sizes(box):
-        return ((0, 0),) * len(given), box if given else tuple((0, size) for size in wanted)
     inner: Box = ()
     grown: Box = ()
     for left, right in _groups(given, wanted):

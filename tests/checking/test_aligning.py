@@ -279,11 +279,11 @@ def test_what_the_disk_gives_back_is_compared(
     real = Draft.write
     before = source.read_bytes()
 
-    def flip(draft: Draft, offset: int, data: Any) -> None:
-        copy = data.copy()
+    def flip(draft: Draft, offset: int, pieces: Any) -> int:
+        copy = pieces[0].copy()
         if offset > 100_000:
             copy[0] ^= 1
-        real(draft, offset, copy)
+        return real(draft, offset, [copy])
 
     monkeypatch.setattr(Draft, "write", flip)
     for options in ({"target": target}, {"overwrite": True}):
@@ -299,9 +299,10 @@ def test_a_header_that_was_not_written(
 ) -> None:
     real = Draft.write
 
-    def swap(draft: Draft, offset: int, data: Any) -> None:
-        raw = data.tobytes().replace(b'"embed"', b'"embad"') if offset == 0 else data.tobytes()
-        real(draft, offset, np.frombuffer(raw, np.uint8))
+    def swap(draft: Draft, offset: int, pieces: Any) -> int:
+        raw = pieces[0].tobytes()
+        raw = raw.replace(b'"embed"', b'"embad"') if offset == 0 else raw
+        return real(draft, offset, [np.frombuffer(raw, np.uint8)])
 
     monkeypatch.setattr(Draft, "write", swap)
     with pytest.raises(errors.WriteError, match="header"):
@@ -463,8 +464,8 @@ def test_names_that_a_killed_writer_gave_go_with_its_files(shards: Path) -> None
     mfload.align(shards, overwrite=True, max_shard_size="1GB")
     code = """
         import os, sys, mfload
-        from mfload.saving.publishing import _Change
-        _Change._remove_old = lambda self, going: os._exit(9)
+        from mfload.saving import publishing
+        publishing._remove = lambda paths: os._exit(9)
         mfload.align(sys.argv[1], overwrite=True, max_shard_size=300_000)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), os.fspath(shards)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import watch
 import xxhash
 from hypothesis import given, strategies as st
 
@@ -19,8 +20,8 @@ from mfload import dtypes, errors
 from mfload.checking import checksums
 from mfload.checking.checksums import Hasher
 from mfload.index import Piece, TensorInfo
-from mfload.io.engine import on_host
 from mfload.planning.blocks import Block, Segment, stored
+from mfload.runtime import Deadline
 
 
 def _row(name: str, start: int, nbytes: int, source: int = 0) -> TensorInfo:
@@ -67,21 +68,12 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
 
         def close(self) -> None: ...
 
-    engine = on_host(lambda _: Reader(), [], threads, observer)
-    engine.submit(blocks)
-    left = len(blocks)
-    while left:
-        done = engine.complete(10)
-        assert done is not None
-        assert done.error is None
-        left -= done.blocks
-    assert engine.close(10)
+    watch.engine(blocks, lambda _: Reader(), threads, observer).run(Deadline(None))
     for row in rows:
         part = data[row.pieces[0].offset :][: row.nbytes]
-        assert observer.tensor(row.name) == xxhash.xxh3_128_hexdigest(part.tobytes())
+        assert observer.digests()[row.name] == xxhash.xxh3_128_hexdigest(part.tobytes())
     if whole:
-        assert observer.file(0) == hashlib.sha256(data.tobytes()).hexdigest()
-    assert observer.complete(0)
+        assert observer.digests()[0] == hashlib.sha256(data.tobytes()).hexdigest()
 
 
 def test_a_range_waits_for_the_ones_before() -> None:
@@ -98,14 +90,13 @@ def test_a_range_waits_for_the_ones_before() -> None:
         thread.start()
         time.sleep(0.05)
     assert order == []
-    assert not observer.complete(0)
     with pytest.raises(AssertionError, match="not all bytes"):
-        observer.tensor("a")
+        observer.digests()["a"]
     late(0)
     for thread in threads:
         thread.join(10)
     assert sorted(order) == [0, 10, 20]
-    assert observer.tensor("a") == xxhash.xxh3_128_hexdigest(data.tobytes())
+    assert observer.digests()["a"] == xxhash.xxh3_128_hexdigest(data.tobytes())
 
 
 def test_who_waits_when_all_is_given_up_goes() -> None:
@@ -121,9 +112,9 @@ def test_who_waits_when_all_is_given_up_goes() -> None:
     waiting.join(5)
     assert not waiting.is_alive()
     with pytest.raises(AssertionError):
-        observer.tensor("a")
-    with pytest.raises(AssertionError, match="only 0 of 30"):
-        observer.file(0)
+        observer.digests()["a"]
+    with pytest.raises(AssertionError, match="2 digests are missing"):
+        observer.digests()[0]
 
 
 def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +135,9 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
 
         def close(self) -> None: ...
 
-    engine = on_host(lambda _: Reader(), [], 4, observer)
-    engine.submit([Block(0, at, 10, ()) for at in range(0, 100, 10)])
-    done = engine.complete(10)
-    assert done is not None
-    assert isinstance(done.error, ZeroDivisionError)
-    assert engine.close(10)
+    blocks = [Block(0, at, 10, ()) for at in range(0, 100, 10)]
+    with pytest.raises(ZeroDivisionError):
+        watch.engine(blocks, lambda _: Reader(), 4, observer).run(Deadline(None))
 
 
 def test_bytes_shown_twice_are_a_fault_and_no_digest() -> None:
@@ -163,19 +151,19 @@ def test_files_and_empty_tensors_and_others_bytes() -> None:
     observer = Hasher([_row("a", 8, 4, source=1), _row("none", 12, 0, source=1)])
     observer.saw(0, 0, _data(100), _never)  # Of a source that holds none of them.
     observer.saw(1, 0, _data(8), _never)
-    assert observer.tensor("none") == xxhash.xxh3_128_hexdigest(b"")
     with pytest.raises(AssertionError):
-        observer.tensor("a")
+        observer.digests()["a"]
     observer.saw(1, 8, np.arange(4, dtype=np.uint8), _never)
-    assert observer.tensor("a") == xxhash.xxh3_128_hexdigest(bytes(range(4)))
+    assert observer.digests()["a"] == xxhash.xxh3_128_hexdigest(bytes(range(4)))
+    assert observer.digests()["none"] == xxhash.xxh3_128_hexdigest(b"")
     empty = Hasher(files={0: 0})
-    assert empty.file(0) == hashlib.sha256().hexdigest()
+    assert empty.digests()[0] == hashlib.sha256().hexdigest()
 
 
 def test_the_published_digest_of_some_bytes() -> None:
     # From the algorithm's own test vectors: nothing, with seed 0.
     observer = Hasher([_row("none", 0, 0)])
-    assert observer.tensor("none") == "99aa06d3014798d86001c324468d497f"
+    assert observer.digests()["none"] == "99aa06d3014798d86001c324468d497f"
 
 
 def test_without_the_package_the_error_says_what_to_install(

@@ -13,7 +13,7 @@ import samples
 
 from mfload import errors
 from mfload.checking import headers
-from mfload.checking.headers import Inspection, Problem
+from mfload.formats.checkpoint import Headers, Problem
 
 NAMES = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 TOTAL = 3 * 8 * 4
@@ -34,7 +34,7 @@ def _index(directory: Path, total: Any = TOTAL, **changes: str) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(table))
 
 
-def _whats(seen: Inspection) -> list[str]:
+def _whats(seen: Headers) -> list[str]:
     return [each.what for each in seen.problems]
 
 
@@ -43,11 +43,11 @@ def test_a_sound_checkpoint(shards: Path) -> None:
         seen = headers.inspect(path)
         assert seen.problems == []
         assert list(seen.tensors) == ["t0", "t1", "t2"]
-        assert seen.index
+        assert seen.found.index_file
         assert [os.path.basename(seen.file_of(row)) for row in seen.tensors.values()] == NAMES
     seen = headers.inspect([shards / NAMES[2], shards / NAMES[0]])
     assert list(seen.tensors) == ["t2", "t0"]
-    assert not seen.index
+    assert not seen.found.index_file
 
 
 def test_every_file_is_looked_at(shards: Path) -> None:
@@ -101,7 +101,7 @@ def test_shards_missing_without_an_index(shards: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "tensor"),
     [
-        ({"gone": NAMES[0]}, "names a tensor that the file does not hold", "gone"),
+        ({"gone": NAMES[0]}, "not where the index says", "gone"),
         ({"t0": NAMES[1]}, "not where the index says", "t0"),
         ({"t1": ""}, "does not name the tensor", "t1"),
     ],

@@ -161,7 +161,7 @@ def test_a_manifest_by_its_path(made: tuple[bytes, Manifest], tmp_path: Path) ->
     with pytest.raises(errors.HeaderError):
         mfload.load(path, framework="numpy", verify=path)
     given: Any = 5
-    with pytest.raises(errors.UsageError, match="verify"):
+    with pytest.raises(errors.UsageError, match="not a manifest"):
         mfload.load(path, framework="numpy", verify=given)
 
 

@@ -1,4 +1,4 @@
-"""Ranges of files shown to a observer: all of them, once each, in bounded memory."""
+"""Ranges of files shown to an observer: all of them, once each, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ import pytest
 import mfload
 from mfload import errors
 from mfload.checking import scan as scanning
-from mfload.checking.scan import BLOCK, Range, scan
+from mfload.checking.scan import in_turns, scan
 from mfload.io import buffers
 from mfload.options import started
+from mfload.planning.blocks import Block
 from mfload.sources.local import LocalFile
 
 
 def look(
-    sources: Any, ranges: Any, observer: Any, *, lanes: bool = False, deadline: float | None = None,
-    threads: int | None = None, engine: Any = "auto", block: int | None = BLOCK,
-    advance: Any = None,
+    sources: Any, ranges: Any, observer: Any, *, turns: bool = True, deadline: float | None = None,
+    threads: int | None = None, engine: Any = "auto", advance: Any = None,
 ) -> tuple[str, ...]:  # fmt: skip
     how = started(mfload.Options(engine=engine, threads=threads, timeout=deadline))
-    return scan(sources, ranges, observer, how, advance, interleave=lanes, block=block)
+    blocks = in_turns(ranges, how) if turns else ranges
+    return scan(sources, blocks, observer, how, advance)
+
+
+def part(source: int, offset: int, nbytes: int) -> Block:
+    return Block(source, offset, nbytes, ())
 
 
 class _Seen:
@@ -48,67 +53,58 @@ def files(tmp_path: Path) -> tuple[list[LocalFile], list[bytes]]:
 
 @pytest.mark.parametrize("engine", ["auto", "pread", "direct"])
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("lanes", [False, True])
 def test_every_byte_is_shown_once(
-    engine: str, threads: int, lanes: bool, files: tuple[list[LocalFile], list[bytes]]
+    engine: str,
+    threads: int,
+    files: tuple[list[LocalFile], list[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(scanning, "BLOCK", 8192)
     sources, raws = files
     seen, told = _Seen(), []
-    ranges = [Range(0, 0, len(raws[0])), Range(1, 13, 60_000), Range(2, 0, 5)]
-    look(
-        sources, ranges, seen, threads=threads, engine=engine, lanes=lanes, block=8192,
-        advance=told.append,
-    )  # fmt: skip
+    ranges = [part(0, 0, len(raws[0])), part(1, 13, 60_000), part(2, 0, 5)]
+    look(sources, ranges, seen, threads=threads, engine=engine, advance=told.append)
     assert sum(told) == 100_001 + 60_000 + 5
-    for source, offset, nbytes in ranges:
-        found = b"".join(part for n, _, part in sorted(seen.parts) if n == source)
+    for source, offset, nbytes, *_ in ranges:
+        found = b"".join(data for n, _, data in sorted(seen.parts) if n == source)
         assert found == raws[source][offset : offset + nbytes]
     # Cut where the file's blocks end, so that reads past the page cache are whole ones.
     assert all(offset % 8192 == 0 or offset == 13 for _, offset, _ in seen.parts)
-    assert max(len(part) for _, _, part in seen.parts) <= 8192
+    assert max(len(data) for _, _, data in seen.parts) <= 8192
     assert buffers.live_bytes() == 0
 
 
 def test_files_are_read_in_turns(
     files: tuple[list[LocalFile], list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources, _ = files
-    seen = _Seen()
-    ranges = [Range(n, 0, source.size) for n, source in enumerate(sources)]
-    look(sources, ranges, seen, threads=1, lanes=True, block=30_000)
-    assert [n for n, _, _ in seen.parts] == [0, 0, 0, 0, 1, 1, 1, 2]
-    planned: list[Any] = []
-    monkeypatch.setattr(scanning.execute, "run", lambda plan, *_, **__: planned.append(plan))
-    look(sources, ranges, seen, threads=2, lanes=True, block=30_000)
-    assert [block.source for block in planned[0].blocks] == [0, 1, 0, 1, 0, 1, 0, 2]
-    look(sources, ranges, seen, threads=2, block=30_000)
-    assert [block.source for block in planned[1].blocks] == [0, 0, 0, 0, 1, 1, 1, 2]
-    queues: Any = [iter([10 * n, 10 * n + 1, 10 * n + 2]) for n in range(3)]
-    turns = scanning._in_turns(queues, 2)
-    assert list(turns) == [0, 10, 1, 11, 2, 12, 20, 21, 22]
+    monkeypatch.setattr(scanning, "BLOCK", 30_000)
+    ranges = [part(n, 0, source.size) for n, source in enumerate(files[0])]
+    for threads, order in ((1, [0, 0, 0, 0, 1, 1, 1, 2]), (2, [0, 1, 0, 1, 0, 1, 0, 2])):
+        how = started(mfload.Options(threads=threads))
+        assert [block.source for block in in_turns(ranges, how)] == order
 
 
-def test_ranges_as_they_are(files: tuple[list[LocalFile], list[bytes]]) -> None:
+def test_blocks_as_they_are(files: tuple[list[LocalFile], list[bytes]]) -> None:
     sources, raws = files
     seen = _Seen()
-    look(sources, [Range(0, 3, 90_000), Range(0, 99_000, 7)], seen, block=None)
+    look(sources, [part(0, 3, 90_000), part(0, 99_000, 7)], seen, turns=False)
     assert sorted(seen.parts) == [(0, 3, raws[0][3:90_003]), (0, 99_000, raws[0][99_000:99_007])]
 
 
 def test_nothing_to_read(files: tuple[list[LocalFile], list[bytes]]) -> None:
     seen = _Seen()
     assert look(files[0], [], seen) == ()
-    assert look(files[0], [Range(0, 0, 0)], seen) == ()
+    assert look(files[0], [part(0, 0, 0)], seen) == ()
     assert seen.parts == []
 
 
-def test_memory_is_a_slot_a_reader(tmp_path: Path) -> None:
+def test_memory_is_a_slot_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanning, "BLOCK", 64 << 10)
     (tmp_path / "a").write_bytes(bytes(8 << 20))
     source = LocalFile(tmp_path / "a")
     for engine in ("pread", "direct"):
         buffers.peak_bytes(reset=True)
-        look([source], [Range(0, 0, source.size)], _Seen(), threads=3, engine=engine,
-                       block=64 << 10)  # fmt: skip
+        look([source], [part(0, 0, source.size)], _Seen(), threads=3, engine=engine)
         assert buffers.peak_bytes() <= 3 * ((64 << 10) + 2 * 4096)
 
 
@@ -119,7 +115,7 @@ def test_a_file_that_changed_or_shrank(tmp_path: Path) -> None:
         source = LocalFile(path)
         change(path)
         with pytest.raises(errors.SourceChangedError) as info:
-            look([source], [Range(0, 0, 100)], _Seen())
+            look([source], [part(0, 0, 100)], _Seen())
         assert info.value.file == os.fspath(path)
 
 
@@ -133,7 +129,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
             os.utime(path, (1, 1))
 
     with pytest.raises(errors.SourceChangedError):
-        look([source], [Range(0, 0, 100)], Changing())
+        look([source], [part(0, 0, 100)], Changing())
 
 
 def test_an_error_of_the_observer_ends_it(files: tuple[list[LocalFile], list[bytes]]) -> None:
@@ -142,7 +138,7 @@ def test_an_error_of_the_observer_ends_it(files: tuple[list[LocalFile], list[byt
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        look(files[0], [Range(0, 0, 100_001)], Failing(), threads=3, block=4096)
+        look(files[0], [part(0, 0, 100_001)], Failing(), threads=3)
     assert not [t for t in threading.enumerate() if t.name == "mfload-reader"]
 
 
@@ -154,7 +150,7 @@ def test_the_deadline(files: tuple[list[LocalFile], list[bytes]]) -> None:
             hung.wait(20)
 
     with pytest.raises(errors.LoadTimeoutError):
-        look(files[0], [Range(0, 0, 100_001)], Slow(), deadline=0.3)
+        look(files[0], [part(0, 0, 100_001)], Slow(), deadline=0.3)
     hung.set()
     for thread in threading.enumerate():
         if thread.name == "mfload-reader":

@@ -151,8 +151,11 @@ def test_full_streams_are_told_once_and_by_the_code(model: Path, unbuffered: str
 def test_a_warning_is_one_line(model: Path) -> None:
     ran = process("plan", model, "--dtype", "no such name=bfloat16")
     assert ran.code == 0
-    line = "mfload: warning: dtype= has a regex that matches no name: 'no such name'\n"
-    assert ran.err == line
+    said = (
+        "mfload: warning: dtype= has rules that match no tensor: 'no such name'; names are such as"
+    )
+    assert ran.err.startswith(said)
+    assert ran.err.count("\n") == 1
 
 
 SLOW = """
@@ -185,21 +188,6 @@ def find_spec(*_):
 importlib.util.find_spec = find_spec
 """
     assert process("ls", model, code=early) == (130, "", "")
-
-
-@pytest.mark.parametrize("way", ["from interrupt", ""])
-def test_ctrl_c_while_numpy_starts_is_an_interrupt(model: Path, way: str) -> None:
-    broken = f"""
-import mfload.cli.ls as listing
-def totals(*_):
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt as interrupt:
-        raise ImportError("NumPy's own words") {way}
-listing.totals = totals
-"""
-    ran = process("ls", model, code=broken)
-    assert (ran.code, ran.err) == (130, "")
 
 
 def test_output_for_a_locale_without_the_characters(tmp_path: Path) -> None:
@@ -249,13 +237,12 @@ def test_a_terminal_shows_a_drawn_table(model: Path) -> None:
     assert "layers.10.q.weight" in screen
 
 
-def test_a_narrow_terminal_gets_plain_lines(model: Path) -> None:
-    for columns in (8, 20):
-        for command_ in ("ls", "plan"):
-            code, screen = terminal(command_, model, columns=columns)
-            assert code == 0
-            assert "─" not in screen
-        assert "layers.10.q.weight\r\n" in terminal("ls", model, columns=columns)[1]
+def test_a_narrow_terminal_gets_whole_lines(model: Path) -> None:
+    code, screen = terminal("ls", model, columns=8)
+    assert code == 0
+    assert "─" * 8 in screen
+    assert "─" * 9 not in screen
+    assert "layers.10.q.weight\r\n" in screen
 
 
 @pytest.mark.parametrize("changes", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])

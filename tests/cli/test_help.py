@@ -15,11 +15,13 @@ from conftest import Run, command, environment, process
 from mfload.cli import app, options
 from mfload.errors import UsageError
 
+COMMANDS = list(app.COMMANDS)
+
 
 def test_help_lists_the_commands(run: Run) -> None:
     ran = run("--help")
     assert (ran.code, ran.err) == (0, "")
-    for name in app.COMMANDS:
+    for name in COMMANDS:
         line = re.search(rf"^  {name} +(\S.*)$", ran.out, re.M)
         assert line, name
         assert len(line[1]) > 10
@@ -29,7 +31,7 @@ def test_help_lists_the_commands(run: Run) -> None:
         assert option in ran.out
 
 
-@pytest.mark.parametrize("name", app.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_command(run: Run, name: str) -> None:
     ran = run(name, "--help")
     assert (ran.code, ran.err) == (0, "")
@@ -44,7 +46,7 @@ def test_help_of_every_command(run: Run, name: str) -> None:
     assert "\x1b" not in ran.out
 
 
-@pytest.mark.parametrize("name", [name for name in app.COMMANDS if name != "doctor"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
 def test_without_arguments_it_is_said_what_is_missing(run: Run, name: str) -> None:
     ran = run(name)
     assert (ran.code, ran.out) == (2, "")
@@ -61,13 +63,13 @@ def test_alone_it_helps_and_is_wrong_usage(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lss"], "no such command: lss, did you mean 'ls'?"),
-        (["laod", "x"], "did you mean 'load'?"),
+        (["lss"], "No such command 'lss'. Did you mean 'ls'?"),
+        (["laod", "x"], "Did you mean 'load'?"),
         (["ls", "x", "--jsn"], "--json"),
         (["--vesion"], "--version"),
         (["load", "x", "--threads", "many"], "'--threads'"),
         (["load", "x", "--repeat", "0"], "'--repeat'"),
-        (["load", "x", "--max-host-overhead", "3 apples"], "a size such as 256MiB"),
+        (["load", "x", "--max-host-overhead", "3 apples"], "256MiB"),
         (["ls", "x", "y"], "unexpected extra argument"),
     ],
 )
@@ -104,12 +106,14 @@ def test_names_that_nobody_knows(run: Run, model: Path, arguments: list[str], sa
 
 
 def test_dtypes_for_all_or_by_name() -> None:
-    assert options.dtypes(None) is None
-    assert options.dtypes([]) is None
-    assert options.dtypes(["bf16"]) == "bf16"
-    assert options.dtypes([r"a=b$=int8", "c=f32"]) == [("a=b$", "int8"), ("c", "f32")]
-    with pytest.raises(UsageError, match="takes a regex"):
-        options.dtypes(["bf16", "a=f32"])
+    assert options.by_name("--dtype", None) is None
+    assert options.by_name("--dtype", []) is None
+    assert options.by_name("--dtype", ["bf16"]) == "bf16"
+    rules = [("a=b$", "int8"), ("c", "f32")]
+    assert options.by_name("--dtype", [r"a=b$=int8", "c=f32"]) == rules
+    for wrong in (["bf16", "a=f32"], ["bf16", "f32"], ["=f32"]):
+        with pytest.raises(UsageError, match="--dtype takes a regex"):
+            options.by_name("--dtype", wrong)
 
 
 # Completion -------------------------------------------------------------------------------
@@ -144,15 +148,9 @@ def test_what_the_tab_key_offers(words: list[str], offered: set[str]) -> None:
     assert {*_completed(*words)} == offered
 
 
-def test_the_tab_key_offers_names_of_tensors(model: Path, tmp_path: Path) -> None:
+def test_the_tab_key_offers_names_of_tensors(model: Path) -> None:
     assert r"layers\.0\.q\.bias" in _completed("ls", str(model), "--names", "l")
     assert len(_completed("ls", str(model), "--names", "l")) == 4
-    # Not where that would take long: the header is said to be large.
-    large = tmp_path / "large.safetensors"
-    entry = b'{"layer": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'
-    for length, offered in ((1 << 20, ["layer"]), (5 << 20, [])):
-        large.write_bytes(length.to_bytes(8, "little") + entry.ljust(length))
-        assert _completed("ls", str(large), "--names", "l") == offered
 
 
 def test_the_tab_key_does_not_wait_at_a_fifo(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_plain_words_mean_what_they_mean_to_typer(
     assert given is not None
     called: list[dict[str, object]] = []
     monkeypatch.setattr(ls, "ls", lambda **each: called.append(each))
-    assert app.call(["ls", *words], as_json=False) == 0
+    assert app.call(["ls", *words]) == 0
     unset = inspect.signature(commands.ls).parameters
     assert called == [{name: each.default for name, each in unset.items()} | given]
 

@@ -23,7 +23,7 @@ def test_a_sound_checkpoint(run: Run, model: Path) -> None:
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
     assert lines[0].startswith("verified  headers only")
-    assert lines[1].startswith("holds     6 tensors in 1 files, 5.")
+    assert lines[1].startswith("holds     6 tensors in 1 file, 5.")
     assert lines[2] == "checked   headers"
     found = run("verify", model, "--json").json
     assert (found["ok"], found["problems"], found["tensors"]) == (True, [], 6)
@@ -49,7 +49,7 @@ def test_checksums_written_checked_and_broken(run: Run, model: Path) -> None:
     # What the manifest knows is not written over.
     ran = run("verify", model, "--checksums", "write")
     assert (ran.code, ran.out) == (3, "")
-    assert "there is a manifest already" in ran.err
+    assert "the file exists already; --overwrite replaces it" in ran.err
     assert run("verify", model, "--checksums", "write", "--overwrite").code == 0
     assert run("verify", model, "--checksums", "check").code == 0
 

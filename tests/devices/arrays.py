@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from mfload import frameworks
 from mfload.cuda.memory import DeviceBuffer
@@ -14,8 +16,11 @@ from mfload.dlpack import View
 from mfload.frameworks import base
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.options import LoadOptions
-from mfload.planning.memory import Allocation
-from mfload.planning.requests import Request
+from mfload.planning.request import Allocation, Request
+
+SLOW = bool(os.environ.get("MFLOAD_SLOW"))
+FEW = settings(max_examples=1000 if SLOW else 20)
+"""For whole loads of random requests, each of which takes long."""
 
 
 class Arrays(NumpyAdapter):

@@ -26,4 +26,4 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
     assert stub.handles == 0
     assert stub.registered == {}
     assert entered() == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # Maps of earlier tests may go meanwhile.

@@ -155,7 +155,7 @@ class Contract:
         self, device: Any, count: int, nbytes: int, gap: int, at: int, within: bool
     ) -> None:
         rows = Rows(count, nbytes, nbytes + gap)
-        data = noise(5 + rows.span)
+        data = noise(5 + max(0, count - 1) * (nbytes + gap) + nbytes)
         target = upload(device, np.zeros(at + count * nbytes + 3, np.uint8))
         if within:
             source = upload(device, data)

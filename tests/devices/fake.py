@@ -78,7 +78,7 @@ class FakeStream:
         self._open = True
 
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
-        host = self._host(source, _span(rows))
+        host = self._host(source, span(rows))
         if not self._begin("copy_in", rows.count * rows.nbytes, target, at, host is not None):
             return
         assert host is not None
@@ -89,7 +89,7 @@ class FakeStream:
     def copy_within(
         self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
     ) -> None:
-        fits = _inside(source, start, _span(rows))
+        fits = _inside(source, start, span(rows))
         if self._begin("copy_within", rows.count * rows.nbytes, target, at, fits):
             self._rows(
                 target, at, _peek(source), source.address + start, rows, "copy_within", start
@@ -201,7 +201,7 @@ class FakeStream:
             # Over a copy: real copies don't mind that ranges meet, but nobody may count on it.
             to[...] = np.ndarray((rows.count, rows.nbytes), np.uint8, given, start, strides).copy()
 
-        self._queue.give(run, [Span(address, rows.span), Span(target.address + at, nbytes)])
+        self._queue.give(run, [Span(address, span(rows)), Span(target.address + at, nbytes)])
 
 
 class FakeDevice:
@@ -378,8 +378,11 @@ class FakeDevice:
             )
 
 
-def _span(rows: Rows) -> int:
-    return rows.span if rows.nbytes else 0
+def span(rows: Rows) -> int:
+    """Bytes of the source from the first to the last."""
+    if not rows.nbytes or not rows.count:
+        return 0
+    return (rows.count - 1) * rows.pitch + rows.nbytes
 
 
 def _inside(buffer: DeviceBuffer, start: int, nbytes: int) -> bool:

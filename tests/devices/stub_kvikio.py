@@ -7,6 +7,7 @@ it was allocated, with a device current in the calling thread.
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import os
 import sys
 import types
@@ -35,6 +36,7 @@ class Kvikio(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("kvikio")
+        self.__spec__ = importlib.machinery.ModuleSpec("kvikio", None)
         self.short: int | None = None
         self.stalls: int | None = None
         self.fails: dict[str, Exception] = {}

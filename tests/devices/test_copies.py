@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from devices.fake import span
 from hypothesis import given, strategies as st
 
 from mfload.cuda.copies import rows
@@ -29,7 +30,7 @@ def test_rows_hold_what_a_copy_takes(data: st.DataObject) -> None:
     flat = np.frombuffer(whole.tobytes(), np.uint8)[first:]
     made = b"".join(flat[n * found.pitch :][: found.nbytes].tobytes() for n in range(found.count))
     assert made == part.tobytes()
-    assert found.span <= flat.nbytes
+    assert span(found) <= flat.nbytes
 
 
 def test_what_lies_together_is_one_row() -> None:

@@ -70,9 +70,9 @@ def test_a_call_fails(
     except (errors.DeviceError, errors.MemoryLimitError) as error:
         failed = error
     if failed is None:
-        # How often an event is asked is a matter of time.
+        # How often an event is asked, and whether each thread gets a block, is a matter of time.
         assert device.calls[verb] < number
-        assert verb.startswith("event")
+        assert verb not in ("copy_in", "convert", "record")
     else:
         assert failed.tensor in MODEL
         # Memory for a result is nothing of a file's.

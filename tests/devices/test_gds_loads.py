@@ -33,7 +33,7 @@ from mfload.io.subprocess_probe import Answer
 from mfload.loading import session
 from mfload.options import LoadOptions
 from mfload.planning.blocks import Block, Copy, Segment
-from mfload.planning.requests import Request, select
+from mfload.planning.request import Request, select
 from mfload.runtime import Deadline
 
 MODEL = samples.model()
@@ -237,7 +237,7 @@ def _index(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
 FLOATS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(arrays.FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_parts_of_tensors(
     tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio, data: st.DataObject
@@ -301,7 +301,7 @@ def test_what_begins_within_its_segment(name: str, there: int) -> None:
     copy = Copy((5, 6), (20, 1), 7, np.dtype("uint8"), np.dtype(name))
     block = Block(0, 1000, 500, (Segment(1100, 200, 0, 512, copy),))
     copier = Copier([target], Methods([devices[there]]), 256)
-    for event in copier.from_device(block, landed, 300):
+    for event in copier.copy(block, landed, 300):
         event.wait()
     first = 300 + 100 + 7
     expected = np.stack([given[first + 20 * n :][:6] for n in range(5)]).astype(name)
@@ -439,7 +439,7 @@ class TestLooks:
 
         def ask(*_: str, timeout: float, environment: Any) -> Answer:
             given.append(timeout)
-            return Answer(None, "no answer", late=True)
+            return Answer(None, "no answer")
 
         def verdict(*args: Any, **how: Any) -> Verdict:
             return VERDICT(*args, **how, root=tmp_path)

@@ -13,7 +13,7 @@ import pytest
 import samples
 from calls import as_options
 from devices import arrays
-from devices.fake import FakeDevice
+from devices.fake import FakeDevice, FakeEvent
 from devices.queues import MODES
 from hypothesis import given, strategies as st
 
@@ -27,7 +27,7 @@ from mfload.frameworks.base import Pool
 from mfload.io import buffers
 from mfload.loading import session
 from mfload.options import LoadOptions
-from mfload.planning.requests import Request, select
+from mfload.planning.request import Request, select
 
 MODEL = samples.model()
 
@@ -123,6 +123,7 @@ def _index(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return tuple(parts)
 
 
+@arrays.FEW
 @given(st.data())
 def test_parts_of_tensors(tmp_path_factory: Any, data: st.DataObject) -> None:
     """Any slice, as many times as one likes, on any of three devices: each byte is read once."""
@@ -325,6 +326,34 @@ def test_threads_load_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     _settled(device)
 
 
+def test_what_processes_exchange_is_reported_as_copied(path: Path) -> None:
+    """It is put together on the host, and copied onto the device from there."""
+
+    class OnDevice(arrays.Arrays):
+        on_host = False
+
+    def exchange(plan: Any, memory: list[Any], *_: Any) -> session.Filled:
+        assert not plan.device_bytes
+        for request, buffer, at in plan.places:
+            stored = np.ascontiguousarray(MODEL[request.info.name])
+            memory[buffer][at : at + request.nbytes] = stored.reshape(-1).view(np.uint8)
+        return session.Filled([plan], (), 5)
+
+    index, sources = checkpoint.read(path)
+    requests = [Request(info, info.dtype) for info in index.tensors.values()]
+    for fill, share in ((exchange, 0), (None, 1)):
+        device = FakeDevice()
+        loader = session.Loader(index, sources, OnDevice(device), LoadOptions())
+        report = mfload.Report()
+        found = loader.load(requests, report=report, fill=fill)
+        names = [request.info.name for request in requests]
+        samples.assert_same(dict(zip(names, found, strict=True)), MODEL)
+        assert report.aliased_bytes == share * report.result_bytes
+        assert report.exchanged_bytes == (5 if fill else 0)
+        del found
+        device.assert_clean()
+
+
 class TestTheSuiteSees:
     """Bugs planted in the engine: each must be caught."""
 
@@ -347,7 +376,7 @@ class TestTheSuiteSees:
     def test_a_slot_that_is_taken_too_early(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Ring, "_is_over", lambda self: True)
+        monkeypatch.setattr(FakeEvent, "done", lambda self: True)
         self._caught(path, monkeypatch)
 
     def test_slots_that_go_while_copies_are_under_way(
@@ -355,12 +384,11 @@ class TestTheSuiteSees:
     ) -> None:
         def drain(self: Any) -> None:
             for _, _, block in self._busy:
-                self._finished(block)
+                self._share.done(block)
 
         def close(self: Any) -> None:
-            for each in self._rings:
-                each.close()
-            self._landers.close()
+            self._ring.close()
+            self._readers.close()
             self._copier.close()
 
         monkeypatch.setattr(Ring, "drain", drain)

@@ -18,8 +18,7 @@ def machine(root: Path, node: str | None, lists: dict[int, str], online: str | N
     files = {f"sys/devices/system/node/node{n}/cpulist": text for n, text in lists.items()}
     if node is not None:
         files[f"sys/bus/pci/devices/{PCI}/numa_node"] = node
-    if online is not None:
-        files["sys/devices/system/node/online"] = online
+    files["sys/devices/system/node/online"] = online or ",".join(map(str, lists))
     # What else is there, and is no node.
     files |= {"sys/devices/system/node/nodes": "", "sys/devices/system/node/has_cpu": "0-1\n"}
     for name, text in files.items():

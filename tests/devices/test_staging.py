@@ -10,7 +10,7 @@ from mfload import errors
 from mfload.cuda.staging import Ring
 from mfload.planning.blocks import Block
 
-OLD, NEW = (Block(0, at, 8, ()) for at in (0, 8))
+OLD, NEW, AT_HAND = (Block(0, at, 8, ()) for at in (0, 8, 16))
 
 
 class Slot:
@@ -41,52 +41,57 @@ class Mark:
         self.over = True
 
 
-@pytest.fixture
-def finished() -> list[Block]:
-    return []
+class Share:
+    """What a ring tells of its blocks."""
+
+    def __init__(self) -> None:
+        self.block: Block | None = AT_HAND
+        self.finished: list[Block] = []
+
+    def done(self, block: Block) -> None:
+        self.finished.append(block)
 
 
 @pytest.fixture
-def ring(finished: list[Block]) -> Ring[Any]:
-    return Ring(Slot, 2, finished.append)
+def share() -> Share:
+    return Share()
 
 
-def test_a_slot_whose_copies_are_over_is_taken_before_a_new_one(
-    ring: Ring[Any], finished: list[Block]
-) -> None:
+@pytest.fixture
+def ring(share: Any) -> Ring:
+    return Ring(Slot, 2, share)
+
+
+def test_a_slot_whose_copies_are_over_is_taken_before_a_new_one(ring: Ring, share: Share) -> None:
     first, mark = ring.take(), Mark(over=True)
     ring.hold(first, [mark], OLD)
     assert ring.take() is first
-    assert finished == [OLD]
+    assert share.finished == [OLD]
     assert mark.waits == 0  # It was seen to be over.
-    assert ring.waiting is None
+    assert share.block is AT_HAND
 
 
-def test_the_oldest_is_waited_for_where_all_are_in_use(
-    ring: Ring[Any], finished: list[Block]
-) -> None:
+def test_the_oldest_is_waited_for_where_all_are_in_use(ring: Ring, share: Share) -> None:
     slots, marks = [ring.take(), ring.take()], [[Mark(), Mark()], [Mark()]]
     assert slots[0] is not slots[1]
     for slot, events, block in zip(slots, marks, (OLD, NEW), strict=True):
         ring.hold(slot, events, block)
     assert ring.take() is slots[0]
     assert [[mark.waits for mark in events] for events in marks] == [[1, 1], [0]]
-    assert finished == [OLD]
-    assert ring.waiting is None
+    assert share.finished == [OLD]
+    assert share.block is AT_HAND
 
 
-def test_one_copy_of_several_keeps_a_slot(ring: Ring[Any], finished: list[Block]) -> None:
+def test_one_copy_of_several_keeps_a_slot(ring: Ring, share: Share) -> None:
     first = ring.take()
     ring.hold(first, [Mark(over=True), Mark()], OLD)
     assert ring.take() is not first
-    assert finished == []
-    assert ring.waiting is None
+    assert share.finished == []
+    assert share.block is AT_HAND
 
 
 @pytest.mark.parametrize("ask", ["seen", "waited for"])
-def test_an_error_is_about_the_block_whose_copy_failed(
-    ring: Ring[Any], finished: list[Block], ask: str
-) -> None:
+def test_an_error_is_about_the_block_whose_copy_failed(ring: Ring, share: Share, ask: str) -> None:
     slots = [ring.take(), ring.take()]
     failing = Mark(fails=True)
     if ask == "waited for":
@@ -96,30 +101,30 @@ def test_an_error_is_about_the_block_whose_copy_failed(
     ring.hold(slots[1], [Mark()], NEW)
     with pytest.raises(errors.DeviceError):
         ring.take()
-    assert ring.waiting is OLD
-    assert finished == []
+    assert share.block is OLD
+    assert share.finished == []
 
 
-def test_all_are_waited_for_in_the_end(ring: Ring[Any], finished: list[Block]) -> None:
+def test_all_are_waited_for_in_the_end(ring: Ring, share: Share) -> None:
     slots, marks = [ring.take(), ring.take()], [Mark(), Mark(over=True)]
     for slot, mark, block in zip(slots, marks, (OLD, NEW), strict=True):
         ring.hold(slot, [mark], block)
     ring.drain()
-    assert finished == [OLD, NEW]
+    assert share.finished == [OLD, NEW]
     assert all(mark.over for mark in marks)
     ring.close()
     assert all(slot.closed for slot in slots)
 
 
-def test_a_failure_in_the_end_names_its_block(ring: Ring[Any], finished: list[Block]) -> None:
+def test_a_failure_in_the_end_names_its_block(ring: Ring, share: Share) -> None:
     ring.hold(ring.take(), [Mark()], OLD)
     ring.hold(ring.take(), [Mark(fails=True)], NEW)
     with pytest.raises(errors.DeviceError):
         ring.drain()
-    assert (finished, ring.waiting) == ([OLD], NEW)
+    assert (share.finished, share.block) == ([OLD], NEW)
 
 
-def test_a_slot_from_which_nothing_is_copied(ring: Ring[Any]) -> None:
+def test_a_slot_from_which_nothing_is_copied(ring: Ring) -> None:
     slot = ring.take()
     ring.give(slot)
     assert ring.take() is slot

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mfload.diagnostics.findings import Finding, Machine
+from mfload.diagnostics.findings import Finding
 
 
-def machine(root: Path, files: dict[str, str]) -> Machine:
+def machine(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Machine(root)
+    return root
 
 
 def named(findings: Any, what: str) -> Finding:

@@ -12,14 +12,14 @@ import pytest
 from diagnostics.machines import CARD, ONE, machine, named
 
 from mfload.diagnostics import gpu, host, probe
-from mfload.diagnostics.findings import Finding, Machine
+from mfload.diagnostics.findings import Finding
 from mfload.diagnostics.host import mount
 from mfload.io.subprocess_probe import Answer
 
 
 def test_a_bare_tree_is_no_trouble(tmp_path: Path) -> None:
     missing = Answer({"error": "no", "missing": True})
-    findings = [*host.look(Machine(tmp_path)), *gpu.look(Machine(tmp_path), missing)]
+    findings = [*host.look(tmp_path), *gpu.look(tmp_path, missing)]
     assert all(each.level != "trouble" for each in findings)
     assert named(findings, "NUMA nodes").found == "1"
     assert "no card" in named(findings, "devices").found
@@ -84,25 +84,6 @@ def test_drivers(
         assert "0000:1c:00.0" not in last.found
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"driver": "13.0"},
-        {"driver": 13, "devices": []},
-        {"driver": "13.0", "devices": None},
-        {"driver": "13.0", "devices": [None]},
-        {"driver": "13.0", "devices": [{"name": "G", "memory": 1}]},
-        {"driver": "13.0", "devices": [{"name": "G", "memory": "much", "pci": "0000:1b:00.0"}]},
-        {"driver": "13.0", "devices": ONE["devices"] * 2, "pairs": [[0, 1]]},  # type: ignore[operator]
-        {"driver": "13.0", "devices": ONE["devices"] * 2, "pairs": 3},  # type: ignore[operator]
-    ],
-)
-def test_a_driver_that_answers_without_sense(tmp_path: Path, data: Any) -> None:
-    (found,) = gpu.look(machine(tmp_path, CARD), gpu.checked(Answer(data)))
-    assert (found.what, found.level) == ("driver", "trouble")
-    assert "no sense" in found.found
-
-
 @pytest.mark.parametrize("pci", ["0000:1b:00.0", "00000000:1b:00.0", "0:1b:00.0"])
 def test_a_device_and_its_link(tmp_path: Path, pci: str) -> None:
     one = {"driver": "13.0", "devices": [ONE["devices"][0] | {"pci": pci}]}  # type: ignore[index]
@@ -146,9 +127,8 @@ def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return limits.get(kind, plain), plain
 
     monkeypatch.setattr(resource, "getrlimit", getrlimit)
-    pages = (300 << 20) // resource.getpagesize()
     files = {
-        "proc/self/statm": f"{pages} 1 1 1 0 {pages // 3} 0\n",
+        "proc/self/status": f"VmSize:\t{300 << 10} kB\nVmData:\t{100 << 10} kB\n",
         "proc/self/cgroup": "0::/user/job\n",
         "sys/fs/cgroup/user/job/memory.max": f"{2 << 30}\n",
         "sys/fs/cgroup/user/job/memory.current": f"{1 << 30}\n",
@@ -158,7 +138,7 @@ def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     findings = list(host.look(machine(tmp_path, files)))
     space = named(findings, "RLIMIT_AS")
     assert (space.level, space.found) == ("note", "1 GiB, 300 MiB of it in use")
-    assert space.data == {"limit": 1 << 30, "used": pages * resource.getpagesize()}
+    assert space.data == {"limit": 1 << 30, "used": 300 << 20}
     assert "ulimit -v" in space.advice
     assert named(findings, "RLIMIT_DATA").found == "512 MiB, 100 MiB of it in use"
     group = named(findings, "control group /user/job")
@@ -168,7 +148,7 @@ def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "RLIMIT_AS" not in [each.what for each in host.look(machine(tmp_path, files))]
 
 
-def _disk(there: Machine, path: str) -> list[Finding]:
+def _disk(there: Path, path: str) -> list[Finding]:
     return list(host.disk(there, mount(there, path)))
 
 
@@ -185,7 +165,7 @@ def test_disks(tmp_path: Path) -> None:
     assert named(findings, "file system").found == "ext4"
     assert named(findings, "device").found.startswith("FAST DISK, flash")
     assert named(findings, "read-ahead").data == 128
-    assert [each.found for each in _disk(Machine(tmp_path / "none"), here)] == ["unknown"]
+    assert [each.found for each in _disk(tmp_path / "none", here)] == ["unknown"]
     files["proc/self/mountinfo"] = f"1 1 0:9 / {here} rw - nfs4 h:/ rw\n"
     (found,) = _disk(machine(tmp_path, files), here)
     assert "mmap" in found.advice
@@ -196,7 +176,7 @@ def test_files_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"")
     findings = list(host.files([str(tmp_path / "a"), str(tmp_path / "b")]))
     assert "64 KiB in 2 files" in named(findings, "in the page cache").found
-    assert named(findings, "O_DIRECT").topic == "disk"
+    assert named(findings, "O_DIRECT").found
 
 
 @pytest.mark.parametrize(
@@ -249,6 +229,6 @@ def test_what_a_driver_says() -> None:
 
 
 def test_what_a_driver_says_of_pairs() -> None:
-    assert probe.cuda(Stub(2, {}))["pairs"] == [(0, 1, True, False), (1, 0, True, False)]
+    assert probe.cuda(Stub(2, {}))["pairs"] == [[0, 1, True, False], [1, 0, True, False]]
     refused = Stub(2, {"cuDeviceGetP2PAttribute": 1})
-    assert probe.cuda(refused)["pairs"] == [(0, 1, False, False), (1, 0, False, False)]
+    assert probe.cuda(refused)["pairs"] == [[0, 1, False, False], [1, 0, False, False]]

@@ -106,7 +106,7 @@ def test_a_bad_header_is_not_called_another_format(tmp_path: Path) -> None:
     path = samples.save_raw(tmp_path / "x.safetensors", [("a", "F32", (3,), b"xx")])
     assert _said(path) == "malformed tensor entry"
     path.write_bytes(b"\xff" * 100)
-    assert _said(path) == "header over the cap; not a safetensors file"
+    assert _said(path) == "the header's length is over the format's limit; not a safetensors file"
 
 
 def test_an_index_that_is_another_file(tmp_path: Path) -> None:

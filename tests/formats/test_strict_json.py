@@ -28,7 +28,7 @@ def test_fair_json_comes_back(value: Any) -> None:
     for ascii_only in (True, False):
         text = json.dumps(value, ensure_ascii=ascii_only).encode()
         assert strict_json.loads(text, "f") == value
-    strict_json.check(value)
+    strict_json.check(value, "f")
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_fair_json_comes_back(value: Any) -> None:
         (b"[1,]", "the thing is not JSON"),
         (b"NaN", "the thing is not JSON"),
         (b"[-Infinity]", "the thing is not JSON"),
-        (b"1e400", "the thing has a number out of range"),
-        (b'{"a":1,"b":{"a":1,"a":2}}', "the thing gives a name twice in one object"),
-        (b'["\\ud800"]', "the thing has half of a surrogate pair"),
-        (b'{"\\uDC00":1}', "the thing has half of a surrogate pair"),
-        (b'[{"a":["\\udc00\\ud800"]}]', "the thing has half of a surrogate pair"),
-        (b"[" * 100_000, "the thing is nested too deep"),
+        (b"1e400", "the JSON has a number out of range"),
+        (b'{"a":1,"b":{"a":1,"a":2}}', "the JSON gives a name twice in one object"),
+        (b'["\\ud800"]', "the JSON has half of a surrogate pair"),
+        (b'{"\\uDC00":1}', "the JSON has half of a surrogate pair"),
+        (b'[{"a":["\\udc00\\ud800"]}]', "the JSON has half of a surrogate pair"),
+        (b"[" * 100_000, "the JSON is nested too deep"),
         (b"9" * 5000, "the thing is not JSON"),
     ],
 )
@@ -73,19 +73,19 @@ def _nested(depth: int) -> Any:
 
 
 def test_depth_is_counted_with_what_lies_around() -> None:
-    strict_json.check(_nested(127))
-    strict_json.check([_nested(1), _nested(126), {"a": _nested(125)}])
-    strict_json.check(_nested(120), outer=7)
+    strict_json.check(_nested(127), "f")
+    strict_json.check([_nested(1), _nested(126), {"a": _nested(125)}], "f")
+    strict_json.check(_nested(120), "f", outer=7)
     for value, outer in ((_nested(128), 0), (_nested(121), 7), ([1, _nested(127)], 0)):
-        with pytest.raises(strict_json.Refused, match="nested"):
-            strict_json.check(value, outer)
+        with pytest.raises(errors.HeaderError, match="nested"):
+            strict_json.check(value, "f", outer)
 
 
 @pytest.mark.parametrize("value", [2**1024, [-(2**1024)], {"a": {"b": [0, 2**2000]}}], ids=type)
 def test_integers_beyond_floats(value: Any) -> None:
-    with pytest.raises(strict_json.Refused, match="range"):
-        strict_json.check(value)
-    strict_json.check([2**1023, -(2**1023), True])
+    with pytest.raises(errors.HeaderError, match="range"):
+        strict_json.check(value, "f")
+    strict_json.check([2**1023, -(2**1023), True], "f")
 
 
 def test_brief_is_brief() -> None:

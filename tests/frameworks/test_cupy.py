@@ -27,7 +27,7 @@ from mfload.frameworks import cupy_adapter
 from mfload.frameworks.base import Adapter
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
-from mfload.planning.requests import Request
+from mfload.planning.request import Request
 from mfload.saving.export import export
 
 

@@ -130,7 +130,7 @@ def test_mfload_that_waits_for_no_copy_is_seen(
     from mfload.frameworks.torch_adapter import TorchAdapter
 
     made = TorchAdapter(torch.device("cpu"), FakeDevice())
-    monkeypatch.setattr(frameworks, "get", lambda name, device=None: made)
+    monkeypatch.setattr(frameworks, "get", lambda *_: made)
     given = Given("cpu", tmp_path)
     assert gpu_trial.run("streams/torch/mfload", given)["status"] == "pass"
     # As of a mfload that waits for nothing: neither for an event nor for a stream.

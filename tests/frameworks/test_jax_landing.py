@@ -161,10 +161,12 @@ class TestOnAMesh:
             device.assert_clean()
 
     @pytest.fixture
-    def mesh(self, lands: Any) -> jax_backend.JaxMeshAdapter:
+    def mesh(self, lands: Any, monkeypatch: pytest.MonkeyPatch) -> jax_backend.JaxMeshAdapter:
+        found = lambda device: (lands.get(device), ("said",))  # noqa: E731
+        monkeypatch.setattr(jax_memory, "find_device", found)
         kind = cpu(1).default_memory().kind
         spots = [*(Spot(cpu(n), None) for n in (4, 0, 1, 2)), Spot(cpu(1), kind)]
-        return jax_backend.JaxMeshAdapter(spots, lambda device: (lands.get(device), ("said",)))
+        return jax_backend.JaxMeshAdapter(spots)
 
     def test_what_lands_where(self, lands: Any, mesh: jax_backend.JaxMeshAdapter) -> None:
         row = material.stored("w", "F32", (4, 8))

@@ -70,7 +70,7 @@ class TestAssigning:
         ("device", "message"),
         [
             ({"layer.0": "cpu", "laeyr.1": "cpu"}, "'laeyr.1'.*did you mean 'layer.1'"),
-            ([("layer.[0-9]", "cpu"), ("haed", "cpu")], "'haed' that matches no tensor"),
+            ([("layer.[0-9]", "cpu"), ("haed", "cpu")], "match no tensor: 'haed'"),
             ({"layer.0": "cpu", "layer.*": "cpu"}, "regexes go in a list of pairs"),
         ],
     )

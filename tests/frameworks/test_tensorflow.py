@@ -125,6 +125,8 @@ class TestTensorflow(Conformance):
         for device in (
             "/job:localhost/replica:0/task:0/device:CPU:1",
             "/job:localhost/task:0/cpu:1",
+            "/job:localhost/device:CPU:1",
+            "/task:0/device:CPU:1",
         ):
             tensor = mfload.load(aligned[0], framework="tf", device=device, names=["F32"])["F32"]
             assert tensor.device == "/job:localhost/replica:0/task:0/device:CPU:1"
@@ -133,8 +135,6 @@ class TestTensorflow(Conformance):
             "/job:worker/replica:0/task:0/device:CPU:0",
             "/job:localhost/replica:0/task:1/device:CPU:0",
             "/job:localhost/replica:1/task:0/device:CPU:0",
-            "/job:localhost/device:CPU:0",
-            "/task:0/device:CPU:0",
             "/nonsense:3/device:CPU:0",
             "/job:worker/task:x/device:CPU:0",
         ):

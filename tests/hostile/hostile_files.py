@@ -62,9 +62,9 @@ def refused(name: str, raw: bytes | str, says: str, tensor: str | None = None, *
 refused("empty-file", b"", "too short")
 refused("seven-bytes", b"\x02\0\0\0\0\0\0", "too short")
 refused("length-without-header", join("", b""), "not JSON")
-refused("length-u64-max", join(GOOD, DATA, 2**64 - 1), "over the cap")
-refused("length-2-63", join(GOOD, DATA, 2**63), "over the cap")
-refused("length-over-cap", join(GOOD, DATA, 100_000_001), "over the cap")
+refused("length-u64-max", join(GOOD, DATA, 2**64 - 1), "over the format's limit")
+refused("length-2-63", join(GOOD, DATA, 2**63), "over the format's limit")
+refused("length-over-cap", join(GOOD, DATA, 100_000_001), "over the format's limit")
 refused("length-at-cap", join(GOOD, DATA, 100_000_000), "ends within its header")
 refused("length-past-end", join(GOOD, DATA, len(GOOD) + 5), "ends within its header")
 refused("length-one-more", join(GOOD, b"", len(GOOD) + 1), "ends within its header")
@@ -72,10 +72,14 @@ refused("length-eats-data", join(GOOD, DATA, len(GOOD) + 1), "not JSON")
 refused("length-one-less", join(GOOD, DATA, len(GOOD) - 1), "not JSON")
 refused("length-zero", join(GOOD, DATA, 0), "not JSON")
 refused("header-truncated", join(GOOD, DATA)[:30], "ends within its header")
-refused("pickle", b"\x80\x04\x95\x10\0\0\0\0\0\0\0}" + bytes(64), "over the cap")
-refused("zip", b"PK\x03\x04\x14\0\0\0" + bytes(64), "over the cap")
-refused("html", b"<!DOCTYPE html><html></html>", "over the cap")
-refused("git-lfs-pointer", b"version https://git-lfs.github.com/spec/v1\noid x", "over the cap")
+refused("pickle", b"\x80\x04\x95\x10\0\0\0\0\0\0\0}" + bytes(64), "over the format's limit")
+refused("zip", b"PK\x03\x04\x14\0\0\0" + bytes(64), "over the format's limit")
+refused("html", b"<!DOCTYPE html><html></html>", "over the format's limit")
+refused(
+    "git-lfs-pointer",
+    b"version https://git-lfs.github.com/spec/v1\noid x",
+    "over the format's limit",
+)
 refused("zeros", bytes(64), "not JSON")
 
 # --- not JSON, or JSON of another kind -----------------------------------------------------
@@ -168,7 +172,7 @@ for _label, _text in (("minus-zero", "-0"), ("negative", "-1"), ("exponent", "1e
         refused(f"{_place}-{_label}", header(w=_entry), "", fields=False)
 for _label, _text in (("nan", "NaN"), ("infinity", "-Infinity"), ("float-out-of-range", "1e400"),
                       ("int-out-of-range", "9" * 400), ("5000-digits", "9" * 5000)):  # fmt: skip
-    refused(f"unknown-field-{_label}", header(w=entry(x=_text)), "header", fields=False)
+    refused(f"unknown-field-{_label}", header(w=entry(x=_text)), "JSON", fields=False)
 
 # --- shapes ----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import pickle
 import re
 import subprocess
@@ -225,3 +226,15 @@ def test_bomb_in_too_little_memory(name: str, tmp_path: Path) -> None:
     # Room for the text and not for what it becomes.
     room = {"string": 1 << 20}.get(name, 3 * _SIZE)
     assert _bomb(tmp_path, BOMBS[name], room)[0] == "MemoryLimitError"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="locales of Linux")
+def test_an_index_may_name_files_that_the_locale_can_not(tmp_path: Path) -> None:
+    path = hostile_layouts.index(tmp_path, {"a": "\u00e9.safetensors"})
+    load = "import sys, mfload\ntry: mfload.open(sys.argv[1])\nexcept OSError as e: print(type(e))"
+    done = subprocess.run(
+        [sys.executable, "-c", load, str(path)],
+        capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    )  # fmt: skip
+    assert "ShardNotFoundError" in done.stdout

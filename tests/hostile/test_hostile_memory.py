@@ -95,6 +95,12 @@ def _group(path: str, limit: int | str, used: int, **stat: int) -> dict[str, str
     return {f"sys/fs/cgroup/{path}/{name}": text for name, text in files.items()}
 
 
+def _group_v1(path: str, limit: int, used: int, **stat: int) -> dict[str, str]:
+    lines = "".join(f"{key} {value}\n" for key, value in stat.items())
+    files = {"limit_in_bytes": f"{limit}\n", "usage_in_bytes": f"{used}\n", "stat": lines}
+    return {f"sys/fs/cgroup/memory/{path}/memory.{name}": text for name, text in files.items()}
+
+
 class TestRoomInMadeUpTrees:
     """Shapes of /proc and /sys as containers and odd kernels show them."""
 
@@ -124,6 +130,11 @@ class TestRoomInMadeUpTrees:
         "hybrid-v1-and-v2": (
             {"proc/self/cgroup": "12:memory:/docker/x\n0::/a\n", **_group("a", 700, 1)}, 699),
         "v1-alone": ({"proc/self/cgroup": "12:memory:/docker/x\n"}, None),
+        "v1": ({"proc/self/cgroup": "12:memory:/docker/x\n", **_group_v1("docker/x", 800, 300)},
+               500),
+        "v1-of-a-container": (
+            {"proc/self/cgroup": "3:cpu:/x\n2:hugetlb,memory:/docker/x\n0::/\n",
+             **_group_v1(".", 800, 300, inactive_file=50)}, 550),
         "out-of-the-mount": ({"proc/self/cgroup": "0::/../../x\n", **_group("x", 7, 1)}, None),
         "group-is-gone": ({"proc/self/cgroup": "0::/a/b\n", **_group("a", 700, 1)}, 699),
     }  # fmt: skip

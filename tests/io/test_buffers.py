@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import watch
 
 import mfload
 from mfload import errors
 from mfload.io import buffers
-from mfload.io.engine import on_host
 from mfload.planning.blocks import Block
+from mfload.runtime import Deadline
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1 << 20, (2 << 20) - 1, 2 << 20,
@@ -214,12 +215,14 @@ def test_fork_protection_lasts_until_a_hung_reader_has_ended() -> None:
         def close(self) -> None:
             pass
 
-    engine = on_host(lambda _: Hangs(), [array], 2, unforked=[array])
     assert _forked(array)
-    engine.submit([Block(0, 0, 1, ()), Block(0, 1, 1, ())])
+    blocks = [Block(0, 0, 1, ()), Block(0, 1, 1, ())]
+    engine = watch.engine(blocks, lambda _: Hangs(), 2, memory=[array])
+    with pytest.raises(errors.LoadTimeoutError):
+        engine.run(Deadline(0.3))
     assert inside.wait(20)
-    assert not engine.close(0.1), "the reader has ended"
+    assert watch.readers()
     assert not _forked(array)
     go.set()
-    assert engine.close(20)
+    assert watch.wait_for(lambda: not watch.readers())
     assert _forked(array)

@@ -87,6 +87,16 @@ def test_large_segments_land_in_place(
     assert report.peak_bytes < array.nbytes + 2 * 4096
 
 
+def test_a_tensor_may_be_shorter_than_the_unit_of_direct_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = samples.numbers((300 << 10,), np.uint8)
+    rows = [("a", "U8", array.shape, array.tobytes())]
+    path = samples.save_raw(tmp_path / "a.safetensors", rows)
+    monkeypatch.setattr(probes, "direct_alignment", lambda _: (1, 1 << 20))
+    assert samples.same(_load(path)["a"], array)
+
+
 def test_memory_that_does_not_suit_goes_through_a_slot(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

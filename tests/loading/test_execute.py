@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+import watch
 
 import mfload
 from mfload import errors
 from mfload.frameworks.base import Lent
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.io import buffers, probes
-from mfload.io.engine import on_host
-from mfload.loading import allocate, session
-from mfload.planning import blocks, layout, planner
+from mfload.io import buffers, engine, probes
+from mfload.loading import allocate
+from mfload.planning import blocks, layout
+from mfload.planning.plan import Plan
+from mfload.runtime import Deadline
 
 MODEL = samples.model()
 
@@ -65,18 +67,11 @@ def test_one_failure_stops_the_other_workers() -> None:
         made.append(_Reader(fail_at=3, seconds=0.005))
         return made[-1]
 
-    engine = on_host(open_reader, [], 4)
-    engine.submit(_blocks(500))
-    while (done := engine.complete(10)) is not None and done.error is None:
-        pass
-    assert done is not None
-    assert isinstance(done.error, ValueError)
-    assert done.block is not None
-    assert done.block.offset == 3
-    time.sleep(0.3)
-    assert engine.close(10)
-    # Nothing is left to be taken, nor to keep what it refers to alive.
-    assert engine.complete(0) is None
+    made_engine = watch.engine(_blocks(500), open_reader, 4)
+    with pytest.raises(ValueError, match="3"):
+        made_engine.run(Deadline(None))
+    assert made_engine.block is not None
+    assert made_engine.block.offset == 3
     assert sum(len(reader.filled) for reader in made) < 50
     assert _Reader.open == 0
     assert [t for t in threading.enumerate() if t.name == "mfload-reader"] == []
@@ -89,29 +84,37 @@ def test_every_block_is_filled_once_and_reported_once() -> None:
         made.append(_Reader())
         return made[-1]
 
-    engine = on_host(open_reader, [], 3)
-    engine.submit(_blocks(1000))
-    left = 1000
-    while left:
-        done = engine.complete(10)
-        assert done is not None
-        left -= done.blocks
-    assert engine.close(10)
+    told: list[int] = []
+    watch.engine(_blocks(1000), open_reader, 3).run(Deadline(None), told.append)
+    assert sum(told) == 1000
     assert sorted(n for reader in made for n in reader.filled) == list(range(1000))
-    assert engine.complete(0) is None
     assert _Reader.open == 0
+
+
+def test_the_block_that_is_waited_for_is_known_when_the_time_is_up() -> None:
+    go = threading.Event()
+
+    def work(share: engine.Share) -> None:
+        for block in share:
+            if block.offset == 2:
+                go.wait(20)
+            share.done(block)
+
+    made = engine.Engine([engine.Pool(_blocks(3), work, 1), engine.Pool([], work, 1)])
+    with pytest.raises(errors.LoadTimeoutError):
+        made.run(Deadline(0.2))
+    assert made.block is not None
+    assert made.block.offset == 2
+    go.set()
+    assert watch.wait_for(lambda: not watch.readers())
 
 
 def test_a_reader_that_will_not_open_is_an_error() -> None:
     def refuse(number: int) -> Any:
         raise PermissionError(number)
 
-    engine = on_host(refuse, [], 2)
-    engine.submit(_blocks(10))
-    done = engine.complete(10)
-    assert done is not None
-    assert isinstance(done.error, PermissionError)
-    assert engine.close(10)
+    with pytest.raises(PermissionError):
+        watch.engine(_blocks(10), refuse, 2).run(Deadline(None))
 
 
 @pytest.mark.parametrize("some", [0, 1])
@@ -174,27 +177,27 @@ def test_an_error_of_the_callback_is_the_callers(path: Path) -> None:
         assert mfload.live_bytes() == 0
 
 
-def _plan(nbytes: int) -> planner.Plan:
-    return planner.Plan((), (layout.BufferSpec(nbytes),), (), 0)
+def _plan(nbytes: int) -> Plan:
+    return Plan((), (layout.BufferSpec(nbytes),), (), 0)
 
 
 def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "memory_room", lambda: (100 << 20, "test machine"))
-    session.check_host(100 << 20)
+    allocate.check_host(100 << 20)
     with pytest.raises(errors.MemoryLimitError, match="test machine") as info:
-        session.check_host((100 << 20) + 1)
+        allocate.check_host((100 << 20) + 1)
     assert info.value.found == f"{100 << 20} bytes free"
     # Little loads are not worth the question, and maps take no memory.
     monkeypatch.setattr(probes, "memory_room", lambda: (0, "test machine"))
-    session.check_host((64 << 20) - 1)
-    assert planner.Plan((), (layout.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
+    allocate.check_host((16 << 20) - 1)
+    assert Plan((), (layout.BufferSpec(1 << 40, 0),), (), 0).buffer_bytes == 0
     monkeypatch.setattr(probes, "memory_room", lambda: None)
-    session.check_host(1 << 40)
+    allocate.check_host(1 << 40)
 
 
 def test_lent_memory_is_used_as_it_is() -> None:
     lent = np.zeros(10, np.uint8)
-    plan = planner.Plan((), (layout.BufferSpec(5), layout.BufferSpec(10)), (), 0)
+    plan = Plan((), (layout.BufferSpec(5), layout.BufferSpec(10)), (), 0)
     memory = allocate.allocate(plan, [], NumpyAdapter(), {1: Lent(lent, lent)})
     assert memory[1] is lent
     assert memory[0].size == buffers.live_bytes() == 5

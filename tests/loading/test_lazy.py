@@ -23,6 +23,7 @@ from hypothesis.extra import numpy as hnp
 
 import mfload
 from mfload import errors
+from mfload.sources import local
 
 MODEL = samples.model()
 
@@ -185,6 +186,26 @@ def test_it_survives_a_pickle(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     samples.assert_same(again.get_tensors(), MODEL)
     assert again._arguments == opened._arguments
     assert repr(again) == repr(opened)
+
+
+@pytest.mark.parametrize("field", ["st_dev", "st_ino", "st_mtime_ns"])
+def test_a_pickle_is_opened_where_devices_have_other_numbers(
+    field: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another mount numbers its device differently; any other difference is another file."""
+    sent = pickle.dumps(mfload.open(path))
+
+    def seen(status: os.stat_result) -> list[int]:
+        fields = ("st_ino", "st_size", "st_mtime_ns", "st_dev")
+        return [getattr(status, each) + (each == field) for each in fields]
+
+    monkeypatch.setattr(local, "_IDENTITY", seen)
+    if field == "st_dev":
+        samples.assert_same(pickle.loads(sent).get_tensors(), MODEL)
+    else:
+        with pytest.raises(errors.SourceChangedError) as caught:
+            pickle.loads(sent)
+        assert caught.value.file == os.fspath(path)
 
 
 def test_a_pickle_is_small_and_holds_no_data(path: Path) -> None:

@@ -89,7 +89,9 @@ class _Copying(NumpyAdapter):
     forms = {name: Form("copy", "") for name in dtypes.TABLE}  # noqa: RUF012
 
     def wrap(self, views: Any) -> list[Any]:
-        self.largest = max(getattr(self, "largest", 0), sum(v.storage().nbytes for v in views))
+        self.largest = max(
+            getattr(self, "largest", 0), sum(v.dtype.size_of(v.shape) for v in views)
+        )
         return [array.copy() for array in super().wrap(views)]
 
 
@@ -191,6 +193,8 @@ def test_a_preview_shows_itself(path: Path) -> None:
         assert part in page
     assert page.startswith("<table>")
     assert json.loads(json.dumps(preview.as_dict())) == preview.as_dict()
+    assert repr(preview).startswith("<mfload plan: 2 numpy tensors, ")
+    assert repr(preview).endswith(", engine direct>")
 
 
 def test_a_long_route_is_cut(tmp_path: Path) -> None:
@@ -306,13 +310,12 @@ def test_a_load_in_waves_that_does_not_fit_never_begins(
 
     asked: list[int] = []
     monkeypatch.setattr(frameworks, "get", lambda *_: Half())
-    monkeypatch.setattr("mfload.loading.session._WORTH_ASKING", 0)
     monkeypatch.setattr(
-        "mfload.loading.session.check_host", lambda needed, _=0: asked.append(needed)
+        "mfload.loading.allocate.check_host", lambda needed, _=0: asked.append(needed)
     )
     copied = [a.nbytes for a in MODEL.values() if a.dtype != np.float32]
     mfload.load(path, framework="numpy", options=mfload.Options(max_host_overhead=max(copied)))
-    assert asked[0] == sum(array.nbytes for array in MODEL.values())
+    assert asked[0] >= sum(array.nbytes for array in MODEL.values())
     assert len(asked) > 2
 
 
@@ -375,12 +378,12 @@ LIMITED = """
     import mfload
     from mfload import errors
 
-    path, name, engine = sys.argv[1:]
+    path, name, engine, room = sys.argv[1:]
     mfload.load(path, "numpy", names=["small"])  # Whatever has to be imported.
     key = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}[name]
     lines = open("/proc/self/status").read().splitlines()
     used = next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-    resource.setrlimit(getattr(resource, name), (used + (64 << 20),) * 2)
+    resource.setrlimit(getattr(resource, name), (used + int(room),) * 2)
     options = mfload.Options(engine=engine)
     report = mfload.Report()
     try:
@@ -397,13 +400,17 @@ LIMITED = """
 """
 
 
-@pytest.mark.parametrize("engine", ["pread", "mmap"])
+@pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
 @pytest.mark.parametrize("name", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_limits_of_the_process_are_known(tmp_path: Path, name: str, engine: str) -> None:
-    large = np.zeros(96 << 20, np.uint8)
-    path = samples.save(tmp_path / "a.safetensors", {"large": large, "small": np.zeros(8)})
+@pytest.mark.parametrize("large", [96 << 20, 12 << 20])
+def test_limits_of_the_process_are_known(
+    tmp_path: Path, name: str, engine: str, large: int
+) -> None:
+    arrays = {"large": np.zeros(large, np.uint8), "small": np.zeros(8)}
+    path = samples.save(tmp_path / "a.safetensors", arrays)
+    room = str(large * 2 // 3)
     found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIMITED), path, name, engine],
+        [sys.executable, "-c", textwrap.dedent(LIMITED), path, name, engine, room],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (found.stdout, found.stderr) == ("done\n", "")

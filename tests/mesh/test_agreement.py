@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import subprocess
@@ -29,8 +30,7 @@ class Broken(Exception):
 @pytest.fixture(autouse=True)
 def processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of this test don't wait for each other as those of one process do."""
-    monkeypatch.setattr(agree.ProcessGroup, "wait_for_threads", lambda _: None)
-    monkeypatch.setattr(agree.CollectiveGroup, "wait_for_threads", lambda _: None)
+    monkeypatch.setattr(agree, "_wait_for_turn", lambda *_: None)
     monkeypatch.setattr(agree.atexit, "register", lambda *_: None)
 
 
@@ -151,8 +151,22 @@ def test_one_of_many_lines_differs() -> None:
         for rank in (0, 1)
     ]
     for each in stores.all_at_once(acts):
-        assert "tensor 4999" in str(each)
+        assert "process 0: tensor 4998" in str(each)
+        assert "process 1: another" in str(each)
     assert max(map(len, memory.texts.values())) < 10_000
+
+
+def test_lines_with_names_that_are_no_text() -> None:
+    memory = stores.Memory()
+    lines = [[os.fsdecode(b"\xff.safetensors"), f"{rank}"] for rank in (0, 1)]
+    acts = [
+        lambda rank=rank: enter(
+            rank, stores.MemoryStore(memory), 2, lines=lambda step, rank=rank: lines[rank]
+        )
+        for rank in (0, 1)
+    ]
+    for each in stores.all_at_once(acts):
+        assert "process 0: 0" in str(each)
 
 
 def test_processes_at_different_calls() -> None:
@@ -200,7 +214,7 @@ def test_a_late_process_and_the_one_that_gave_up_hear_of_it() -> None:
 def test_a_process_that_is_gone_is_missed(monkeypatch: pytest.MonkeyPatch, identity: str) -> None:
     memory = stores.Memory()
     stores.MemoryStore(memory).put("mfload/alive/1", identity)
-    monkeypatch.setattr(heartbeat, "alive", lambda who: None if who == "ended" else who != identity)
+    monkeypatch.setattr(heartbeat, "ended", lambda process: process == "its identity")
     start = time.monotonic()
     with pytest.raises(errors.ProcessError, match="process 1 is gone"):
         enter(0, stores.MemoryStore(memory), 2)
@@ -331,7 +345,8 @@ class TestThreads:
 
         stores.all_at_once([lambda: self._load("a", backend, said, first), second])
         assert said == ["a begins", "a ends"]
-        assert "failed" in memory.texts["mfload/0,1/2/0/outcome"]
+        (outcome,) = [key for key in memory.texts if key.endswith("/2/0/outcome")]
+        assert "failed" in memory.texts[outcome]
 
     def test_a_load_inside_of_another(self) -> None:
         backend: Any = stores.Backend(0, stores.MemoryStore(stores.Memory()))
@@ -344,24 +359,21 @@ class TestThreads:
         assert agree._queue == []
 
 
-def test_alive() -> None:
+def test_ended() -> None:
     me = heartbeat.identity()
-    assert heartbeat.alive(me) is True
+    assert not heartbeat.ended(me)
     host, pid, started = me.split()
-    assert heartbeat.alive(f"{host} {pid} {int(started) - 1}") is False
-    assert heartbeat.alive(f"elsewhere {pid} {started}") is None
-    for text in ("", "x", "? 1 2 3", f"{host} x y"):
-        assert heartbeat.alive(text) is None
+    assert heartbeat.ended(f"{host} {pid} {int(started) - 1}")
+    for elsewhere in (f"elsewhere {pid} {started}", "", "x", "? 1 2 3"):
+        assert not heartbeat.ended(elsewhere)
 
 
-def test_a_zombie_is_not_alive() -> None:
+def test_a_zombie_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
-        host, _, _ = heartbeat.identity().split()
-        started = heartbeat._started(child.pid)
-        who = f"{host} {child.pid} {started}"
-        assert heartbeat.alive(who) is True
+        who = heartbeat.identity(child.pid)
+        assert not heartbeat.ended(who)
         child.kill()
         end = time.monotonic() + 5
-        while heartbeat.alive(who) and time.monotonic() < end:
+        while not heartbeat.ended(who) and time.monotonic() < end:
             time.sleep(0.01)
-        assert heartbeat.alive(who) is False  # Its exit status was not asked for yet.
+        assert heartbeat.ended(who)  # Its exit status was not asked for yet.

@@ -7,7 +7,7 @@ import pytest
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
 from mfload.mesh.base import TensorShares, requests
-from mfload.planning.requests import Axis, Share
+from mfload.planning.request import Axis, Share
 
 ROW = dtypes.TABLE["F32"]
 TOP, BOTTOM, ALL = ((0, 2), (0, 6)), ((2, 4), (0, 6)), ((0, 4), (0, 6))

@@ -11,9 +11,10 @@ from hypothesis import assume, given, settings, strategies as st
 
 from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
-from mfload.mesh import agree, redistribute
-from mfload.planning.planner import Place
-from mfload.planning.requests import Request, boxed, select
+from mfload.mesh import agree, exchange, redistribute
+from mfload.options import LoadOptions
+from mfload.planning.plan import Place
+from mfload.planning.request import Request, boxed
 from mfload.runtime import Deadline
 
 KINDS = ("U8", "BF16", "F32", "F64", "F4", "F6_E2M3")
@@ -95,7 +96,7 @@ def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
     readers = {name: np.full(array.shape[:-1], -1) for name, array in data.items()}
     results: dict[tuple[int, int], Any] = {}
     filled: dict[tuple[int, int], Any] = {}
-    for parcel in itertools.chain(schedule.local, *schedule.rounds):
+    for parcel in itertools.chain(*schedule.rounds):
         target = parcel.target
         info, dtype = target.request.info, target.request.dtype
         seen = cut_out(info, parcel.box, readers[info.name])
@@ -134,10 +135,11 @@ def _check_rows(schedule: redistribute.Schedule) -> None:
                 row.append((parcel.wire, parcel.wire + parcel.nbytes))
         for row in rows.values():
             ends = sorted(row)
-            assert ends[0][0] >= redistribute._HEADER.size
+            assert ends[0][0] >= exchange._HEADER.size
             assert ends[-1][1] <= schedule.width
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
-    assert all(parcel.reader == parcel.target.rank for parcel in schedule.local)
+    for parcel in itertools.chain(*schedule.rounds):
+        assert (parcel.wire == 0) == (parcel.reader == parcel.target.rank)
 
 
 def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
@@ -146,7 +148,7 @@ def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
     each = [Request(info, info.dtype, boxed(info, ((0, end),))) for end in ends]
     schedule = redistribute.schedule({0: [Request(info, info.dtype)], 1: each, 2: each}, 4096)
     _check_rows(schedule)
-    every = itertools.chain(schedule.local, *schedule.rounds)
+    every = itertools.chain(*schedule.rounds)
     assert sum(p.nbytes for p in every if p.target.rank == 2) == sum(ends)
 
 
@@ -177,8 +179,9 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
     if grid == (1, 1):
         requests = {rank: [Request(info, info.dtype)] for rank in range(processes)}
     assume(rows % grid[0] == 0 and columns % grid[1] == 0)
-    schedule, _ = redistribute.choose(requests, "once", "cpu", None, 0)
-    assert schedule is not None
+    width, _ = redistribute.choose(requests, LoadOptions(exchange="once"), "cpu")
+    assert width is not None
+    schedule = redistribute.schedule(requests, width)
     for rank in range(processes):
         assert schedule.read[rank] <= info.nbytes / processes + max(
             8192, info.nbytes / 32 / processes
@@ -195,27 +198,29 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
 def test_rows_keep_within_the_overhead(count: int, overhead: int) -> None:
     info = tensor("w", "U8", (100,))
     requests = {rank: [Request(info, info.dtype)] for rank in range(count)}
+    options = LoadOptions(exchange="once", max_host_overhead=overhead)
     if overhead < 2 * 4 * count * 4096:
         with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
-            redistribute.choose(requests, "once", "cpu", overhead, 0)
+            redistribute.choose(requests, options, "cpu")
         return
-    schedule, _ = redistribute.choose(requests, "once", "cpu", overhead, 0)
-    assert schedule is not None
-    assert schedule.width >= 4096
+    width, _ = redistribute.choose(requests, options, "cpu")
+    assert width is not None
+    assert width >= 4096
+    schedule = redistribute.schedule(requests, width)
     assert schedule.overhead <= overhead // 2
 
 
-def test_parts_keep_within_a_limit() -> None:
+def test_batches_keep_within_a_limit() -> None:
     infos = [tensor(f"t{n}", "U8", (100,), 100 * n) for n in range(10)]
     requests = {
         0: [Request(i, i.dtype) for i in infos],
         1: [Request(i, i.dtype) for i in infos[::2]],
     }
-    parts = redistribute.parts(requests, 250)
-    for part in parts:
-        assert sum(requests[0][n].nbytes for n in part[0]) <= 250
-    assert [n for part in parts for n in part[0]] == list(range(10))
-    assert [n for part in parts for n in part[1]] == list(range(5))
+    batches = redistribute.batches(requests, 250)
+    for batch in batches:
+        assert sum(requests[0][n].nbytes for n in batch[0]) <= 250
+    assert [n for batch in batches for n in batch[0]] == list(range(10))
+    assert [n for batch in batches for n in batch[1]] == list(range(5))
 
 
 class TestRun:
@@ -226,14 +231,13 @@ class TestRun:
         swaps = stores.Swaps(len(requests))
 
         def process(rank: int) -> list[Any]:
-            group = agree.ProcessGroup(stores.Backend(rank, None), sorted(requests), Deadline(None))
-            link = stores.MemoryLink(rank, sorted(requests), width, swaps)
+            backend: Any = stores.Backend(rank, None, swaps)
+            group = agree.ProcessGroup(backend, sorted(requests), Deadline(None))
+            link: Any = stores.MemoryLink(rank, sorted(requests), width, swaps)
             memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
             places = [Place(r, n, 0) for n, r in enumerate(requests[rank])]
             come: list[int] = []
-            redistribute.Exchange(
-                schedule, group, link if schedule.rounds else None, read(rank), come.append
-            ).run(places, memory)
+            exchange.run(schedule, group, link, read(rank), places, memory, come.append)
             assert sum(come) == sum(request.nbytes for request in requests[rank])
             return memory
 
@@ -282,37 +286,30 @@ class TestChoosing:
         return shards(tensor("w", "F32", (1024, 1024)), (1, 8), 2)
 
     def choose(self, requests: Any, wished: str, platform: str, overhead: int | None = None) -> Any:
-        return redistribute.choose(requests, wished, platform, overhead, 0)
+        options = LoadOptions(exchange=wished, max_host_overhead=overhead)  # type: ignore[arg-type]
+        return redistribute.choose(requests, options, platform)
 
     def test_never(self) -> None:
         assert self.choose(self.columns(), "never", "gpu") == (None, "")
 
-    def test_auto_reads_where_reading_is_cheap(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(redistribute, "schedule", lambda *_: pytest.fail("no need to plan"))
-        schedule, note = self.choose(self.columns(), "auto", "cpu")
-        assert schedule is None
+    def test_auto_reads_where_reading_is_cheap(self) -> None:
+        width, note = self.choose(self.columns(), "auto", "cpu")
+        assert width is None
         assert "measured" in note
 
     def test_auto_exchanges_where_links_are_fast(self) -> None:
-        schedule, note = self.choose(self.columns(), "auto", "gpu")
+        width, note = self.choose(self.columns(), "auto", "gpu")
         assert "assumed" in note
+        schedule = redistribute.schedule(self.columns(), width)
         assert max(schedule.read.values()) <= 0.55 * (4 << 20)
 
     def test_rows_are_never_exchanged(self) -> None:
         requests = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 2)
         assert self.choose(requests, "auto", "gpu")[0] is None
 
-    def test_what_has_steps_is_read_by_the_process_that_wants_it(self) -> None:
-        info = tensor("w", "F32", (16, 16))
-        requests = {r: [Request(info, info.dtype, select(info, slice(None, None, 2)))]
-                 for r in (0, 1)}  # fmt: skip
-        schedule, note = self.choose(requests, "once", "cpu")
-        assert schedule is None
-        assert "steps" in note
-
     def test_too_little_memory(self) -> None:
         with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
             self.choose(self.columns(), "once", "cpu", 10_000)
-        schedule, note = self.choose(self.columns(), "auto", "gpu", 10_000)
-        assert schedule is None
+        width, note = self.choose(self.columns(), "auto", "gpu", 10_000)
+        assert width is None
         assert "too small for an exchange" in note

@@ -33,7 +33,7 @@ import mfload
 from mfload import errors
 from mfload.formats import checkpoint
 from mfload.io import buffers
-from mfload.mesh import agree, jax_processes, redistribute
+from mfload.mesh import agree, exchange, jax_processes, redistribute
 
 SPECS: dict[str, Any] = {
     "rows": P(("a", "b"), None),
@@ -398,31 +398,30 @@ def given_up(world: World) -> dict[str, Any]:
     said = [""] * 2
     rounds: list[Any] = []
 
-    def attempt(act: Any) -> Any:
-        rounds.append(act)
+    def attempt(*given: Any) -> Any:
+        rounds.append(given)
         if world.rank == 1 and len(rounds) == 4:
             time.sleep(0.3)
             raise KeyboardInterrupt
-        return attempts(act)
+        return attempts(*given)
 
-    attempts, redistribute._attempt = redistribute._attempt, attempt
+    attempts, exchange._attempt = exchange._attempt, attempt
     try:
         world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
     except (errors.ProcessError, KeyboardInterrupt) as error:
         said[0] = type(error).__name__
     finally:
-        redistribute._attempt = attempts
+        exchange._attempt = attempts
     # Nothing says how far the collectives of the others have come since.
     report = mfload.Report()
-    prices, redistribute._PRICE = redistribute._PRICE, 0.0
     redistribute.choose, choose = (
-        lambda requests, wished, platform, *rest: choose(requests, wished, "gpu", *rest),
+        lambda requests, options, _platform: choose(requests, options, "gpu"),
         redistribute.choose,
     )
     try:
         world.check(world.load(SPECS["columns"], exchange="auto", report=report))
     finally:
-        redistribute._PRICE, redistribute.choose = prices, choose
+        redistribute.choose = choose
     try:
         world.load(SPECS["columns"], exchange="once")
     except errors.ProcessError as error:
@@ -486,7 +485,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
         except errors.MfloadError as error:
             ended[name] = f"{type(error).__name__}: {error}"
 
-    asked, asks = threading.Event(), agree.StoreGroup.__init__
+    asked, asks = threading.Event(), agree.ProcessGroup.__init__
 
     def ask(*given: Any) -> None:
         asks(*given)
@@ -494,7 +493,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
 
     first = threading.Thread(target=load, name="first")
     second = threading.Thread(target=load, name="second", kwargs=options if world.rank else {})
-    checkpoint.read, agree.StoreGroup.__init__ = read, ask
+    checkpoint.read, agree.ProcessGroup.__init__ = read, ask
     try:
         first.start()
         assert asked.wait(60)  # In this order everywhere, or the first fails with the second.
@@ -502,7 +501,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
         for thread in (first, second):
             thread.join()
     finally:
-        checkpoint.read, agree.StoreGroup.__init__ = true, asks
+        checkpoint.read, agree.ProcessGroup.__init__ = true, asks
     return ended
 
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload.cuda import memory, staging
-from mfload.mesh import jax_backend
+from mfload.frameworks import jax_memory
 
 MODEL = {
     "w": samples.numbers((64, 48), np.float32, 1),
@@ -49,10 +49,7 @@ def there(
             made[number] = FakeDevice((1, number), name, mode=request.param, seed=number)
         return made[number], ()
 
-    real = jax_backend.JaxMeshAdapter.__init__
-    monkeypatch.setattr(
-        jax_backend.JaxMeshAdapter, "__init__", lambda self, spots: real(self, spots, land)
-    )
+    monkeypatch.setattr(jax_memory, "find_device", land)
     monkeypatch.setattr(staging, "SLOT", 64 << 10)
     yield made
     for device in made.values():

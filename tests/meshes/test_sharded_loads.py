@@ -259,11 +259,6 @@ def test_what_is_read_over_is_said(tmp_path: Path) -> None:
     assert len(loaded) == 2
     preview = mfload.plan(path, names=["a", "c"], **as_options(options))
     assert preview.over_read_bytes == report.over_read_bytes == 64
-    for notes in (preview.notes, report.notes):
-        assert any(note.startswith("33% of what is read is not wanted") for note in notes)
-    assert not any(
-        "of what is read" in note for note in mfload.plan(path, **as_options(options)).notes
-    )
 
 
 def test_progress_comes_to_its_end(path: Path) -> None:
@@ -333,7 +328,7 @@ def test_rules_for_tensors_that_were_not_asked_for_are_fine(tmp_path: Path) -> N
     options: Any = {"mesh": shards.mesh((8,)), "shardings": [("kernel", P("x"))]}
     loaded = mfload.load(path, framework="jax", names="bias", **as_options(options))
     assert loaded["a.bias"].is_fully_replicated
-    with pytest.warns(UserWarning, match="'q_proj' matches no tensor"):
+    with pytest.warns(UserWarning, match="match no tensor: 'q_proj'"):
         mfload.load(
             path, framework="jax", **as_options(options | {"shardings": [("q_proj", P("x"))]})
         )

@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload.io import buffers
-from mfload.planning import blocks, planner
+from mfload.mesh import base
+from mfload.planning import blocks
 
 DTYPES = [np.uint8, np.bool_, np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.complex64]
 MESHES = [(8,), (4,), (3,), (1,), (2, 4), (4, 2), (2, 3), (1, 5), (2, 2, 2), (2, 1, 3)]
@@ -82,14 +83,14 @@ def counted() -> Iterator[list[int]]:
 def small_blocks(nbytes: int, gap: int) -> Iterator[None]:
     """Reads so short that small tensors take many."""
     kept = blocks.Costs.__new__.__defaults__
-    block, _, concurrency, _ = kept
-    blocks.Costs.__new__.__defaults__ = (min(block, nbytes), gap, concurrency, nbytes // 2)
-    real, planner.MESH_GAP = planner.MESH_GAP, gap
+    block, *_ = kept
+    blocks.Costs.__new__.__defaults__ = (min(block, nbytes), gap, nbytes // 2)
+    real, base.MESH_GAP = base.MESH_GAP, gap
     try:
         yield
     finally:
         blocks.Costs.__new__.__defaults__ = kept
-        planner.MESH_GAP = real
+        base.MESH_GAP = real
 
 
 @given(

@@ -11,11 +11,15 @@ import pytest
 
 from mfload import dtypes, errors
 from mfload.trees import jax_transforms
-from mfload.trees.transforms import Concat, Convert, Permute, Reshape, Stack, Take, evaluate
+from mfload.trees.transforms import Branch, Transform
 
 DEVICES = jax.devices()
-TAKE = Take(0, (2, 3))
-TURNED = Permute(TAKE, (1, 0))
+TURN = ("transpose", (1, 0))
+TURNED = Transform((Branch((2, 3), (TURN,)),))
+
+
+def reshaped(shape, wanted):
+    return Transform((Branch(shape, (("reshape", wanted),)),))
 
 
 @contextmanager
@@ -51,7 +55,7 @@ def on(given):
 
 
 def expected(transform, given):
-    return [evaluate(transform, [np.asarray(each) for each in row], np) for row in given]
+    return [transform.evaluate([np.asarray(each) for each in row], np) for row in given]
 
 
 def same(made, wanted, given):
@@ -68,13 +72,12 @@ def same(made, wanted, given):
     ("transform", "shapes"),
     [
         (TURNED, [(2, 3)]),
-        (Reshape(TAKE, (3, 2)), [(6,)]),
-        (Convert(TURNED, "BF16", 0.5, "F32"), [(4, 3)]),
-        (Concat((TURNED, Take(1, (5, 2))), 0), [(2, 3), (5, 2)]),
-        (Stack(TURNED, 1, (3,), (1,)), [(2, 5)] * 3),
-        (Convert(Take(0, ()), "I16"), [()]),
-        (Reshape(TAKE, (1, 1)), [()]),
-        (Reshape(TAKE, ()), [(1, 1)]),
+        (reshaped((6,), (3, 2)), [(6,)]),
+        (Transform((Branch((4, 3), (TURN,)),), scale=0.5, dtype="BF16"), [(4, 3)]),
+        (Transform((Branch((2, 3), (TURN,)), Branch((5, 2)))), [(2, 3), (5, 2)]),
+        (Transform((Branch((2, 5), (TURN,)),), counts=(3,), axes=(1,)), [(2, 5)] * 3),
+        (reshaped((), (1, 1)), [()]),
+        (reshaped((1, 1), ()), [(1, 1)]),
     ],
 )
 def test_each_device_makes_its_own(devices, transform, shapes):
@@ -107,7 +110,7 @@ def test_a_mesh_that_the_user_has_set_is_left_alone(kind):
     with jax.set_mesh(mesh):
         made = jax_transforms.run(TURNED, on(given), given)
         wholes = jax_transforms.empty(tuple(DEVICES), (3, 2), np.float32)
-        wholes = jax_transforms.put(TURNED, on(given), wholes, given, (0, 0))
+        wholes = jax_transforms.run(TURNED, on(given), given, wholes, (0, 0))
         assert jax.sharding.get_mesh() == mesh
     same(made, expected(TURNED, given), given)
     same(wholes, expected(TURNED, given), given)
@@ -117,8 +120,8 @@ def test_parts_are_put_into_the_memory_of_the_whole():
     given = rows((2, 3))
     wholes = jax_transforms.empty(tuple(DEVICES), (4, 5), np.float32)
     pointers = [each.unsafe_buffer_pointer() for each in wholes]
-    wholes = jax_transforms.put(TURNED, on(given), wholes, given, (1, 0))
-    wholes = jax_transforms.put(TURNED, on(given), wholes, given, (1, 3))
+    wholes = jax_transforms.run(TURNED, on(given), given, wholes, (1, 0))
+    wholes = jax_transforms.run(TURNED, on(given), given, wholes, (1, 3))
     jax_transforms.wait(wholes)
     assert [each.unsafe_buffer_pointer() for each in wholes] == pointers
     for whole, part in zip(wholes, expected(TURNED, given), strict=True):
@@ -130,10 +133,10 @@ def test_parts_are_put_into_the_memory_of_the_whole():
 def test_parts_put_elsewhere_share_a_compilation():
     given = rows((3, 2), devices=DEVICES[:3])
     wholes = jax_transforms.empty(tuple(DEVICES[:3]), (2, 21), np.float32)
-    wholes = jax_transforms.put(TURNED, on(given), wholes, given, (0, 0))
+    wholes = jax_transforms.run(TURNED, on(given), given, wholes, (0, 0))
     with compiles() as made:
         for at in range(3, 21, 3):
-            wholes = jax_transforms.put(TURNED, on(given), wholes, given, (0, at))
+            wholes = jax_transforms.run(TURNED, on(given), given, wholes, (0, at))
     assert made == []
 
 
@@ -147,7 +150,7 @@ def test_layers_share_a_compilation():
 
 def test_what_was_made_shares_no_memory_with_on_what_came():
     (given,) = rows((4, 4), devices=DEVICES[:1])
-    for transform in (Reshape(TAKE, (16,)), TAKE):
+    for transform in (reshaped((4, 4), (16,)), Transform((Branch((4, 4)),))):
         (made,) = jax_transforms.run(transform, on([given]), [given])
         assert made.unsafe_buffer_pointer() != given[0].unsafe_buffer_pointer()
 
@@ -164,37 +167,6 @@ def test_nothing_is_there_without_elements():
     made = jax_transforms.empty(tuple(DEVICES), (0, 3), ml_dtypes.bfloat16)
     assert [each.device for each in made] == DEVICES
     assert all(each.shape == (0, 3) and each.dtype == jnp.bfloat16 for each in made)
-
-
-@pytest.mark.parametrize(
-    ("values", "low", "high", "fit"),
-    [
-        (np.array([-128.9, 127.9], np.float32), -128, 127, True),
-        (np.array([128.0], np.float32), -128, 127, False),
-        (np.array([np.nan], np.float32), -128, 127, False),
-        (np.array([np.inf], np.float16), -(2**31), 2**31 - 1, False),
-        (np.array([-np.inf], np.float16), -(2**31), 2**31 - 1, False),
-        (np.array([2.0**31], np.float32), -(2**31), 2**31 - 1, False),
-        (np.array([-(2.0**31)], np.float32), -(2**31), 2**31 - 1, True),
-        (np.array([2**63 - 1]), 0, 2**64 - 1, True),
-        (np.array([-1]), 0, 2**64 - 1, False),
-        (np.array([2**64 - 1], np.uint64), -(2**63), 2**63 - 1, False),
-        (np.array([300, 2], np.int32), 0, 255, False),
-        (np.array([True]), -128, 127, True),
-        (np.array([0.5], np.float32), 0, 1, False),
-        (np.array([1.0, 0.0], np.float32), 0, 1, True),
-    ],
-)
-def test_what_integers_hold(values, low, high, fit):
-    with jax.enable_x64(True):
-        given = [(jax.device_put(values, each),) for each in DEVICES[:2]]
-    assert [bool(each) for each in jax_transforms.fits(on(given), given, low, high)] == [fit, fit]
-
-
-def test_each_device_is_asked():
-    given = rows((3,), devices=DEVICES[:4])
-    found = jax_transforms.fits(on(given), given, 0, 150)
-    assert [bool(each) for each in found] == [True, True, False, False]
 
 
 def test_no_room(monkeypatch):

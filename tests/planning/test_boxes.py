@@ -10,8 +10,9 @@ import pytest
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
 from mfload.planning import boxes
-from mfload.planning.blocks import Costs, Segment
-from mfload.planning.requests import Request, select
+from mfload.planning.blocks import Costs
+from mfload.planning.plan import make_plan
+from mfload.planning.request import Request, select
 
 COSTS = Costs()
 
@@ -23,12 +24,19 @@ def _need(shape: tuple[int, ...], index: Any, dtype: str = "F32", to: str | None
 
 
 def _ranges(request: Request, costs: Costs = COSTS) -> list[tuple[int, int]]:
-    return [(s.offset, s.nbytes) for _, s in boxes.segments(request, 0, 0, costs)]
+    return [(1000 + cell.offset, cell.nbytes) for cell in boxes.cells([request], costs)]
+
+
+def _part(request: Request) -> boxes.Part:
+    """The part of a request that is read at once."""
+    (cell,) = boxes.cells([request], COSTS)
+    (part,) = cell.parts
+    return part
 
 
 def test_a_whole_tensor_is_one_plain_segment() -> None:
     request = _need((10, 20), ...)
-    assert list(boxes.segments(request, 5, 64, COSTS)) == [(3, Segment(1000, 800, 5, 64))]
+    assert boxes.cells([request], COSTS) == [boxes.Cell(0, 800, 800, (boxes.Part(0, 0, 800, 0),))]
     assert boxes.contiguous(request) == 1000
 
 
@@ -61,16 +69,16 @@ def test_what_lies_apart_or_backwards_is_not(index: Any) -> None:
 def test_a_conversion_is_never_contiguous() -> None:
     request = _need((10, 20), ..., to="F64")
     assert boxes.contiguous(request) is None
-    ((_, segment),) = boxes.segments(request, 0, 0, COSTS)
-    assert segment.copy is not None
-    assert (segment.copy.source, segment.copy.target) == (np.dtype("f4"), np.dtype("f8"))
+    copy = _part(request).copy
+    assert copy is not None
+    assert (copy.source, copy.target) == (np.dtype("f4"), np.dtype("f8"))
 
 
 def test_columns_far_apart_are_read_one_by_one() -> None:
     # Rows of 8 KiB: the gap between the columns is more than a page.
     request = _need((50, 2048), (slice(None), slice(8, 16)))
     assert _ranges(request) == [(1000 + row * 8192 + 32, 32) for row in range(50)]
-    assert all(s.copy is None for _, s in boxes.segments(request, 0, 0, COSTS))
+    assert all(cell.parts[0].copy is None for cell in boxes.cells([request], COSTS))
 
 
 def test_columns_within_a_page_are_read_over() -> None:
@@ -99,19 +107,18 @@ def test_a_row_longer_than_a_block_is_cut_within() -> None:
 
 def test_steps_backwards_start_at_the_last_byte() -> None:
     request = _need((10,), slice(None, None, -1), "U8")
-    ((_, segment),) = boxes.segments(request, 0, 0, COSTS)
-    assert (segment.offset, segment.nbytes) == (1000, 10)
-    assert segment.copy is not None
-    assert (segment.copy.start, segment.copy.strides) == (9, (-1,))
+    part = _part(request)
+    assert (part.offset, part.nbytes) == (0, 10)
+    assert part.copy is not None
+    assert (part.copy.start, part.copy.strides) == (9, (-1,))
 
 
 def test_nothing_is_read_for_nothing() -> None:
-    assert list(boxes.segments(_need((10, 20), slice(3, 3)), 0, 0, COSTS)) == []
-    assert list(boxes.segments(_need((0, 20), ...), 0, 0, COSTS)) == []
+    assert make_plan([_need((10, 20), slice(3, 3)), _need((0, 20), ...)]).blocks == ()
 
 
 def test_packed_elements_move_as_bytes() -> None:
     request = _need((4, 64), (slice(None, None, 2), slice(8, 24)), "F4")
-    ((_, segment),) = boxes.segments(request, 0, 0, COSTS)
-    assert (segment.offset, segment.nbytes) == (1004, 64 + 8)
-    assert segment.wanted == request.nbytes == 16
+    (cell,) = boxes.cells([request], COSTS)
+    assert (cell.offset, cell.nbytes) == (4, 64 + 8)
+    assert cell.wanted == request.nbytes == 16

@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as hnp
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
 from mfload.io.pread import place as put
-from mfload.planning import layout, planner
+from mfload.planning import layout
 from mfload.planning.blocks import Costs
-from mfload.planning.memory import HOST, Allocation
-from mfload.planning.requests import Request, select
+from mfload.planning.plan import Plan, make_plan
+from mfload.planning.request import HOST, Allocation, Request, select
 
 _STORED = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F4", "F6_E2M3"]
 _LENT = Allocation(None, "framework", copied=False)
@@ -119,7 +119,7 @@ class Done:
     writes: list[Any]
 
 
-def carry_out(plan: planner.Plan, files: list[bytes]) -> Done:
+def carry_out(plan: Plan, files: list[bytes]) -> Done:
     """A reader that knows no system calls."""
     done = Done([], [])
     for spec in plan.buffers:
@@ -146,7 +146,7 @@ def carry_out(plan: planner.Plan, files: list[bytes]) -> Done:
 @given(cases())
 @settings(max_examples=300)
 def test_a_plan_gives_what_numpy_gives_and_writes_each_byte_once(case: Case) -> None:
-    plan = planner.make(case.requests, **case.options)
+    plan = make_plan(case.requests, **case.options)
     done = carry_out(plan, case.files)
     covered = [np.zeros_like(writes) for writes in done.writes]
     for (request, buffer, at), expected in zip(plan.places, case.expected, strict=True):
@@ -163,7 +163,7 @@ def test_a_plan_gives_what_numpy_gives_and_writes_each_byte_once(case: Case) -> 
 
 @given(cases())
 def test_blocks_are_bounded_and_skip_long_gaps(case: Case) -> None:
-    plan = planner.make(case.requests, **case.options)
+    plan = make_plan(case.requests, **case.options)
     costs = case.options["costs"]
     for block in plan.blocks:
         assert 0 < block.nbytes <= costs.block
@@ -184,15 +184,15 @@ def test_a_plan_is_pure(case: Case) -> None:
     requests = list(case.requests)
     refuse = mock.Mock(side_effect=AssertionError("a plan touched the system"))
     with mock.patch.multiple(os, open=refuse, stat=refuse, preadv=refuse, pread=refuse):
-        first = planner.make(requests, **case.options)
-        second = planner.make(requests, **case.options)
+        first = make_plan(requests, **case.options)
+        second = make_plan(requests, **case.options)
     assert first == second
     assert requests == case.requests
 
 
 @given(cases())
 def test_alignment_is_held(case: Case) -> None:
-    for request, buffer, at in planner.make(case.requests, **case.options).places:
+    for request, buffer, at in make_plan(case.requests, **case.options).places:
         dtype = request.dtype
         align = case.options["alignment"] or max(1, dtype.nbytes // dtype.elements)
         assert at % align == 0, (request, buffer)
@@ -203,7 +203,7 @@ def test_buffers_are_bounded_unless_one_tensor_is_larger(
     case: Case, limit: int, small: int
 ) -> None:
     with mock.patch.multiple(layout, BUFFER=limit, _SMALL=small):
-        plan = planner.make(case.requests, **case.options)
+        plan = make_plan(case.requests, **case.options)
     held: dict[int, list[int]] = {}
     for request, buffer, _ in plan.places:
         held.setdefault(buffer, []).append(request.nbytes)
@@ -217,13 +217,13 @@ def test_buffers_are_bounded_unless_one_tensor_is_larger(
 def test_a_tensor_that_overflows_a_buffer_begins_the_next() -> None:
     size = 3 << 20
     requests = _whole([size] * 50, start=40)
-    plan = planner.make(requests, alignment=64)
+    plan = make_plan(requests, alignment=64)
     assert [spec.nbytes <= layout.BUFFER for spec in plan.buffers] == [True] * 3
     assert len({place.buffer for place in plan.places}) == 3
     # Two halves fill a buffer, wherever in a page they have to begin.
-    halves = planner.make(_whole([32 << 20] * 4, start=40), alignment=64)
+    halves = make_plan(_whole([32 << 20] * 4, start=40), alignment=64)
     assert [spec.nbytes for spec in halves.buffers] == [(64 << 20) + 40 // 64 * 64] * 2
-    large = planner.make(_whole([100, layout.BUFFER + 5000, 100], start=40), alignment=64)
+    large = make_plan(_whole([100, layout.BUFFER + 5000, 100], start=40), alignment=64)
     sizes = [spec.nbytes for spec in large.buffers]
     assert sizes[0] < 5000
     assert layout.BUFFER + 5000 <= sizes[1] < layout.BUFFER + 9200
@@ -246,7 +246,7 @@ def _whole(sizes: list[int], start: int) -> list[Request]:
 def test_large_tensors_lie_just_below_their_file_offset_mod_a_page(
     sizes: list[int], start: int, alignment: int | None
 ) -> None:
-    plan = planner.make(_whole(sizes, start), alignment=alignment)
+    plan = make_plan(_whole(sizes, start), alignment=alignment)
     for request, _, at in plan.places:
         if request.nbytes >= 64 << 10:
             difference = (at - request.info.pieces[0].offset) % 4096
@@ -257,7 +257,7 @@ def test_large_tensors_lie_just_below_their_file_offset_mod_a_page(
 def test_tensors_at_the_alignment_of_their_data_start_are_one_read(
     start: int, units: list[int]
 ) -> None:
-    plan = planner.make(_whole([unit * 64 for unit in units], start * 8), alignment=64)
+    plan = make_plan(_whole([unit * 64 for unit in units], start * 8), alignment=64)
     first = plan.places[0].request.info.pieces[0].offset
     at = first // 64 * 64
     if first % 64 == 0:
@@ -295,7 +295,7 @@ def test_no_page_is_read_that_holds_nothing_asked_for(
     case: tuple[Request, Any, int], block: int
 ) -> None:
     request, wanted, _ = case
-    plan = planner.make([request], costs=Costs(block=block))
+    plan = make_plan([request], costs=Costs(block=block))
     seen = np.zeros_like(wanted)
     for each in plan.blocks:
         seen[each.offset : each.offset + each.nbytes] = True
@@ -308,9 +308,9 @@ def test_no_page_is_read_that_holds_nothing_asked_for(
 
 def test_figures_count_what_is_read_over() -> None:
     requests = _whole([100, 50, 100], start=64)
-    plan = planner.make([requests[0], requests[2]])
+    plan = make_plan([requests[0], requests[2]])
     assert (plan.read_bytes, plan.wanted_bytes, plan.result_bytes) == (250, 200, 200)
-    apart = planner.make([requests[0], requests[2]], costs=Costs(merge_gap=50))
+    apart = make_plan([requests[0], requests[2]], costs=Costs(merge_gap=50))
     assert (len(apart.blocks), apart.read_bytes) == (2, 200)
     assert apart.buffer_bytes >= 200
     assert apart.mapped_bytes == 0
@@ -325,7 +325,7 @@ def test_neighbours_in_two_files_are_two_reads() -> None:
             ("begins", 1, 128, dtypes.TABLE["U8"]),
         )
     )
-    plan = planner.make([ends, begins])
+    plan = make_plan([ends, begins])
     assert plan.places[1].at == plan.places[0].at + 64
     assert [(block.source, block.offset) for block in plan.blocks] == [(0, 64), (1, 128)]
 
@@ -339,7 +339,7 @@ def test_only_what_suits_a_map_is_mapped() -> None:
             ("cast", 128, dtypes.TABLE["F64"]),
         )
     )
-    plan = planner.make([first, odd, last], alignment=64, mapped={0: 144})
+    plan = make_plan([first, odd, last], alignment=64, mapped={0: 144})
     assert plan.mapped_bytes == 16
     assert plan.places[0].at == 64
     assert (plan.wanted_bytes, plan.read_bytes) == (32, 64)
@@ -347,14 +347,14 @@ def test_only_what_suits_a_map_is_mapped() -> None:
 
 
 def test_separate_needs_begin_a_buffer_each() -> None:
-    plan = planner.make(_whole([10, 20, 30], start=41), allocations=[HOST, _LENT, HOST])
+    plan = make_plan(_whole([10, 20, 30], start=41), allocations=[HOST, _LENT, HOST])
     place = plan.places[1]
     assert (place.at, plan.buffers[place.buffer].nbytes) == (0, 20)
     assert place.buffer not in {plan.places[0].buffer, plan.places[2].buffer}
 
 
 def test_the_tensors_of_a_block_are_named() -> None:
-    plan = planner.make(_whole([100, 50, 100], start=64), costs=Costs(block=128))
+    plan = make_plan(_whole([100, 50, 100], start=64), costs=Costs(block=128))
     assert [plan.tensors_of(block) for block in plan.blocks] == [["t0"], ["t0", "t1", "t2"], ["t2"]]
 
 
@@ -365,7 +365,7 @@ def test_bfloat16_is_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_nothing_and_empty_tensors_read_nothing(count: int) -> None:
-    plan = planner.make(_whole([0] * count, start=64))
+    plan = make_plan(_whole([0] * count, start=64))
     assert plan.blocks == ()
     assert len(plan.places) == count
     assert plan.read_bytes == plan.result_bytes == 0

@@ -20,11 +20,12 @@ from mfload.index import Box, Piece, TensorInfo
 from mfload.io import buffers, route
 from mfload.io.pread import place as put
 from mfload.loading import execute
-from mfload.planning import planner, scatter
+from mfload.mesh.base import MESH_GAP
+from mfload.planning import boxes
 from mfload.planning.blocks import Costs, stored
 from mfload.planning.layout import BufferSpec
-from mfload.planning.memory import Allocation
-from mfload.planning.requests import Request, boxed, select
+from mfload.planning.plan import Plan, make_plan
+from mfload.planning.request import Allocation, Request, boxed, select
 from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
@@ -131,12 +132,12 @@ def cases(draw: Any, most: int = 12) -> Case:
     )
 
 
-def _plan(case: Case) -> planner.Plan:
-    with mock.patch.object(scatter, "_LONG", case.long):
-        return planner.make(case.requests, costs=case.costs, alignment=case.alignment)
+def _plan(case: Case) -> Plan:
+    with mock.patch.object(boxes, "LONG", case.long):
+        return make_plan(case.requests, costs=case.costs, alignment=case.alignment)
 
 
-def _hold(case: Case, plan: planner.Plan, memory: list[Any]) -> None:
+def _hold(case: Case, plan: Plan, memory: list[Any]) -> None:
     for (request, buffer, at), expected in zip(plan.places, case.expected, strict=True):
         assert memory[buffer][at : at + request.nbytes].tobytes() == expected
 
@@ -180,7 +181,7 @@ def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
         path.write_bytes(case.file)
         source = LocalFile(path)
         plan = _plan(case)
-        legs = route.choose([(source, source.size)], engine)
+        legs = dict(enumerate(route.choose([(source, source.size)], engine)))
         got = 0
         real = os.preadv
 
@@ -202,7 +203,7 @@ def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
 @pytest.mark.parametrize("engine", ["pread", "direct"])
 @pytest.mark.parametrize(
     ("rows", "columns", "gap"),
-    [(1, 8, 4096), (2, 4, 4096), (8, 1, 4096), (1, 2, 4096), (1, 2, planner.MESH_GAP)],
+    [(1, 8, 4096), (2, 4, 4096), (8, 1, 4096), (1, 2, 4096), (1, 2, MESH_GAP)],
 )
 def test_shards_of_some_megabytes(
     tmp_path: Path, engine: Any, rows: int, columns: int, gap: int
@@ -217,9 +218,9 @@ def test_shards_of_some_megabytes(
             for length, k in zip(shape, (rows, 1, columns), strict=True)]  # fmt: skip
     boxes = list(itertools.product(*cuts))
     requests = [Request(info, info.dtype, boxed(info, box)) for box in boxes]
-    plan = planner.make(requests, alignment=64, costs=Costs(merge_gap=gap))
+    plan = make_plan(requests, alignment=64, costs=Costs(merge_gap=gap))
     memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-    legs = route.choose([(source, source.size)], engine)
+    legs = dict(enumerate(route.choose([(source, source.size)], engine)))
     execute.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
     for (request, buffer, at), box in zip(plan.places, boxes, strict=True):
         part = array[tuple(slice(*ends) for ends in box)]
@@ -239,7 +240,7 @@ def _need(
 
 def test_columns_are_few_blocks_and_not_a_segment_a_row() -> None:
     requests = [_need((5000, 800), ((0, 5000), (n * 100, n * 100 + 100))) for n in range(8)]
-    plan = planner.make(requests)
+    plan = make_plan(requests)
     assert len(plan.blocks) == 4
     assert all(len(block.segments) == 8 for block in plan.blocks)
     assert plan.staged <= Costs().staged
@@ -249,17 +250,17 @@ def test_columns_are_few_blocks_and_not_a_segment_a_row() -> None:
 def test_long_runs_go_straight_unless_several_want_them() -> None:
     shape, half = (20, 1 << 18), 1 << 17
     columns = [_need(shape, ((0, 20), (n * half, n * half + half))) for n in range(2)]
-    assert planner.make(columns).staged == 0
-    twice = planner.make([*columns, *columns])
+    assert make_plan(columns).staged == 0
+    twice = make_plan([*columns, *columns])
     assert 0 < len(twice.blocks) <= 10
     assert all(len(block.segments) == 4 for block in twice.blocks)
 
 
 def test_columns_of_one_half_are_read_over_up_to_the_gap() -> None:
     half = [_need((50, 4000), ((0, 50), (n * 1000, n * 1000 + 1000))) for n in range(2)]
-    exact = planner.make(half, costs=Costs(merge_gap=4000))
+    exact = make_plan(half, costs=Costs(merge_gap=4000))
     assert exact.read_bytes == exact.wanted_bytes == 50 * 4000
-    over = planner.make(half, costs=Costs(merge_gap=4001))
+    over = make_plan(half, costs=Costs(merge_gap=4001))
     assert len(over.blocks) == 1
     assert (over.read_bytes, over.wanted_bytes) == (50 * 8000 - 4000, 50 * 4000)
 
@@ -270,27 +271,27 @@ def test_rows_of_many_small_tensors_are_few_reads() -> None:
         for tensor in range(1000)
         for n in range(8)
     ]
-    together = planner.make(requests)
+    together = make_plan(requests)
     assert len(together.blocks) == 1
     assert len(together.blocks[0].segments) == 1
     lent = Allocation(None, "framework", copied=False)
-    apart = planner.make(requests, allocations=[lent] * len(requests))
+    apart = make_plan(requests, allocations=[lent] * len(requests))
     assert len(apart.blocks) == 1
     assert not apart.staged
     # In any order of the devices.
-    assert len(planner.make(requests[::-1]).blocks[0].segments) == 1
+    assert len(make_plan(requests[::-1]).blocks[0].segments) == 1
 
 
 def test_copies_of_many_small_tensors_are_few_reads() -> None:
     requests = [_need((512,), at=1024 * tensor) for tensor in range(4000) for _ in range(8)]
-    plan = planner.make(requests)
+    plan = make_plan(requests)
     assert plan.read_bytes == plan.wanted_bytes == 4000 * 1024
     assert len(plan.blocks) == 2
     assert len({(place.buffer, place.at) for place in plan.places}) == len(requests)
 
 
 def test_a_large_run_beside_columns_needs_no_slot() -> None:
-    plan = planner.make([_need((4 << 20,), at=0), _need((10, 10), ((0, 10), (0, 5)), at=8 << 20)])
+    plan = make_plan([_need((4 << 20,), at=0), _need((10, 10), ((0, 10), (0, 5)), at=8 << 20)])
     assert [block.staged for block in plan.blocks] == [False, True]
     assert plan.staged == 190
 
@@ -303,7 +304,7 @@ def test_steps_and_boxes_of_one_tensor_do_not_disturb_each_other() -> None:
         (slice(None), slice(10, 20)), (slice(None, None, -1),), ..., (3, 3),
     ]  # fmt: skip
     requests = [Request(whole.info, whole.dtype, select(whole.info, index)) for index in indices]
-    plan = planner.make(requests)
+    plan = make_plan(requests)
     memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
     for block in plan.blocks:
         put(data.reshape(-1).view(np.uint8), 0, block, memory)
@@ -313,7 +314,7 @@ def test_steps_and_boxes_of_one_tensor_do_not_disturb_each_other() -> None:
 
 def test_a_value_that_does_not_fit_names_its_tensor() -> None:
     requests = [_need((10, 10), ((0, 10), (0, 5)), "I8", 0), _need((10, 10), at=0)]
-    plan = planner.make(requests)
+    plan = make_plan(requests)
     memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
     data = np.full(100, 200, np.uint16).view(np.uint8)
     (block,) = plan.blocks
@@ -328,7 +329,7 @@ def test_tensors_of_one_shape_are_not_mixed_up() -> None:
     asked = [(0, left, "U16"), (0, right, "U16"), (200, left, "U32"), (200, right, "U16"),
              (400, right, "U16"), (400, left, "U16"), (600, left, "U16")]  # fmt: skip
     requests = [_need((10, 10), box, to, at) for at, box, to in asked]
-    plan = planner.make(requests)
+    plan = make_plan(requests)
     memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
     for block in plan.blocks:
         put(data.view(np.uint8), 0, block, memory)
@@ -342,14 +343,14 @@ def test_steps_and_conversions_pass_through_small_slots_too() -> None:
     whole = _need((9000, 1000))
     steps = select(whole.info, (slice(None), slice(None, None, 2)))
     for request in (Request(whole.info, whole.dtype, steps), _need((9000, 1000), to="F32")):
-        assert 0 < planner.make([request]).staged <= Costs().staged
+        assert 0 < make_plan([request]).staged <= Costs().staged
 
 
 def test_places_may_be_given() -> None:
     requests = [_need((4, 8), ((0, 4), (n * 2, n * 2 + 2)), at=0) for n in range(4)]
     given_places = [(1, 48), (0, 0), (1, 0), (1, 16)]
     specs = [BufferSpec(16), BufferSpec(64)]
-    plan = planner.make(requests, given=given_places, specs=specs)
+    plan = make_plan(requests, given=given_places, specs=specs)
     assert plan.buffers == tuple(specs)
     assert [(place.buffer, place.at) for place in plan.places] == given_places
     data = np.arange(32, dtype=np.uint16).reshape(4, 8)
@@ -363,7 +364,7 @@ def test_places_may_be_given() -> None:
 def test_a_witness_is_shown_shared_bytes_once() -> None:
     data = np.arange(100, dtype=np.uint8)
     requests = [_need((10, 5), ((0, 10), (n, n + 2)), at=0) for n in (3, 1, 0)]
-    (block,) = planner.make([*requests, *requests]).blocks
+    (block,) = make_plan([*requests, *requests]).blocks
     shown = [(at, part.tobytes()) for at, part in stored(block, [], data)]
     assert b"".join(part for _, part in shown) == data.tobytes()
     assert [at for at, _ in shown] == sorted(at for at, _ in shown)

@@ -13,6 +13,7 @@ import samples
 
 import mfload
 from mfload import dtypes, errors
+from mfload.dtypes import DType
 from mfload.index import Index, Piece, TensorInfo
 from mfload.planning import selection
 
@@ -62,7 +63,11 @@ def test_senseless_names_are_refused(names: Any) -> None:
 
 
 def _target(stored: str, dtype: Any, name: str = "w") -> str:
-    return selection.target(_info(name, stored), dtype)[0].name
+    return _target_of(_info(name, stored), dtype)[0].name
+
+
+def _target_of(info: TensorInfo, dtype: Any) -> tuple[DType, bool]:
+    return selection.target(info, selection.read_dtype(dtype))
 
 
 FLOATS = ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
@@ -82,14 +87,14 @@ def test_a_float_dtype_takes_floats_alone(to: str) -> None:
 def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
     held = np.can_cast(dtypes.TABLE[stored].numpy, dtypes.TABLE[to].numpy, "safe")
     if held:
-        assert selection.target(_info("w", stored), to) == (dtypes.TABLE[to], False)
+        assert _target_of(_info("w", stored), to) == (dtypes.TABLE[to], False)
         return
     with pytest.raises(errors.LossyCastError, match="ask for it by name") as info:
         _target(stored, to)
     assert (info.value.tensor, info.value.found) == ("w", stored)
     assert to in str(info.value)
     # By name it is asked for, and checked value by value.
-    assert selection.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
+    assert _target_of(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
 
 
 @pytest.mark.parametrize("stored", FLOATS)
@@ -97,7 +102,7 @@ def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
 def test_floats_become_integers_only_by_name(stored: str, to: str) -> None:
     with pytest.raises(errors.LossyCastError):
         _target(stored, to)
-    assert selection.target(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
+    assert _target_of(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
 
 
 @pytest.mark.parametrize("stored", ["F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"])
@@ -127,7 +132,7 @@ def test_complex_numbers_stay_complex() -> None:
 
 def test_the_first_matching_pattern_counts() -> None:
     table = [(r"bias$", "F64"), (r"^a\.", "BF16"), (re.compile("C", re.I), "F16")]
-    targets = {name: selection.target(INDEX[name], table)[0].name for name in NAMES}
+    targets = {name: _target_of(INDEX[name], table)[0].name for name in NAMES}
     assert targets == {"b.weight": "F32", "a.weight": "BF16", "a.bias": "F64", "c": "F16"}
     with pytest.raises(errors.UsageError, match="regular expression"):
         _target("F32", [("(", "F64")])
@@ -149,7 +154,7 @@ def test_dtypes_are_spelled_in_many_ways(spelling: Any, row: str) -> None:
     assert _target("F32" if row != "F32" else "F64", spelling) == row
 
 
-@pytest.mark.parametrize("spelling", ["float31", "", 7, object(), [], {"w": "nonsense"}])
+@pytest.mark.parametrize("spelling", ["float31", "", 7, object(), {"w": "nonsense"}])
 def test_what_is_no_dtype_is_refused(spelling: Any) -> None:
     with pytest.raises(errors.UsageError, match="unknown dtype"):
         _target("F32", spelling)
@@ -158,7 +163,7 @@ def test_what_is_no_dtype_is_refused(spelling: Any) -> None:
 def test_a_rule_that_matches_nothing_warns(tmp_path: Path) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"q.weight": np.zeros(3, np.float32)})
     for dtype, said in (
-        ([("wieght", "bfloat16")], "regex that matches no name: 'wieght'"),
+        ([("wieght", "bfloat16")], "match no tensor: 'wieght'"),
         ({"q.wieght": "bfloat16"}, "did you mean 'q.weight'"),
         ({r"q\..*": "bfloat16"}, "list of pairs"),
     ):
@@ -170,7 +175,23 @@ def test_a_rule_that_matches_nothing_warns(tmp_path: Path) -> None:
         mfload.load(path, "numpy", names=[r"q\..*"])
 
 
+def test_only_names_that_are_shown_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map for another checkpoint has thousands of names, and each comparison takes a while."""
+    compared: list[object] = []
+    monkeypatch.setattr(errors, "did_you_mean", lambda name, _: compared.append(name) or "")
+    for rules in ({f"q{n}": "F16" for n in range(99)}, [(f"q{n}$", "F16") for n in range(99)]):
+        compared.clear()
+        with pytest.warns(UserWarning, match="and 91 more"):
+            selection.Rules("dtype=", rules).warn_of_unmatched(NAMES)
+        assert len(compared) == 8
+
+
+@pytest.mark.parametrize("rules", [[], (), {}])
+def test_no_rules_leave_all_as_stored(rules: Any) -> None:
+    assert _target("F32", rules) == "F32"
+
+
 def test_a_mapping_holds_exact_names() -> None:
     table = {"c": "F16", "weight": "BF16"}
-    targets = {name: selection.target(INDEX[name], table)[0].name for name in NAMES}
+    targets = {name: _target_of(INDEX[name], table)[0].name for name in NAMES}
     assert targets == {"b.weight": "F32", "a.weight": "F32", "a.bias": "F32", "c": "F16"}

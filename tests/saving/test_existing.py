@@ -21,6 +21,9 @@ def index(path: Path, *files: str) -> None:
     path.write_text(json.dumps({"weight_map": {f"w{n}": file for n, file in enumerate(files)}}))
 
 
+NOTHING = Existing([], False, frozenset(), frozenset(), frozenset())
+
+
 class TestLook:
     PLACE = "model.safetensors"
 
@@ -30,12 +33,11 @@ class TestLook:
     def test_nothing(self, tmp_path: Path) -> None:
         touch(tmp_path / "config.json")
         found = self.look(tmp_path)
-        assert (found.single, found.indexed, found.names) == (False, False, frozenset())
-        assert (found.hidden, found.others) == (frozenset(), ())
+        assert found == NOTHING
 
     def test_everything(self, tmp_path: Path) -> None:
         place = Location(str(tmp_path), self.PLACE)
-        hidden = place.hidden() + "00001.safetensors"
+        hidden = place.hidden + "00001.safetensors"
         shard, stray = "model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"
         for name in (self.PLACE, shard, stray, "free.safetensors", "adapter.safetensors", hidden,
                      ".other.safetensors", "model-x-of-y.safetensors"):  # fmt: skip
@@ -44,20 +46,11 @@ class TestLook:
               "sub/x.safetensors", "../up.safetensors", "/abs")  # fmt: skip
         index(tmp_path / "adapter.safetensors.index.json", "adapter.safetensors", stray)
         found = self.look(tmp_path)
-        assert found.single
-        assert found.indexed
-        assert found.placed == {shard, "free.safetensors"}
+        assert found.found == [self.PLACE, "model.safetensors.index.json"]
         assert found.sharded
-        assert found.named == {shard, stray}
-        assert found.names == {shard, "free.safetensors"}
-        assert found.hidden == {hidden}
+        assert found.files == {self.PLACE, shard, "free.safetensors"}
+        assert found.left == {hidden}
         assert found.kept == {"adapter.safetensors", stray}
-        assert found.others == (
-            "adapter.safetensors.index.json",
-            "adapter.safetensors",
-            stray,
-            "model-x-of-y.safetensors",
-        )
 
     @pytest.mark.parametrize(
         "text", ["", "{", "[]", "5", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}',
@@ -66,24 +59,24 @@ class TestLook:
     def test_an_index_that_is_none(self, text: str, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin1"))
         found = self.look(tmp_path)
-        assert found.indexed
-        assert found.placed == frozenset()
+        assert found.sharded
+        assert found.files == frozenset()
         assert found.doubt == "model.safetensors.index.json"
 
     def test_without_an_index_a_complete_set_is_the_checkpoint_s(self, tmp_path: Path) -> None:
         names = {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
         for name in (*names, "model-1-of-2.safetensors"):
             touch(tmp_path / name)
-        assert self.look(tmp_path).names == names
+        assert self.look(tmp_path).files == names
         touch(tmp_path / "model-00001-of-00003.safetensors")
-        assert self.look(tmp_path).names == frozenset()
+        assert self.look(tmp_path).files == frozenset()
 
     def test_an_index_names_files_that_are_not_ours(self, tmp_path: Path) -> None:
         for name in ("config.json", "notes.txt", "a.safetensors"):
             touch(tmp_path / name)
         own = "model.safetensors.index.json"
         index(tmp_path / own, "config.json", "notes.txt", own, "a.safetensors")
-        assert self.look(tmp_path).placed == {"a.safetensors"}
+        assert self.look(tmp_path).files == {"a.safetensors"}
 
     def test_an_index_that_is_a_fifo(self, tmp_path: Path) -> None:
         touch(tmp_path / self.PLACE)
@@ -94,16 +87,15 @@ class TestLook:
         touch(tmp_path / "weights.bin")
         touch(tmp_path / "weights-00001-of-00002.safetensors")
         found = self.look(tmp_path, "weights.bin")
-        assert found.single
-        assert (found.names, found.others, found.indexed) == (frozenset(), (), False)
+        assert found == NOTHING._replace(found=["weights.bin"], files=frozenset({"weights.bin"}))
 
     def test_names_that_regexes_know(self, tmp_path: Path) -> None:
         touch(tmp_path / "a+b-00001-of-00001.safetensors")
         touch(tmp_path / "aab-00001-of-00001.safetensors")
-        assert self.look(tmp_path, "a+b.safetensors").names == {"a+b-00001-of-00001.safetensors"}
+        assert self.look(tmp_path, "a+b.safetensors").files == {"a+b-00001-of-00001.safetensors"}
 
     def test_a_directory_that_can_t_be_listed(self, tmp_path: Path) -> None:
-        assert self.look(tmp_path / "gone") == Existing()
+        assert self.look(tmp_path / "gone") == NOTHING
         touch(tmp_path / "file")
         with pytest.raises(errors.TargetError):
             self.look(tmp_path / "file")

@@ -20,6 +20,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mfload import dtypes, errors, packed
+from mfload.dlpack import array_at
 from mfload.frameworks import base
 from mfload.saving.export import TensorToSave, export
 
@@ -268,8 +269,7 @@ class TestStrided:
         whole = np.arange(np.prod(shape), dtype=kind).reshape(shape)
         part = whole[data.draw(arrays.basic_indices(shape, allow_ellipsis=True))]
         part = np.asarray(part)
-        steps = tuple(step // part.itemsize for step in part.strides)
-        seen = base.array_at(whole, part.ctypes.data, part.shape, steps, part.itemsize)
+        seen = array_at(whole, part.ctypes.data, part.shape, f"<{kind}", part.strides)
         assert seen.tolist() == part.tolist()
         assert seen.dtype == part.dtype
 
@@ -279,7 +279,7 @@ class TestStrided:
 
         owner, memory = Owner(), np.arange(4, dtype=np.uint8)
         gone = weakref.ref(owner)
-        seen = base.array_at(owner, memory.ctypes.data, (4,), (1,), 1)
+        seen = array_at(owner, memory.ctypes.data, (4,))
         del owner
         gc.collect()
         part = seen[1:]

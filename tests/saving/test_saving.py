@@ -143,13 +143,13 @@ class TestRoundTrip:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[int] = []
-        real = drafts.Draft.gather
+        real = drafts.Draft.write
 
-        def gather(draft: Any, offset: int, pieces: Any) -> None:
+        def write(draft: Any, offset: int, *args: Any) -> int:
             begun.append(offset)
-            real(draft, offset, pieces)
+            return real(draft, offset, *args)
 
-        monkeypatch.setattr(drafts.Draft, "gather", gather)
+        monkeypatch.setattr(drafts.Draft, "write", write)
         metadata = {"long": "x" * (2 * drafts.BLOCK + 99)}
         data = np.random.default_rng(0).integers(0, 256, 2 * drafts.BLOCK, np.uint8)
         mfload.save({"w": data}, tmp_path, metadata=metadata, align=8)

@@ -40,11 +40,8 @@ def run(*arguments: object) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["plain", "no-tmpfile", "no-links"])
-@pytest.mark.parametrize("name", scenarios.SCENARIOS)
+@pytest.mark.parametrize(("name", "mode"), scenarios.CASES)
 def test_a_kill_before_any_system_call(name: str, mode: str, memory: Path) -> None:
-    if mode == "no-links" and scenarios.SCENARIOS[name].sharded:
-        pytest.skip("refused: see test_publishing")
     found = run("steps", name, mode, memory)
     before = "nothing" if scenarios.SCENARIOS[name].old == 0 else "old"
     assert found["steps"] == found[before] + found["new"] > 5

@@ -40,16 +40,20 @@ def test_short_reads_are_taken_up_again(path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: real(fd, min(nbytes, 7), at))
     monkeypatch.setattr(os, "preadv", lambda fd, vector, at: vectored(fd, [vector[0][:7]], at))
     assert source.read(3, 150) == path.read_bytes()[3:153]
-    memory = bytearray(150)
-    source.read_into(3, memory)
+    memory = memoryview(bytearray(150))
+    with OpenFile(source) as opened:
+        opened.read([memory], 3)
     assert memory == path.read_bytes()[3:153]
 
 
 def test_an_end_before_its_time_is_a_change(path: Path) -> None:
     with pytest.raises(errors.SourceChangedError, match="210 bytes") as info:
         LocalFile(path).read(190, 20)
-    with pytest.raises(errors.SourceChangedError, match="210 bytes"):
-        LocalFile(path).read_into(190, bytearray(20))
+    with (
+        OpenFile(LocalFile(path)) as opened,
+        pytest.raises(errors.SourceChangedError, match="210 bytes"),
+    ):
+        opened.read([memoryview(bytearray(20))], 190)
     assert info.value.file == os.fspath(path)
 
 

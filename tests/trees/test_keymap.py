@@ -163,7 +163,7 @@ def test_a_malformed_line_is_refused_by_its_key(value: Any) -> None:
 
 @pytest.mark.parametrize("key", ["(", "*", 5, None, b"a", re.compile(b"a")])
 def test_a_key_has_to_be_a_regex(key: Any) -> None:
-    with pytest.raises(errors.UsageError, match="not a regular expression"):
+    with pytest.raises(errors.UsageError, match="malformed regular expression"):
         _read("a", key)
 
 
@@ -200,7 +200,7 @@ def test_templates_expand_as_those_of_re(template: str) -> None:
     pattern = re.compile(r"(\w)\.(?P<n>\w)" + "(z)?" * 8)
     match = pattern.fullmatch("a.b")
     assert match is not None
-    assert matching.expander(template)(match) == match.expand(template)
+    assert matching.expand(template, match) == match.expand(template)
 
 
 def test_escapes_that_mean_nothing_are_dropped_from_templates() -> None:

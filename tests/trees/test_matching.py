@@ -9,9 +9,10 @@ import pytest
 
 from mfload import dtypes, errors
 from mfload.index import Index, Piece, TensorInfo
+from mfload.trees import matching
 from mfload.trees.keymap import Rule, rule
 from mfload.trees.matching import match
-from mfload.trees.recipe import Leaf, Recipe, is_plain
+from mfload.trees.recipe import Leaf, Recipe
 
 Shape = tuple[int, ...]
 
@@ -56,7 +57,7 @@ def _problems(index: Index, leaves: dict[str, Any], key_map: Any = None, **more:
 def test_names_match_as_they_are() -> None:
     matched = _match(_index(b=(2,), a__w=(3, 2)), {"a.w": (3, 2), "b": (2,)})
     assert list(matched.recipes) == ["a.w", "b"]
-    assert all(is_plain(recipe.transform) for recipe in matched.recipes.values())
+    assert all(recipe.transform.plain for recipe in matched.recipes.values())
     assert matched.notes == ()
 
 
@@ -78,6 +79,12 @@ def test_strict_is_about_names_alone() -> None:
     assert _problems(index, {"a": (3,)}, strict=False) == [
         "wrong shape: a: wants [3], but a is [2]",
     ]
+
+
+def test_a_target_that_is_mistyped_in_the_only_rule() -> None:
+    with pytest.raises(errors.MappingError) as info:
+        _match(_index(z=(1,), a=(2,)), {"x": (2,), "head": (2,)}, {"a": "haed"}, strict=False)
+    assert (info.value.expected, info.value.found) == ("names like 'head'", "names like 'haed'")
 
 
 def test_an_optional_leaf_may_be_missing_and_may_be_there() -> None:
@@ -103,9 +110,10 @@ def test_everything_wrong_is_told_at_once() -> None:
         r"matched twice: b.x: several rules match, 'b\\..', '.\\.x'; make one narrower, or write "
         "one rule with a list of targets",
         "wrong shape: a: wants [3, 2], but a is [2, 3]; transpose=(1, 0) fits",
-        "wrong dtype: c: wants F32, stored is C64",
-        "bad stack: d: group 1 has 0, 1, 3: 2 is missing",
+        "filled twice: b: by b.x, b.x",
         "filled twice: e: by e, f",
+        "wrong dtype: c: wants F32, stored is C64",
+        "bad stack: d: no tensor with group 1 = 2",
         "bad rule: g: reshape=(2, 3) does not fit g of shape [4]",
         "missing: gone [7]: nothing in the checkpoint goes there",
         "extra: lost [5]: no rule matches",
@@ -127,7 +135,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ({"l__0": (2,)}, (2,), rule("t", stack=1),
          "wrong shape: t: wants [2], but the rule makes [1, 2] of l.0 [2]"),
         ({"l__0": (2,)}, (1, 2), rule("t", stack={1: 2}),
-         "bad rule: t: there is no dim 2 to stack along: the result has 2"),
+         "bad rule: t: stack= names dim 2 of a result of 2"),
         ({"l__k": (2,)}, (4,), rule("t", concat=(0, 1, ("q", "k"))),
          "bad stack: t: no tensor with group 1 = q"),
         ({"l__k": (2,), "l__z": (2,)}, (4,), rule("t", concat=(0, 1, ("q", "k"))),
@@ -135,7 +143,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ({"l__0": (2,), "l__1": (2, 2)}, (4,), rule("t", concat=(0, 1)),
          "bad rule: t: [2], [2, 2] can't be joined along dim 0"),
         ({"l__0": (2,), "l__1": (2,)}, (4,), rule("t", concat=(1, 1)),
-         "bad rule: t: [2], [2] can't be joined along dim 1"),
+         "bad rule: t: concat= names dim 1 of [2], [2]"),
         ({"l__0": (2, 3)}, (2, 3), rule("t", transpose=(1, 0)),
          "wrong shape: t: wants [2, 3], but the rule makes [3, 2] of l.0 [2, 3]"),
         ({"l__0": (2, 3)}, (2, 3), rule("t", transpose=(0, 2, 1)),
@@ -149,18 +157,19 @@ def test_everything_wrong_is_told_at_once() -> None:
         ({"l__0": (6,)}, (2,), rule(["t", "u"], split=1),
          "bad rule: t: split= names dim 1 of l.0 of shape [6]"),
         ({"l__0": (6, 4)}, (2, 3), rule(["t", None], split=0),
-         "bad rule: t: no part of l.0 [6, 4] along dim 0 makes t [2, 3]; split=(dim, sizes) says "
-         "what does"),
+         "bad rule: t: the targets' shapes do not say how l.0 of shape [6, 4] is split along dim 0"
+         "; split=(dim, sizes) does"),
         ({"l__0": (6,)}, (2,), rule(["t", None, None], split=0),
-         "bad rule: t: the targets don't say how l.0 is split; split=(dim, sizes) does"),
+         "bad rule: t: the targets' shapes do not say how l.0 of shape [6] is split along dim 0; "
+         "split=(dim, sizes) does"),
         ({"l__0": ((2, 2), "F4")}, ((2, 2), "F4"), rule("t", transpose=(1, 0)),
          "wrong dtype: t: F4 can only be taken as it is stored"),
         ({"l__0": ((2, 2), "F8_E8M0")}, ((1, 2, 2), "F8_E8M0"), rule("t", stack=1),
          "wrong dtype: t: F8_E8M0 can only be taken as it is stored"),
         ({"l__0": ((2,), "F4")}, (2,), rule("t", cast="float32"),
-         "wrong dtype: t: there is no conversion from F4 to F32"),
+         "wrong dtype: t: wants F32, stored is F4: no conversion between these dtypes"),
         ({"l__0": ((2,), "C64")}, (2,), rule("t", cast="float32"),
-         "wrong dtype: t: there is no conversion from C64 to F32"),
+         "wrong dtype: t: wants F32, stored is C64: no conversion between these dtypes"),
         ({"l__0": ((2,), "I32")}, (2,), rule("t", scale=2),
          "wrong dtype: t: I32 to F32: scale= makes floats of floats, or of integers up to 16 bits"),
     ],
@@ -203,7 +212,8 @@ def test_two_regexes_may_share_a_stack() -> None:
 def test_dtypes_of_targets_that_are_met(stored: str, wanted: str) -> None:
     recipe = _match(_index(a=((2,), stored)), {"a": ((2,), wanted)}).recipes["a"]
     assert recipe.dtype.name == wanted
-    assert is_plain(recipe.transform) == (stored == wanted)
+    assert recipe.transform.plain
+    assert recipe.landed is recipe.dtype
     assert not recipe.checked
 
 
@@ -270,7 +280,7 @@ def test_dtypes_go_by_names_of_the_target() -> None:
         with pytest.raises(errors.UsageError, match="regular expression"):
             found(dtype)
     assert _problems(_index(a=((2,), "C64")), {"a": ((2,), "C64")}, dtype={"a": "F32"}) == [
-        "wrong dtype: a: there is no conversion from C64 to F32"
+        "wrong dtype: a: wants F32, stored is C64: no conversion between these dtypes"
     ]
 
 
@@ -347,7 +357,7 @@ def test_a_tensor_may_go_to_several_targets() -> None:
     for value in (list(leaves), rule(list(leaves)), [rule(name) for name in leaves]):
         matched = _match(index, leaves, {"embed": value})
         assert list(matched.recipes) == list(leaves)
-        assert all(is_plain(recipe.transform) for recipe in matched.recipes.values())
+        assert all(recipe.transform.plain for recipe in matched.recipes.values())
     leaves["head.kernel"] = (3, 2)
     line = [rule(["embed.table", "head.copy"]), rule("head.kernel", transpose=(1, 0))]
     assert list(_match(index, leaves, {"embed": line}).recipes) == list(leaves)
@@ -418,8 +428,7 @@ def test_a_function_that_raises_is_told_of_with_the_name() -> None:
 
 def test_parts_that_nobody_wants_are_what_is_left() -> None:
     recipe = _match(_index(q=(8, 2)), {"k": (3, 2)}, {"q": rule([None, "k"], split=0)}).recipes["k"]
-    (source,) = recipe.part(((0, 3), (0, 2)))[0]
-    assert source.box == ((5, 8), (0, 2))
+    assert recipe.transform.part(((0, 3), (0, 2)))[1] == [(0, ((5, 8), (0, 2)))]
 
 
 def test_a_split_of_every_layer_is_stacked() -> None:
@@ -427,7 +436,7 @@ def test_a_split_of_every_layer_is_stacked() -> None:
     line = rule(["q", "k"], split=0, transpose=(1, 0), stack=1)
     recipes = _match(index, {"q": (2, 2, 5), "k": (2, 2, 3)}, {r"l\.(\d)": line}).recipes
     whole = ((0, 2), (0, 2), (0, 3))
-    assert [source.box for source in recipes["k"].part(whole)[0]] == [((5, 8), (0, 2))] * 2
+    assert [box for _, box in recipes["k"].transform.part(whole)[1]] == [((5, 8), (0, 2))] * 2
 
 
 def test_a_hundred_thousand_names_and_fifty_rules_take_seconds() -> None:
@@ -447,6 +456,16 @@ def test_a_hundred_thousand_names_and_fifty_rules_take_seconds() -> None:
         match(index, [*leaves, Leaf(("x",), (1,), row)], key_map)
     assert len(info.value.problems) == 50
     assert re.search("1 missing, 49 unused rule", str(info.value))
+
+
+def test_hints_are_bounded_however_many_rules_are_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(matching, "_TRIED", 100)
+    monkeypatch.setattr(matching, "_matches_part", lambda entry, _: tried.append(entry))
+    names = {f"w{n}": (2,) for n in range(60)}
+    key_map = {name: name for name in names} | {f"z{n}": f"z{n}" for n in range(50)}
+    assert len(_problems(_index(**names), dict(names), key_map)) == 50
+    assert len(tried) == 100
 
 
 def test_a_stored_tensor_for_a_typed_prng_key_is_told_of() -> None:

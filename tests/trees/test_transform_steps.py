@@ -34,8 +34,11 @@ def _elements(shape: Shape, box: Box) -> list[int]:
 @given(data=st.data(), total=st.sampled_from([1, 6, 12, 24, 36, 60]))
 def test_both_boxes_hold_the_same_elements(data: st.DataObject, total: int) -> None:
     one, other = data.draw(_shapes(total)), data.draw(_shapes(total))
-    ends = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in other]
-    box = tuple((a, b) for a, b in ends)
+    starts = [data.draw(st.integers(0, size - 1)) for size in other]
+    box = tuple(
+        (start, data.draw(st.integers(start + 1, size)))
+        for start, size in zip(starts, other, strict=True)
+    )
     inner, grown = transforms.through_reshape(one, other, box)
     assert all(c <= a and b <= d for (a, b), (c, d) in zip(box, grown, strict=True))
     # In the same order, so that a reshape of the one is the other.
@@ -55,15 +58,7 @@ def test_both_boxes_hold_the_same_elements(data: st.DataObject, total: int) -> N
         ((2, 3, 4), (6, 4), ((0, 3), (1, 2)), ((0, 1), (0, 3), (1, 2)), None),
         ((1, 5), (5, 1, 1), ((2, 4), (0, 1), (0, 1)), ((0, 1), (2, 4)), None),
         ((), (1, 1), ((0, 1), (0, 1)), (), None),
-        ((), (1,), ((1, 1),), (), ((0, 1),)),
-        ((6,), (2, 3), ((1, 1), (0, 3)), ((0, 0),), None),
-        ((0, 4), (2, 0), ((0, 1), (0, 0)), ((0, 0), (0, 0)), None),
     ],
 )
 def test_which_boxes(one: Shape, other: Shape, box: Box, inner: Box, grown: Box | None) -> None:
     assert transforms.through_reshape(one, other, box) == (inner, grown or box)
-
-
-def test_kinds_with_equal_fields_are_not_equal() -> None:
-    take = transforms.Take(0, (2,))
-    assert transforms.Permute(take, (0,)) != transforms.Reshape(take, (0,))

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 import mfload
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
-from mfload.planning.requests import Axis, Request, Selection, select
+from mfload.planning.request import Axis, Request, Selection, select
 
 
 def _info(shape: tuple[int, ...], dtype: str = "F32") -> TensorInfo:
@@ -104,6 +104,16 @@ REFUSED: dict[str, Any] = {
 def test_a_list_of_integers_takes_them_one_by_one(tmp_path: Path, index: Any) -> None:
     array = np.arange(35, dtype=np.int16).reshape(5, 7)
     path = samples.save(tmp_path / "a.safetensors", {"a": array, "b": array})
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[index], array[index])
+
+
+@pytest.mark.parametrize(
+    "index", [[0, 0, 0], ([0, -1], 0), ([-1, 0], slice(None), slice(2, 0, -1))]
+)
+def test_a_list_repeats_a_dim_of_length_one(tmp_path: Path, index: Any) -> None:
+    array = np.arange(1, 5, dtype=np.float32).reshape(1, 1, 4)
+    path = samples.save(tmp_path / "a.safetensors", {"a": array})
     with mfload.open(path) as opened:
         assert samples.same(opened.get_slice("a")[index], array[index])
 

@@ -1,4 +1,4 @@
-"""The plan: from needs and declared costs to buffers, blocks and segments. Pure.
+"""The plan of a load: buffers, blocks and segments, from requests and costs. Pure.
 
 Two processes that see the same headers make the same plan. Nothing here opens a file or looks
 at the machine; what depends on those (engine, page cache) is the route.
@@ -6,27 +6,23 @@ at the machine; what depends on those (engine, page cache) is the route.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from mfload.planning import boxes
 from mfload.planning.blocks import Block, Costs
-from mfload.planning.layout import Arrangement, BufferSpec
-from mfload.planning.reads import Gathering, Wanted
-from mfload.planning.requests import HOST, Allocation, Request
-
-MESH_GAP = 64 << 10
-"""The `Costs.merge_gap` of loads onto a mesh. A row's part that is read by a call of its own costs
-as much as reading some 100 KiB over (2 cores, page cache), and columns are thousands of rows; a
-disk or a network that is slower than that is why the gap is shorter."""
+from mfload.planning.layout import BufferSpec, Layout
+from mfload.planning.reads import Reads, Wanted
+from mfload.planning.request import HOST, Allocation, Request
 
 _NBYTES = attrgetter("nbytes")
 _TENSOR = itemgetter(0, 1)  # Of a key of the file's order: source and first byte.
 
 
 class Place(NamedTuple):
-    """Where a need's result lies."""
+    """Where the result of a request lies."""
 
     request: Request
     buffer: int
@@ -37,7 +33,7 @@ class Plan(NamedTuple):
     """What a load reads and where it lands.
 
     Attributes:
-        places: A place for each need, in the order of the needs.
+        places: A place for each request, in their order.
         staged: Bytes of the longest block that must pass through a slot, 0 for none.
         allocations: Where each request lands, in the order of the requests.
     """
@@ -72,45 +68,48 @@ class Plan(NamedTuple):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of host memory held for the result, padding counted in."""
-        total = 0
-        for nbytes, source, device in self.buffers:
-            if source is None and device is None:
-                total += nbytes
-        return total
+        return sum(
+            nbytes for nbytes, source, device in self.buffers if source is None and device is None
+        )
 
     @property
-    def device_bytes(self) -> dict[int, int]:
+    def device_bytes(self) -> Counter[int]:
         """Bytes of memory held for the result by the number of the device, padding counted in."""
-        held: dict[int, int] = {}
+        held: Counter[int] = Counter()
         for spec in self.buffers:
             if spec.device is not None:
-                held[spec.device] = held.get(spec.device, 0) + spec.nbytes
+                held[spec.device] += spec.nbytes
         return held
 
     @property
-    def copied_bytes(self) -> dict[int | None, int]:
-        """Bytes that the framework copies once they have landed, by where they landed."""
-        held: dict[int | None, int] = {}
-        for place, (device, _, copied) in zip(self.places, self.allocations, strict=False):
-            if copied:
-                held[device] = held.get(device, 0) + place.request.nbytes
+    def copied_bytes(self) -> Counter[int | None]:
+        """Bytes that the framework copies once they have landed, by device; None is the host."""
+        return self._sum(lambda each: each.copied)
+
+    @property
+    def lent_bytes(self) -> Counter[int | None]:
+        """Bytes that lie in arrays of the framework, by device; None is the host."""
+        return self._sum(lambda each: each.owner == "framework")
+
+    def _sum(self, counts: Callable[[Allocation], bool]) -> Counter[int | None]:
+        held: Counter[int | None] = Counter()
+        for place, allocation in zip(self.places, self.allocations, strict=False):
+            if counts(allocation):
+                held[allocation.device] += place.request.nbytes
         return held
 
     def tensors_of(self, block: Block) -> list[str]:
         """Names of the tensors that a block holds bytes of."""
         end = block.offset + block.nbytes
-        names = (
-            place.request.info.name
-            for place in self.places
-            for piece in place.request.info.pieces
-            if piece.source == block.source
-            and piece.offset < end
-            and piece.offset + piece.nbytes > block.offset
-        )
-        return list(dict.fromkeys(names))
+        names: dict[str, None] = {}
+        for place in self.places:
+            for source, offset, nbytes, *_ in place.request.info.pieces:
+                if source == block.source and offset < end and offset + nbytes > block.offset:
+                    names[place.request.info.name] = None
+        return list(names)
 
 
-def make(
+def make_plan(
     requests: Sequence[Request],
     *,
     alignment: int | None = None,
@@ -120,22 +119,18 @@ def make(
     given: Sequence[tuple[int, int]] | None = None,
     specs: Sequence[BufferSpec] = (),
 ) -> Plan:
-    """Plans a load.
-
-    Needs of one tensor are planned together: a byte that several of them want is read once.
+    """Plans a load; bytes that several requests want of a tensor are read once.
 
     Args:
-        requests: What is wanted; a need may come twice, and then has two places.
+        requests: What is wanted; a request may come twice, and then has two places.
         alignment: Bytes on which every tensor must lie; None for its element's size.
         allocations: Where each request lands. Default: in mfload's memory on the host.
         mapped: Sources that may be mapped instead of read, with their sizes in bytes. Only
             what is contiguous, unconverted and aligned in the file is; the rest is read.
-        given: Buffer and first byte for each need, for callers who know where all goes; then
-            `alignment`, `allocations` and `mapped` say nothing.
+        given: Buffer and first byte of each request in buffers of `specs`. Default: laid out by
+            `alignment`, `allocations` and `mapped`.
     """
-    costs = costs or Costs()
-    layout = Arrangement(alignment, mapped or {})
-    gathering = Gathering(costs)
+    layout, reads = Layout(alignment, mapped or {}), Reads(costs or Costs())
     places: list[Any] = [None] * len(requests)
     offsets: list[int | None] = []
     keys: list[tuple[int, int, int]] = []
@@ -147,6 +142,7 @@ def make(
         offsets.append(offset)
         keys.append((source, start, start if offset is None else offset))
     once = len(set(map(_TENSOR, keys))) == len(keys)
+    together: list[Wanted] = []  # Parts of the current tensor.
     for number in sorted(range(len(requests)), key=keys.__getitem__):
         request, contiguous = requests[number], offsets[number]
         nbytes = request.nbytes
@@ -158,17 +154,17 @@ def make(
             buffer, at = given[number]
             read = nbytes
         places[number] = Place(request, buffer, at)
-        if read and once and contiguous is not None:
-            gathering.join(keys[number][0], contiguous, nbytes, buffer, at)
-        elif read and once:
-            gathering.alone(request, nbytes, contiguous, buffer, at)
-        elif read:
-            gathering.add(Wanted(request, nbytes, contiguous, buffer, at))
-    reads = gathering.end()
-    return Plan(
-        tuple(places),
-        layout.end() if given is None else tuple(specs),
-        reads,
-        max((b.nbytes for b in reads if b.staged), default=0) if gathering.staged else 0,
-        tuple(allocations),
-    )
+        if not read:
+            continue
+        if together and together[0].request.info != request.info:
+            reads.parts(together)
+            together = []
+        if once and contiguous is not None:
+            reads.run(keys[number][0], contiguous, nbytes, buffer, at)
+        else:
+            together.append(Wanted(request, contiguous, buffer, at))
+    if together:
+        reads.parts(together)
+    blocks = reads.end()
+    buffers = layout.end() if given is None else tuple(specs)
+    return Plan(tuple(places), buffers, blocks, reads.staged, tuple(allocations))
