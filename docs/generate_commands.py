@@ -11,11 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import mfload
-from mfload.cli import failures
-from mfload.cli.app import app
+from mfload.cli import app, failures
 
 PAGE = Path(__file__).resolve().parent / "reference" / "commands.md"
 HEAD = """# Command reference
@@ -26,7 +23,7 @@ What each command takes, written from the commands by `python docs/generate_comm
 
 def page() -> str:
     """The page, made anew."""
-    group = typer.main.get_command(app)
+    group = app.group()
     context = group.make_context("mfload", [], resilient_parsing=True)
     parts = [HEAD, "## All commands\n", _options(group)]
     for name in group.list_commands(context):  # pyright: ignore
