@@ -117,9 +117,9 @@ def allocate(nbytes: int) -> Bytes:
     return np.asarray(_Map(nbytes))
 
 
-def is_own(array: Any) -> bool:
-    """Whether an array is a whole buffer of ours, with its pages to itself."""
-    return isinstance(array.base, _Map)
+def is_own(memory: Any) -> bool:
+    """Whether memory is a whole buffer of `allocate`, with its pages to itself."""
+    return isinstance(getattr(memory, "base", None), _Map)
 
 
 def live_bytes() -> int:

@@ -91,9 +91,8 @@ def run(
         how = staging, open_reader, 0 if inline else threads, gds, note, observer
         rounds.append(onto_devices(plan.blocks, memory, *how))
     elif plan.blocks:
-        # Onto devices, a disk writes to slots alone.
-        straight = staging is None and any(map(_DIRECT, route.values()))
-        own = list(filter(buffers.is_own, memory)) if straight else ()
+        direct = any(map(_DIRECT, route.values()))
+        own = list(filter(buffers.is_own, memory)) if direct else ()
         protection = buffers.ForkProtection(own) if own else nullcontext()
         work = partial(fill, open_reader, memory, observer, protection)
         rounds.append([Pool(plan.blocks, work, threads)])
