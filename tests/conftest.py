@@ -15,7 +15,7 @@ from leaks import left
 pytest.register_assert_rewrite(
     "conformance.suite", "conformance.export", "conformance.device_memory", "devices.fake"
 )
-hypothesis.settings.register_profile("ci", max_examples=40, deadline=None, derandomize=False)
+hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=False)
 hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("slow" if os.environ.get("MFLOAD_SLOW") else "ci")
 

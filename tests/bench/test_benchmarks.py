@@ -39,7 +39,6 @@ def _check_picture(path: Path) -> None:
     assert drawn.shape[1] > 500
 
 
-@pytest.mark.slow
 def test_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--scale", "0.002", "--cases", "file,shards"]
     assert listing.main([*_places(tmp_path), *arguments]) == 0
