@@ -1,1 +1,120 @@
-"""Sources: bytes by offset."""
+"""Sources: bytes by offset, found by what a user gives: a path, a URL, or the bytes themselves."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+from mfload import errors
+from mfload.load_options import LoadOptions
+from mfload.sources.base import Source, redacted
+from mfload.sources.local import LocalFile
+
+Location = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
+"""A path, a URL, bytes in memory, or a source."""
+
+SCHEMES = {"http": "mfload.sources.http", "https": "mfload.sources.http"}
+"""Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
+
+local_file: Callable[[str], Source] = LocalFile
+"""The source of a path of this machine."""
+
+_NEED_FILES = ("mmap", "direct", "gds")
+
+
+def find(where: Location, options: LoadOptions | None = None) -> Source:
+    """The source of a path, a URL, or bytes.
+
+    Raises:
+        UsageError: A URL is malformed, or the engine asked for reads local files alone.
+        SourceError: A file can't be opened, or is not a regular file.
+    """
+    if isinstance(where, str | os.PathLike):
+        if not is_url(where):
+            return local_file(os.fspath(where))
+        module = importlib.import_module(SCHEMES[where.partition("://")[0].lower()])
+        source = module.open_url(where, options or LoadOptions())
+    elif isinstance(where, bytes | bytearray | memoryview):
+        from mfload.sources.memory import MemorySource
+
+        source = MemorySource(where)
+    else:
+        source = where
+    if options is not None:
+        check_engine(source, options.engine)
+    return source
+
+
+def is_source(where: object) -> TypeGuard[Source]:
+    """Whether it is a source already."""
+    return hasattr(where, "costs")
+
+
+def is_url(where: object) -> TypeGuard[str]:
+    """Whether it is a URL of a scheme that is registered."""
+    return isinstance(where, str) and where.partition("://")[0].lower() in SCHEMES
+
+
+def shown(where: Any) -> str | None:
+    """The name of a path or URL for messages, without its secrets; None for everything else."""
+    if not isinstance(where, str | os.PathLike):
+        return None
+    text = os.fspath(where)
+    return redacted(text) if is_url(text) else text
+
+
+def check_engine(source: Source, engine: str) -> None:
+    """Raises UsageError for an engine that needs a local file, if the source has none."""
+    if source.file is None and engine in _NEED_FILES:
+        raise errors.UsageError(
+            f"engine={engine!r} reads local files alone",
+            file=source.name,
+            expected="engine='auto'",
+            found=engine,
+        )
+
+
+def together(call: Callable[[Source], object], given: Iterable[Source]) -> None:
+    """Calls a function for each source, at once for those whose answers are waited for."""
+    waiting: list[Source] = []
+    for each in given:
+        if each.costs.concurrency is None:
+            call(each)
+        else:
+            waiting.append(each)
+    if waiting:
+        at_once(call, waiting, waiting[0].costs.concurrency or 1)
+
+
+def at_once(call: Callable[[Any], object], given: Iterable[Any], threads: int) -> None:
+    """Calls a function for each of several things, in threads; raises the first error."""
+    waiting = deque(given)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        while not failed:
+            try:
+                each = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                call(each)
+            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+                failed.append(error)
+
+    if len(waiting) < 2:
+        work()
+    else:
+        import threading
+
+        count = min(len(waiting), threads)
+        started = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+    if failed:
+        raise failed.pop()

@@ -1,8 +1,112 @@
-"""What a load needs to know of a source: its identity, and what reading it costs."""
+"""What a source is: bytes by offset, with an identity and with what it costs to read them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import re
+from typing import Any, NamedTuple, Protocol
+
+from mfload import errors
+
+_HOST = r"(\[[0-9a-fA-F:.]*\]|[^:\[\]]*)(:\d*)?"
+
+
+class Source(Protocol):
+    """Bytes by offset; many threads may use it at once, and it can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """Its path or URL, for messages; it holds no secrets."""
+        ...
+
+    @property
+    def file(self) -> str | None:
+        """Path of the local file that engines may map or read with O_DIRECT; None for others."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        ...
+
+    @property
+    def identity(self) -> object:
+        """What tells this version of the bytes from the next, with a readable `str`."""
+        ...
+
+    @property
+    def costs(self) -> Costs:
+        """What reading it costs; the same for all files of a checkpoint."""
+        ...
+
+    @property
+    def engine(self) -> str:
+        """Name of what reads it by default, as a report shows it."""
+        ...
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Reads exactly that range, such as a header.
+
+        Raises:
+            SourceChangedError: The source is no longer the same, or ends before.
+            ReadError: The read failed.
+        """
+        ...
+
+    def open(self, flags: int = 0) -> Handle:
+        """Opens it for one thread; `flags` such as `os.O_DIRECT` are for a local file alone.
+
+        Raises:
+            SourceError: It can't be opened.
+            SourceChangedError: It is no longer the same.
+        """
+        ...
+
+    def keep(self, keeps: bool) -> None:
+        """Says whether what `open` opens without flags may stay open for the next time.
+
+        A checkpoint that was opened asks for it until it is closed; a source may do nothing.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raises SourceChangedError if the source is no longer the version that was read."""
+        ...
+
+    def beside(self, name: str) -> Source:
+        """The source that a relative name in this one, an index, stands for.
+
+        Raises UsageError if the name leads elsewhere. Names of local files are resolved without it.
+        """
+        ...
+
+
+class Handle(Protocol):
+    """An open source, used by one thread at a time; a context manager."""
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of a local file; -1 for all other sources."""
+        ...
+
+    def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
+        """Fills the buffers of a vector; returns the bytes read.
+
+        Args:
+            vector: Buffers of bytes that have `nbytes`: uint8 arrays or memoryviews.
+            least: Bytes that will do if the source ends early. Default: all.
+
+        Raises:
+            SourceChangedError: The source ended before, or is no longer the same.
+            OSError: The read failed; the caller adds the source's name.
+        """
+        ...
+
+    def close(self) -> None:
+        """Closes it; more than once does nothing."""
+        ...
+
+    def __enter__(self) -> Handle: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Costs(NamedTuple):
@@ -11,6 +115,8 @@ class Costs(NamedTuple):
     Attributes:
         merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
         staged: Bytes a read, at most, that is picked apart in a slot.
+        concurrency: Reads that are worth having under way at once, for a source that is waited
+            for, such as a server. Default: as many as suit the cores and the engine.
     """
 
     block: int = 16 << 20
@@ -18,6 +124,7 @@ class Costs(NamedTuple):
     merge_gap: int = 4096
     # Copied out while it is in the processor's cache.
     staged: int = 2 << 20
+    concurrency: int | None = None
 
     @property
     def slot(self) -> int:
@@ -43,3 +150,24 @@ class Identity(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.size} bytes, inode {self.inode}, mtime {self.mtime_ns} ns"
+
+
+def shrunk(name: str, expected: int, found: int) -> errors.SourceChangedError:
+    """The error for a source that ends before the header said it would."""
+    return errors.SourceChangedError(
+        "the file ended before its data: it shrank under the read",
+        file=name,
+        expected=f"at least {expected} bytes",
+        found=f"{found} bytes",
+    )
+
+
+def redacted(url: str) -> str:
+    """A URL without what may be secret in it: user, password, query."""
+    scheme, _, rest = url.partition("://")
+    rest, query, _ = rest.partition("#")[0].partition("?")
+    host, slash, path = rest.partition("/")
+    host = host.rpartition("@")[2]
+    if not re.fullmatch(_HOST, host):  # A password with a slash in it looks like a port.
+        host, slash, path = "…", "", ""
+    return f"{scheme}://{host}{slash}{path}{'?…' if query else ''}"

@@ -1,19 +1,25 @@
 """A local file as a source.
 
-Nothing stays open between uses. A load opens a file once a worker, an opened checkpoint once
-a request; each opening checks that the file is still the one whose header was read. So forks,
-pickles and thousands of shards need no care.
+A load opens a file once a worker. An opened checkpoint keeps its files open from their first use
+on. Each opening checks that the file is still the one whose header was read; a file that is kept
+can only change, and `check` sees that, and what takes its place. Pickles hold no descriptor, a
+forked child opens its own, and of thousands of shards those that were not used for long are closed.
 """
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import stat
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from mfload import errors
-from mfload.sources.base import Identity
+from mfload.sources.base import Costs, Identity, shrunk
 
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
@@ -34,17 +40,27 @@ def kind_of(mode: int) -> str:
 
 
 class LocalFile:
-    """A regular file; symbolic links are followed. Many threads may read it at once.
+    """A regular file as a `Source`; symbolic links are followed.
+
+    `identity`: that of the version which was seen before. Default: of what lies at the path now.
 
     Raises:
         SourceError: It can't be opened, or is not a regular file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        fd, self.identity = _open(self.path, 0)
-        os.close(fd)
-        self.size = self.identity.size
+    costs, engine = Costs(), "pread"
+
+    def __init__(self, path: str | os.PathLike[str], identity: Identity | None = None) -> None:
+        self.name = self.file = os.fspath(path)
+        if identity is None:
+            fd, identity = _open(self.name, 0)
+            os.close(fd)
+        self.identity, self.size = identity, identity.size
+        self._keeps = False
+        self.kept: _Kept | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalFile, (self.name, self.identity)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Reads exactly that range.
@@ -55,42 +71,71 @@ class LocalFile:
         """
         # `pread` makes the bytes itself: no buffer is cleared first and copied after.
         parts: list[bytes] = []
-        opened = OpenFile(self)
+        opened = self.open()
         try:
             while nbytes:
-                part = _pread(opened.fd, nbytes, offset)
+                where = opened.fd, nbytes, offset
+                part = os.pread(*where) if hasattr(os, "pread") else _seek_and_read(*where)
                 if not part:
                     break
                 parts.append(part)
                 offset, nbytes = offset + len(part), nbytes - len(part)
         except OSError as error:
-            raise errors.from_os(error, self.path, "read") from error
+            raise errors.from_os(error, self.name, "read") from error
         finally:
             opened.close()
         if nbytes:
-            raise shrunk(self.path, offset + nbytes, offset)
+            raise shrunk(self.name, offset + nbytes, offset)
         return b"".join(parts)
+
+    def open(self, flags: int = 0) -> OpenFile:
+        """Opens it for one thread (see `OpenFile`)."""
+        if flags or not self._keeps:
+            return OpenFile(self, flags)
+        kept = self.kept
+        if kept is None:
+            kept = self.kept = _Kept(self)
+            _limit_kept(self)
+            if not self._keeps:  # Another thread said so meanwhile.
+                self.kept = None
+        else:
+            kept.used = True
+        return kept
+
+    def keep(self, keeps: bool) -> None:
+        """Says whether the file, once opened, stays open for the next time it is opened.
+
+        Of all files in the process, no more are kept than `_most_kept`; a fork closes them in the
+        child. What was opened before stays usable until it is closed.
+        """
+        self._keeps = keeps and hasattr(os, "preadv")  # What has no offset is for one thread.
+        if not self._keeps:
+            self.kept = None
+
+    def beside(self, name: str) -> LocalFile:
+        """The file of that name in the same directory."""
+        return LocalFile(os.path.join(os.path.dirname(self.name), name))
 
     def check(self) -> None:
         """Raises SourceChangedError if what lies at the path is another version of the file."""
         try:
-            found = Identity(*_IDENTITY(os.stat(self.path)))
+            found = _IDENTITY(os.stat(self.name))
         except OSError as error:
             raise errors.SourceChangedError(
                 "the file is gone since its header was read",
-                file=self.path,
+                file=self.name,
                 expected=self.identity,
                 found=error.strerror,
             ) from error
         if found != self.identity:
-            self.compare(found)
+            self.compare(Identity(*found))
 
     def compare(self, found: Identity) -> None:
         """Raises SourceChangedError if `found` is not the version whose header was read."""
         if not self.identity.matches(found):
             raise errors.SourceChangedError(
                 "the file changed since its header was read",
-                file=self.path,
+                file=self.name,
                 expected=self.identity,
                 found=found,
             )
@@ -108,13 +153,13 @@ class OpenFile:
     """
 
     def __init__(self, source: LocalFile, flags: int = 0) -> None:
-        self.path = source.path
-        self.fd, found = _open(source.path, flags)
+        self.name = source.name
+        self.fd, found = _open(source.name, flags)
         if found != source.identity:
             try:
                 source.compare(found)
             except BaseException:
-                self.close()
+                OpenFile.close(self)  # A `_Kept` would wait until the error is forgotten.
                 raise
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
@@ -137,14 +182,15 @@ class OpenFile:
             if hasattr(os, "preadv"):
                 got = os.preadv(self.fd, vector, offset + done)
             else:
-                part = _pread(self.fd, vector[0].nbytes, offset + done)
+                where = self.fd, vector[0].nbytes, offset + done
+                part = os.pread(*where) if hasattr(os, "pread") else _seek_and_read(*where)
                 got = len(part)
                 memoryview(vector[0])[:got] = part
             done += got
             if done >= least:
                 break
             if got == 0:
-                raise shrunk(self.path, offset + least, offset + done)
+                raise shrunk(self.name, offset + least, offset + done)
             while got >= vector[0].nbytes:
                 got -= vector[0].nbytes
                 vector = vector[1:]
@@ -164,10 +210,77 @@ class OpenFile:
         self.close()
 
 
+class _Kept(OpenFile):
+    """A file that a source keeps open, for many threads; the last reference to it closes it.
+
+    So a number that a thread reads from can't become that of another file.
+    """
+
+    fd, used = -1, False
+
+    def close(self) -> None:
+        """Does nothing: other threads may read, and references are counted."""
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self.fd >= 0:
+            close(self.fd)
+
+
+# Files that are kept open, the longest open first. Appending to a deque and taking from it need no
+# lock, which a fork might copy while another thread holds it.
+_keepers: deque[weakref.ref[LocalFile]] = deque()
+_MOST_KEPT = 1024
+
+
+def _most_kept() -> int:
+    """The most files that are kept open: at most a quarter of the process's descriptors."""
+    import resource  # Not on Windows, where none is kept.
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_KEPT if limit < 0 else max(1, min(_MOST_KEPT, limit // 4))
+
+
+def _limit_kept(newest: LocalFile) -> None:
+    """Counts a file that is kept from now on, and closes those that were not used for long."""
+    most = _most_kept()
+    _keepers.append(weakref.ref(newest))
+    while len(_keepers) > most:
+        with suppress(IndexError):  # Another thread took the last.
+            oldest = _keepers.popleft()
+            source = oldest()
+            held = None if source is None else source.kept
+            if source is not None and held is not None:
+                if held.used:  # It gets a second turn.
+                    held.used = False
+                    _keepers.append(oldest)
+                else:
+                    source.kept = None
+
+
+def _close_kept() -> None:
+    """Closes all files that are kept; they are opened again when they are asked for."""
+    for each in list(_keepers):
+        source = each()
+        if source is not None:
+            source.kept = None
+    _keepers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    # A descriptor that two processes share would have one state of reading ahead for both.
+    os.register_at_fork(after_in_child=_close_kept)
+
+
 def _open(path: str, flags: int) -> tuple[int, Identity]:
     fd = -1
     try:
-        fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
+        try:
+            fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
+        except OSError as error:
+            if error.errno != errno.EMFILE or not _keepers:
+                raise
+            _close_kept()
+            fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
         status = os.fstat(fd)
     except OSError as error:
         if fd >= 0:
@@ -186,19 +299,7 @@ def _open(path: str, flags: int) -> tuple[int, Identity]:
     )
 
 
-def _pread(fd: int, nbytes: int, offset: int) -> bytes:
-    if hasattr(os, "pread"):
-        return os.pread(fd, nbytes, offset)
+def _seek_and_read(fd: int, nbytes: int, offset: int) -> bytes:
     # Windows. The descriptor belongs to one thread.
     os.lseek(fd, offset, os.SEEK_SET)
     return os.read(fd, nbytes)
-
-
-def shrunk(path: str, expected: int, found: int) -> errors.SourceChangedError:
-    """The error for a file that ends before the header said it would."""
-    return errors.SourceChangedError(
-        "the file ended before its data: it shrank under the read",
-        file=path,
-        expected=f"at least {expected} bytes",
-        found=f"{found} bytes",
-    )

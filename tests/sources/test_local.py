@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import resource
 import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import watch
 
-from mfload import errors
+from mfload import errors, sources
+from mfload.sources import local
 from mfload.sources.base import Identity
 from mfload.sources.local import LocalFile, OpenFile
 
@@ -26,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_bytes_by_offset(path: Path) -> None:
     source = LocalFile(path)
-    assert (source.path, source.size) == (os.fspath(path), 200)
+    assert (source.name, source.size) == (os.fspath(path), 200)
     with watch.nothing_left():
         assert source.read(10, 5) == bytes(range(10, 15))
         assert source.read(0, 0) == b""
@@ -194,3 +197,166 @@ def test_another_machine_numbers_its_devices_differently(path: Path) -> None:
     for field in ("inode", "size", "mtime_ns"):
         with pytest.raises(errors.SourceChangedError):
             source.compare(sent._replace(**{field: 1}))
+
+
+def test_a_file_is_kept_when_asked(path: Path) -> None:
+    source = LocalFile(path)
+    with watch.nothing_left():
+        with source.open() as first, source.open() as second:
+            assert first.fd != second.fd
+        source.keep(True)
+        before = watch.open_files()
+        assert source.read(3, 2) == b"\3\4"
+        with source.open() as first, source.open() as second, source.open(os.O_NOATIME) as apart:
+            assert first.fd == second.fd != apart.fd
+        del first, second, apart
+        assert sorted(watch.open_files()) == sorted([*before, os.path.realpath(path)])
+        assert os.path.exists(f"/proc/self/fd/{_fd(source)}")
+        source.keep(False)
+        source.keep(False)
+
+
+def test_an_error_keeps_no_file_open(path: Path) -> None:
+    source = LocalFile(path)
+    source.keep(True)
+    source.identity = source.identity._replace(size=1)
+    before = watch.open_files()
+    with pytest.raises(errors.SourceChangedError) as info:
+        source.open()
+    assert watch.open_files() == before
+    assert info.value.file == source.name
+
+
+def _fd(source: LocalFile) -> int:
+    with source.open() as opened:
+        return opened.fd
+
+
+def test_a_kept_number_is_no_other_files_while_someone_reads(path: Path, tmp_path: Path) -> None:
+    source = LocalFile(path)
+    source.keep(True)
+    reading = source.open()
+    source.keep(False)
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in range(4)]
+    assert reading.fd not in others
+    memory = memoryview(bytearray(200))
+    reading.read([memory], 0)
+    assert memory == path.read_bytes()
+    number = reading.fd
+    reading.close()
+    del reading
+    assert os.open(tmp_path, os.O_RDONLY) == number
+    for each in (*others, number):
+        os.close(each)
+
+
+def test_a_source_that_is_dropped_closes_what_it_kept(path: Path) -> None:
+    with watch.nothing_left():
+        source = LocalFile(path)
+        source.keep(True)
+        assert source.read(0, 1) == b"\0"
+        del source
+
+
+def test_a_file_that_is_no_longer_kept_while_it_opens(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LocalFile(path)
+    source.keep(True)
+    real = local._open
+
+    def slow(*args: Any) -> Any:
+        source.keep(False)  # As another thread may do meanwhile.
+        return real(*args)
+
+    monkeypatch.setattr(local, "_open", slow)
+    with watch.nothing_left():
+        assert source.read(0, 3) == b"\0\1\2"
+
+
+def test_files_that_were_not_used_for_long_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_most_kept", lambda: 4)
+    sources: list[LocalFile] = []
+    for n in range(10):
+        (tmp_path / str(n)).write_bytes(bytes([n]) * 9)
+        sources.append(LocalFile(tmp_path / str(n)))
+        sources[-1].keep(True)
+
+    def kept() -> set[int]:
+        names = (os.path.split(name) for name in watch.open_files())
+        return {int(name) for folder, name in names if folder == os.path.realpath(tmp_path)}
+
+    with watch.nothing_left():
+        assert sources[0].read(2, 3) == bytes(3)
+        first = sources[0].kept
+        for n in range(10):
+            assert sources[n].read(2, 3) == bytes([n]) * 3
+            assert sources[0].read(2, 3) == bytes(3)
+            assert len(kept()) == min(n + 1, 4)
+            assert sources[0].kept is first  # What is used again and again stays.
+        del first
+        order = [int(n) for n in np.random.default_rng(0).integers(0, 10, 300)]
+        for n in order:
+            assert sources[n].read(0, 9) == bytes([n]) * 9
+            assert len(kept()) <= 4
+        sources[3].keep(False)
+        assert 3 not in kept()
+        for n in range(10):
+            sources[n].keep(False)
+            sources[n].keep(False)
+
+
+def test_at_most_a_quarter_of_the_descriptors_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, most in ((1024, 256), (3, 1), (10**6, 1024), (resource.RLIM_INFINITY, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert local._most_kept() == most
+
+
+def test_what_is_kept_gives_way_where_descriptors_run_out(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LocalFile(path)
+    source.keep(True)
+    kept = _fd(source)
+    real, tried = os.open, 0
+
+    def full(*args: Any) -> int:
+        nonlocal tried
+        tried += 1
+        if tried == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(*args)
+
+    monkeypatch.setattr(os, "open", full)
+    assert LocalFile(tmp_path / "file").size == 200
+    assert tried == 2
+    assert not os.path.exists(f"/proc/self/fd/{kept}")
+    tried = 0
+    source.keep(False)
+    with pytest.raises(errors.SourceError, match="many open files"):
+        LocalFile(path)
+
+
+def test_a_forked_child_closes_what_was_kept(path: Path) -> None:
+    source = LocalFile(path)
+    source.keep(True)
+    kept = _fd(source)
+    child = os.fork()
+    if child == 0:
+        gone = not os.path.exists(f"/proc/self/fd/{kept}")
+        os._exit(0 if gone and source.read(0, 3) == b"\0\1\2" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert _fd(source) == kept
+    source.keep(False)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_error_of_any_kind_ends_what_is_called_at_once(count: int) -> None:
+    def call(number: int) -> None:
+        if number == count - 1:
+            raise IndexError(number)
+
+    with pytest.raises(IndexError):
+        sources.at_once(call, range(count), 2)

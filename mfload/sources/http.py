@@ -1,0 +1,557 @@
+"""A file behind http:// or https:// as a source: ranges over connections that are kept alive.
+
+Nothing but ranges is asked for. Every answer must have exactly the bytes that were asked for, of
+the version that was seen first: the same ETag, or Last-Modified if there is none, and the same
+size. Whatever breaks off is taken up again at the byte, a few times and after a pause.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import http.client
+import netrc
+import os
+import posixpath
+import random
+import re
+import socket
+import ssl
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn, TypeVar
+from urllib.parse import quote, urljoin, urlsplit
+
+from mfload import errors
+from mfload.load_options import LoadOptions
+from mfload.sources.base import Costs, redacted, shrunk
+
+T = TypeVar("T")
+
+# A round trip takes as long as a megabyte or so. So reads are long, and gaps are read over.
+COSTS = Costs(block=8 << 20, merge_gap=256 << 10, staged=8 << 20, concurrency=8)
+
+STALLED = 30.0
+"""Seconds without a byte after which a connection is given up."""
+
+TRIES = 5
+"""Tries in a row that bring next to nothing, after which a read fails."""
+
+_PROGRESS = 64 << 10  # Bytes after which tries are counted anew.
+_PIECE = 1 << 20  # What a timeout may lose of what has come.
+_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # Seconds before the second try, doubled each time.
+_HEAD = 64 << 10  # Bytes of the first answer: most headers are shorter.
+_REDIRECTS = 5
+_MOVED = (301, 302, 303, 307, 308)
+_BUSY = (408, 425, 429, 500, 502, 503, 504)
+_EXPIRED = (400, 401, 403, 404, 410)  # What servers say to a signed URL whose time is up.
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")  # Fits 64 bits.
+_PLAIN = re.compile(r"[!-~]+")
+_SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
+# `http.client` raises a ValueError for a chunk of a negative size.
+_BROKEN = (OSError, http.client.HTTPException, ValueError)
+_PLAIN_BODY = ("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")
+_PORTS = {"http": 80, "https": 443}
+
+
+class Version(NamedTuple):
+    """What tells one version of the file from the next."""
+
+    validator: str  # The ETag, or else Last-Modified.
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.size} bytes, {self.validator}"
+
+
+class Target(NamedTuple):
+    """Where a request goes."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str  # With the query.
+
+    @staticmethod
+    def of(url: str) -> Target:
+        """Takes a URL apart; raises UsageError for one that is malformed."""
+        what = None
+        try:
+            parts = urlsplit(url)
+            scheme, host, port = parts.scheme.lower(), parts.hostname, parts.port
+            (host or "").encode("idna")  # As `socket` does.
+        except ValueError:
+            parts, scheme, host, port, what = urlsplit(""), "", "", 0, "the URL is malformed"
+        if "@" in parts.netloc:
+            what = "a URL holds no user or password: use Options(headers=…) or ~/.netrc"
+        elif not _PLAIN.fullmatch(url):
+            what = "the URL has characters that must be percent-encoded"
+        elif scheme not in _PORTS or not host:
+            what = what or "the URL is malformed"
+        if what is not None or not host:
+            raise errors.UsageError(
+                what or "", expected="https://host/path/model.safetensors", found=redacted(url)
+            )
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return Target(scheme, host, _PORTS[scheme] if port is None else port, path)
+
+    @property
+    def url(self) -> str:
+        """The URL, with what may be secret in it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{host}{port}{self.path}"
+
+    def same_server(self, other: Target) -> bool:
+        """Whether credentials for this server may be sent to another: it is the same one.
+
+        From http:// to https:// on their usual ports counts as the same.
+        """
+        secured = ("http", self.host, 80), ("https", self.host, 443)
+        return other[:3] == self[:3] or (self[:3], other[:3]) == secured
+
+
+def open_url(url: str, options: LoadOptions) -> HttpSource:
+    """The source of a URL; nothing is asked of the server yet.
+
+    Raises:
+        UsageError: The URL is malformed, holds a password, or names a directory.
+    """
+    if Target.of(url).path.partition("?")[0].endswith("/"):
+        raise errors.UsageError(
+            "the files behind a URL can't be listed",
+            expected="the URL of a .safetensors file or of a .safetensors.index.json",
+            found=redacted(url),
+        )
+    stalled = STALLED if options.timeout is None else min(STALLED, options.timeout)
+    return HttpSource(url, options.headers or (), stalled)
+
+
+class HttpSource:
+    """A file behind a URL as a `Source`; the server is asked when something is needed first.
+
+    Args:
+        headers: Names and values that are sent to this server alone.
+        stalled: Seconds without a byte after which a connection is given up.
+        version: The one that was seen before. Default: the one that the first answer has.
+    """
+
+    file, engine, costs = None, "http", COSTS
+
+    def __init__(
+        self,
+        url: str,
+        headers: tuple[tuple[str, str], ...] = (),
+        stalled: float = STALLED,
+        version: Version | None = None,
+    ) -> None:
+        self.name, self.stalled = redacted(url), stalled
+        self.first = self.target = Target.of(url)
+        self.headers = {name.title(): value for name, value in headers}
+        if "Authorization" not in self.headers:
+            self.headers |= _from_netrc(self.first.host)
+        self.pool = _pools.setdefault(self.first[:3], _Pool())
+        self._given, self._version, self._head = (url, headers, stalled), version, b""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HttpSource) and self._given == other._given
+
+    def __hash__(self) -> int:
+        return hash(self._given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HttpSource, (*self._given, self._version)
+
+    @property
+    def identity(self) -> Version:
+        """The version that was seen first."""
+        if self._version is None:
+            with self.open() as opened:
+                self._version, self._head = opened.first_answer()
+        return self._version
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.identity.size
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Reads exactly that range (see `Source`)."""
+        if offset + nbytes > self.size:
+            raise shrunk(self.name, offset + nbytes, self.size)
+        head = self._head[offset : offset + nbytes]
+        if len(head) == nbytes:
+            return head
+        data = bytearray(nbytes)
+        with self.open() as opened:
+            opened.read([memoryview(data)], offset)
+        return bytes(data)
+
+    def open(self, flags: int = 0) -> HttpHandle:
+        """A connection for one thread; it is made when it is needed."""
+        del flags
+        return HttpHandle(self)
+
+    def keep(self, keeps: bool) -> None:
+        """Forgets the header, and closes the connections that wait at the checkpoint's end."""
+        self._head = b""
+        if not keeps:
+            self.pool.close()
+
+    def check(self) -> None:
+        """Asks for a byte, so that the answer names the version."""
+        if self.size:
+            with self.open() as opened:
+                opened.read([memoryview(bytearray(1))], 0)
+
+    def beside(self, name: str) -> HttpSource:
+        """The file of that name in the same directory or below; the query stays the same."""
+        if not _SAFE_NAME.fullmatch(name) or name[0] == "/" or ".." in name.split("/"):
+            raise errors.UsageError("is not a plain name below its URL", found=name)
+        path, mark, query = self.first.path.partition("?")
+        path = f"{posixpath.dirname(path).rstrip('/')}/{quote(posixpath.normpath(name))}"
+        made = self.first._replace(path=path + mark + query)
+        return HttpSource(made.url, *self._given[1:])
+
+    def follow(self, target: Target, location: str | None) -> Target:
+        """Where a redirect leads; raises SourceError if it must not be followed."""
+        what, made, url = None, target, ""
+        try:
+            url = urljoin(target.url, location or "")
+            made = Target.of(url)
+        except ValueError as error:  # A UsageError is one.
+            what = f"the server redirects, but {getattr(error, 'message', 'the URL is malformed')}"
+        if location is None:
+            what = "the server redirects without saying where to"
+        elif target.scheme == "https" and made.scheme == "http":
+            what = "the server redirects from https to http"
+        if what is not None:
+            raise errors.SourceError(what, file=self.name, found=redacted(url) if url else None)
+        self.target = made
+        return made
+
+
+class HttpHandle:
+    """Reads ranges for one thread (see `Handle`), over a connection that is kept."""
+
+    fd = -1
+
+    def __init__(self, source: HttpSource) -> None:
+        self._source = source
+        self._connection: http.client.HTTPConnection | None = None
+        self._response: http.client.HTTPResponse | None = None
+        self._server: tuple[Any, ...] = ()
+        self._came = 0
+
+    def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
+        """Fills the buffers of a vector by one request, and by more if it breaks off."""
+        views = deque(memoryview(part) for part in vector if part.nbytes)
+        wanted = sum(view.nbytes for view in views)
+        stop = min(offset + wanted, self._source.size)
+        if stop - offset < (wanted if least is None else least):
+            raise shrunk(self._source.name, offset + wanted, self._source.size)
+        self._came = 0
+
+        def step() -> None:
+            response = self._ask(offset + self._came, stop - 1)
+            while (left := stop - offset - self._came) > 0:
+                got = response.readinto(views[0][: min(left, _PIECE)])
+                if not got:
+                    raise http.client.IncompleteRead(b"", left)
+                self._came += got
+                views[0] = views[0][got:]
+                if not views[0]:
+                    views.popleft()
+            self._end(response)
+
+        if stop > offset:
+            self._persist(step)
+        return stop - offset
+
+    def first_answer(self) -> tuple[Version, bytes]:
+        """The version of the file, and its first bytes."""
+
+        def step() -> tuple[Version, bytes]:
+            response = self._ask(0, _HEAD - 1, opening=True)
+            if response.status != 206:  # An empty file has no range.
+                self._drop()
+                return Version(_validator(response) or "", 0), b""
+            version, nbytes = self._version(response, 0, _HEAD - 1)
+            head = response.read(nbytes)
+            if len(head) < nbytes:
+                raise http.client.IncompleteRead(head, nbytes - len(head))
+            self._end(response)
+            return version, head
+
+        return self._persist(step)
+
+    def _persist(self, step: Callable[[], T]) -> T:
+        """Calls a step until it ends, as long as tries bring anything."""
+        tries = 0
+        while True:
+            came = self._came
+            try:
+                return step()
+            except errors.MfloadError:
+                self._drop()
+                raise
+            except _BROKEN as error:
+                self._drop()
+                tries = 1 if self._came - came >= _PROGRESS else tries + 1
+                if tries >= TRIES or _is_final(error):
+                    raise errors.ReadError(
+                        f"could not read from the server: {self._reason(error)}",
+                        file=self._source.name,
+                        found=f"given up after {tries} tries",
+                    ) from error
+                pause = _PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5)
+                time.sleep(min(max(pause, getattr(error, "after", 0)), _LONGEST_PAUSE))
+            except BaseException:
+                self._drop()
+                raise
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no byte came for {self._source.stalled:g} s"
+        if isinstance(error, http.client.IncompleteRead):
+            return "the connection ended before the data"
+        text = getattr(error, "strerror", None) or str(error)  # It may quote the server.
+        return errors.shown(text, 100) or type(error).__name__
+
+    def _ask(self, first: int, last: int, *, opening: bool = False) -> http.client.HTTPResponse:
+        """The answer to a request for a range, whose head is checked (see `_version`)."""
+        source, target, followed = self._source, self._source.target, 0
+        while True:
+            response = self._response = self._send(target, first, last)
+            if response.status in _MOVED:
+                self._drop()
+                followed += 1
+                if followed > _REDIRECTS:
+                    what = f"the server redirects more than {_REDIRECTS} times"
+                    raise errors.SourceError(what, file=source.name)
+                target = source.follow(target, response.getheader("Location"))
+            elif response.status in _EXPIRED and target != source.first and not followed:
+                # A redirect led to a URL that is valid for a while.
+                self._drop()
+                target = source.first
+            else:
+                break
+        if response.status == 206:
+            if not opening:
+                version, _ = self._version(response, first, last)
+                if version != source.identity:
+                    self._changed(version)
+        elif not (opening and response.getheader("Content-Range") == "bytes */0"):
+            self._refuse(response, opening)
+        return response
+
+    def _send(self, target: Target, first: int, last: int) -> http.client.HTTPResponse:
+        source, server = self._source, target[:3]
+        if self._connection is not None and self._server != server:
+            self._drop()
+        connection = self._connection or source.pool.take(server) or _connection(target)
+        self._connection, self._server = connection, server
+        connection.timeout = source.stalled  # Another source may have made it.
+        if connection.sock is not None:
+            connection.sock.settimeout(source.stalled)
+        headers = {"User-Agent": "mfload", "Range": f"bytes={first}-{last}"}
+        if source.first.same_server(target):
+            headers |= source.headers
+        kept = connection.sock is not None
+        try:
+            connection.request("GET", target.path, headers=headers)
+            return connection.getresponse()
+        except ConnectionError:
+            if not kept:
+                raise
+        # The server closed a connection that was kept.
+        connection.close()
+        connection.request("GET", target.path, headers=headers)
+        return connection.getresponse()
+
+    def _version(
+        self, response: http.client.HTTPResponse, first: int, last: int
+    ) -> tuple[Version, int]:
+        """The version of the file, and bytes in the answer, which must be those asked for."""
+        name, found = self._source.name, response.getheader("Content-Range", "no Content-Range")
+        for header, plain in _PLAIN_BODY:
+            encoding = response.getheader(header, plain)
+            if encoding.lower() != plain:
+                what = "the server sends encoded bytes"
+                raise errors.ReadError(what, file=name, expected=f"no {header}", found=encoding)
+        match = _RANGE.fullmatch(found)
+        size = int(match[3]) if match else 0
+        stop = min(last + 1, size)
+        if not match or (int(match[1]), int(match[2])) != (first, stop - 1):
+            what = "the server sends another range than it was asked for"
+            raise errors.ReadError(what, file=name, expected=f"bytes {first}-{last}", found=found)
+        if response.length not in (None, stop - first):
+            what = "the server sends another number of bytes than its range has"
+            raise errors.ReadError(what, file=name, expected=stop - first, found=response.length)
+        validator = _validator(response)
+        if validator is None:
+            raise errors.SourceError(
+                "the server does not say which version of the file it sends: download it first",
+                file=name,
+                expected="an ETag or a Last-Modified header",
+            )
+        return Version(validator, size), stop - first
+
+    def _changed(self, found: object) -> NoReturn:
+        raise errors.SourceChangedError(
+            "the file changed since its header was read",
+            file=self._source.name,
+            expected=self._source.identity,
+            found=found,
+        )
+
+    def _refuse(self, response: http.client.HTTPResponse, opening: bool) -> NoReturn:
+        """Raises the error of an answer without the bytes."""
+        status, name = response.status, self._source.name
+        found = f"{status} {http.client.responses.get(status, '')}".rstrip()
+        if status in _BUSY:
+            raise _BusyError(found, response.getheader("Retry-After", ""))
+        if status == 200:
+            raise errors.SourceError(
+                "the server does not answer requests for ranges: download the file first",
+                file=name,
+                expected="206 Partial Content",
+                found=found,
+            )
+        if status == 416 and not opening:
+            self._changed(f"an end before that range ({found})")
+        if status in (401, 403):
+            raise errors.SourcePermissionError(
+                "the server refuses access; credentials go into Options(headers=…) or ~/.netrc",
+                file=name,
+                found=found,
+            )
+        if status in (404, 410):
+            raise errors.SourceNotFoundError("no such file on the server", file=name, found=found)
+        raise errors.SourceError("the server refuses the request", file=name, found=found)
+
+    def _end(self, response: http.client.HTTPResponse) -> None:
+        """Ends an answer whose bytes have all come, so that its connection can be used again."""
+        more = b""
+        if response.chunked and not response.isclosed():
+            try:
+                more = response.read(1)
+            except _BROKEN:  # What lacks is the mark of the end alone.
+                self._drop()
+        if more:
+            what = "the server sends more bytes than its range has"
+            raise errors.ReadError(what, file=self._source.name)
+        if not response.isclosed():
+            self._drop()
+
+    def _drop(self) -> None:
+        # A response that ends with its connection holds the socket by itself.
+        for each in (self._response, self._connection):
+            if each is not None:
+                each.close()
+        self._response = self._connection = None
+
+    def close(self) -> None:
+        """Gives the connection back, for the next reader of this server."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._source.pool.give(self._server, connection)
+
+    def __enter__(self) -> HttpHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _BusyError(http.client.HTTPException):
+    """An answer that asks to come again later."""
+
+    def __init__(self, status: str, after: str) -> None:
+        super().__init__(f"it answers {status}")
+        self.after = int(after) if after.isdecimal() and len(after) < 9 else 0
+
+
+class _Pool:
+    """Connections to a server, and to those it redirects to, that wait to be used again."""
+
+    def __init__(self) -> None:
+        self._idle: deque[tuple[tuple[Any, ...], http.client.HTTPConnection]] = deque()
+        self._process = os.getpid()
+
+    def take(self, server: tuple[Any, ...]) -> http.client.HTTPConnection | None:
+        """A connection to a server; None if there is none."""
+        if self._process != os.getpid():  # They are those of the parent of a fork.
+            self.close()
+            self._process = os.getpid()
+        for _ in range(len(self._idle)):
+            with suppress(IndexError):
+                entry = self._idle.popleft()
+                if entry[0] == server:
+                    return entry[1]
+                self._idle.append(entry)
+        return None
+
+    def give(self, server: tuple[Any, ...], connection: http.client.HTTPConnection) -> None:
+        """Keeps a connection, or closes it if there are enough."""
+        if len(self._idle) < (COSTS.concurrency or 0) and self._process == os.getpid():
+            self._idle.append((server, connection))
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Closes all of them."""
+        with suppress(IndexError):
+            while True:
+                self._idle.pop()[1].close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+# A pool lives as long as a source of its server does.
+_pools: weakref.WeakValueDictionary[tuple[Any, ...], _Pool] = weakref.WeakValueDictionary()
+
+
+def _connection(target: Target) -> http.client.HTTPConnection:
+    scheme, host, port, _ = target
+    if scheme == "http":
+        return http.client.HTTPConnection(host, port)
+    return http.client.HTTPSConnection(host, port, context=_tls())
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _validator(response: http.client.HTTPResponse) -> str | None:
+    return response.getheader("ETag") or response.getheader("Last-Modified")
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether another try can't end otherwise."""
+    if isinstance(error, socket.gaierror):
+        return error.errno != socket.EAI_AGAIN
+    return isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL)
+
+
+def _from_netrc(host: str) -> dict[str, str]:
+    """The header that `.netrc` gives for a host; the environment variable NETRC names the file."""
+    path = os.environ.get("NETRC")
+    try:
+        found = netrc.netrc(path).authenticators(host)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, netrc.NetrcParseError):
+        # Their texts may quote the file.
+        what = "the netrc file can't be read, is malformed, or is open to other users"
+        raise errors.UsageError(what, file=path or "~/.netrc") from None
+    if found is None:
+        return {}
+    login, _, password = found
+    token = base64.b64encode(f"{login}:{password}".encode()).decode()
+    return {"Authorization": f"Basic {token}"}

@@ -1,0 +1,689 @@
+"""URLs as sources, against a server on loopback that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+import serving
+from hypothesis import HealthCheck, given, settings, strategies as st
+from serving import Server, after, answer, cut, refuse, reset, stall
+
+import mfload
+from mfload import errors, sources
+from mfload.sources import http
+
+SECRET = "s3cr3t"
+MODEL = {"w": np.arange(300_000, dtype=np.float32).reshape(300, 1000), "b": np.arange(5)}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Short pauses, and no `.netrc` of the user's."""
+    monkeypatch.setattr(http, "_PAUSE", 0.001)
+    monkeypatch.setattr(http, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(http, "STALLED", 0.3)
+    monkeypatch.setenv("NETRC", os.fspath(tmp_path / "no netrc"))
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return samples.save(tmp_path_factory.mktemp("m") / "m", MODEL).read_bytes()
+
+
+@pytest.fixture
+def server(raw: bytes) -> Iterator[Server]:
+    with serving.serving({"/model.safetensors": raw}) as served:
+        yield served
+
+
+def load(server: Server, path: str = "/model.safetensors", **options: Any) -> dict[str, Any]:
+    return mfload.load(server.url(path), "numpy", options=mfload.Options(**options))
+
+
+class TestEveryCall:
+    def test_load(self, server: Server) -> None:
+        report = mfload.Report()
+        found = mfload.load(server.url(), "numpy", report=report)
+        samples.assert_same(found, MODEL)
+        assert report.route == ((server.url(), "http", "not a local file"),)
+        assert report.threads == 8
+        assert all(each.range for each in server.asked)
+
+    def test_open(self, server: Server) -> None:
+        with mfload.open(server.url()) as opened:
+            assert opened.keys() == ["b", "w"]
+            assert np.array_equal(opened.get_slice("w")[10:20, 3:7], MODEL["w"][10:20, 3:7])
+            assert np.array_equal(opened.get_tensor("b"), MODEL["b"])
+            copied = pickle.loads(pickle.dumps(opened))
+        assert np.array_equal(copied.get_tensor("w"), MODEL["w"])
+        assert server.url() in repr(copied)
+
+    def test_a_pickle_remembers_the_version(self, server: Server) -> None:
+        with mfload.open(server.url()) as opened:
+            frozen = pickle.dumps(opened)
+        server.etags["/model.safetensors"] = '"other"'
+        with pytest.raises(errors.SourceChangedError):
+            pickle.loads(frozen)
+
+    def test_plan(self, server: Server) -> None:
+        found = mfload.plan(server.url())
+        assert found.route[0].engine == "http"
+        assert found.tensors == 2
+        assert len(server.asked) == 1
+
+    def test_verify(self, server: Server, raw: bytes, tmp_path: Path) -> None:
+        found = mfload.verify(server.url())
+        assert found.ok
+        assert "there is no manifest at http://127.0.0.1" in found.notes[-1]
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(raw)
+        mfload.verify(path, checksums="write")
+        server.files["/model.checksums.json"] = (tmp_path / "model.checksums.json").read_bytes()
+        found = mfload.verify(server.url(), against=path)
+        assert found.ok
+        assert set(found.checked) >= {"checksums", "against"}
+        broken = bytearray(raw)
+        broken[-1] ^= 1
+        server.files["/model.safetensors"] = bytes(broken)
+        assert not mfload.verify(server.url())
+        with pytest.raises(errors.UsageError, match="no manifest can lie"):
+            mfload.verify(server.url(), checksums="write")
+
+    def test_a_manifest_that_is_refused_counts_as_none(self, server: Server) -> None:
+        server.always = lambda each: each.path.endswith(".json") and refuse(403)(each)
+        assert mfload.verify(server.url()).ok
+
+    def test_diff_and_align(self, server: Server, tmp_path: Path) -> None:
+        target = tmp_path / "new.safetensors"
+        mfload.align(server.url(), target)
+        assert mfload.diff(server.url(), target).same
+        with pytest.raises(errors.MfloadError):
+            mfload.align(server.url(), overwrite=True)
+
+    def test_an_index(self, server: Server) -> None:
+        index = _index(server, {"w": "a%s.safetensors", "b": "b/b%s.safetensors"})
+        found = mfload.load(server.url(index), "numpy")
+        samples.assert_same(found, MODEL)
+        with mfload.open(server.url(index)) as opened:
+            samples.assert_same(pickle.loads(pickle.dumps(opened)).get_tensors(), MODEL)
+        assert mfload.verify(server.url(index)).ok
+
+    def test_an_index_with_a_query_hands_it_on(self, server: Server) -> None:
+        index = _index(server, {"w": "a.safetensors", "b": "b.safetensors"})
+        samples.assert_same(load(server, f"{index}?sig={SECRET}"), MODEL)
+        assert {each.path.partition("?")[2] for each in server.asked} == {f"sig={SECRET}"}
+
+    def test_a_shard_that_is_missing(self, server: Server) -> None:
+        index = _index(server, {"w": "a.safetensors", "b": "b.safetensors"})
+        del server.files["/m/b.safetensors"]
+        with pytest.raises(errors.SourceNotFoundError) as info:
+            load(server, index)
+        assert info.value.file == server.url("/m/b.safetensors")
+
+    def test_a_list(self, server: Server, raw: bytes) -> None:
+        server.files["/other"] = mfload_bytes({"c": np.arange(3)})
+        found = mfload.load([server.url(), server.url("/other")], "numpy")
+        assert set(found) == {"b", "w", "c"}
+        with pytest.raises(errors.UsageError, match="listed twice"):
+            mfload.load([server.url(), server.url()], "numpy")
+
+    def test_many_at_once(self, server: Server) -> None:
+        table = {f"w{n}": f"{n}.safetensors" for n in range(20)}
+        for name, file in table.items():
+            server.files[f"/m/{file}"] = mfload_bytes({name: np.full(4, int(name[1:]))})
+        server.files["/m/i.json"] = json.dumps({"weight_map": table}).encode()
+        found = load(server, "/m/i.json")
+        assert all((found[name] == int(name[1:])).all() for name in table)
+
+    def test_no_error_of_many_at_once_is_lost(self) -> None:
+        given = [http.HttpSource(f"http://host/{n}") for n in range(4)]
+
+        def fail(_: object) -> None:
+            raise IndexError
+
+        with pytest.raises(IndexError):
+            sources.together(fail, given)
+
+    def test_an_empty_tensor_and_an_empty_file(self, server: Server) -> None:
+        server.files["/e"] = mfload_bytes({"e": np.zeros((0, 3))})
+        assert load(server, "/e")["e"].shape == (0, 3)
+        server.files["/none"] = b""
+        with pytest.raises(errors.HeaderError, match="too short"):
+            load(server, "/none")
+
+    def test_torch(self, server: Server) -> None:
+        pytest.importorskip("torch")
+        found = mfload.load(server.url(), "torch")
+        assert np.array_equal(found["w"].numpy(), MODEL["w"])
+
+
+def mfload_bytes(arrays: dict[str, Any]) -> bytes:
+    from safetensors.numpy import save
+
+    return save(arrays)
+
+
+def _index(server: Server, places: dict[str, str]) -> str:
+    """Shards of the model below /m, one for each tensor; the path of their index."""
+    places = {name: place.replace("%s", " é") for name, place in places.items()}
+    for name, place in places.items():
+        path = "/m/" + place.replace(" ", "%20").replace("é", "%C3%A9")
+        server.files[path] = mfload_bytes({name: MODEL[name]})
+    server.files["/m/model.safetensors.index.json"] = json.dumps({"weight_map": places}).encode()
+    return "/m/model.safetensors.index.json"
+
+
+class TestReads:
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_slices_are_those_of_the_local_file(self, data: st.DataObject, server: Server) -> None:
+        bounds = [data.draw(st.tuples(st.integers(0, n), st.integers(0, n))) for n in (300, 1000)]
+        steps = [data.draw(st.sampled_from([1, 1, 2, 7])) for _ in bounds]
+        index = tuple(slice(*b, s) for b, s in zip(bounds, steps, strict=True))
+        with mfload.open(server.url()) as opened:
+            assert np.array_equal(opened.get_slice("w")[index], MODEL["w"][index])
+
+    @pytest.mark.parametrize("settings", [
+        {"chunked": True}, {"protocol": "HTTP/1.0"}, {"validator": "Last-Modified"},
+    ])  # fmt: skip
+    def test_servers_of_other_kinds(self, raw: bytes, settings: dict[str, Any]) -> None:
+        with serving.serving({"/model.safetensors": raw}, **settings) as server:
+            samples.assert_same(load(server), MODEL)
+
+    def test_connections_are_kept(self, server: Server) -> None:
+        with mfload.open(server.url()) as opened:
+            for n in range(20):
+                opened.get_slice("w")[n]
+        assert len({each.connection for each in server.asked}) == 1
+
+    def test_a_fork_has_its_own(self, server: Server) -> None:
+        with mfload.open(server.url()) as opened:
+            row = opened.get_slice("w")
+            assert np.array_equal(row[1], MODEL["w"][1])
+            if (child := os.fork()) == 0:
+                os._exit(0 if np.array_equal(row[2], MODEL["w"][2]) else 1)
+            assert np.array_equal(row[3], MODEL["w"][3])
+            assert os.waitpid(child, 0)[1] == 0
+
+    def test_several_small_ones_share_threads(self, server: Server) -> None:
+        server.always = after(1, lambda each: stall_briefly())
+        with mfload.open(server.url(), options=mfload.Options(threads=2)) as opened:
+            assert set(opened.get_tensors()) == {"b", "w"}
+
+    def test_rows_apart_are_not_asked_for_one_by_one(self, tmp_path: Path) -> None:
+        array = np.arange(400 * 256, dtype=np.float32).reshape(400, 256)
+        rows = [("a", "F32", array.shape, array.tobytes())]
+        raw = samples.save_raw(tmp_path / "a", rows).read_bytes()
+        with serving.serving({"/a.safetensors": raw}) as server:
+            with mfload.open(server.url("/a.safetensors")) as opened:
+                assert np.array_equal(opened.get_slice("a")[::2], array[::2])
+            assert len(server.asked) < 10
+
+    def test_http_client_is_imported_for_urls_alone(self) -> None:
+        code = "import sys, mfload, mfload.api; assert 'http.client' not in sys.modules"
+        assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", code) == 0
+
+
+def stall_briefly(seconds: float = 0.01) -> None:
+    import time
+
+    time.sleep(seconds)
+
+
+class TestFaults:
+    """What comes in the end is right, or an error of a type that says what is wrong."""
+
+    @pytest.mark.parametrize("fault", [
+        cut(0), cut(1), cut(700_001), cut(1_199_999), reset, refuse(503),
+        refuse(429, Retry_After="1"), stall(1.0, 100_000),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("at", [0, 1, 2])
+    def test_what_breaks_off_is_taken_up_again(self, server: Server, fault: Any, at: int) -> None:
+        server.faults.extend([lambda _: None] * at)
+        server.faults.append(fault)
+        samples.assert_same(load(server), MODEL)
+
+    def test_it_is_resumed_at_the_byte(self, server: Server, raw: bytes) -> None:
+        server.faults.extend([lambda _: None, cut(100_000), cut(200_000)])
+        samples.assert_same(load(server), MODEL)
+        starts = [int(each.range[6:].partition("-")[0]) for each in server.asked if each.range]
+        assert starts[1:4] == [starts[1], starts[1] + 100_000, starts[1] + 300_000]
+
+    def test_small_steps_are_not_taken_for_ever(self, server: Server) -> None:
+        server.always = after(1, cut(10))
+        with pytest.raises(errors.ReadError, match="ended before the data"):
+            load(server)
+        assert len(server.asked) <= 1 + http.TRIES
+
+    @pytest.mark.parametrize(("fault", "said"), [
+        (reset, "reset|closed"), (stall(1.0), "no byte came for 0.3 s"), (refuse(503), "503"),
+        (cut(0), "ended before the data"),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_a_server_that_stays_broken(
+        self, server: Server, fault: Any, said: str, at: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http, "TRIES", 2)
+        server.always = after(at, fault)
+        with pytest.raises(errors.ReadError, match=said) as info:
+            load(server)
+        assert info.value.file == server.url()
+
+    @pytest.mark.parametrize(
+        "said",
+        [b"garbage\r\n\r\n", b"HTTP/1.1 abc OK\r\n\r\n", b"\0" * 70_000, b"HTTP/1.1 206 P\r\n" +
+         b"A: b\r\n" * 1000 + b"\r\n", b"HTTP/1.1 206 P\r\nA: " + b"b" * 70_000, b"",
+         b"HTTP/1.1 206 P\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+         b"HTTP/1.1 206 P\r\nContent-Length: -5\r\nContent-Range: bytes -5--1/-9\r\n\r\n",
+         b"\x1b[31m" + b"x" * 9999 + b"\r\n\r\n"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_answers_that_are_no_http(self, server: Server, said: bytes, at: int) -> None:
+        def fault(handler: Any) -> bool:
+            handler.wfile.write(said)
+            handler.close_connection = True
+            return True
+
+        server.always = after(at, fault)
+        with pytest.raises(errors.ReadError) as info:
+            load(server)
+        assert len(str(info.value)) < 500
+        assert str(info.value).isprintable()
+
+    @pytest.mark.parametrize("kept", range(8))
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_a_chunked_answer_without_its_end(self, server: Server, kept: int, at: int) -> None:
+        """All bytes came: whether the end of the last chunk comes as well does not matter."""
+
+        def fault(handler: Any) -> bool:
+            body = handler.head(Content_Length=None, Transfer_Encoding="chunked")
+            said = b"%x\r\n%s" % (len(body), body) + b"\r\n0\r\n\r\n"[:kept]
+            handler.wfile.write(said)
+            handler.close_connection = True
+            return True
+
+        server.always = after(at, fault)
+        samples.assert_same(load(server), MODEL)
+        asked = [each.range for each in server.asked if each.range]
+        spans = [tuple(map(int, each[6:].split("-"))) for each in asked]
+        assert all(first <= last for first, last in spans)
+        assert len(set(asked)) == len(asked)
+
+    @pytest.mark.parametrize("size", [b"-5", b"x", b""])
+    def test_sizes_of_chunks_that_are_none(self, server: Server, size: bytes) -> None:
+        def fault(handler: Any) -> bool:
+            body = handler.head(Content_Length=None, Transfer_Encoding="chunked")
+            handler.wfile.write(size + b"\r\n" + body)
+            handler.close_connection = True
+            return True
+
+        for at in (0, 1):
+            server.always = after(at, fault)
+            with pytest.raises(errors.ReadError):
+                load(server)
+
+    def test_an_error_holds_no_connection(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[HTTPResponse] = []
+        real = http.HttpHandle._send
+
+        def send(*args: Any) -> HTTPResponse:
+            seen.append(real(*args))
+            return seen[-1]
+
+        monkeypatch.setattr(http.HttpHandle, "_send", send)
+        for at in (0, 1):
+            server.always = after(at, answer(Content_Range="x", Connection="close"))
+            with pytest.raises(errors.ReadError):
+                load(server)
+            assert seen
+            assert all(each.isclosed() for each in seen)
+
+    def test_a_kept_connection_has_the_patience_of_its_reader(self, server: Server) -> None:
+        first = http.HttpSource(server.url(), stalled=0.05)
+        second = http.HttpSource(server.url(), stalled=5.0)
+        assert first.size == second.size
+        server.always = lambda each: stall_briefly(0.2)
+        second.check()
+        assert len({each.connection for each in server.asked}) == 1
+        first.stalled = second.stalled = 0.05
+        with pytest.raises(errors.ReadError, match=r"no byte came for 0\.05 s"):
+            second.check()
+
+    def test_nothing_listens(self, server: Server) -> None:
+        server.port = 1
+        with pytest.raises(errors.ReadError, match="refused"):
+            load(server)
+
+    def test_no_such_host(self) -> None:
+        with pytest.raises(errors.ReadError, match=r"given up after \d tries|could not read"):
+            mfload.load("http://no-such-host.invalid/model.safetensors", "numpy")
+
+    @pytest.mark.parametrize(("headers", "said"), [
+        ({"Content_Range": "bytes 0-9/1"}, "another range"),
+        ({"Content_Range": None}, "another range"),
+        ({"Content_Range": "bytes 1-2-3"}, "another range"),
+        ({"Content_Range": f"bytes 0-65535/{'9' * 30}"}, "another range"),
+        ({"Content_Range": f"bytes 0-65535/{'9' * 19}"}, "another range"),
+        ({"Content_Length": "7"}, "another number of bytes"),
+        ({"Content_Length": "99999999999"}, "another number of bytes"),
+        ({"Content_Encoding": "gzip"}, "encoded bytes"),
+        ({"Transfer_Encoding": "gzip"}, "encoded bytes"),
+        ({"Transfer_Encoding": "gzip, chunked"}, "encoded bytes"),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_lies_about_lengths(self, server: Server, headers: Any, said: str, at: int) -> None:
+        server.always = after(at, answer(**headers))
+        with pytest.raises(errors.ReadError, match=said):
+            load(server)
+
+    def test_a_size_that_is_a_lie(self, server: Server, raw: bytes) -> None:
+        """The header says where the data ends, and the size must fit it."""
+        size = 10**15
+        server.always = answer(Content_Range=f"bytes 0-65535/{size}")
+        with pytest.raises(errors.HeaderError):
+            load(server)
+        server.always = None
+        raw = (10**12).to_bytes(8, "little") + bytes(100)
+        server.files["/long"] = raw + bytes(http._HEAD)
+        with pytest.raises(errors.HeaderError, match="over the format's limit"):
+            load(server, "/long")
+        assert len(server.asked) == 2
+
+    def test_a_size_beyond_64_bits(self, server: Server) -> None:
+        size = 95 * 10**17  # The header agrees with it.
+        entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+        text = json.dumps({"a": entry}).encode()
+        body = len(text).to_bytes(8, "little") + text
+        server.files["/huge.safetensors"] = body + bytes(http._HEAD)
+        server.always = answer(Content_Range=f"bytes 0-{http._HEAD - 1}/{size + len(body)}")
+        with pytest.raises(errors.ReadError, match="another range"):
+            load(server, "/huge.safetensors")
+
+    def test_more_than_a_chunked_answer_should_have(self, raw: bytes) -> None:
+        def more(handler: Any) -> bool:
+            body = handler.head(Content_Length=None, Transfer_Encoding="chunked") + b"more"
+            handler.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+            return True
+
+        with serving.serving({"/model.safetensors": raw}) as server:
+            server.always = more
+            with pytest.raises(errors.ReadError, match="more bytes"):
+                load(server)
+
+    def test_the_timeout(self, server: Server) -> None:
+        for at in (0, 1):
+            server.always = after(at, stall(5.0))
+            with pytest.raises(errors.LoadTimeoutError):
+                load(server, timeout=0.2)
+
+
+class TestVersions:
+    def test_a_change_between_two_answers(self, server: Server) -> None:
+        with mfload.open(server.url()) as opened:
+            server.etags["/model.safetensors"] = '"other"'
+            with pytest.raises(errors.SourceChangedError) as info:
+                opened.get_tensor("w")
+        assert '"other"' in str(info.value)
+        assert info.value.tensor == "w"
+
+    def test_a_change_after_the_last_answer(self, server: Server) -> None:
+        seen: list[int] = []
+
+        def change(handler: Any) -> None:
+            seen.append(1)
+            if len(seen) == 3:  # The header, the data, the last look.
+                server.etags["/model.safetensors"] = '"other"'
+
+        server.always = change
+        with pytest.raises(errors.SourceChangedError):
+            load(server)
+        assert len(seen) == 3
+
+    def test_a_change_while_it_is_taken_up_again(self, server: Server) -> None:
+        def change(handler: Any) -> bool:
+            cut(100_000)(handler)
+            server.etags["/model.safetensors"] = '"other"'
+            return True
+
+        server.faults.extend([lambda _: None, change])
+        with pytest.raises(errors.SourceChangedError):
+            load(server)
+
+    def test_a_file_that_shrank(self, server: Server, raw: bytes) -> None:
+        server.etags["/model.safetensors"] = '"same"'
+        with mfload.open(server.url()) as opened:
+            server.files["/model.safetensors"] = raw[:-4]
+            with pytest.raises(errors.MfloadError):
+                opened.get_tensor("w")
+
+    def test_an_answer_without_a_version(self, server: Server) -> None:
+        server.validator = None
+        with pytest.raises(errors.SourceError, match="which version"):
+            load(server)
+
+    def test_a_server_without_ranges(self, server: Server) -> None:
+        server.ranges = False
+        with pytest.raises(errors.SourceError, match="requests for ranges: download"):
+            load(server)
+
+
+class TestCredentials:
+    def test_a_header(self, server: Server) -> None:
+        server.always = _guarded
+        headers = {"authorization": f"Bearer {SECRET}"}
+        samples.assert_same(load(server, headers=headers), MODEL)
+        options = mfload.Options(headers=headers)
+        with mfload.open(server.url(), options=options) as opened:
+            copied = pickle.loads(pickle.dumps(opened))
+        assert np.array_equal(copied.get_tensor("b"), MODEL["b"])
+        assert hash(options) == hash(mfload.Options(headers=headers))
+
+    def test_a_netrc(self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "netrc"
+        path.write_text(f"machine 127.0.0.1 login me password {SECRET}\n")
+        monkeypatch.setenv("NETRC", os.fspath(path))
+        load(server)
+        assert {each.authorization for each in server.asked} == {"Basic bWU6czNjcjN0"}
+        path.write_text(f"nonsense {SECRET}")
+        with pytest.raises(errors.UsageError, match="netrc") as info:
+            load(server)
+        assert SECRET not in "".join(map(str, (info.value, info.value.__cause__)))
+
+    def test_without(self, server: Server) -> None:
+        server.always = _guarded
+        with pytest.raises(errors.SourcePermissionError, match=r"Options\(headers=…\)"):
+            load(server)
+
+    @pytest.mark.parametrize("headers", [
+        {"Range": "x"}, {"a b": "x"}, {"X": f"{SECRET}\r\nHost: y"}, {"X": f"{SECRET}☃"},
+        {"X": 5}, [1], SECRET, {"": SECRET},
+    ])  # fmt: skip
+    def test_headers_that_are_refused(self, headers: Any) -> None:
+        with pytest.raises(errors.UsageError) as info:
+            mfload.Options(headers=headers)
+        assert SECRET not in str(info.value)
+
+    @pytest.mark.parametrize("place", [
+        "u:{}@127.0.0.1:{}/m", "{}@127.0.0.1:{}/m", "u:a/{}@127.0.0.1:{}/m", "u:{}@[::1]:{}/m",
+    ])  # fmt: skip
+    def test_a_password_in_a_url(self, server: Server, place: str) -> None:
+        url = "http://" + place.format(SECRET, server.port)
+        for call in (mfload.load, mfload.plan, mfload.open, mfload.verify):
+            with pytest.raises(errors.UsageError) as info:
+                call(url, *(["numpy"] if call is mfload.load else []))
+            assert SECRET not in str(info.value)
+        with pytest.raises(errors.MfloadError) as info:
+            mfload.load(url, "numpy", options=mfload.Options(timeout=1e-9))
+        assert SECRET not in str(info.value)
+        assert not server.asked
+
+    @pytest.mark.parametrize("fault", [
+        refuse(401), refuse(404), refuse(418), refuse(503), reset, stall(1.0),
+        answer(ETag=None), answer(Content_Range="x"), answer(Content_Encoding="br"),
+        refuse(302, Location=f"ftp://x/?{SECRET}"), refuse(302, Location=f"//u:{SECRET}@x/"),
+        refuse(302, Location=f"/again?{SECRET}"), refuse(302, Location=f"http://[{SECRET}"),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_no_error_shows_a_secret(
+        self, server: Server, fault: Any, at: int, caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(http, "TRIES", 2)
+        caplog.set_level(logging.DEBUG)
+        headers = {"Authorization": f"Bearer {SECRET}"}
+        options = mfload.Options(headers=headers, timeout=20)
+        assert SECRET not in repr(options)
+        server.always = after(at, fault)
+        url = f"{server.url()}?token={SECRET}"
+        with pytest.raises(errors.MfloadError) as info:
+            mfload.load(url, "numpy", options=options)
+        error: BaseException | None = info.value
+        assert SECRET.encode() not in pickle.dumps(error)
+        while error is not None:
+            assert SECRET not in f"{error}{error!r}{vars(error)}"
+            error = error.__cause__ or error.__context__
+        assert SECRET not in caplog.text
+
+    def test_reports_and_reprs_show_none(self, server: Server) -> None:
+        url, report = f"{server.url()}?token={SECRET}", mfload.Report()
+        options = mfload.Options(headers={"X-Key": SECRET}, timeout=30)
+        mfload.load(url, "numpy", report=report, options=options)
+        with mfload.open(url, options=options) as opened:
+            shown = [repr(opened), opened.file_of(opened.info("w")), str(report), repr(report)]
+            shown += [str(report.as_dict()), str(mfload.plan(url, options=options))]
+        with pytest.raises(errors.HeaderError, match="not a list of sums") as info:
+            mfload.verify(url, sha256=url)
+        shown.append(str(info.value))
+        assert SECRET not in "".join(shown)
+        assert "model.safetensors?…" in "".join(shown)
+
+
+def _guarded(handler: Any) -> bool | None:
+    right = handler.headers.get("Authorization") == f"Bearer {SECRET}"
+    return None if right else refuse(401)(handler)
+
+
+class TestRedirects:
+    def test_to_another_server_without_credentials(self, server: Server, raw: bytes) -> None:
+        with serving.serving({"/there": raw}) as other:
+            server.always = refuse(302, Location=f"{other.url('/there')}?sig=1")
+            samples.assert_same(load(server, headers={"Authorization": SECRET, "X": "y"}), MODEL)
+            assert {each.authorization for each in other.asked} == {None}
+            assert {each.authorization for each in server.asked} == {SECRET}
+            assert len(server.asked) == 1  # What it leads to is remembered.
+
+    def test_on_the_same_server_with_them(self, server: Server) -> None:
+        server.always = lambda each: (
+            each.path == "/a" and refuse(307, Location="/model.safetensors")(each)
+        )
+        samples.assert_same(load(server, "/a", headers={"Authorization": SECRET}), MODEL)
+        assert {each.authorization for each in server.asked} == {SECRET}
+
+    def test_an_end_that_is_over_is_asked_for_again(self, server: Server, raw: bytes) -> None:
+        """Such as a signed URL that was valid for a while."""
+        with serving.serving({"/1": raw, "/2": raw}) as other:
+            other.etags = {"/1": '"x"', "/2": '"x"'}
+            ends = iter("12")
+            server.always = lambda each: refuse(302, Location=other.url(f"/{next(ends)}"))(each)
+            with mfload.open(server.url()) as opened:
+                other.always = lambda each: each.path == "/1" and refuse(403)(each)
+                assert np.array_equal(opened.get_tensor("w"), MODEL["w"])
+
+    def test_for_ever(self, server: Server) -> None:
+        server.always = lambda each: refuse(302, Location=each.path + "x")(each)
+        with pytest.raises(errors.SourceError, match="redirects more than 5 times"):
+            load(server)
+
+    @pytest.mark.parametrize("headers", [
+        {}, {"Location": "ftp://x/y"}, {"Location": "file:///x"}, {"Location": "http://u:p@x/y"},
+        {"Location": "http://"}, {"Location": "http://a..b/x"},
+    ])  # fmt: skip
+    def test_that_are_not_followed(self, server: Server, headers: dict[str, str]) -> None:
+        server.always = refuse(302, **headers)
+        with pytest.raises(errors.SourceError, match="redirects"):
+            load(server)
+
+    def test_from_https_to_http(self) -> None:
+        source = http.HttpSource("https://a/m")
+        with pytest.raises(errors.SourceError, match="from https to http"):
+            source.follow(source.first, "http://a/m")
+
+    @pytest.mark.parametrize(("first", "second", "same"), [
+        ("http://a/", "http://a:80/x", True), ("http://a/", "https://a/", True),
+        ("https://a/", "http://a/", False), ("http://a:8080/", "https://a/", False),
+        ("http://a/", "https://a:444/", False), ("http://a/", "http://b/", False),
+        ("http://a/", "http://a.b/", False), ("http://A/", "http://a/", True),
+    ])  # fmt: skip
+    def test_what_counts_as_the_same_server(self, first: str, second: str, same: bool) -> None:
+        assert http.Target.of(first).same_server(http.Target.of(second)) is same
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("name", [
+        "../x", "a/../../x", "/x", "//host/x", "http://host/x", "https:x", "..\\x", "a\\b",
+        "%2e%2e/x", "a/%2e%2e/x", "%2fx", "x?y", "x#y", "?", "a\nb", "a b\0", "", "..", "C:x",
+        ".%2e/x",
+    ])  # fmt: skip
+    def test_entries_that_leave_the_base(self, server: Server, name: str) -> None:
+        index = json.dumps({"weight_map": {"w": name}})
+        server.files["/m/model.safetensors.index.json"] = index.encode()
+        with pytest.raises(errors.CheckpointError, match="outside its directory"):
+            load(server, "/m/model.safetensors.index.json")
+        assert len(server.asked) == 1
+
+    @pytest.mark.parametrize("engine", ["mmap", "direct", "gds"])
+    def test_engines_of_local_files(self, server: Server, engine: Any) -> None:
+        options = mfload.Options(engine=engine)
+        load = partial(mfload.load, framework="numpy")
+        for call in (mfload.plan, mfload.open, mfload.verify, load):
+            with pytest.raises(errors.UsageError, match=f"engine='{engine}' reads local files"):
+                call(server.url(), options=options)
+            with pytest.raises(errors.UsageError, match="local files"):
+                call(server.url("/m/x.json"), options=options)
+        assert not server.asked
+
+    @pytest.mark.parametrize("url", [
+        "http://", "http:///x", "https://[::1/x", "http://a:b/x", "http://a:99999/x", "http://a/é",
+        "http://a/x y", "http://a/x\r\nHost: b", "http://a", "http://a/dir/", "http://a/\x7f",
+        "http://a..b/x", f"http://{'a' * 64}.b/x",
+    ])  # fmt: skip
+    def test_malformed_urls(self, url: str) -> None:
+        with pytest.raises(errors.UsageError):
+            mfload.load(url, "numpy")
+
+    def test_other_schemes(self) -> None:
+        with pytest.raises(errors.SourceNotFoundError, match="download it first"):
+            mfload.load("s3://bucket/model.safetensors", "numpy")
+
+    def test_names_beside_it(self) -> None:
+        source = http.HttpSource("https://host/a/m.safetensors.index.json")
+        assert source.beside("b/./ c.safetensors").name == "https://host/a/b/%20c.safetensors"
+        source = http.HttpSource("http://[::1]:8080/m.json?sig=1")
+        for name in ("../x", "a/../../x", "/x", "..", "a\\b", "%2e%2e/x", "x?y"):
+            with pytest.raises(errors.UsageError):
+                source.beside(name)
+        assert source.beside("x").first == http.Target("http", "::1", 8080, "/x?sig=1")
+
+    @pytest.mark.parametrize(("status", "kind"), [
+        (404, errors.SourceNotFoundError), (410, errors.SourceNotFoundError),
+        (403, errors.SourcePermissionError), (418, errors.SourceError), (204, errors.SourceError),
+        (416, errors.SourceError),
+    ])  # fmt: skip
+    def test_statuses(self, server: Server, status: int, kind: type[Exception]) -> None:
+        server.always = refuse(status)
+        with pytest.raises(kind, match=str(status)):
+            load(server)
