@@ -9,14 +9,18 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from mfload import errors
-from mfload.formats import hints, safetensors, strict_json
+from mfload import errors, sources
+from mfload.formats import safetensors, strict_json
 from mfload.formats.strict_json import brief
-from mfload.sources.local import LocalFile
+from mfload.load_options import LoadOptions
+from mfload.sources.base import Source
 
-Path = str | os.PathLike[str]
+Path = sources.Location
+
+_BYTES = (bytes, bytearray, memoryview)
+_SINGLE = (str, os.PathLike, *_BYTES)
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -27,24 +31,35 @@ _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
                     "diffusion_pytorch_model", "optimizer"})  # fmt: skip
 
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
-_SHARD = re.compile(r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?")
+_ONE_ARRAY = ".npy"
+_SHARD = r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?"
 
 
-class CheckpointFiles(NamedTuple):
+class CheckpointFiles:
     """The files of a checkpoint.
 
     Attributes:
-        files: Paths, in the order in which they are read.
+        files: Paths of local files, and other sources, in the order in which they are read.
         placed: The file of each tensor, if an index says so.
         missing: A line for each file that belongs to it and does not exist.
         name: What stands for all of them in an error; None for a list.
     """
 
-    files: list[str]
-    placed: dict[str, str] | None = None
-    missing: tuple[str, ...] = ()
-    name: str | None = None
-    total: Any = None
+    def __init__(
+        self,
+        files: Sequence[str | Source],
+        placed: dict[str, str] | None = None,
+        missing: tuple[str, ...] = (),
+        name: str | None = None,
+        total: Any = None,
+    ) -> None:
+        self.files, self.placed, self.missing = files, placed, missing
+        self.name, self.total = name, total
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the files."""
+        return [each if isinstance(each, str) else each.name for each in self.files]
 
     @property
     def index_file(self) -> str | None:
@@ -52,7 +67,7 @@ class CheckpointFiles(NamedTuple):
         return None if self.placed is None else self.name
 
 
-def find(path: Path | Sequence[Path]) -> CheckpointFiles:
+def find(path: Path | Sequence[Path], options: LoadOptions | None = None) -> CheckpointFiles:
     """Names the files of a checkpoint without reading their headers.
 
     Raises:
@@ -62,18 +77,27 @@ def find(path: Path | Sequence[Path]) -> CheckpointFiles:
         CheckpointError: Several checkpoints lie side by side, or the index leads out of its
             directory.
     """
-    if isinstance(path, str | bytes | os.PathLike):
-        name = _text(path)
-        if os.path.isdir(name):
-            return _in_directory(name)
-        return _from_index(name) if name.endswith(".json") else CheckpointFiles([name], name=name)
+    if isinstance(path, _SINGLE) or sources.is_source(path):
+        place = _located(path, options)
+        if not isinstance(place, str):
+            name = place.name
+            if name.partition("?")[0].endswith(".json"):
+                return _from_index(place)
+            return CheckpointFiles([place], name=name)
+        if os.path.isdir(place):
+            return _in_directory(place)
+        if place.endswith(".json"):
+            return _from_index(sources.local_file(place))
+        return CheckpointFiles([place], name=place)
     check_path(path)
-    files = [_text(each) for each in path]
+    given: Any = path
+    files = [_located(each, options) for each in given]
     if not files:
         raise errors.UsageError("an empty list of files")
     ((most, count),) = collections.Counter(files).most_common(1)
     if count > 1:
-        raise errors.UsageError("a file is listed twice", file=most)
+        name = most if isinstance(most, str) else most.name
+        raise errors.UsageError("a file is listed twice", file=name)
     return CheckpointFiles(files)
 
 
@@ -83,7 +107,7 @@ def state(path: Path | Sequence[Path]) -> object:
     Returns:
         Something to compare with what a later call gives; None if unknown.
     """
-    if not isinstance(path, str | bytes | os.PathLike):
+    if not isinstance(path, str | os.PathLike):
         return None
     try:
         name = os.fsdecode(path)
@@ -102,11 +126,25 @@ def _names(directory: str) -> tuple[list[str], list[str]]:
     # Copies by other systems leave hidden files that are not part of a checkpoint.
     names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    return indexes, [name for name in names if name.endswith(SUFFIX)]
+    files = [name for name in names if name.endswith(SUFFIX)]
+    if not indexes and not files:
+        from mfload.formats import base, hints
+
+        # What lies beside weights that mfload doesn't load is not taken for them.
+        if not hints.of_directory(directory, names):
+            files = [name for name in names if name.endswith(tuple(base.FORMATS))]
+    return indexes, files
 
 
-def _text(path: Any) -> str:
-    """A path as absolute text: the process may change its directory before it reads the data."""
+def _located(path: Any, options: LoadOptions | None) -> str | Source:
+    """A source, or a path as absolute text: the process may change its directory before it reads.
+
+    Opens nothing.
+    """
+    if (type(path) is not str or "://" in path) and (
+        isinstance(path, _BYTES) or sources.is_url(path) or sources.is_source(path)
+    ):
+        return sources.find(path, options)
     try:
         name = os.fsdecode(path)
     except TypeError:
@@ -120,7 +158,9 @@ def _text(path: Any) -> str:
 
 def check_path(path: Any) -> None:
     """Raises UsageError for what is neither a path nor a list, such as a tree of arrays."""
-    if isinstance(path, Mapping) or not isinstance(path, str | bytes | os.PathLike | Iterable):
+    if isinstance(path, _SINGLE) or sources.is_source(path):
+        return
+    if isinstance(path, Mapping) or not isinstance(path, Iterable):
         raise errors.UsageError(
             "not a path: load(path, framework) takes a path; load_into(target, path) fills a tree",
             expected="a path or a list of paths",
@@ -134,19 +174,23 @@ def _in_directory(directory: str) -> CheckpointFiles:
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
     if len(indexes) == 1:
-        return _from_index(os.path.join(directory, indexes[0]))
+        return _from_index(sources.local_file(os.path.join(directory, indexes[0])))
     if not indexes and not files:
+        from mfload.formats import hints
+
         names = hints.listed(directory)
         raise errors.SourceNotFoundError(
             f"nothing to load in the directory{hints.of_directory(directory, names)}",
             file=directory,
-            expected=f"*{INDEX_SUFFIX} or *{SUFFIX}",
+            expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz or *.npy",
             found=", ".join(names[:8]) or "an empty directory",
         )
     # Files that are numbered alike; a file without a number is a family of its own.
     families: dict[tuple[str, int | None], dict[str, int]] = {}
     for name in files:
         stem, number, total = _shard(name)
+        if name.endswith(_ONE_ARRAY):
+            stem, total = name, None  # Its name is that of a tensor.
         families.setdefault((stem, total), {})[name] = number
     stems = [stem for stem, _ in families]
     choices = indexes
@@ -179,15 +223,15 @@ def stem(name: str) -> str:
 
 def _shard(name: str) -> tuple[str, int, int | None]:
     """Takes a file name apart: model-00001-of-00002 → model, 1, 2."""
-    stem = name.removesuffix(SUFFIX)
-    shard = _SHARD.fullmatch(stem)
+    stem = name.removesuffix(SUFFIX).removesuffix(".npz")
+    shard = re.fullmatch(_SHARD, stem)
     if shard is None:
         return stem, 0, None
     return shard["stem"], int(shard["number"]), int(shard["total"]) if shard["total"] else None
 
 
-def _from_index(path: str) -> CheckpointFiles:
-    table = read_index(LocalFile(path))
+def _from_index(index: Source) -> CheckpointFiles:
+    table, path = read_index(index), index.name
     weights: dict[str, str] = table["weight_map"]
     if not weights:
         raise errors.CheckpointError("the index names no file", file=path)
@@ -195,16 +239,23 @@ def _from_index(path: str) -> CheckpointFiles:
     held = collections.Counter(weights.values())
     first = {shard: name for name, shard in reversed(weights.items())}
     places: dict[str, str] = {}
+    files: dict[str, str | Source] = {}
     problems: list[str] = []
     outside = False
     for shard in sorted(held):
-        # One shard may be spelled in several ways (x, ./x) and is still one file.
-        place = os.path.join(directory, os.path.normpath(shard))
-        problem = _outside(shard)
+        problem, file = _outside(shard), None
+        if problem is None and index.file is None:
+            try:
+                file = index.beside(shard)
+            except errors.UsageError as error:
+                problem = error.message
         outside = outside or problem is not None
-        problem = problem or _absent(place)
+        # One shard may be spelled in several ways (x, ./x) and is still one file.
+        place = os.path.join(directory, os.path.normpath(shard)) if file is None else file.name
+        if file is None and problem is None:
+            problem = _absent(place)
         if problem is None:
-            places[shard] = place
+            places[shard], files[place] = place, file or place
         else:
             count = f"{held[shard]} tensors, {brief(first[shard])} among them"
             problems.append(f"{brief(shard)} is named by the index and {problem} ({count})")
@@ -214,7 +265,7 @@ def _from_index(path: str) -> CheckpointFiles:
         )
     metadata = table.get("metadata")
     return CheckpointFiles(
-        sorted({*places.values()}),
+        [files[place] for place in sorted(files)],
         {name: places[shard] for name, shard in weights.items() if shard in places},
         tuple(problems),
         path,
@@ -222,7 +273,7 @@ def _from_index(path: str) -> CheckpointFiles:
     )
 
 
-def read_index(source: LocalFile) -> dict[str, Any]:
+def read_index(source: Source) -> dict[str, Any]:
     """The JSON of an index; its `weight_map` gives the file of each tensor.
 
     Raises:
@@ -232,19 +283,21 @@ def read_index(source: LocalFile) -> dict[str, Any]:
     if source.size > safetensors.MAX_HEADER:
         raise errors.HeaderError(
             "the index is over the limit",
-            file=source.path,
+            file=source.name,
             expected=f"at most {safetensors.MAX_HEADER} bytes",
             found=f"{source.size} bytes",
         )
     try:
-        table: Any = strict_json.loads(source.read(0, source.size), source.path, "index")
+        table: Any = strict_json.loads(source.read(0, source.size), source.name, "index")
     except errors.HeaderError as error:
+        from mfload.formats import hints
+
         raise hints.explain_file(error, source) from None
     weights = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(x, str) for x in weights.values()):
         raise errors.HeaderError(
             "not a checkpoint index",
-            file=source.path,
+            file=source.name,
             expected='{"weight_map": {name: file}}',
             found=brief(table),
         )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from mfload import errors
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
 _HEAD = 512
 _LISTED = 2000  # Names of a directory that are looked at.
@@ -24,9 +24,9 @@ _TORCH = "load it with torch.load(path, weights_only=True) and write it with mfl
 _ORBAX = "restore it with Orbax and write it with mfload.save"
 _UNPACK = "unpack it first"
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"PK\x03\x04", f"a zip archive, as PyTorch, NumPy and Keras write: if PyTorch's, {_TORCH}"),
+    (0, b"PK\x03\x04", f"a zip archive, as PyTorch and Keras write: if PyTorch's, {_TORCH}"),
     (0, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", f"a PyTorch file of the old kind: {_TORCH}"),
-    (0, b"\x93NUMPY", "a NumPy array: load it with numpy.load, write it with mfload.save"),
+    (0, b"\x93NUMPY", "a NumPy array: name it .npy"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file: load it with Keras or h5py"),
     (0, b"GGUF", "a GGUF file of llama.cpp: look for the model's safetensors"),
     (0, b"\x0c\xdb\x3a\x2a", f"a part of an Orbax checkpoint: {_ORBAX}"),
@@ -56,7 +56,7 @@ _NAMES = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def explain_file(error: errors.HeaderError, file: LocalFile) -> errors.HeaderError:
+def explain_file(error: errors.HeaderError, file: Source) -> errors.HeaderError:
     """Adds to an error what its file seems to be, by its first bytes."""
     # A file that goes away meanwhile has had its error already.
     with contextlib.suppress(errors.MfloadError):
@@ -89,7 +89,7 @@ def of_directory(directory: str, names: Sequence[str]) -> str:
         below += [os.path.join("snapshots", name) for name in snapshots]
     if not below:
         return ""
-    paths = [_printable(os.path.join(directory, name)) for name in below[:_SHOWN]]
+    paths = [errors.printable(os.path.join(directory, name)) for name in below[:_SHOWN]]
     return f"; look in {', '.join(paths)}{' …' if len(below) > _SHOWN else ''}"
 
 
@@ -106,25 +106,25 @@ def explain_path(error: errors.SourceNotFoundError, asked: object) -> errors.Sou
 
 def _near(path: str, asked: str) -> str:
     if re.match(r"[A-Za-z][\w+.-]*://", asked):
-        return "; mfload loads local files: download it first"
+        return "; mfload loads local files, http:// and https://: download it first"
     if asked.startswith("~"):
         return "; only a shell expands ~: use os.path.expanduser"
     if os.path.islink(path):
-        return f"; it is a link to {_printable(os.readlink(path))}, which does not exist"
+        return f"; it is a link to {errors.printable(os.readlink(path))}, which does not exist"
     parent, name = os.path.split(path.rstrip("/" + os.sep))
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)
     # Names of files have their ends in common, so likeness has to be high.
     close = errors.close_names(name, listed(parent or "."), cutoff=0.8)
     if close:
-        return f"; close names: {', '.join(map(_printable, close))}"
+        return f"; close names: {', '.join(map(errors.printable, close))}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):
         return f"; if this is a model of the Hugging Face Hub, run `hf download {asked}` first"
     return ""
 
 
 def _holds(directory: str) -> bool:
-    return any(name.endswith((".safetensors", ".index.json")) for name in listed(directory))
+    return any(name.endswith((".safetensors", ".index.json", ".npz")) for name in listed(directory))
 
 
 def listed(directory: str) -> list[str]:
@@ -140,8 +140,3 @@ def listed(directory: str) -> list[str]:
 def _add(error: errors.MfloadError, text: str) -> None:
     error.message += text
     error.args = (error.message,)
-
-
-def _printable(text: str) -> str:
-    """A name for a message, harmless for a terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:1000])

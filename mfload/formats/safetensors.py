@@ -6,28 +6,44 @@ counted from the start of the data, and "__metadata__" to strings. Every rule of
 reference reader holds here: tensors must tile the data without hole or overlap. Two choices
 are ours: a name given twice is refused, and a dtype mfload does not know fails only the tensor
 that has it (docs/design/format-choices.md).
+
+A header as the usual writers write it, with the fields in their order and without an escape in a
+name, is matched by one regular expression and checked in columns. Any other, and whatever breaks a
+rule, is parsed as JSON and checked row by row, which names the fault. Both take the same headers.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+import re
 import struct
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from mfload import dtypes, errors
-from mfload.formats import hints, strict_json
+from mfload.dtypes import DType
+from mfload.formats import strict_json
 from mfload.formats.strict_json import brief
-from mfload.index import Piece, TensorInfo
-from mfload.sources.local import LocalFile
+from mfload.index import Columns, Kind, TensorInfo
+from mfload.sources.base import Source
 
 MAX_HEADER = 100_000_000
 """Longest header in bytes that the reference reader takes."""
 
 _MAX_SIZE = 2**64 - 1
-_make: Any = tuple.__new__
 _FIELDS = ("dtype", "shape", "data_offsets")
+_RANGE = operator.itemgetter(0, 1)  # Of what `_row` returns: offset and bytes.
 
 
-def read(file: LocalFile, source: int = 0) -> tuple[list[TensorInfo], dict[str, str] | None]:
+def recognise(head: bytes, name: str) -> bool:
+    """Whether a file looks like one of the format, by its first bytes and its name."""
+    return head[8:9] == b"{" or name.endswith(".safetensors")
+
+
+def read(file: Source, source: int = 0) -> tuple[Sequence[TensorInfo], dict[str, str] | None]:
     """Reads one file's header; returns the tensors in order of offset, and the metadata.
 
     `source` is the file's number in the index to be.
@@ -45,22 +61,120 @@ def read(file: LocalFile, source: int = 0) -> tuple[list[TensorInfo], dict[str, 
         if length > file.size - 8:
             most = file.size - 8
             raise _misfit(file, "the file ends within its header", f"at most {most} bytes", length)
-        return parse(file.read(8, length), size=file.size, path=file.path, source=source)
+        return parse(file.read(8, length), size=file.size, path=file.name, source=source)
     except errors.HeaderError as error:
+        from mfload.formats import hints  # Here and elsewhere: only errors need it.
+
         raise hints.explain_file(error, file) from None
 
 
-def _misfit(file: LocalFile, what: str, expected: str, found: int) -> errors.HeaderError:
-    return errors.HeaderError(what, file=file.path, expected=expected, found=f"{found} bytes")
+def _misfit(file: Source, what: str, expected: str, found: int) -> errors.HeaderError:
+    return errors.HeaderError(what, file=file.name, expected=expected, found=f"{found} bytes")
 
 
 def parse(
     raw: bytes, *, size: int, path: str = "<header>", source: int = 0
-) -> tuple[list[TensorInfo], dict[str, str] | None]:
+) -> tuple[Sequence[TensorInfo], dict[str, str] | None]:
     """Checks a header's JSON, without the eight bytes before it (see `read`); pure.
 
     `size` is that of the whole file.
     """
+    found = None
+    if len(raw) >= _LONG:
+        found = _in_columns(raw, size, path, source)
+    return found or _row_by_row(raw, size, path, source)
+
+
+_LONG = 16 << 10  # Bytes of a header; for a shorter one it doesn't pay to compile an expression.
+_FEW = 64  # Dims; the product of a million takes minutes.
+_DIM = "0|[1-9][0-9]{0,17}"  # Fits 64 bits.
+_STRINGS = r'\{"__metadata__": ?(\{[^{}]*\}), ?'
+
+
+@functools.cache
+def _entry(gap: str) -> tuple[re.Pattern[str], int]:
+    """The pattern of an entry with `gap` behind commas and colons; its length beside its groups."""
+    colon, comma, dim = f":{gap}", f",{gap}", _DIM
+    pattern = (
+        rf'"([^"\\\x00-\x1f]*)"{colon}\{{"dtype"{colon}'
+        rf'"([A-Z0-9_]+"{comma}"shape"{colon}\[[0-9,{gap}]*)'
+        rf'\]{comma}"data_offsets"{colon}\[({dim}){comma}({dim})\]\}}(?:{comma}|\Z)'
+    )
+    around = f'""{colon}{{"dtype"{colon}"]{comma}"data_offsets"{colon}[{comma}]}}{comma}'
+    return re.compile(pattern), len(around)
+
+
+def _in_columns(
+    raw: bytes, size: int, path: str, source: int
+) -> tuple[Columns, dict[str, str] | None] | None:
+    """What `parse` returns, of a plain header without a fault; None of any other."""
+    try:
+        text = raw.decode("utf-8")
+        end = len(text.rstrip(" ")) - 1
+        strings, start, metadata = re.match(_STRINGS, text), 1, None
+        if strings is not None:
+            start = strings.end()
+            metadata = strict_json.loads(strings[1].encode(), path)
+            _check_metadata(metadata, path)
+    except (UnicodeDecodeError, errors.HeaderError):
+        return None
+    gap = " " if text.startswith(" ", text.find('":') + 2) else ""
+    entry, around = _entry(gap)
+    if text[:1] != "{" or text[end:][:1] != "}" or not entry.match(text, start, end):
+        return None
+    data_start = 8 + len(raw)
+    found = entry.findall(text, start, end)
+    names, spelled, begins, ends = zip(*found, strict=True)
+    if begins[1:] != ends[:-1]:
+        found.sort(key=lambda each: (int(each[2]), int(each[3])))
+        names, spelled, begins, ends = zip(*found, strict=True)
+    # The matches, one after the other, are all of the text; there is no comma behind the last.
+    length = sum(map(len, itertools.chain(names, spelled, begins, ends))) + around * len(names)
+    tiled = begins[0] == "0" and begins[1:] == ends[:-1] and int(ends[-1]) == size - data_start
+    once = len(set(names)) == len(names) and "__metadata__" not in names
+    if length != end - start + 1 + len(gap) or not tiled or not once:
+        return None
+    numbers: dict[str, int] = {}
+    kinds: list[Kind] = []
+    sizes: list[int] = []
+    for number, each in enumerate(dict.fromkeys(spelled)):
+        kind = _kind(each, gap)
+        if kind is None:
+            return None
+        numbers[each] = number
+        kinds.append(kind)
+        sizes.append(kind[0].size_of(kind[1]) or 0)
+    kind = array("q", map(numbers.__getitem__, spelled))
+    offsets = list(map(int, begins))
+    nbytes = list(map(operator.sub, [*offsets[1:], int(ends[-1])], offsets))
+    if nbytes != list(map(sizes.__getitem__, kind)):
+        return None
+    columns = Columns(
+        list(names),
+        kinds,
+        kind,
+        array("q", [source]) * len(names),
+        array("q", map(data_start.__add__, offsets)),
+        array("q", nbytes),
+    )
+    return columns, metadata
+
+
+def _kind(spelled: str, gap: str) -> Kind | None:
+    """Dtype and shape, of a text such as `F32","shape":[8,8`; None if anything is odd."""
+    name, _, rest = spelled.partition('"')
+    text = rest[rest.index("[") + 1 :]
+    dtype, dims = dtypes.TABLE.get(name), text.split(f",{gap}") if text else []
+    if dtype is None or len(dims) > _FEW or not all(re.fullmatch(_DIM, dim) for dim in dims):
+        return None
+    shape = tuple(map(int, dims))
+    fits = max(itertools.accumulate(shape, operator.mul), default=0) <= _MAX_SIZE
+    return (dtype, shape) if fits and dtype.size_of(shape) is not None else None
+
+
+def _row_by_row(
+    raw: bytes, size: int, path: str, source: int
+) -> tuple[Columns, dict[str, str] | None]:
     header = strict_json.loads(raw, path)
     if not isinstance(header, dict):
         raise errors.HeaderError(
@@ -70,32 +184,43 @@ def parse(
     if metadata is not None:
         _check_metadata(metadata, path)
     data_start = 8 + len(raw)
-    rows = [_row(name, entry, data_start, path, source) for name, entry in header.items()]
-    rows.sort(key=_range)
+    rows: list[tuple[int, int, str, DType, tuple[int, ...]]] = []
+    for name, entry in header.items():
+        rows.append(_row(name, entry, data_start, path))
+    rows.sort(key=_RANGE)
+    names: list[str] = []
+    kinds: list[Kind] = []
+    numbers: dict[Any, int] = {}
+    kind, offsets, sizes = array("q"), list[int](), list[int]()
     cursor = data_start
-    for row in rows:
-        offset, nbytes = _range(row)
+    for offset, nbytes, name, dtype, shape in rows:
         if offset != cursor:
             what = "overlaps the tensor before it" if offset < cursor else "leaves a hole"
             raise errors.HeaderError(
                 f"the tensor {what}",
                 file=path,
-                tensor=row.name,
+                tensor=name,
                 expected=f"data_offsets beginning at {cursor - data_start}",
                 found=offset - data_start,
             )
         cursor += nbytes
+        # By name: to hash a dtype takes longer.
+        number = numbers.setdefault((dtype.name, shape), len(numbers))
+        if number == len(kinds):
+            kinds.append((dtype, shape))
+        names.append(name)
+        kind.append(number)
+        offsets.append(offset)
+        sizes.append(nbytes)
     if cursor != size:
         missing = f"is truncated: {cursor - size} bytes of {cursor} are missing"
         what = missing if cursor > size else "has bytes past its last tensor"
         raise errors.HeaderError(
             f"the file {what}", file=path, expected=f"{cursor} bytes", found=f"{size} bytes"
         )
-    return rows, metadata
-
-
-def _range(row: TensorInfo) -> tuple[int, int]:
-    return row[3][0][1:3]  # offset and nbytes of its one piece; by number, it is the hot loop
+    # All within the file, so they fit 64 bits.
+    places = array("q", [source]) * len(names), array("q", offsets), array("q", sizes)
+    return Columns(names, kinds, kind, *places), metadata
 
 
 def _check_metadata(entry: Any, path: str) -> None:
@@ -111,7 +236,10 @@ def _check_metadata(entry: Any, path: str) -> None:
         )
 
 
-def _row(name: str, entry: Any, data_start: int, path: str, source: int) -> TensorInfo:
+def _row(
+    name: str, entry: Any, data_start: int, path: str
+) -> tuple[int, int, str, DType, tuple[int, ...]]:
+    """Offset in the file, bytes, name, dtype and shape of a tensor."""
     # Types are compared, not instances: booleans are integers to Python.
     if type(entry) is not dict or len(entry) != 3:
         entry = _fields(name, entry, path)
@@ -144,9 +272,7 @@ def _row(name: str, entry: Any, data_start: int, path: str, source: int) -> Tens
         whole, rest = divmod(dtype.nbytes * count, dtype.elements)
         wanted = f"a whole number of bytes of {dtype}" if rest else f"{whole} bytes for {dtype}"
         raise _bad(path, name, wanted, f"{brief(shape)} in {nbytes} bytes")
-    # Made by `tuple.__new__`, since the named tuples' constructors take twice the time.
-    piece = _make(Piece, (source, data_start + begin, nbytes))
-    return _make(TensorInfo, (name, dtype, tuple(shape), (piece,)))
+    return data_start + begin, nbytes, name, dtype, tuple(shape)
 
 
 _ENTRY = '{"dtype": …, "shape": […], "data_offsets": [begin, end]}'

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import re
 import reprlib
@@ -21,9 +20,6 @@ from mfload import errors
 MAX_DEPTH = 127
 """Objects and lists within each other that the reference reader takes."""
 
-# A lone surrogate can only come from an escape: UTF-8 itself has none.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
 
 def loads(raw: bytes, path: str, what: str = "header") -> Any:
     """Parses; minus zero is a float.
@@ -32,6 +28,8 @@ def loads(raw: bytes, path: str, what: str = "header") -> Any:
         HeaderError: Not UTF-8, not JSON, nested too deep, a name given twice in one object,
             a number that JSON does not have or that no 64-bit float holds.
     """
+    import json  # Most headers are read without.
+
     parse = functools.partial(json.loads, parse_constant=_reject, parse_float=_float)
     if b"-0" in raw:
         parse.keywords["parse_int"] = _integer
@@ -40,10 +38,15 @@ def loads(raw: bytes, path: str, what: str = "header") -> Any:
         value = parse(text)
         # A hook for each object would double the time of parsing. Every name has a colon behind
         # it, so as many names as colons means that none was given twice.
-        if _names(value) != raw.count(b":"):
+        names, inside = 0, value.values() if type(value) is dict else ()
+        for each in (value, *inside):
+            if type(each) is dict:
+                names += len(each)
+        if names != raw.count(b":"):
             value = None  # Freed before it is made once more.
             value = parse(text, object_pairs_hook=_unique)
-        if _SURROGATE.search(raw):
+        # A lone surrogate can only come from an escape: UTF-8 itself has none.
+        if b"\\u" in raw and re.search(rb"\\u[dD][89a-fA-F]", raw):
             check(value, path)
     except RecursionError:
         raise _nested(path) from None
@@ -92,13 +95,6 @@ _brief.maxstring = _brief.maxother = 100
 _brief.maxdict = _brief.maxlist = 8
 brief = _brief.repr
 """A value for an error message, however long or deep it is."""
-
-
-def _names(value: Any) -> int:
-    """Names in an object and in the objects that it holds."""
-    if type(value) is not dict:
-        return 0
-    return len(value) + sum([len(each) for each in value.values() if type(each) is dict])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -134,3 +134,10 @@ def test_a_large_header_takes_microseconds_a_tensor() -> None:
     rows, _ = safetensors.parse(raw, size=8 + len(raw) + (count << 10))
     assert len(rows) == count
     assert time.process_time() - start < count * 60e-6
+
+
+def test_offsets_beyond_64_bits_are_a_truncated_file() -> None:
+    far = 2**64 + 5
+    header = {"x": entry("NEW", [3], 0, far), "y": entry("F32", [1], far, far + 4)}
+    with pytest.raises(errors.HeaderError, match="is truncated"):
+        parse(header, 8)

@@ -1,0 +1,202 @@
+"""Decoding: the bytes of a block, fetched in parts, become elements in their places.
+
+A codec is a function from a reader of encoded bytes to one of decoded ones. A reader is called with
+the most bytes to return, and returns none at the end. So codecs follow each other without a buffer
+between them, and no more is held than the part that was fetched, what the codecs keep, and the
+window in which a segment is put together.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.io.buffers import WorkerSlot
+from mfload.io.pread import PreadReader, put
+from mfload.planning.blocks import Block
+from mfload.stored import Encoding
+
+Reader = Callable[[int], Any]
+
+# Bytes that a codec makes or takes at once.
+_MADE = 256 << 10
+_TAKEN = 64 << 10
+
+
+def deflate(read: Reader) -> Reader:
+    """Raw deflate, as in zip archives; bytes after its end are an error."""
+    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
+
+    def made(most: int) -> bytes:
+        while not inflate.eof:
+            given = inflate.unconsumed_tail or read(_TAKEN)
+            try:
+                part = inflate.decompress(given, most)
+            except zlib.error as error:
+                raise errors.FormatError("malformed deflate data", found=str(error)) from None
+            if part:
+                return part
+            if not len(given) and not inflate.eof:
+                raise errors.FormatError("the deflate data ends within its stream")
+        if inflate.unused_data or len(read(1)):
+            raise errors.FormatError("there are bytes after the end of the deflate stream")
+        return b""
+
+    return made
+
+
+CODECS: dict[str, Callable[[Reader], Reader]] = {"deflate": deflate}
+"""The codecs by name."""
+
+
+def decoded(read: Reader, encoding: Encoding) -> Reader:
+    """What a step of decoding makes, from its first byte that counts to the end that it declares.
+
+    Raises FormatError where it makes more or fewer bytes than it declares.
+    """
+    codec = CODECS.get(encoding.codec)
+    if codec is None:
+        raise errors.FormatError(
+            "unknown encoding", expected=" | ".join(CODECS), found=encoding.codec
+        )
+    source = codec(read)
+    left = encoding.nbytes if encoding.stop is None else encoding.stop
+    whole = left == encoding.nbytes
+
+    def made(most: int) -> Any:
+        nonlocal left
+        if not left and not whole:
+            return b""
+        part = source(min(most, left, _MADE) or 1)
+        if bool(left) != bool(len(part)):
+            raise errors.FormatError(
+                f"{encoding.codec} makes {'fewer' if left else 'more'} bytes than declared",
+                expected=f"{encoding.nbytes} bytes",
+            )
+        left -= len(part)
+        return part
+
+    _skip(made, encoding.start)
+    return made
+
+
+def fill(
+    block: Block,
+    reader: PreadReader,
+    memory: list[Any],
+    slot: WorkerSlot,
+    window: WorkerSlot,
+    show: Callable[[int, Any], object] | None,
+    stopped: Callable[[], bool],
+) -> None:
+    """Decodes a block into its places; `show` is told of all encoded bytes, and where they lie.
+
+    Raises FormatError if they don't decode to what the index declares. A block may take long, so
+    it ends with an error soon after `stopped` says that the load was given up.
+    """
+    assert block.decode is not None
+    tensor, encodings, fetched, length, inline = block.decode
+    try:
+        read = fetch = (
+            _fetch(block, reader, slot, show, stopped) if inline is None else _inline(inline)
+        )
+        for encoding in encodings:
+            read = decoded(read, encoding)
+        _scatter(block, read, memory, window.bytes(length) if length else None)
+        while show is not None and len(fetch(fetched)):
+            pass
+    except errors.FormatError as error:
+        error.tensor = tensor
+        raise
+
+
+def _scatter(block: Block, read: Reader, memory: list[Any], held: Any) -> None:
+    """Puts segments in their places; `held` is room for the longest that needs it."""
+    start = end = 0  # Which part of what was read is held.
+    after = [each.offset for each in block.segments[1:]]
+    for segment, following in zip(block.segments, [*after, sys.maxsize], strict=True):
+        offset, nbytes, buffer, at, copy = segment
+        stop = offset + nbytes
+        if copy is None and end <= offset and stop <= following:
+            _skip(read, offset - end)
+            _take(read, memory[buffer][at : at + nbytes])
+            start = end = stop
+            continue
+        if offset < end:
+            held[: end - offset] = held[offset - start : end - start].copy()
+        else:
+            _skip(read, offset - end)
+            end = offset
+        start = offset
+        _take(read, held[end - start : max(0, stop - start)])
+        end = max(end, stop)
+        put(held, segment, memory[buffer], at)
+    assert block.decode is not None
+    for _, nbytes, start, _ in block.decode.encodings[-1:]:
+        if start + end == nbytes:
+            read(1)  # Raises if anything follows.
+
+
+def _inline(data: bytes) -> Reader:
+    part = memoryview(data)
+
+    def read(most: int) -> Any:
+        nonlocal part
+        given, part = part[:most], part[most:]
+        return given
+
+    return read
+
+
+def _fetch(
+    block: Block,
+    reader: PreadReader,
+    slot: WorkerSlot,
+    show: Callable[[int, Any], object] | None,
+    stopped: Callable[[], bool],
+) -> Reader:
+    """The bytes of a block as the source holds them, fetched a part at a time."""
+    offset, stop = block.offset, block.offset + block.nbytes
+    part: Any = memoryview(b"")
+    assert block.decode is not None
+    fetched = block.decode.fetched
+
+    def read(most: int) -> Any:
+        nonlocal offset, part
+        if not len(part) and offset < stop:
+            if stopped():
+                raise errors.SourceError("the load was given up")
+            nbytes = min(fetched, stop - offset)
+            landed = reader.land(Block(block.source, offset, nbytes, ()), slot)
+            if show is not None:
+                show(offset, landed)
+            part, offset = memoryview(landed), offset + nbytes
+        given, part = part[:most], part[most:]
+        return given
+
+    return read
+
+
+def _skip(read: Reader, nbytes: int) -> None:
+    while nbytes:
+        nbytes -= len(_some(read, nbytes))
+
+
+def _take(read: Reader, place: Any) -> None:
+    done = 0
+    while done < place.size:
+        part = _some(read, place.size - done)
+        place[done : done + len(part)] = np.frombuffer(part, np.uint8)
+        done += len(part)
+
+
+def _some(read: Reader, most: int) -> Any:
+    part = read(most)
+    if not len(part):
+        raise errors.FormatError("the bytes end before the tensor does", expected=f"{most} more")
+    return part
