@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from array import array
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from mfload import errors
 from mfload.dtypes import DType
+
+if TYPE_CHECKING:
+    from mfload.stored import Stored
 
 Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) for each dim of a tensor."""
 
 
+_new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
+
+
 # Named tuples, since a checkpoint may have hundreds of thousands of rows, and a frozen dataclass
 # costs several times as much to make.
 class Piece(NamedTuple):
-    """Bytes of one source; `offset` counts from the start of the source."""
+    """Bytes of one source; `offset` counts from the start of the source.
+
+    They hold a whole tensor, raw, little-endian and in C order, unless `stored` says otherwise.
+    """
 
     source: int
     offset: int
     nbytes: int
+    stored: Stored | None = None
 
 
 class TensorInfo(NamedTuple):
@@ -29,7 +39,7 @@ class TensorInfo(NamedTuple):
     Attributes:
         dtype: A row of the dtype table; `dtype.name` is the format's name, such as "BF16".
         shape: In elements.
-        pieces: Where its bytes lie, little-endian and in C order. All formats have one piece yet.
+        pieces: Where its bytes lie; at least one, and an empty one if there are no elements.
     """
 
     name: str
@@ -38,27 +48,228 @@ class TensorInfo(NamedTuple):
     pieces: tuple[Piece, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
+    def simple(self) -> bool:
+        """Whether it is one range of a source, raw, little-endian and in C order."""
         pieces = self.pieces
-        return pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
+        return len(pieces) == 1 and pieces[0].stored is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor; of an unknown dtype, what its pieces hold."""
+        pieces = self.pieces
+        if len(pieces) == 1 and pieces[0].stored is None:
+            return pieces[0].nbytes
+        if self.dtype.known:
+            return self.dtype.size_of(self.shape) or 0
+        return sum(
+            piece.nbytes if (how := piece.stored) is None else how.held(piece.nbytes)
+            for piece in pieces
+        )
 
 
-@dataclass(frozen=True, slots=True)
+Kind = tuple[DType, tuple[int, ...]]
+"""Dtype and shape."""
+
+
+class Columns(Sequence[TensorInfo]):
+    """Tensors, in columns; a row is made when it is asked for.
+
+    The arrays are those of the standard library: listing a checkpoint does without NumPy, which
+    takes them as they are.
+
+    Attributes:
+        kinds: Each dtype and shape, once.
+        kind: Of each tensor, by its number in `kinds`.
+        sources, offsets, nbytes: Of its piece; of a tensor that is not simple, of its first.
+        others: Rows of the tensors that are not simple, by their numbers.
+    """
+
+    __slots__ = ("_known", "kind", "kinds", "names", "nbytes", "offsets", "others", "sources")
+
+    def __init__(
+        self,
+        names: list[str] | None = None,
+        kinds: list[Kind] | None = None,
+        kind: array[int] | None = None,
+        sources: array[int] | None = None,
+        offsets: array[int] | None = None,
+        nbytes: array[int] | None = None,
+        others: dict[int, TensorInfo] | None = None,
+    ) -> None:
+        self.names, self.kinds = names or [], kinds or []
+        self.kind, self.sources = kind or array("q"), sources or array("q")
+        self.offsets, self.nbytes = offsets or array("q"), nbytes or array("q")
+        self.others = others or {}
+        # Numbers of kinds, once tensors were added.
+        self._known: dict[Any, int] | None = None if self.kinds else {}
+
+    @staticmethod
+    def of(rows: Iterable[TensorInfo]) -> Columns:
+        """The columns of rows."""
+        made = Columns()
+        for row in rows:
+            name, dtype, shape, pieces = row
+            source, offset, nbytes, stored = pieces[0]
+            if stored is not None or len(pieces) > 1:
+                made.others[len(made.names)] = row
+            made.names.append(name)
+            made.kind.append(made._number(dtype, shape))
+            made.sources.append(source)
+            made.offsets.append(offset)
+            made.nbytes.append(nbytes)
+        return made
+
+    def _number(self, dtype: DType, shape: tuple[int, ...]) -> int:
+        """The number of a kind, which is added if it is new."""
+        if self._known is None:
+            self.kinds = list(self.kinds)  # Others may share it.
+            self._known = {(dtype.name, shape): n for n, (dtype, shape) in enumerate(self.kinds)}
+        # By name: to hash a dtype takes longer.
+        number = self._known.setdefault((dtype.name, shape), len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append((dtype, shape))
+        return number
+
+    def take(self, numbers: Sequence[int]) -> Columns:
+        """Some of the tensors, in the order of their numbers."""
+        kind, sources, offsets, nbytes = (
+            array("q", map(column.__getitem__, numbers))
+            for column in (self.kind, self.sources, self.offsets, self.nbytes)
+        )
+        others: dict[int, TensorInfo] = {}
+        if self.others:
+            others = {n: self.others[at] for n, at in enumerate(numbers) if at in self.others}
+        names = list(map(self.names.__getitem__, numbers))
+        return Columns(names, self.kinds, kind, sources, offsets, nbytes, others)
+
+    def extend(self, more: Columns) -> None:
+        """Adds tensors behind those there."""
+        numbers = [self._number(dtype, shape) for dtype, shape in more.kinds]
+        for number, row in more.others.items():
+            self.others[len(self.names) + number] = row
+        self.names += more.names
+        self.kind.extend(map(numbers.__getitem__, more.kind))
+        self.sources.extend(more.sources)
+        self.offsets.extend(more.offsets)
+        self.nbytes.extend(more.nbytes)
+
+    @overload
+    def __getitem__(self, number: int) -> TensorInfo: ...
+    @overload
+    def __getitem__(self, number: slice) -> Columns: ...
+    def __getitem__(self, number: int | slice) -> TensorInfo | Columns:
+        if isinstance(number, slice):
+            return self.take(range(*number.indices(len(self.names))))
+        if self.others:
+            number = range(len(self.names))[number]
+            if number in self.others:
+                return self.others[number]
+        dtype, shape = self.kinds[self.kind[number]]
+        piece = Piece(self.sources[number], self.offsets[number], self.nbytes[number])
+        return TensorInfo(self.names[number], dtype, shape, (piece,))
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        if self.others:
+            yield from map(self.__getitem__, range(len(self.names)))
+            return
+        kinds = self.kinds
+        columns = self.names, self.kind, self.sources, self.offsets, self.nbytes
+        for name, kind, source, offset, nbytes in zip(*columns, strict=True):
+            piece = _new(Piece, (source, offset, nbytes, None))
+            yield _new(TensorInfo, (name, *kinds[kind], (piece,)))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class Table(Mapping[str, TensorInfo]):
+    """Tensors by name, in columns."""
+
+    def __init__(self, columns: Columns | None = None) -> None:
+        self.columns = columns or Columns()
+        self.numbers = dict(zip(self.columns.names, range(len(self.columns.names)), strict=True))
+
+    def add(self, rows: Sequence[TensorInfo]) -> list[TensorInfo]:
+        """Adds tensors behind those there; returns those whose name is there already."""
+        columns = rows if isinstance(rows, Columns) else Columns.of(rows)
+        start, count = len(self.numbers), len(columns.names)
+        more = dict(zip(columns.names, range(start, start + count), strict=True))
+        if len(more) < count or not self.numbers.keys().isdisjoint(more):
+            first: dict[str, TensorInfo] = {}
+            twice: list[TensorInfo] = []
+            for row in columns:
+                if row.name in self.numbers or first.setdefault(row.name, row) is not row:
+                    twice.append(row)
+            self.add(list(first.values()))
+            return twice
+        if start:
+            self.columns.extend(columns)
+            self.numbers |= more
+        else:
+            self.columns, self.numbers = columns, more
+        return []
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self.columns[self.numbers[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def values(self) -> ValuesView[TensorInfo]:
+        """The tensors, in order."""
+        return _Values(self)
+
+    def items(self) -> ItemsView[str, TensorInfo]:
+        """Names and tensors, in order."""
+        return _Items(self)
+
+
+class _Values(ValuesView[TensorInfo]):
+    _mapping: Table
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return iter(self._mapping.columns)
+
+
+class _Items(ItemsView[str, TensorInfo]):
+    _mapping: Table
+
+    def __iter__(self) -> Iterator[tuple[str, TensorInfo]]:
+        return zip(self._mapping.numbers, self._mapping.columns, strict=True)
+
+
 class Index:
     """The table of tensors.
 
     Attributes:
         files: Path of each source; pieces refer to them by number.
         tensors: Rows by name, in file order, then by offset.
+        columns: The tensors, in columns.
         metadata: Free-form strings of the headers, merged in file order.
         notes: Remarks for the user that are not errors.
     """
 
-    files: tuple[str, ...]
-    tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str] | None = None
-    notes: tuple[str, ...] = ()
+    __slots__ = ("columns", "files", "metadata", "notes", "tensors")
+
+    def __init__(
+        self,
+        files: tuple[str, ...],
+        tensors: Mapping[str, TensorInfo],
+        metadata: Mapping[str, str] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.files, self.tensors = files, tensors
+        self.metadata, self.notes = metadata, notes
+        if isinstance(tensors, Table):
+            self.columns = tensors.columns
+        else:
+            self.columns = Columns.of(tensors.values())
 
     def __getitem__(self, name: str) -> TensorInfo:
         """The row of a name; raises TensorNotFoundError with close names if there is none."""

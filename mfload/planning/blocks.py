@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mfload.sources.base import Costs as Costs
 
+if TYPE_CHECKING:
+    from mfload.planning.steps import Copy, Decode
 
-class Copy(NamedTuple):
-    """How a segment's elements get from a slot to their place when plain bytes won't do.
-
-    Attributes:
-        strides: Bytes between elements in the slot, for each dim; may be negative.
-        start: Byte of the first element, counted from the segment's offset.
-        target: Element type as delivered. If the two differ, values are converted.
-        checked: Whether a value that the target can't hold stops the load.
-        tensor: Its name, for the error of such a value.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    source: np.dtype[Any]
-    target: np.dtype[Any]
-    checked: bool = False
-    tensor: str | None = None
+LONG = 128 << 10
+"""Runs of so many bytes go straight to their places: to plan and place one on its own costs about
+as much as to copy it out of a slot."""
 
 
 class Segment(NamedTuple):
@@ -52,7 +37,8 @@ class Block(NamedTuple):
     """One contiguous read and the segments it fills, in file order.
 
     Bytes that no segment covers are read over. A block without segments stays in the slot, for an
-    observer. `shared` are the bytes asked for, if segments may want the same ones.
+    observer. `shared` are the bytes asked for, if segments may want the same ones. With `decode`,
+    segments are ranges of what the block is decoded to.
     """
 
     source: int
@@ -60,6 +46,7 @@ class Block(NamedTuple):
     nbytes: int
     segments: tuple[Segment, ...]
     shared: int | None = None
+    decode: Decode | None = None
 
     @property
     def staged(self) -> bool:
@@ -67,6 +54,11 @@ class Block(NamedTuple):
         if self.shared is not None or not self.segments:
             return True
         return any(segment.copy is not None for segment in self.segments)
+
+    @property
+    def filled(self) -> int:
+        """Its bytes, decoded: what its progress counts."""
+        return self.nbytes if self.decode is None else sum(s.nbytes for s in self.segments)
 
     @property
     def wanted(self) -> int:

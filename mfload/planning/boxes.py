@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mfload.index import TensorInfo
-from mfload.planning.blocks import Copy, Costs
-from mfload.planning.request import Axis, Request, Selection
+from mfload.planning.blocks import LONG, Costs
+from mfload.planning.request import Request
+from mfload.planning.slicing import Axis, Selection
+from mfload.planning.steps import Copy
 
-LONG = 128 << 10
-"""Runs of so many bytes go straight to their places: to plan and place one on its own costs about
-as much as to copy it out of a slot."""
-
+_NARROW = 64  # Bytes up to which a run is copied as one element.
 _APART = 1 << 62  # A gap that is never read over.
 
 
@@ -55,31 +54,26 @@ class Cell(NamedTuple):
 def contiguous(request: Request) -> int | None:
     """The file offset of a part that lies there as it is wanted; None for any other."""
     info, dtype, selection, *_ = request
-    if dtype is not info.dtype:
+    if dtype is not info.dtype or not info.simple:
         return None
     ahead = 0
     if selection is not None and request.nbytes:
-        shape = _stored_shape(info)
-        ahead = _ahead(_axes(request, shape), shape, dtype.nbytes)
+        ahead = _ahead(selection, info.shape, dtype.elements, dtype.nbytes)
     return None if ahead is None else info.pieces[0].offset + ahead
 
 
 @functools.lru_cache(4096)  # Layers of a model are alike.
-def _ahead(axes: Selection, shape: tuple[int, ...], unit: int) -> int | None:
+def _ahead(selection: Selection, shape: tuple[int, ...], elements: int, unit: int) -> int | None:
     """How far behind the tensor's first byte a contiguous part begins."""
     start, reach = 0, unit
-    for axis, stride in zip(axes, _strides(shape, unit), strict=True):
+    shape = (*shape[:-1], shape[-1] // elements)
+    axes = stored_axes(selection, elements)
+    for axis, stride in zip(axes, c_strides(shape, unit), strict=True):
         if axis.picks or axis.step < 0:
             return None
         start += axis.start * stride
         reach += (axis.size - 1) * axis.step * stride
     return start if reach == math.prod(axis.size for axis in axes) * unit else None
-
-
-def is_simple(request: Request) -> bool:
-    """Whether a request has neither steps nor lists, and can be read together with others."""
-    axes = request.selection or ()
-    return all((axis.step == 1 and axis.picks is None) or axis.size == 1 for axis in axes)
 
 
 def cells(requests: Sequence[Request], costs: Costs) -> list[Cell]:
@@ -93,7 +87,7 @@ def cells(requests: Sequence[Request], costs: Costs) -> list[Cell]:
 class _Box(NamedTuple):
     """A request in the dims that are left when uncut dims are folded away."""
 
-    axes: Selection
+    axes: tuple[Axis, ...]
     rows: tuple[int, ...]  # Bytes of the result between two elements of each dim.
     stored: np.dtype[Any]
     target: np.dtype[Any]
@@ -281,6 +275,13 @@ class _Tensor:
         copy = None
         if box.converts or min(steps) < 0 or nbytes != math.prod(shape) * unit:
             copy = box.copy(shape, tuple(steps), begin - offset)
+            run = shape[-1] * unit
+            if not box.converts and len(shape) > 1 and steps[-1] == unit < run <= _NARROW:
+                # NumPy copies short runs two to three times as fast as if they were elements.
+                kind = np.dtype(f"V{run}")
+                copy = copy._replace(
+                    shape=shape[:-1], strides=tuple(steps[:-1]), source=kind, target=kind
+                )
         return Part(n, offset, nbytes, at, copy)
 
     def _moved(self, cells: list[Cell], dim: int, n: int, place: int | None = None) -> list[Cell]:
@@ -305,8 +306,9 @@ def _fold(requests: Sequence[Request]) -> tuple[tuple[int, ...], tuple[int, ...]
     and the boxes.
     """
     info = requests[0].info
-    shape, unit = _stored_shape(info), info.dtype.nbytes
-    asked = [_axes(request, shape) for request in requests]
+    shape, unit = stored_shape(info), info.dtype.nbytes
+    whole, block = tuple(Axis(0, length) for length in shape), info.dtype.elements
+    asked = [whole if (s := r.selection) is None else stored_axes(s, block) for r in requests]
     lengths = [1]
     folded = [[Axis(0, 1)] for _ in requests]
     for dim, length in enumerate(shape):
@@ -328,12 +330,12 @@ def _fold(requests: Sequence[Request]) -> tuple[tuple[int, ...], tuple[int, ...]
         if request.dtype is info.dtype or stored is None or target is None:
             # Bytes are moved, not numbers: one opaque type serves every dtype of that width.
             stored = target = np.dtype(f"V{unit}" if unit > 1 else np.uint8)
-        rows = _strides(tuple(axis.size for axis in mine), target.itemsize)
+        rows = c_strides(tuple(axis.size for axis in mine), target.itemsize)
         boxes.append(_Box(tuple(mine), rows, stored, target, request))
-    return tuple(lengths), _strides(tuple(lengths), unit), boxes
+    return tuple(lengths), c_strides(tuple(lengths), unit), boxes
 
 
-def _stored_shape(info: TensorInfo) -> tuple[int, ...]:
+def stored_shape(info: TensorInfo) -> tuple[int, ...]:
     """The shape of a tensor in elements of whole bytes: packed types count blocks."""
     dtype, shape = info.dtype, info.shape
     if dtype.elements == 1:
@@ -343,22 +345,20 @@ def _stored_shape(info: TensorInfo) -> tuple[int, ...]:
     return (info.nbytes // dtype.nbytes,) if rest else (*shape[:-1], blocks)
 
 
-def _axes(request: Request, shape: tuple[int, ...]) -> Selection:
-    """The selection in the stored shape; a single element has no step."""
-    if not request.selection:
-        return tuple(Axis(0, length) for length in shape)
+def stored_axes(selection: Sequence[Axis], block: int) -> tuple[Axis, ...]:
+    """A selection in blocks of so many elements; a single element has no step."""
     axes = [
         Axis(start, size, 1 if size == 1 else step, picks=picks)
-        for start, size, step, _, picks in request.selection
+        for start, size, step, _, picks in selection
     ]
-    block = request.info.dtype.elements
-    if block > 1:
+    if block > 1 and axes:
         # Of packed elements only whole blocks of the last dim can be selected.
         axes[-1] = Axis(axes[-1].start // block, axes[-1].size // block)
     return tuple(axes)
 
 
-def _strides(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
+def c_strides(shape: Sequence[int], unit: int) -> tuple[int, ...]:
+    """Bytes between neighbours in each dim of an array in C order, of elements of `unit` bytes."""
     strides: list[int] = []
     for length in reversed(shape):
         strides.append(unit)

@@ -9,7 +9,10 @@ so that one read fills them all. Small tensors are only aligned: padding would o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mfload.planning.request import Allocation, Request
 
@@ -22,6 +25,9 @@ DEVICE_ALIGNMENT = 256
 
 _PAGE = 4096
 _SMALL = 64 << 10
+_HOST = (None, False)  # A kind of buffer: in host memory, and not copied afterwards.
+_MANY = 32  # From so many on, arrays are faster than one after the other.
+_FEW = 8  # After fewer the next ones are placed without arrays, which cost more than they save.
 
 
 class BufferSpec(NamedTuple):
@@ -55,21 +61,70 @@ class Layout:
         """Buffer and first byte; an array of the framework is a buffer of its own."""
         device, owner, copied = allocation
         if owner == "framework":
-            return self._new(nbytes, device=device), 0
+            self.specs.append(BufferSpec(nbytes, None, device))
+            return len(self.specs) - 1, 0
         if device is None:
             piece = request.info.pieces[0]
             offset = piece.offset if contiguous is None else contiguous
             align = self._alignment or max(1, request.dtype.nbytes // request.dtype.elements)
             if piece.source in self._mapped and contiguous is not None and offset % align == 0:
-                if piece.source not in self._maps:
-                    size = self._mapped[piece.source]
-                    self._maps[piece.source] = self._new(size, piece.source)
-                return self._maps[piece.source], offset
+                return self._map(piece.source), offset
             follows = nbytes < _SMALL
         else:
             # The host's kernel copies nothing here, so no place suits the file better.
             offset, align, follows = 0, DEVICE_ALIGNMENT, True
-        kind = device, copied
+        return self._next(offset, nbytes, align, follows, (device, copied))
+
+    def place_all(self, sources: Any, offsets: Any, sizes: Any, aligns: Any) -> tuple[Any, Any]:
+        """The same for whole tensors in mfload's memory on the host, in columns."""
+        buffer, at = np.empty_like(sizes), np.empty_like(sizes)
+        # Neighbours that are placed in the same way: large ones, small ones, those of one map.
+        mapped = np.isin(sources, list(self._mapped)) & (offsets % aligns == 0)
+        way = np.where(mapped, sources + 2, sizes < _SMALL)
+        edges = np.flatnonzero(np.diff(way)) + 1
+        for first, end in itertools.pairwise([0, *edges.tolist(), len(way)]):
+            if way[first] > 1:
+                buffer[first:end] = self._map(int(sources[first]))
+                at[first:end] = offsets[first:end]
+                continue
+            follows, width, pause = way[first] == 1, _MANY, 0
+            while first < end:
+                each = int(offsets[first]), int(sizes[first]), int(aligns[first])
+                number, start = self._next(*each, follows, _HOST)
+                buffer[first], at[first] = number, start
+                first += 1
+                pause -= 1
+                if follows and end - first >= _MANY and pause < 0:
+                    # Small ones follow each other: the next begins as far behind as the size of
+                    # this one, rounded up to its alignment, if this begins on a multiple of that.
+                    stop = min(end, first + width)
+                    size, align = sizes[first - 1 : stop - 1], aligns[first:stop]
+                    starts = start + np.cumsum(-(-size // align) * align)
+                    previous = np.concatenate(([start], starts[:-1]))
+                    fits = starts + sizes[first:stop] <= BUFFER + _PAGE
+                    wrong = np.flatnonzero(~fits | (previous % align > 0) | (previous + size == 0))
+                    count = int(wrong[0]) if wrong.size else stop - first
+                    width = _MANY if wrong.size else 2 * width
+                    pause = 0 if count >= _FEW else _MANY
+                    if count:
+                        buffer[first : first + count] = number
+                        at[first : first + count] = starts[:count]
+                        first += count
+                        self._open[_HOST] = number, int(starts[count - 1] + sizes[first - 1])
+        return buffer, at
+
+    def _map(self, source: int) -> int:
+        """The buffer that maps a source."""
+        if source not in self._maps:
+            self._maps[source] = len(self.specs)
+            self.specs.append(BufferSpec(self._mapped[source], source))
+        return self._maps[source]
+
+    def _next(
+        self, offset: int, nbytes: int, align: int, follows: bool, kind: tuple[int | None, bool]
+    ) -> tuple[int, int]:
+        """Buffer and first byte behind the tensor before, of the same kind."""
+        device = kind[0]
         number, cursor = self._open.get(kind, (-1, 0))
         wanted = (offset // align * align) % _PAGE
         at = cursor + (wanted - cursor) % _PAGE
@@ -79,7 +134,8 @@ class Layout:
         if number < 0 or at + nbytes > BUFFER + _PAGE:
             if number >= 0:
                 self.specs[number] = BufferSpec(cursor, None, device)
-            number, at = self._new(0, device=device), wanted
+            number, at = len(self.specs), wanted
+            self.specs.append(BufferSpec(0, None, device))
         self._open[kind] = number, at + nbytes
         return number, at
 
@@ -88,7 +144,3 @@ class Layout:
         for (device, _), (number, cursor) in self._open.items():
             self.specs[number] = BufferSpec(cursor, None, device)
         return tuple(self.specs)
-
-    def _new(self, nbytes: int, source: int | None = None, device: int | None = None) -> int:
-        self.specs.append(BufferSpec(nbytes, source, device))
-        return len(self.specs) - 1

@@ -10,10 +10,9 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 from mfload import errors
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Costs
 from mfload.planning.request import Allocation, Request
 
@@ -22,24 +21,30 @@ _LEAST_BLOCK = 64 << 10
 _LEAST_SLOTS = _LEAST_BLOCK + 3 * _PAGE
 _ROUNDED = 2 * _PAGE
 """What direct reads round their ends to, and where a block begins in a page."""
-# Direct reads come in blocks whose slots stay in the processor's cache until they are copied out.
-_DIRECT_BLOCK = 4 << 20
+# What comes from a disk is read by more threads than there are cores, in smaller blocks. Slots of
+# this size stay in the processor's cache until they are copied out.
+_COLD_BLOCK = 4 << 20
 # To lock pages takes some twenty times as long as to read as much from the page cache (reported,
 # not measured here). So of what is loaded no more than this part is locked, in slots that are
 # still worth a read.
 _PINNED = 16
 _LEAST_SLOT = 1 << 20
+# Slots in which a reader may hold what it fetches, and what it puts together, to decode a block.
+_DECODING = 2
 _COPIED = attrgetter("copied")
 
 
-class Readers(NamedTuple):
+class Readers:
     """The readers of a load, as far as memory is concerned."""
 
-    threads: int
+    threads: int = 1
     direct: bool = False  # Whether a file is read with O_DIRECT.
+    cold: bool = False  # Whether a file comes from a disk, with O_DIRECT or without.
     mapped: bool = False  # Whether all files are mapped.
     depth: int = 2  # Slots of each reader for what lands on devices.
     slot: int = 8 << 20  # Bytes of such a slot, at most.
+    costs: Costs = Costs()  # Of the sources.
+    decodes: bool = False  # Whether some tensors are not one raw range.
     gds: int | None = None  # Bytes on the device beside each slot's block; None without cuFile.
 
 
@@ -48,6 +53,8 @@ class Limits:
 
     Raises MemoryLimitError if a tensor that must be copied is larger than a limit, and UsageError
     if a limit is too small for one slot a reader.
+
+    `allocations` may be empty, if all is in mfload's memory on the host.
 
     Attributes:
         batches: Positions of the requests that are loaded together.
@@ -66,14 +73,14 @@ class Limits:
     ) -> None:
         self._readers = readers
         self._limit = options.max_host_overhead
-        self.batches = [list(range(len(requests)))]
+        self.batches: list[Sequence[int]] = [range(len(requests))]
         if True in map(_COPIED, allocations):
-            self.batches = batches(requests, allocations, options)
+            self.batches = [*batches(requests, allocations, options)]
         self.growth = self.least_on_device = 0
         threads, limit = readers.threads, self._limit
-        count, block = threads, _DIRECT_BLOCK if readers.direct else Costs().block
+        count, block = threads, _COLD_BLOCK if readers.cold else readers.costs.block
         there: list[Request] = []
-        for request, allocation in zip(requests, allocations, strict=True):
+        for request, allocation in zip(requests, allocations, strict=True) if allocations else ():
             if allocation.device is not None:
                 there.append(request)
         if there:
@@ -83,16 +90,19 @@ class Limits:
             count = threads * readers.depth
             share = sum(request.nbytes for request in there) // _PINNED // count // _PAGE * _PAGE
             block = min(readers.slot, max(_LEAST_SLOT, share))
+        if readers.decodes:
+            count += _DECODING * threads
         self.least = count * _LEAST_SLOTS * (1 + self.growth)
-        self.costs = Costs(block=block)
+        self.costs = readers.costs._replace(block=block)
         if limit is not None:
             most = limit // count // (1 + self.growth) // _PAGE * _PAGE - _ROUNDED
             # Of mapped files mostly nothing is read: see `slots`.
             if most < _LEAST_BLOCK and not readers.mapped:
                 raise _too_small("max_host_overhead", self.least, limit)
-            self.costs = Costs(block=min(block, max(_LEAST_BLOCK, most)))
+            self.costs = self.costs._replace(block=min(block, max(_LEAST_BLOCK, most)))
         if options.merge_gap is not None:
-            self.costs = self.costs._replace(merge_gap=options.merge_gap)
+            gap = max(options.merge_gap, self.costs.merge_gap)
+            self.costs = self.costs._replace(merge_gap=gap)
         if there:
             converts = any(request.dtype is not request.info.dtype for request in there)
             slots = threads * ((0 if readers.gds is None else readers.depth) + converts)
@@ -111,14 +121,15 @@ class Limits:
         block = costs.block if gds is None else min(costs.block, block)
         self.costs = costs._replace(block=block, staged=staged)
 
-    def slots(self, read_bytes: int, staged: int) -> int:
+    def slots(self, read_bytes: int, staged: int, decoding: int = 0) -> int:
         """The most bytes of slots of a plan of which nothing lands on a device.
 
-        `staged` are the bytes of its longest block that passes through a slot. Raises UsageError if
-        files are mapped, some must be read all the same, and there is no room for a slot a reader.
+        `staged` are the bytes of its longest block that passes through a slot, `decoding` those
+        that a reader holds to decode one. Raises UsageError if files are mapped, some must be read
+        all the same, and there is no room for a slot a reader.
         """
         if not read_bytes:
-            return 0
+            return decoding * self._readers.threads
         if self._limit is not None and self._limit < self.least:
             raise _too_small("max_host_overhead", self.least, self._limit)
         if self._readers.direct:
@@ -126,7 +137,7 @@ class Limits:
         else:
             slot = max(staged + _ROUNDED if staged else 0, self.costs.merge_gap)
         threads = self._readers.threads
-        return min(slot * threads, read_bytes + _ROUNDED * threads)
+        return min(slot * threads, read_bytes + _ROUNDED * threads) + decoding * threads
 
 
 def batches(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mfload.planning import boxes
-from mfload.planning.blocks import Block, Costs, Segment
+from mfload.planning.blocks import LONG, Block, Costs, Segment
 from mfload.planning.request import Request
+
+if TYPE_CHECKING:
+    from mfload.planning import boxes  # Whole tensors do without it.
 
 # Segments of several buffers are read at once up to so many bytes. Beyond, a read of its own
 # costs little, and one that has a single place needs no slot, whatever the engine.
@@ -28,10 +30,11 @@ class Reads:
 
     Attributes:
         staged: Bytes of the longest block that must pass through a slot.
+        decoding: Bytes that a reader holds for the block that takes most to decode.
     """
 
     def __init__(self, costs: Costs) -> None:
-        self.staged = 0
+        self.staged = self.decoding = 0
         self._costs = costs
         self._gap = max(1, costs.merge_gap)
         self._blocks: list[Block] = []
@@ -57,16 +60,36 @@ class Reads:
     def parts(self, wanted: Sequence[Wanted]) -> None:
         """Takes parts of one tensor; bytes that several want are read once, except with steps."""
         request, contiguous, buffer, at = wanted[0]
+        if not request.info.simple:
+            self._pieces(wanted)
+            return
         if len(wanted) == 1 and contiguous is not None:
             source = request.info.pieces[0].source
             self.run(source, contiguous, request.nbytes, buffer, at)
             return
-        together = [each for each in wanted if boxes.is_simple(each.request)]
+        together: list[Wanted] = []
         for each in wanted:
-            if not boxes.is_simple(each.request):
+            selection = each.request.selection
+            if selection is None or selection.simple:
+                together.append(each)
+            else:
                 self._together([each])
         if together:
             self._together(together)
+
+    def _pieces(self, wanted: Sequence[Wanted]) -> None:
+        """Takes parts of a tensor that is not one raw range."""
+        from mfload.planning import pieces  # Late: most tensors are.
+
+        self._end_run(-1)
+        for block in pieces.blocks(
+            [(each.request, each.buffer, each.at) for each in wanted], self._costs
+        ):
+            if block.decode is not None:
+                self.decoding = max(self.decoding, block.decode.held)
+            elif block.staged:
+                self.staged = max(self.staged, block.nbytes)
+            self._blocks.append(block)
 
     def end(self) -> tuple[Block, ...]:
         """The blocks."""
@@ -90,6 +113,8 @@ class Reads:
 
     def _cells(self, requests: Sequence[Request]) -> list[boxes.Cell]:
         """Cells of a tensor; layers of a model are alike, so they are kept."""
+        from mfload.planning import boxes
+
         if any(request.checked for request in requests):
             # An error about a value names the tensor, so these are its own.
             return boxes.cells(requests, self._costs)
@@ -131,7 +156,7 @@ class Reads:
         if joins and slotted != self._slotted:
             # Long runs go straight to their places.
             plain = self._end - self._start if slotted else nbytes
-            joins = plain < boxes.LONG
+            joins = plain < LONG
         if not joins:
             self._end_block()
             self._start = offset

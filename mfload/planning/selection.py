@@ -8,7 +8,7 @@ from typing import Any
 
 from mfload import dtypes, errors
 from mfload.dtypes import DType
-from mfload.index import Index, TensorInfo
+from mfload.index import Columns, Index, TensorInfo
 
 Names = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None
 _UNCONVERTED = {"scale", "packed", "unknown"}  # Kinds of dtypes.
@@ -19,38 +19,40 @@ _LISTED = 8  # Rules that a warning names.
 _PATTERN = re.compile(r"[\\^$*+?|()\[\]{}]")  # What a name hardly holds, and a regex does.
 
 
-def select(index: Index, names: Names) -> list[TensorInfo]:
-    """The rows that `names=` asks for, in the index's order.
+def select(index: Index, names: Names) -> Columns:
+    """The tensors that `names=` asks for, in the index's order.
 
     None for all; a regex that is searched for; a list of exact names; or a function from a name to
     a bool. Raises TensorNotFoundError if a name or every match is missing, or UsageError.
     """
+    columns = index.columns
     if names is None:
-        return list(index.tensors.values())
+        return columns
     if callable(names):
-        return [row for name, row in index.tensors.items() if names(name)]
+        return columns.take([n for n, name in enumerate(columns.names) if names(name)])
     if isinstance(names, str | re.Pattern):
         pattern = compiled(names)
-        found = [row for name, row in index.tensors.items() if pattern.search(name)]
+        found = [n for n, name in enumerate(columns.names) if pattern.search(name)]
         if not found:
             raise errors.TensorNotFoundError(
                 "no tensor matches",
                 expected=f"a name with {pattern.pattern!r}{_hint(pattern, index)}",
-                found=", ".join(list(index.tensors)[:5]) or "no tensors at all",
+                found=", ".join(columns.names[:5]) or "no tensors at all",
             )
-        return found
+        return columns.take(found)
     try:
         wanted = list(dict.fromkeys(names))
     except TypeError:
         expected = "a regular expression, a list of names, or a function"
         raise errors.UsageError("invalid names", expected=expected, found=repr(names)) from None
     for name in wanted:
-        if name not in index.tensors and _PATTERN.search(str(name)):
-            text = "no such tensor; names=[…] takes exact names, names='…' a regular expression"
-            raise errors.TensorNotFoundError(text, tensor=name, expected="exact names")
-        index[name]
+        if name not in index.tensors:
+            if _PATTERN.search(str(name)):
+                text = "no such tensor; names=[…] takes exact names, names='…' a regular expression"
+                raise errors.TensorNotFoundError(text, tensor=name, expected="exact names")
+            index[name]
     chosen = set(wanted)
-    return [row for name, row in index.tensors.items() if name in chosen]
+    return columns.take([n for n, name in enumerate(columns.names) if name in chosen])
 
 
 def _hint(pattern: re.Pattern[str], index: Index) -> str:

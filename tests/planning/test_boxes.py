@@ -12,7 +12,8 @@ from mfload.index import Piece, TensorInfo
 from mfload.planning import boxes
 from mfload.planning.blocks import Costs
 from mfload.planning.plan import make_plan
-from mfload.planning.request import Request, select
+from mfload.planning.request import Request
+from mfload.planning.slicing import select
 
 COSTS = Costs()
 

@@ -20,7 +20,8 @@ from mfload.io.pread import place as put
 from mfload.planning import layout
 from mfload.planning.blocks import Costs
 from mfload.planning.plan import Plan, make_plan
-from mfload.planning.request import HOST, Allocation, Request, select
+from mfload.planning.request import HOST, Allocation, Request
+from mfload.planning.slicing import select
 
 _STORED = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F4", "F6_E2M3"]
 _LENT = Allocation(None, "framework", copied=False)

@@ -15,7 +15,8 @@ from hypothesis.extra import numpy as hnp
 import mfload
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
-from mfload.planning.request import Axis, Request, Selection, select
+from mfload.planning.request import Request
+from mfload.planning.slicing import Axis, Selection, select
 
 
 def _info(shape: tuple[int, ...], dtype: str = "F32") -> TensorInfo:

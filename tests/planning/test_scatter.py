@@ -25,7 +25,8 @@ from mfload.planning import boxes
 from mfload.planning.blocks import Costs, stored
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan, make_plan
-from mfload.planning.request import Allocation, Request, boxed, select
+from mfload.planning.request import Allocation, Request
+from mfload.planning.slicing import boxed, select
 from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 

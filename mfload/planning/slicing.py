@@ -1,0 +1,190 @@
+"""Parts of tensors: indices as in NumPy and boxes, turned into plain numbers for each dim. Pure."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from typing import Any, NamedTuple
+
+from mfload import errors
+from mfload.index import Box, TensorInfo
+
+
+class Axis(NamedTuple):
+    """The elements taken of one dim: start, start + step, … (size of them).
+
+    Attributes:
+        step: Distance to the next, never 0, may be negative.
+        drop: Whether the dim vanishes from the result, as with an integer index.
+        picks: The elements one by one, if they have no step in common.
+    """
+
+    start: int
+    size: int
+    step: int = 1
+    drop: bool = False
+    picks: tuple[int, ...] | None = None
+
+
+class Selection(tuple[Axis, ...]):
+    """What is taken of each dim. Tensors that are alike share it, so it keeps what it computes."""
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return tuple([axis.size for axis in self if not axis.drop])
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Elements of the result."""
+        return math.prod(self.shape)
+
+    @functools.cached_property
+    def simple(self) -> bool:
+        """Whether it has neither steps nor lists."""
+        return all((axis.step == 1 and axis.picks is None) or axis.size == 1 for axis in self)
+
+
+def select(info: TensorInfo, index: Any) -> Selection | None:
+    """Turns an index as in NumPy's basic indexing into a selection; None if it takes all.
+
+    An int, a slice, Ellipsis, a list of ints, or a tuple of these with one list at most; negatives
+    count from the end. Raises SliceError if it does not fit, or cuts through packed elements.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    dots = [at for at, item in enumerate(items) if item is Ellipsis]
+    missing = len(info.shape) - len(items) + len(dots)
+    if len(dots) > 1 or missing < 0:
+        raise _bad(info, index, f"{len(info.shape)} indices and one Ellipsis at most")
+    at = dots[0] if dots else len(items)
+    items[at : at + len(dots)] = [slice(None)] * missing
+    # NumPy moves or joins the dims of several lists, and of lists apart from ints.
+    lists = [n for n, item in enumerate(items) if _is_list(item)]
+    single = [n for n, item in enumerate(items) if not isinstance(item, slice)]
+    if len(lists) > 1 or (lists and single[-1] - single[0] >= len(single)):
+        raise _bad(info, index, "one list of integers at most, next to any integers")
+    try:
+        axes = Selection(map(_axis, items, info.shape))
+    except (TypeError, ValueError, IndexError) as error:
+        raise _bad(info, index, str(error)) from None
+    return _unless_whole(info, index, axes)
+
+
+def one_range(info: TensorInfo, index: Any) -> tuple[int, tuple[int, ...]] | None:
+    """The first byte, in the tensor, and the shape of what an index takes, if it lies in one range.
+
+    Integers and slices are looked at alone, since a row of a small tensor is read in less time than
+    a `Selection` takes to make. None: `select` says what the index means, or refuses it.
+    """
+    _, dtype, shape, _ = info
+    if type(index) is int and shape and dtype.elements == 1 and -shape[0] <= index < shape[0]:
+        rest = shape[1:]
+        return index % shape[0] * math.prod(rest) * dtype.nbytes, rest
+    items: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    if items and items[-1] is Ellipsis:
+        items = items[:-1]
+    if len(items) > len(shape) or dtype.elements > 1:
+        return None
+    start, several = 0, False  # `several`: more than one was taken of a dim before.
+    taken: tuple[int, ...] = ()
+    try:
+        for item, length in zip(items, shape, strict=False):
+            if type(item) is slice:
+                first, stop, step = item.indices(length)
+                size = stop - first
+                taken += (size,)
+                if step != 1 or size <= 0:
+                    return None
+            else:
+                first, size = _number(item, length), 1
+            if several and size != length:
+                return None
+            start = start * length + first
+            several = several or size > 1
+    except (TypeError, ValueError, IndexError):
+        return None
+    rest = shape[len(items) :]
+    return start * math.prod(rest) * dtype.nbytes, taken + rest
+
+
+def boxed(info: TensorInfo, box: Box) -> Selection | None:
+    """The selection of a box: half-open (start, stop) for each dim; None if it is the whole tensor.
+
+    Raises SliceError if it cuts through packed elements.
+    """
+    return _unless_whole(info, box, Selection(Axis(start, stop - start) for start, stop in box))
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Shape of a box."""
+    return tuple([stop - start for start, stop in box])
+
+
+def intersection(box: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None if that is nothing."""
+    common = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)])
+    return common if all(start < stop for start, stop in common) else None
+
+
+def first_element(box: Box, inner: Box) -> int:
+    """The number of the first element of a box inside another, in C order."""
+    at = 0
+    for (start, stop), (first, _) in zip(box, inner, strict=True):
+        at = at * (stop - start) + first - start
+    return at
+
+
+def _is_list(item: Any) -> bool:
+    return isinstance(item, list) or (getattr(item, "ndim", 0) == 1 and hasattr(item, "tolist"))
+
+
+def _axis(item: Any, length: int) -> Axis:
+    if isinstance(item, slice):
+        start, stop, step = item.indices(length)
+        return Axis(start, len(range(start, stop, step)), step)
+    if not _is_list(item):
+        return Axis(_number(item, length), 1, drop=True)
+    found = [_number(each, length) for each in (item if isinstance(item, list) else item.tolist())]
+    if not found:
+        return Axis(0, 0)
+    # Integers at equal distances are a slice.
+    steps = {b - a for a, b in itertools.pairwise(found)} or {1}
+    if len(steps) == 1 and 0 not in steps:
+        return Axis(found[0], len(found), steps.pop())
+    return Axis(found[0], len(found), picks=tuple(found))
+
+
+def _number(item: Any, length: int) -> int:
+    number = item
+    if type(item) is not int:
+        if isinstance(item, bool) or getattr(item, "ndim", 0) or not hasattr(item, "__index__"):
+            raise TypeError("integers, slices, Ellipsis or a list of integers")
+        number = operator.index(item)
+    if not -length <= number < length:
+        raise IndexError(f"integers from {-length} to {length - 1}")
+    return number % length
+
+
+def _unless_whole(info: TensorInfo, index: Any, axes: Selection) -> Selection | None:
+    if all(axis == (0, n, 1, False, None) for axis, n in zip(axes, info.shape, strict=True)):
+        return None
+    block = info.dtype.elements
+    if block > 1:
+        # Elements that share a byte can only be taken in whole blocks of the last dim.
+        last, length = axes[-1], info.shape[-1]
+        fits = length % block == 0 and last.start % block == 0 and last.size % block == 0
+        if not fits or last.step != 1 or last.drop or last.picks:
+            expected = f"whole blocks of {block} elements of {info.dtype} in the last dim"
+            raise _bad(info, index, expected)
+    return axes
+
+
+def _bad(info: TensorInfo, index: Any, expected: str) -> errors.SliceError:
+    return errors.SliceError(
+        f"the index does not fit the tensor of shape {list(info.shape)}",
+        tensor=info.name,
+        expected=expected,
+        found=repr(index),
+    )
