@@ -19,17 +19,14 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mfload import errors
 from mfload.mesh import heartbeat
+from mfload.mesh.base import MeshBackend, Store
 from mfload.runtime import Deadline
-
-if TYPE_CHECKING:  # They import JAX.
-    from mfload.mesh.jax_backend import JaxBackend
-    from mfload.mesh.jax_processes import JaxStore
 
 log = logging.getLogger("mfload")
 
@@ -41,6 +38,7 @@ _BEAT, _PATIENCE = 0.25, 30.0
 _SHOWN, _LINE = 300, 4096  # Characters of an error that others show, of a line that is compared.
 _WIDTH = 64 << 10  # Bytes of a row if there is no store.
 _AGREED, _FAILED = "agreed", "failed, and this load with it"
+_GAVE_UP = "gave up waiting for the others"
 
 # Loads of this process with others, in the order in which threads began them; the first runs.
 _queue: list[ProcessGroup] = []
@@ -50,7 +48,7 @@ _turns = threading.Condition()
 class ProcessGroup:
     """One load of several processes, as one of them sees it."""
 
-    def __init__(self, backend: JaxBackend, ranks: Sequence[int], deadline: Deadline) -> None:
+    def __init__(self, backend: MeshBackend, ranks: Sequence[int], deadline: Deadline) -> None:
         self.rank, self.ranks, self.deadline = backend.rank, tuple(sorted(set(ranks))), deadline
         self.thread = threading.get_ident()
         self._step, self._next_beat, self._over = 0, 0.0, False
@@ -59,8 +57,8 @@ class ProcessGroup:
             self._link = backend.link(self.ranks, _WIDTH, deadline)
             return
         if not store.counts:
-            # From now on the others can see whether this process runs. JAX has a process wait for
-            # the others at its exit, so that one that waits there counts as gone.
+            # From now on the others can see whether this process runs. A framework may have a
+            # process wait for the others at its exit: one that waits there counts as gone.
             store.put(f"{_ALIVE}{self.rank}", heartbeat.identity())
             atexit.register(_ended, store, self.rank)
         name = _digest([str(each) for each in self.ranks])
@@ -134,9 +132,10 @@ class ProcessGroup:
                     return self.check(what)
         if outcome not in (None, _AGREED):
             rank, message, found = outcome
-            if rank == self.rank:
+            if rank == self.rank and message == _GAVE_UP:
                 raise self.deadline.error(found)
-            raise errors.ProcessError(f"process {rank} {message}", found=found)
+            who = f"process {rank}" + (", this one," if rank == self.rank else "")
+            raise errors.ProcessError(f"{who} {message}", found=found)
         return texts
 
     def _propose(self, *outcome: Any) -> Any:
@@ -159,7 +158,7 @@ class ProcessGroup:
                 self._propose()
             elif self.deadline.left() <= 0:
                 whom = f"waiting for process {', '.join(map(str, missing[:16]))} ({what})"
-                self._propose(self.rank, "gave up waiting for the others", whom)
+                self._propose(self.rank, _GAVE_UP, whom)
             else:
                 if time.monotonic() > warn_at:
                     warn_at = float("inf")
@@ -194,7 +193,7 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def joined(
-    backend: JaxBackend, ranks: Sequence[int], deadline: Deadline
+    backend: MeshBackend, ranks: Sequence[int], deadline: Deadline
 ) -> Generator[ProcessGroup]:
     """A load of several processes: an error in one of them is raised in all.
 
@@ -247,7 +246,7 @@ def _wait_for_turn(group: ProcessGroup, deadline: Deadline) -> None:
             raise deadline.error("waiting for a load of another thread")
 
 
-def _ended(store: JaxStore, rank: int) -> None:
+def _ended(store: Store, rank: int) -> None:
     with contextlib.suppress(Exception):
         store.put(f"{_ALIVE}{rank}", "ended")
 

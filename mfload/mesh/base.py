@@ -1,22 +1,44 @@
-"""What loads on a mesh want of each tensor, and the backend that knows the mesh."""
+"""The protocol of mesh backends, and what loads on a mesh want of each tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from mfload import errors, frameworks
 from mfload.dtypes import DType
+from mfload.frameworks.base import Adapter
 from mfload.index import Box, TensorInfo
-from mfload.planning.request import Request, Share, boxed
+from mfload.load_options import LoadOptions
+from mfload.planning.request import Request, box_of
+from mfload.planning.slicing import Selection, boxed
+from mfload.runtime import Deadline
 
-if TYPE_CHECKING:  # Imports JAX.
-    from mfload.mesh.jax_backend import JaxBackend
-
+Shape = tuple[int, ...]
+Requests = Mapping[int, Sequence[Request]]
+"""The requests of each process, by its number."""
 
 MESH_GAP = 64 << 10
 """The `Costs.merge_gap` of loads onto a mesh: to read a part of a row by a call of its own costs as
 much as to read some 100 KiB over (2 cores, page cache). Disks and networks are slower than that."""
+
+HELD = 4
+"""Times the rows of a round that an exchange holds: those to send, their copy in the framework,
+those that came, and theirs."""
+SMALL = "max_host_overhead is too small for an exchange"
+
+
+class Share(NamedTuple):
+    """The part of a tensor that one device of one process holds.
+
+    Attributes:
+        device: The device, by its number in the table of its own process's devices.
+        box: Half-open (start, stop) for each dim of the tensor.
+    """
+
+    process: int
+    device: int
+    box: Box
 
 
 class TensorShares(NamedTuple):
@@ -32,7 +54,133 @@ class TensorShares(NamedTuple):
     separate: bool = False
 
 
-def backend(framework: str) -> JaxBackend:
+class Whole(NamedTuple):
+    """A tensor, and the arrays of this process that it is made of, by number of the device."""
+
+    shape: Shape
+    dtype: DType
+    sharding: Any
+    parts: Mapping[int, Any]
+
+
+class MeshBackend(Protocol):
+    """A framework's meshes, for one load; docs/design/mesh-backends.md says how to write one.
+
+    The devices of a process have numbers, by which requests name them. What a user gives as `mesh=`
+    and `shardings=`, and the shardings that `resolve` makes of it, only the backend looks into.
+
+    Attributes:
+        rank: The number of this process.
+    """
+
+    rank: int
+
+    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+        """The processes that take part in a load; never raises, whatever the arguments are."""
+        ...
+
+    def resolve(
+        self,
+        requests: Sequence[Request],
+        mesh: Any,
+        shardings: Any,
+        unmatched: str,
+        known: Iterable[str],
+    ) -> list[Any]:
+        """A sharding for each whole tensor; what does not fit raises ShardingError.
+
+        `known` are further names that rules may be meant for.
+        """
+        ...
+
+    def shares(self, sharding: Any, shape: Shape) -> tuple[Share, ...]:
+        """The boxes of all devices, also those of other processes; the same on every process."""
+        ...
+
+    def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
+        """Whether devices that hold the same part get memory of their own."""
+        ...
+
+    def adapter(self) -> Adapter:
+        """Makes arrays on the devices of this process: a tuple for each request, one a device."""
+        ...
+
+    def assemble(self, wholes: Iterable[Whole]) -> list[Any]:
+        """A sharded array for each tensor."""
+        ...
+
+    def abstract(self, requests: Sequence[Request], shardings: Sequence[Any]) -> dict[str, Any]:
+        """What the arrays of whole tensors will be, without data; a sharding may be None."""
+        ...
+
+    def platform(self) -> str:
+        """The kind of this process's devices, such as "cpu"."""
+        ...
+
+    def store(self) -> Store | None:
+        """What processes agree through; None if they do so by the link."""
+        ...
+
+    def link(self, ranks: Sequence[int], width: int, deadline: Deadline) -> Link:
+        """What redistributes bytes between processes, in rows of `width` bytes."""
+        ...
+
+
+class Store(Protocol):
+    """Short texts by key that all processes of a program read and write.
+
+    One a program. Each method raises ProcessError if the store can't be reached. `counts` holds the
+    number of loads of each group of processes that this process took part in.
+    """
+
+    counts: dict[str, int]
+
+    def put(self, key: str, text: str) -> None:
+        """Writes a text, in place of an older one."""
+        ...
+
+    def first(self, key: str, text: str) -> str:
+        """Writes a text if there is none; returns the one that is there, on every process."""
+        ...
+
+    def under(self, prefix: str) -> dict[str, str]:
+        """All texts whose keys begin with a prefix, which ends with a slash."""
+        ...
+
+    def drop(self, prefix: str) -> None:
+        """Removes all texts whose keys begin with a prefix."""
+        ...
+
+
+class Link(Protocol):
+    """Swaps rows of bytes between processes, which all call it equally often."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether an earlier swap was given up or failed: then no other can be begun."""
+        ...
+
+    def buffer(self) -> Any:
+        """Memory for what is sent: uint8 (processes, width)."""
+        ...
+
+    def swap(self, rows: Any, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
+        """Sends a row to each process; returns a row from each, in the order of their ranks.
+
+        Calls `check` while waiting, which may raise. Ctrl-C is returned if it came meanwhile; a
+        second one is raised.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of the buffers."""
+        ...
+
+
+_Part = tuple[int, Selection | None, tuple[int, ...]]  # Process, selection, devices.
+
+
+def backend(framework: str) -> MeshBackend:
     """A new backend; raises FrameworkMissingError if the framework can't be imported."""
     return frameworks.require(framework, f"mfload.mesh.{framework}_backend").make()
 
@@ -43,28 +191,68 @@ def requests(wanted: Iterable[TensorShares]) -> dict[int, list[Request]]:
     A part that several devices of a process hold is one request, unless they get separate memory.
     """
     made: dict[int, list[Request]] = {}
-    for info, dtype, checked, shares, separate in wanted:
-        held: dict[tuple[int, Box], list[int]] = {}
-        for process, device, box in shares:
-            held.setdefault((process, box), []).append(device)
-        for (process, box), devices in held.items():
-            try:
-                selection = boxed(info, box)
-            except errors.SliceError as error:
-                raise errors.ShardingError(
-                    f"a shard would cut through elements of {info.dtype} that share a byte",
-                    tensor=info.name,
-                    expected=error.expected,
-                    found=f"shard {[list(pair) for pair in box]} of shape {list(info.shape)}",
-                ) from None
-            each = [(n,) for n in devices] if separate else [tuple(devices)]
-            made.setdefault(process, []).extend(
-                Request(info, dtype, selection, checked, numbers) for numbers in each
-            )
+    # Layers of a model are alike, and share what is made of their shares.
+    known: dict[Any, tuple[Any, list[_Part]]] = {}
+    for each in wanted:
+        info, dtype, checked, shares, separate = each
+        key = id(shares), info.shape, info.dtype.name, separate
+        if key not in known:
+            known[key] = shares, _parts(each)  # With its shares kept, the id stays theirs.
+        for process, selection, devices in known[key][1]:
+            made.setdefault(process, []).append(Request(info, dtype, selection, checked, devices))
     return made
+
+
+def _parts(wanted: TensorShares) -> list[_Part]:
+    info, _, _, shares, separate = wanted
+    held: dict[tuple[int, Box], list[int]] = {}
+    for process, device, box in shares:
+        held.setdefault((process, box), []).append(device)
+    made: list[_Part] = []
+    for (process, box), devices in held.items():
+        try:
+            selection = boxed(info, box)
+        except errors.SliceError as error:
+            raise errors.ShardingError(
+                f"a shard would cut through elements of {info.dtype} that share a byte",
+                tensor=info.name,
+                expected=error.expected,
+                found=f"shard {[list(pair) for pair in box]} of shape {list(info.shape)}",
+            ) from None
+        each = [(n,) for n in devices] if separate else [tuple(devices)]
+        made += [(process, selection, numbers) for numbers in each]
+    return made
+
+
+class Target(NamedTuple):
+    """A box of a tensor that a process wants, for one or several of its requests."""
+
+    rank: int
+    request: Request
+    box: Box
+    numbers: list[int]
+
+
+def targets(requests: Requests) -> list[list[Target]]:
+    """What all processes want of each tensor, in file order; requests of the same part are one."""
+    made: dict[str, dict[object, Target]] = {}
+    for rank in sorted(requests):
+        for number, request in enumerate(requests[rank]):
+            if request.nbytes:
+                box, held = box_of(request), made.setdefault(request.info.name, {})
+                key = rank, request.dtype.name, request.checked, box
+                held.setdefault(key, Target(rank, request, box, [])).numbers.append(number)
+    tensors = [list(each.values()) for each in made.values()]
+    return sorted(tensors, key=lambda each: each[0].request.info.pieces[0][:2])
 
 
 def stored_bytes(requests: Sequence[Request]) -> int:
     """Bytes of the files that requests want, each part counted once."""
-    seen = {(request.info.name, request.selection): request for request in requests}
-    return sum(request._replace(dtype=request.info.dtype).nbytes for request in seen.values())
+    nbytes = 0
+    seen: set[tuple[str, Selection | None]] = set()
+    for request in requests:
+        info, _, selection, *_ = request
+        if (part := (info.name, selection)) not in seen:
+            seen.add(part)
+            nbytes += info.nbytes if selection is None else info.dtype.size_of(selection.shape) or 0
+    return nbytes

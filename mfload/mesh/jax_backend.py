@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, collect_copied, lend
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
+from mfload.load_options import LoadOptions
 from mfload.mesh import jax_processes, jax_specs
-from mfload.options import LoadOptions
-from mfload.planning.request import Allocation, Request, Share
+from mfload.mesh.base import MeshBackend, Share, Whole
+from mfload.planning.request import Allocation, Request
 from mfload.runtime import Deadline
 
 Shape = tuple[int, ...]
@@ -42,13 +44,8 @@ class JaxBackend:
 
     def __init__(self) -> None:
         self.rank: int = jax.process_index()
-        self._spots: dict[int, list[Spot]] = {self.rank: []}  # Of each process, by number.
+        self._spots: dict[int, dict[Spot, int]] = {self.rank: {}}  # Numbers, for each process.
         self._shares: dict[tuple[Any, Shape], tuple[Share, ...]] = {}
-
-    @staticmethod
-    def all_processes() -> tuple[int, ...]:
-        """The processes of the program."""
-        return tuple(range(jax.process_count()))
 
     @staticmethod
     def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
@@ -91,10 +88,9 @@ class JaxBackend:
             for device, box in jax_specs.boxes(sharding, shape).items():
                 kind = sharding.memory_kind
                 spot = Spot(device, None if kind == _default_kind(device) else kind)
-                spots = self._spots.setdefault(device.process_index, [])
-                if spot not in spots:
-                    spots.append(spot)
-                made.append(Share(device.process_index, spots.index(spot), box))
+                spots = self._spots.setdefault(device.process_index, {})
+                number = spots.setdefault(spot, len(spots))
+                made.append(Share(device.process_index, number, box))
             self._shares[key] = tuple(made)
         return self._shares[key]
 
@@ -110,25 +106,30 @@ class JaxBackend:
 
     def device(self, number: int) -> Any:
         """The `jax.Device` of a spot of this process."""
-        return self._spots[self.rank][number].device
+        return list(self._spots[self.rank])[number].device
 
     def platform(self) -> str:
         """The kind of this process's devices: "cpu", "gpu" or "tpu"."""
-        spots = self._spots[self.rank]
-        return (spots[0].device if spots else jax.local_devices()[0]).platform
+        devices = [spot.device for spot in self._spots[self.rank]] or jax.local_devices()
+        return devices[0].platform
 
     def adapter(self) -> JaxMeshAdapter:
         """The adapter of the spots numbered so far."""
-        return JaxMeshAdapter(self._spots[self.rank] or [Spot(jax.local_devices()[0], None)])
+        return JaxMeshAdapter(list(self._spots[self.rank]) or [Spot(jax.local_devices()[0], None)])
 
-    def assemble(self, shape: Shape, sharding: Any, arrays: Mapping[Any, Any], dtype: DType) -> Any:
-        """One sharded array of those on this process's devices, by device."""
-        whole, numpy = arrives(dtype, shape)
-        parts = list(arrays.values())
-        # Where this process has none of the devices, nothing else tells the dtype.
-        told = {} if parts else {"dtype": numpy}
+    def assemble(self, wholes: Iterable[Whole]) -> list[Any]:
+        """A sharded array of those on this process's devices, for each tensor."""
+        made: list[Any] = []
         with undisturbed():
-            return jax.make_array_from_single_device_arrays(whole, sharding, parts, **told)
+            for shape, dtype, sharding, parts in wholes:
+                shape, numpy = arrives(dtype, shape)
+                # Where this process has none of the devices, nothing else tells the dtype.
+                told = {} if parts else {"dtype": numpy}
+                arrays = list(parts.values())
+                made.append(
+                    jax.make_array_from_single_device_arrays(shape, sharding, arrays, **told)
+                )
+        return made
 
     def abstract(self, requests: Sequence[Request], shardings: Sequence[Any]) -> dict[str, Any]:
         """What the arrays of whole tensors will be, without any data."""
@@ -148,7 +149,9 @@ class JaxBackend:
         return jax_processes.JaxLink(ranks, self.platform(), width, deadline)
 
 
-make = JaxBackend
+def make() -> MeshBackend:
+    """A backend for one load."""
+    return JaxBackend()
 
 
 def arrives(dtype: DType, shape: Shape) -> tuple[Shape, Any]:
@@ -162,6 +165,7 @@ def arrives(dtype: DType, shape: Shape) -> tuple[Shape, Any]:
     return shape, np.dtype(getattr(jnp, form.type, form.type))
 
 
+@functools.lru_cache(maxsize=4096)  # Asked for each device of each tensor.
 def _default_kind(device: Any) -> str | None:
     # A device of this process is asked, since those of others need not answer.
     if device.process_index != jax.process_index():
@@ -170,6 +174,12 @@ def _default_kind(device: Any) -> str | None:
             return None
         device = alike[0]
     return device.default_memory().kind
+
+
+def _moved(array: Any, device: Any, kind: str) -> Any:
+    with undisturbed():
+        there = SingleDeviceSharding(device, memory_kind=kind)
+        return jax.block_until_ready(jax.device_put(array, there))
 
 
 class JaxMeshAdapter(SeveralAdapter):
@@ -185,6 +195,7 @@ class JaxMeshAdapter(SeveralAdapter):
         devices = dict.fromkeys(spot.device for spot in spots)
         found = {each: JaxAdapter(each, *jax_memory.find_device(each)) for each in devices}
         self._adapters = [found[spot.device] for spot in spots]
+        self._aliases = [spot.kind is None and found[spot.device].on_host for spot in spots]
         super().__init__(self._adapters)
 
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
@@ -204,18 +215,22 @@ class JaxMeshAdapter(SeveralAdapter):
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A tuple of `jax.Array`s for each view, one for each of its devices."""
-        made = [tuple(self._array(view, n) for n in view.devices) for view in views]
-        if any(self._adapters[n].copies(view) for view in views for n in view.devices):
+        made: list[tuple[Any, ...]] = []
+        copied = False
+        for view in views:
+            arrays: list[Any] = []
+            for number in view.devices:
+                adapter = self._adapters[number]
+                if self._aliases[number] and view.dtype.elements == 1:
+                    arrays.append(adapter.take(view))  # Of most shards, so it is short.
+                    continue
+                array, (device, kind) = adapter.array(view), self._spots[number]
+                arrays.append(array if kind is None else _moved(array, device, kind))
+                copied = copied or adapter.copies(view)
+            made.append(tuple(arrays))
+        if copied:
             collect_copied()
         return made
-
-    def _array(self, view: View, number: int) -> Any:
-        array, (device, kind) = self._adapters[number].array(view), self._spots[number]
-        if kind is None:
-            return array
-        with undisturbed():
-            there = SingleDeviceSharding(device, memory_kind=kind)
-            return jax.block_until_ready(jax.device_put(array, there))
 
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Arrays in XLA's own memory, one request for one device (see `jax_adapter.lend`)."""
@@ -224,4 +239,4 @@ class JaxMeshAdapter(SeveralAdapter):
             device, kind = self._spots[request.devices[0]]
             found = () if kind else self._adapters[request.devices[0]].devices
             rows.append((device, kind, found[0] if found else None))
-        return [base.Lent((array,), memory) for array, memory in lend(requests, rows)]
+        return [base.Lent((each.array,), each.memory) for each in lend(requests, rows)]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mfload import errors
 from mfload.index import Box
-from mfload.options import UNMATCHED, check_choice
+from mfload.load_options import UNMATCHED
 from mfload.planning.selection import Rules
 
 Shape = tuple[int, ...]
@@ -42,7 +42,7 @@ def resolve(
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise errors.UsageError("not a mesh", expected="a jax.sharding.Mesh", found=repr(mesh))
-    check_choice("unmatched", unmatched, UNMATCHED)
+    errors.check_choice("unmatched", unmatched, UNMATCHED)
     aliases = aliases or [[name] for name, _ in rows]
     rules = _rules(shardings)
     if rules is not None and rows:

@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.index import Index, TensorInfo
 from mfload.io.engine import Observer
+from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import session
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.mesh.base import TensorShares
-from mfload.options import LoadOptions
+from mfload.mesh.base import MeshBackend, Requests, Target, TensorShares, Whole
 from mfload.planning.request import Request
 from mfload.progress import Progress, shown
-from mfload.report import Report
+from mfload.report import Report, human
 from mfload.runtime import Deadline, gc_paused
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
 if TYPE_CHECKING:  # Only loads of several processes import them.
     from mfload.mesh.agree import ProcessGroup
-    from mfload.mesh.jax_backend import JaxBackend
 
 # Pages of each file that processes compare, and of all files together; two of each at least.
 _SAMPLED, _IN_ALL = 16, 512
 _PAGE = 4096  # The same on every host.
+# What a byte from another process costs on accelerators, in bytes read: assumed, since their links
+# are faster than disks. On CPUs 17 to 23 were measured (docs/design/decisions.md).
+_PRICE = 0.2
+_WORTH = 1.1  # An exchange must save a tenth of what is read.
+# Bytes of a row and of a round: large enough that a round's fixed costs don't count, small enough
+# for the processor's cache.
+_WIDEST, _ROUND, _NARROWEST = 2 << 20, 4 << 20, 4096
+_OUT_OF_STEP = "an exchange broke off before, so that the collectives are out of step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class Chosen:
     """What there is to load: the whole of each tensor that is requested of a checkpoint."""
 
     index: Index
-    sources: Sequence[LocalFile]
+    sources: Sequence[Source]
     requests: Sequence[Request]
     options: LoadOptions
 
@@ -51,7 +60,7 @@ class MeshLoad:
     """
 
     def __init__(
-        self, backend: JaxBackend, chosen: Chosen, mesh: Any, shardings: Any, unmatched: str
+        self, backend: MeshBackend, chosen: Chosen, mesh: Any, shardings: Any, unmatched: str
     ) -> None:
         self._backend = backend
         self._whole = chosen.requests
@@ -59,7 +68,7 @@ class MeshLoad:
             chosen.requests, mesh, shardings, unmatched, chosen.index.tensors
         )
         # Whole rows are read over rather than skipped, where a few are not wanted.
-        options = replace(chosen.options, merge_gap=base.MESH_GAP)
+        options = chosen.options.replace(merge_gap=base.MESH_GAP)
         wanted: list[TensorShares] = []
         for each, sharding in zip(chosen.requests, self._shardings, strict=True):
             shares = backend.shares(sharding, each.info.shape)
@@ -67,7 +76,6 @@ class MeshLoad:
             wanted.append(TensorShares(each.info, each.dtype, each.checked, shares, separate))
         self.requests = base.requests(wanted)
         self.mine = self.requests.setdefault(backend.rank, [])
-        self.stored_bytes = base.stored_bytes(self.mine)
         self.loader = Loader(chosen.index, chosen.sources, backend.adapter(), options)
 
     def arguments(self) -> list[str]:
@@ -82,16 +90,15 @@ class MeshLoad:
 
     def assemble(self, fetched: list[tuple[Any, ...]]) -> dict[str, Any]:
         """The sharded arrays by name, of an array for each device of each request."""
-        held: dict[str, dict[Any, Any]] = {request.info.name: {} for request in self._whole}
+        held: dict[str, dict[int, Any]] = {request.info.name: {} for request in self._whole}
         for request, arrays in zip(self.mine, fetched, strict=True):
-            devices = map(self._backend.device, request.devices)
-            held[request.info.name].update(zip(devices, arrays, strict=True))
+            held[request.info.name].update(zip(request.devices, arrays, strict=True))
         fetched.clear()
-        made: dict[str, Any] = {}
-        for (info, dtype, *_), sharding in zip(self._whole, self._shardings, strict=True):
-            parts = held.pop(info.name)
-            made[info.name] = self._backend.assemble(info.shape, sharding, parts, dtype)
-        return made
+        wholes = [
+            Whole(info.shape, dtype, sharding, held[info.name])
+            for (info, dtype, *_), sharding in zip(self._whole, self._shardings, strict=True)
+        ]
+        return dict(zip(held, self._backend.assemble(wholes), strict=True))
 
 
 def load(
@@ -127,14 +134,15 @@ def load(
         checking = None
         if check is not None:
             infos = [request.info for request in chosen.requests]
-            if group is not None or job.stored_bytes != sum(info.nbytes for info in infos):
+            wanted = base.stored_bytes(job.mine)
+            if group is not None or wanted != sum(info.nbytes for info in infos):
                 raise errors.UsageError(
                     "verify= compares whole tensors, and this process reads parts of them",
                     expected="one process, whose shards make up each tensor; or mfload.verify",
-                    found=f"{len(ranks)} processes; this one wants {job.stored_bytes} bytes",
+                    found=f"{len(ranks)} processes; this one wants {wanted} bytes",
                 )
             checking = check(chosen.index, infos)
-        with shown(progress, job.stored_bytes) as advance:
+        with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,
                 job.loader,
@@ -153,7 +161,7 @@ def load(
 
 
 def together(
-    backend: JaxBackend, ranks: tuple[int, ...], deadline: Deadline
+    backend: MeshBackend, ranks: tuple[int, ...], deadline: Deadline
 ) -> contextlib.AbstractContextManager[ProcessGroup | None]:
     """A load of several processes (see `agree.joined`); None if it is this process alone."""
     if ranks == (backend.rank,):
@@ -166,7 +174,7 @@ def together(
 def agree_on_inputs(
     group: ProcessGroup,
     index: Index,
-    sources: Sequence[LocalFile],
+    sources: Sequence[Source],
     options: LoadOptions,
     arguments: Sequence[str],
 ) -> None:
@@ -189,19 +197,21 @@ def agree_on_inputs(
     group.agree("arguments", [*lines, *arguments])
 
 
-def _sample(source: LocalFile, count: int) -> str:
+def _sample(source: Source, count: int) -> str:
+    name = os.path.basename(source.name)
+    if source.costs.concurrency is not None:
+        return f"{name}: {source.identity}"  # Said by a server, and the same everywhere.
     last = max(0, source.size - _PAGE)
     digest = hashlib.sha256()
     for at in sorted({last * n // (count - 1) for n in range(count)}):
         digest.update(source.read(at, min(_PAGE, source.size - at)))
-    name = os.path.basename(source.path)
     return f"{name}: {source.size} bytes, sampled {digest.hexdigest()[:16]}"
 
 
 def fetch(
-    requests: Mapping[int, Sequence[Request]],
+    requests: Requests,
     loader: Loader,
-    backend: JaxBackend,
+    backend: MeshBackend,
     *,
     group: ProcessGroup | None = None,
     report: Report | None = None,
@@ -215,15 +225,98 @@ def fetch(
     """
     arrays, note = None, ""
     if group is not None:
-        from mfload.mesh import exchange
-
-        arrays, note = exchange.load(requests, loader, backend, group, report, advance)
+        arrays, note = _exchange(requests, loader, backend, group, report, advance)
     if arrays is None:
         mine = requests.get(backend.rank, [])
         arrays = loader.load(mine, report=report, advance=advance, observer=observer)
     if report is not None and note:
         report.notes = (*report.notes, note)
     return arrays
+
+
+def _exchange(
+    requests: Requests,
+    loader: Loader,
+    backend: MeshBackend,
+    group: ProcessGroup,
+    report: Report | None,
+    advance: Callable[[int], None] | None,
+) -> tuple[list[tuple[Any, ...]] | None, str]:
+    """The arrays of this process by an exchange, or None if each process reads its own; and why."""
+    requests = {rank: requests.get(rank, []) for rank in group.ranks}
+    options, platform = loader.options, backend.platform()
+    width, why = exchanged(requests, options, platform)
+    if width is None:
+        return None, why
+    from mfload.mesh import redistribute
+
+    link = backend.link(group.ranks, width, options.deadline)
+    try:
+        if any(group.gather("exchange", "broken" if link.broken else "").values()):
+            if options.exchange == "once":
+                advice = "start the processes anew, or load with exchange='never'"
+                raise errors.ProcessError(f"{_OUT_OF_STEP}: {advice}")
+            return None, f"each process reads its own: {_OUT_OF_STEP}"
+        # Results wait in host memory until they are copied to a device that is not the host.
+        limit = math.inf if platform == "cpu" else options.max_host_overhead or OVERHEAD
+        given = requests, loader, group, link, width, limit, report, advance
+        return redistribute.load(*given), why
+    finally:
+        link.close()
+
+
+def exchanged(requests: Requests, options: LoadOptions, platform: str) -> tuple[int | None, str]:
+    """Bytes of a row if processes read for each other, else None; and why. Alike on all.
+
+    Raises MemoryLimitError if that is asked for and a round does not fit in the overhead.
+    """
+    own, asked = "each process reads its own", options.exchange == "once"
+    if asked and options.engine == "mmap":
+        message = "engine='mmap' reads nothing that could be exchanged"
+        raise errors.UsageError(message, expected="another engine, or exchange='never'")
+    if options.exchange == "never" or options.engine == "mmap":
+        return None, ""
+    if platform == "cpu" and not asked:
+        return None, f"{own}: a byte from another process costs as much as reading 20 (measured)"
+    why = "exchange='once'"
+    if not asked:
+        tensors, apart = base.targets(requests), Counter[int]()
+        share = sum(targets[0].request.info.nbytes for targets in tensors) / len(requests)
+        for targets in tensors:
+            for rank in {target.rank for target in targets}:
+                apart[rank] += _bytes_of_rows([each for each in targets if each.rank == rank])
+        most = max(apart.values(), default=0)
+        came = max(0.0, max(map(base.stored_bytes, requests.values())) - share)
+        why = (
+            f"{human(most)} at most a process, or {human(share)} and {human(came)} exchanged, of "
+            f"which a byte costs as much as reading {_PRICE} (assumed)"
+        )
+        if most <= _WORTH * (share + _PRICE * came):
+            return None, f"{own}: {why}"
+    given = options.max_host_overhead
+    limit = (OVERHEAD if given is None else given) // 2
+    held = base.HELD * len(requests)  # The other half is for readers.
+    width = min(_WIDEST, _ROUND // len(requests), limit // held)
+    width = max(_NARROWEST, 1 << max(0, width.bit_length() - 1))
+    if held * width > limit:
+        if not asked:
+            return None, f"{own}: {base.SMALL}"
+        enough = max(session.least_overhead(options), 2 * held * _NARROWEST)
+        expected = f"{enough} bytes or more, or exchange='never'"
+        raise errors.MemoryLimitError(
+            base.SMALL, expected=expected, found=options.max_host_overhead
+        )
+    return width, f"every byte is read by one process: {why}"
+
+
+def _bytes_of_rows(targets: Sequence[Target]) -> int:
+    """Bytes of the whole rows in which targets of a process lie: about what it reads by itself."""
+    info = targets[0].request.info
+    dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
+    if dim is None:
+        return info.nbytes
+    starts, stops = zip(*(target.box[dim] for target in targets), strict=True)
+    return info.nbytes * (max(stops) - min(starts)) // info.shape[dim]
 
 
 def preview(chosen: Chosen, framework: str, mesh: Any, shardings: Any, unmatched: str) -> Preview:
@@ -234,15 +327,15 @@ def preview(chosen: Chosen, framework: str, mesh: Any, shardings: Any, unmatched
     here = job.loader.preview(job.mine)
     notes, width = list(here.notes), None
     if len(ranks) > 1:
-        from mfload.mesh import redistribute
-
         requests = {rank: job.requests.get(rank, []) for rank in ranks}
-        width, note = redistribute.choose(requests, chosen.options, backend.platform())
+        width, note = exchanged(requests, chosen.options, backend.platform())
         notes += [note] if note else []
         if width is not None:
             if here.plan.device_bytes:
                 # What is exchanged is put together on the host.
                 here = job.loader.preview(job.mine, by_host=True)
+            from mfload.mesh import redistribute
+
             schedule = redistribute.schedule(requests, width)
             read, received = schedule.read[backend.rank], schedule.received(backend.rank)
             notes.append("the blocks of this plan are what the process would read on its own")

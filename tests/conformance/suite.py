@@ -438,6 +438,29 @@ class Conformance:
         taken = Stored(row.name, row.dtype, part.shape, part.tobytes())
         assert self.found(array) == self.expected(taken)
 
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize("compressed", [False, True])
+    def test_archives_of_numpy(self, folder: Path, compressed: bool, engine: str) -> None:
+        array = np.random.default_rng(0).normal(size=(300, 700)).astype(np.float32)
+        forms = {
+            "c": array,
+            "f": np.asfortranarray(array),
+            "b": array.astype(">f4"),
+            "n": np.arange(12, dtype=np.int32),
+        }
+        path = folder / f"x{compressed}{engine}.npz"
+        (np.savez_compressed if compressed else np.savez)(path, **forms)
+        plain = {name: each.astype(each.dtype.newbyteorder("=")) for name, each in forms.items()}
+        kinds = {name: "I32" if name == "n" else "F32" for name in forms}
+        rows = [Stored(n, kinds[n], a.shape, a.tobytes()) for n, a in plain.items()]
+        options = mfload.Options(engine=engine, threads=3)  # type: ignore[arg-type]
+        self.assert_loaded(self.load(path, options=options), rows)
+        with self.open(path, options=options) as opened:
+            for name in "cfb":
+                part = array[7:250:3, 600:10:-7]
+                found = self.found(opened.get_slice(name)[7:250:3, 600:10:-7])
+                assert found == self.expected(Stored(name, "F32", part.shape, part.tobytes()))
+
     @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
     def test_slices_of_packed_elements(self, folder: Path, dtype: str) -> None:
         row = material.stored("w", dtype, (3, 4, 32))

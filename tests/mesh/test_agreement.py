@@ -223,6 +223,22 @@ def test_a_process_that_is_gone_is_missed(monkeypatch: pytest.MonkeyPatch, ident
     assert time.monotonic() - start < 2
 
 
+def test_a_process_that_counts_as_gone_hears_of_it() -> None:
+    """As one does that loads while it ends; no timeout is set that could have passed."""
+    store = stores.MemoryStore(stores.Memory())
+
+    backend: Any = stores.Backend(0, store)
+
+    def load() -> None:
+        with agree.joined(backend, [0, 1], Deadline(None)) as group:
+            store.put("mfload/alive/0", "ended")
+            group.check("the exchange")
+
+    with pytest.raises(errors.ProcessError, match="process 0, this one, is gone") as caught:
+        load()
+    assert "None s" not in str(caught.value)
+
+
 def test_checking_tells_of_an_error_elsewhere() -> None:
     memory = stores.Memory()
 

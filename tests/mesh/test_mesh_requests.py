@@ -6,8 +6,8 @@ import pytest
 
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
-from mfload.mesh.base import TensorShares, requests
-from mfload.planning.request import Axis, Share
+from mfload.mesh.base import Share, TensorShares, requests
+from mfload.planning.slicing import Axis
 
 ROW = dtypes.TABLE["F32"]
 TOP, BOTTOM, ALL = ((0, 2), (0, 6)), ((2, 4), (0, 6)), ((0, 4), (0, 6))

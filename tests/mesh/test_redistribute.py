@@ -11,10 +11,11 @@ from hypothesis import assume, given, settings, strategies as st
 
 from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
-from mfload.mesh import agree, exchange, redistribute
-from mfload.options import LoadOptions
+from mfload.load_options import LoadOptions
+from mfload.mesh import agree, load as mesh_load, redistribute
 from mfload.planning.plan import Place
-from mfload.planning.request import Request, boxed
+from mfload.planning.request import Request, box_of
+from mfload.planning.slicing import boxed
 from mfload.runtime import Deadline
 
 KINDS = ("U8", "BF16", "F32", "F64", "F4", "F6_E2M3")
@@ -119,7 +120,7 @@ def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
                 assert (rank, number) not in results
                 continue
             assert (filled[rank, number] == 1).all()
-            whole = cut_out(request.info, redistribute._box(request), data[request.info.name])
+            whole = cut_out(request.info, box_of(request), data[request.info.name])
             if request.dtype is not request.info.dtype:
                 whole = np.repeat(whole, request.dtype.nbytes // request.info.dtype.nbytes, axis=-1)
             assert results[rank, number].tobytes() == whole.tobytes()
@@ -135,7 +136,7 @@ def _check_rows(schedule: redistribute.Schedule) -> None:
                 row.append((parcel.wire, parcel.wire + parcel.nbytes))
         for row in rows.values():
             ends = sorted(row)
-            assert ends[0][0] >= exchange._HEADER.size
+            assert ends[0][0] >= redistribute._HEADER.size
             assert ends[-1][1] <= schedule.width
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
     for parcel in itertools.chain(*schedule.rounds):
@@ -179,7 +180,7 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
     if grid == (1, 1):
         requests = {rank: [Request(info, info.dtype)] for rank in range(processes)}
     assume(rows % grid[0] == 0 and columns % grid[1] == 0)
-    width, _ = redistribute.choose(requests, LoadOptions(exchange="once"), "cpu")
+    width, _ = mesh_load.exchanged(requests, LoadOptions(exchange="once"), "cpu")
     assert width is not None
     schedule = redistribute.schedule(requests, width)
     for rank in range(processes):
@@ -201,9 +202,9 @@ def test_rows_keep_within_the_overhead(count: int, overhead: int) -> None:
     options = LoadOptions(exchange="once", max_host_overhead=overhead)
     if overhead < 2 * 4 * count * 4096:
         with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
-            redistribute.choose(requests, options, "cpu")
+            mesh_load.exchanged(requests, options, "cpu")
         return
-    width, _ = redistribute.choose(requests, options, "cpu")
+    width, _ = mesh_load.exchanged(requests, options, "cpu")
     assert width is not None
     assert width >= 4096
     schedule = redistribute.schedule(requests, width)
@@ -237,7 +238,7 @@ class TestRun:
             memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
             places = [Place(r, n, 0) for n, r in enumerate(requests[rank])]
             come: list[int] = []
-            exchange.run(schedule, group, link, read(rank), places, memory, come.append)
+            redistribute.run(schedule, group, link, read(rank), places, memory, come.append)
             assert sum(come) == sum(request.nbytes for request in requests[rank])
             return memory
 
@@ -251,14 +252,14 @@ class TestRun:
         def read(rank: int) -> Any:
             def run(wanted: Any, given: Any, memory: Any) -> None:
                 for request, (buffer, at) in zip(wanted, given, strict=True):
-                    part = cut_out(info, redistribute._box(request), data).reshape(-1)
+                    part = cut_out(info, box_of(request), data).reshape(-1)
                     memory[buffer][at : at + part.size] = part
 
             return run
 
         for rank, memory in enumerate(self._run(requests, read)):
             for request, array in zip(requests[rank], memory, strict=True):
-                whole = cut_out(info, redistribute._box(request), data)
+                whole = cut_out(info, box_of(request), data)
                 assert array.tobytes() == whole.tobytes()
 
     def test_an_error_stops_all_after_the_same_round(self) -> None:
@@ -287,7 +288,7 @@ class TestChoosing:
 
     def choose(self, requests: Any, wished: str, platform: str, overhead: int | None = None) -> Any:
         options = LoadOptions(exchange=wished, max_host_overhead=overhead)  # type: ignore[arg-type]
-        return redistribute.choose(requests, options, platform)
+        return mesh_load.exchanged(requests, options, platform)
 
     def test_never(self) -> None:
         assert self.choose(self.columns(), "never", "gpu") == (None, "")

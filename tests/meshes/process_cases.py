@@ -27,13 +27,15 @@ import jax
 import numpy as np
 import safetensors.numpy
 from calls import as_options
+from conformance import mesh_backend
 from jax.sharding import Mesh, PartitionSpec as P
 
 import mfload
 from mfload import errors
 from mfload.formats import checkpoint
 from mfload.io import buffers
-from mfload.mesh import agree, exchange, jax_processes, redistribute
+from mfload.mesh import agree, jax_processes, load as mesh_load, redistribute
+from mfload.mesh.jax_backend import JaxBackend
 
 SPECS: dict[str, Any] = {
     "rows": P(("a", "b"), None),
@@ -405,23 +407,23 @@ def given_up(world: World) -> dict[str, Any]:
             raise KeyboardInterrupt
         return attempts(*given)
 
-    attempts, exchange._attempt = exchange._attempt, attempt
+    attempts, redistribute._attempt = redistribute._attempt, attempt
     try:
         world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
     except (errors.ProcessError, KeyboardInterrupt) as error:
         said[0] = type(error).__name__
     finally:
-        exchange._attempt = attempts
+        redistribute._attempt = attempts
     # Nothing says how far the collectives of the others have come since.
     report = mfload.Report()
-    redistribute.choose, choose = (
+    mesh_load.exchanged, choose = (
         lambda requests, options, _platform: choose(requests, options, "gpu"),
-        redistribute.choose,
+        mesh_load.exchanged,
     )
     try:
         world.check(world.load(SPECS["columns"], exchange="auto", report=report))
     finally:
-        redistribute.choose = choose
+        mesh_load.exchanged = choose
     try:
         world.load(SPECS["columns"], exchange="once")
     except errors.ProcessError as error:
@@ -472,10 +474,10 @@ def hasty(world: World, how: str) -> dict[str, Any]:
     true = checkpoint.read
     options = {"unmatched": "no"} if how == "wrong" else {"timeout": 0.5}
 
-    def read(path: Any) -> Any:
+    def read(*given: Any) -> Any:
         checkpoint.read = true  # The first thread alone is slow.
         time.sleep(0 if world.rank else 2)
-        return true(path)
+        return true(*given)
 
     def load(**given: Any) -> None:
         name = threading.current_thread().name
@@ -560,6 +562,14 @@ def run(world: World, case: str) -> dict[str, Any]:
         disk(world, rest[0], int(rest[1]))
         return {}
     return globals()[head](world, *rest) or {}
+
+
+def store(world: World) -> None:
+    """What processes agree through does what that of every backend must."""
+    if world.rank == 0:
+        found = JaxBackend().store()
+        assert found is not None
+        mesh_backend.check_store(found)
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ def test_a_result_that_does_not_fit_is_refused_before_a_byte_is_read(
     path: Path, target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = W.nbytes + V.nbytes
-    limit = probes.ProcessLimit("RLIMIT_AS", needed, 4096)
+    limit = probes.MemoryLimit("RLIMIT_AS", needed, 4096)
     monkeypatch.setattr(probes, "process_limits", lambda: [limit])
     calls: list[int] = []
     with pytest.raises(errors.MemoryLimitError, match="RLIMIT_AS"):

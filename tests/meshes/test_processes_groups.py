@@ -44,7 +44,7 @@ def test_who_ends_is_waited_for_no_more(tmp_path: Path) -> None:
 def test_what_an_exchange_leaves_behind(tmp_path: Path) -> None:
     model(tmp_path / "model")
     names = [
-        *("kept", "obeyed:never", "obeyed:once", "obeyed:auto"),
+        *("store", "kept", "obeyed:never", "obeyed:once", "obeyed:auto"),
         *("threads:same", "threads:other", "given_up"),
     ]
     ended = launching.launch(tmp_path, names, count=2, devices=4, seconds=90)

@@ -69,6 +69,22 @@ def test_a_matrix_on_a_mesh(path: Path, shape: Any, spec: P, allocator: Any) -> 
     assert report.tensors == len(MODEL)
 
 
+@pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P("y"), P()])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_archives_of_numpy(tmp_path: Path, compressed: bool, spec: P) -> None:
+    mesh = shards.mesh((2, 4))
+    array = samples.numbers((256, 640), np.float32, 1)
+    forms = {"c": array, "f": np.asfortranarray(array), "b": array.astype(">f4")}
+    save = np.savez_compressed if compressed else np.savez
+    save(tmp_path / "x.npz", **forms)  # type: ignore[arg-type]
+    report = mfload.Report()
+    loaded = _load(tmp_path / "x.npz", mesh=mesh, shardings=spec, report=report)
+    shards.assert_loaded(
+        loaded, dict.fromkeys(forms, array), dict.fromkeys(forms, NamedSharding(mesh, spec))
+    )
+    assert report.read_bytes <= (tmp_path / "x.npz").stat().st_size
+
+
 def test_devices_in_another_order(path: Path) -> None:
     mesh = shards.mesh((3, 2), order=(7, 2, 5, 0, 1, 6))
     loaded = _load(path, mesh=mesh, shardings={"w": P(None, ("x", "y"))}, names=["w"])
