@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -12,15 +13,19 @@ from mfload.runtime import Deadline
 Engine = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
 Allocator = Literal["auto", "mfload", "framework"]
 Exchange = Literal["auto", "never", "once"]
-Unmatched = Literal["replicate", "error"]
+PageCache = Literal["auto", "keep", "bypass"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 ALLOCATORS: tuple[str, ...] = get_args(Allocator)
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
-UNMATCHED: tuple[str, ...] = get_args(Unmatched)
-_CHOICES = {"engine": ENGINES, "allocator": ALLOCATORS, "exchange": EXCHANGES}
-
-OVERHEAD = 256 << 20
-"""Default of both memory limits, in bytes beside the result."""
+PAGE_CACHES: tuple[str, ...] = get_args(PageCache)
+_CHOICES = {
+    "engine": ENGINES,
+    "allocator": ALLOCATORS,
+    "exchange": EXCHANGES,
+    "page_cache": PAGE_CACHES,
+}
+# Engines that can't do what is asked of the page cache.
+_AGAINST = {"keep": ("direct", "gds"), "bypass": ("pread", "mmap")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +36,25 @@ class Options:
         engine: How bytes are read. "pread" reads through the page cache, "direct" past it
             (O_DIRECT), "mmap" maps the file privately and copies nothing: a file truncated later
             kills the process that touches it. "auto" takes pread where the page cache holds the
-            file, else direct. Onto a CUDA device: "pinned" (through page-locked memory) or "gds"
-            (through cuFile); "pread" and "direct" say how pinned memory is filled, and with "mmap"
-            the framework copies from the map.
+            file or is to keep it, else direct. Onto a CUDA device: "pinned" (through page-locked
+            memory) or "gds" (through cuFile); "pread" and "direct" say how pinned memory is filled,
+            and with "mmap" the framework copies from the map.
         allocator: Whose memory holds the arrays: "mfload", "framework" (JAX can donate such
             arrays), or "auto": mfload's on the host; on a CUDA device XLA's pool for JAX, the
             framework's own for TensorFlow and Paddle, mfload's for PyTorch and CuPy.
         exchange: Whether processes read for each other. "never": each reads its own shards;
             "once": every byte is read by one process and sent on; "auto": decided by how many
             bytes would be read more than once.
+        page_cache: Whether the next load is to find in the page cache what this one reads from the
+            disk. "keep": yes; "bypass": no, it is read with O_DIRECT where the file takes it;
+            "auto": yes if the load reads at most a quarter of the available memory.
         threads: Number of reader threads. Default: chosen from the cores and the engine.
         timeout: Seconds after which a call raises LoadTimeoutError. Default: never.
         max_host_overhead: Bytes of host memory beside the result, as a number or a text such as
             "256MiB". Default: 256 MiB, or one tensor where a framework must copy a larger one.
         max_device_overhead: The same for the memory of each device.
+        headers: Names and values that are sent with each request for a URL, to its own server
+            alone, such as `{"Authorization": "Bearer …"}`. Never shown.
 
     Raises:
         UsageError: A value is invalid.
@@ -53,15 +63,26 @@ class Options:
     engine: Engine = "auto"
     allocator: Allocator = "auto"
     exchange: Exchange = "auto"
+    page_cache: PageCache = "auto"
     threads: int | None = None
     timeout: float | None = None
     max_host_overhead: int | str | None = None
     max_device_overhead: int | str | None = None
+    headers: Mapping[str, str] | tuple[tuple[str, str], ...] | None = field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                check_choice(name, getattr(self, name), known)
+                errors.check_choice(name, getattr(self, name), known)
+        if self.engine in _AGAINST.get(self.page_cache, ()):
+            past = "past" if self.engine in _AGAINST["keep"] else "through"
+            raise errors.UsageError(
+                f"engine={self.engine!r} reads {past} the page cache",
+                expected=f"another engine, or none, beside page_cache={self.page_cache!r}",
+                found=f"engine={self.engine!r}, page_cache={self.page_cache!r}",
+            )
         if self.threads is not None:
             _check_count("threads", self.threads, 1)
         if self.timeout is not None:
@@ -70,49 +91,8 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, byte_count(name, value, 0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions(Options):
-    """Options of one call.
-
-    Attributes:
-        deadline: When `timeout` has run out.
-        merge_gap: Unwanted bytes that are read over rather than skipped. Default: the source's.
-        by_host: Whether all arrays pass through host memory.
-    """
-
-    max_host_overhead: int | None = None
-    max_device_overhead: int | None = None
-    deadline: Deadline = field(default_factory=lambda: Deadline(None))
-    merge_gap: int | None = None
-    by_host: bool = False
-
-    @property
-    def lands_on_devices(self) -> bool:
-        """Whether arrays may land in device memory directly."""
-        return not self.by_host and self.engine != "mmap"
-
-
-def started(options: Options | None, deadline: Deadline | None = None) -> LoadOptions:
-    """The options of a call that begins now, or began with `deadline`."""
-    if options is None:
-        return LoadOptions(deadline=deadline or Deadline(None))
-    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise errors.UsageError(
-            "options must be an mfload.Options",
-            expected="options=mfload.Options(engine=…, threads=…, …)",
-            found=repr(options),
-        )
-    given = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    return LoadOptions(**given, deadline=deadline or Deadline(options.timeout))
-
-
-def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Raises UsageError, with a close name, for a value that is not among the known ones."""
-    if value not in known:
-        meant = errors.did_you_mean(value, known) if isinstance(value, str) else ""
-        raise errors.UsageError(f"unknown {name}{meant}", expected=" | ".join(known), found=value)
+        if self.headers is not None:
+            object.__setattr__(self, "headers", _checked_headers(self.headers))
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -122,6 +102,29 @@ def _check_count(name: str, value: object, least: int) -> None:
             f"{name} must be {least} or more", expected="a whole number", found=repr(value)
         )
 
+
+def _checked_headers(given: Any) -> tuple[tuple[str, str], ...]:
+    """Headers as pairs, which can be hashed; an error names no value."""
+    try:
+        pairs = tuple((str(name), value) for name, value in dict(given).items())
+    except (TypeError, ValueError):
+        what, found = "headers are invalid", type(given).__name__
+        raise errors.UsageError(what, expected="{name: value}", found=found) from None
+    for name, value in pairs:
+        if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
+            raise errors.UsageError(
+                "the header can't be set", expected="a name such as Authorization", found=name
+            )
+        if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+            what = f"the value of the header {name} is invalid"
+            raise errors.UsageError(what, expected="printable text in Latin-1, on one line")
+    return pairs
+
+
+_HEADER = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"[\t -~\xa0-\xff]*")
+_OWN_HEADERS = {"accept-encoding", "connection", "content-length", "host", "if-range", "range",
+                "te", "transfer-encoding"}  # fmt: skip
 
 _UNITS = {"": 1}
 for _n, _prefix in enumerate("kmgtp", 1):

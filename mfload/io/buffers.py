@@ -13,14 +13,18 @@ import functools
 import mmap
 import os
 import sys
-import threading
+from _thread import RLock  # That of `threading`, which small loads do not import.
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mfload import errors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
@@ -41,7 +45,7 @@ class ByteCounter:
     def renew(self) -> None:
         """Makes the lock anew: a fork may have copied it while another thread held it."""
         # Reentrant: the garbage collector may free a buffer in the middle of counting one.
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def add(self, nbytes: int) -> None:
         """Counts bytes; negative ones are freed."""
@@ -60,8 +64,6 @@ class ByteCounter:
 
 _counter = ByteCounter()
 peak_bytes = _counter.peak_bytes
-
-Bytes = NDArray[np.uint8]
 
 
 class _Map:
@@ -115,6 +117,17 @@ def allocate(nbytes: int) -> Bytes:
     memory.
     """
     return np.asarray(_Map(nbytes))
+
+
+def small(nbytes: int, alignment: int | None) -> Bytes:
+    """Uninitialised memory of NumPy's, which is not counted: for less than what a map costs."""
+    if alignment is None:
+        return np.empty(nbytes, np.uint8)
+    memory = np.empty(nbytes + alignment, np.uint8)
+    # NumPy's own ways to the address take four times as long.
+    first = ctypes.c_char.from_buffer(memory)  # pyright: ignore[reportArgumentType]
+    start = -ctypes.addressof(first) % alignment
+    return memory[start : start + nbytes]
 
 
 def is_own(memory: Any) -> bool:
@@ -188,7 +201,7 @@ class ForkProtection:
     def __init__(self, arrays: Sequence[Any] = ()) -> None:
         self._arrays = arrays
         self._readers = 0
-        self._lock = threading.Lock()
+        self._lock = RLock()
 
     def __enter__(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from mfload.io import probes
 from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.io.pread import PreadReader, place
 from mfload.planning.blocks import Block
-from mfload.sources.local import LocalFile, OpenFile
+from mfload.sources.base import Handle, Source
 
 log = logging.getLogger("mfload")
 
@@ -29,13 +29,13 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 class DirectReader(PreadReader):
     """Reads blocks of one file with O_DIRECT; `note` is told if it falls back to the page cache."""
 
-    def __init__(self, source: LocalFile, note: Callable[[str], None] = log.warning) -> None:
+    def __init__(self, source: Source, note: Callable[[str], None] = log.warning) -> None:
         super().__init__(source)
-        self._note = note
-        self._direct: OpenFile | None = None
+        self._note, self._name = note, source.name
+        self._direct: Handle | None = None
         self._memory_unit, self._file_unit = probes.direct_alignment(self._file.fd) or (PAGE, PAGE)
         try:
-            self._direct = OpenFile(source, os.O_DIRECT)
+            self._direct = source.open(os.O_DIRECT)
             # The unaligned ends go through the page cache, without reading ahead of them.
             self._advise("POSIX_FADV_RANDOM")
         except OSError as error:
@@ -70,7 +70,7 @@ class DirectReader(PreadReader):
                 return landed[block.offset - start : end - start]
         return super().land(block, slot)
 
-    def _filled_in_place(self, block: Block, memory: list[Any], direct: OpenFile) -> bool:
+    def _filled_in_place(self, block: Block, memory: list[Any], direct: Handle) -> bool:
         """Reads a block whose inner part has the same alignment in memory as in the file."""
         if len(block.segments) != 1:
             return False
@@ -100,7 +100,7 @@ class DirectReader(PreadReader):
         """Goes on through the page cache; raises what does not refuse O_DIRECT."""
         if error.errno not in _REFUSED:
             raise error
-        self._note(f"{self._file.path}: fell back from direct to pread: {error.strerror}")
+        self._note(f"{self._name}: fell back from direct to pread: {error.strerror}")
         if self._direct is not None:
             self._direct.close()
             self._direct = None
@@ -114,4 +114,6 @@ class DirectReader(PreadReader):
         """Closes the file."""
         if self._direct is not None:
             self._direct.close()
+            self._direct = None
+            self._advise("POSIX_FADV_NORMAL")  # The source may keep the file open.
         super().close()

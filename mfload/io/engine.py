@@ -7,12 +7,10 @@ nothing that it may still write to is freed.
 from __future__ import annotations
 
 import collections
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from mfload.io.buffers import WorkerSlot
 from mfload.planning.blocks import Block, stored
@@ -69,7 +67,7 @@ class Share:
     def done(self, block: Block) -> None:
         """Counts a block that is in place."""
         self._blocks += 1
-        self._nbytes += block.nbytes
+        self._nbytes += block.nbytes if block.decode is None else block.filled
         if self._nbytes >= _REPORTED_BYTES:
             self.report()
 
@@ -79,22 +77,20 @@ class Share:
         self._blocks = self._nbytes = 0
 
 
-class Pool(NamedTuple):
-    """Blocks in the order in which they are begun, and threads that share them.
+Pool = tuple[Sequence[Block], Callable[[Share], None], int]
+"""Blocks in the order in which they are begun, what each thread calls once, and how many threads.
 
-    Each thread calls `work` once. It is no closure over buffers: an error's traceback would keep
-    them.
-    """
-
-    blocks: Sequence[Block]
-    work: Callable[[Share], None]
-    threads: int
+The function is no closure over buffers: an error's traceback would keep them.
+"""
 
 
 class Engine:
     """Has the threads of several pools fill their blocks; for one use."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
+        import queue
+        import threading  # A small load has no other thread.
+
         self.block: Block | None = None
         """The block that failed, or one that is waited for when the time is up."""
         self._pools = pools
@@ -110,7 +106,9 @@ class Engine:
         Raises the first error of a thread, or LoadTimeoutError. Threads are joined first; one that
         hangs in the kernel is left behind with its buffers.
         """
-        blocks = [block for pool in self._pools for block in pool.blocks]
+        import queue
+
+        blocks = [block for pool in self._pools for block in pool[0]]
         left = len(blocks)
         last = time.monotonic()
         try:
@@ -142,20 +140,23 @@ class Engine:
             self._error = None  # It would keep itself alive, and the buffers in its frames.
 
     def _start(self, pool: Pool) -> None:
-        waiting = collections.deque(pool.blocks)
+        import threading
+
+        blocks, work, threads = pool
+        waiting = collections.deque(blocks)
         started = 0
         # If the system gives no more threads, those there are do the work, or else this one.
         with suppress(RuntimeError):
-            for _ in range(min(pool.threads, len(waiting))):
+            for _ in range(min(threads, len(waiting))):
                 # Daemons: a thread that hangs in the kernel must not hold up the exit.
                 thread = threading.Thread(
-                    target=self._work, args=(pool.work, waiting), name="mfload-reader", daemon=True
+                    target=self._work, args=(work, waiting), name="mfload-reader", daemon=True
                 )
                 self._threads.append(thread)
                 thread.start()
                 started += 1
         if waiting and not started:
-            self._work(pool.work, waiting)
+            self._work(work, waiting)
 
     def _work(self, work: Callable[[Share], None], waiting: collections.deque[Block]) -> None:
         share = Share(waiting, self._stop.is_set, self._reports.put)
@@ -182,7 +183,7 @@ def fill(
 
     `protection` is a `ForkProtection` of the buffers that a disk writes to.
     """
-    slot, reader, source = WorkerSlot(), None, -1
+    slot, window, reader, source = WorkerSlot(), WorkerSlot(), None, -1
     with protection:
         try:
             for block in share:
@@ -192,6 +193,10 @@ def fill(
                         reader.close()
                         reader = None
                     reader, source = open_reader(block.source), block.source
+                if block.decode is not None:
+                    _decode(block, reader, memory, (slot, window), observer, share)
+                    share.done(block)
+                    continue
                 landed = reader.fill(block, memory, slot)
                 if observer is not None:
                     for offset, data in stored(block, memory, landed):
@@ -201,3 +206,21 @@ def fill(
         finally:
             if reader is not None:
                 reader.close()
+
+
+def _decode(
+    block: Block,
+    reader: Any,
+    memory: list[Any],
+    slots: tuple[WorkerSlot, WorkerSlot],
+    observer: Observer | None,
+    share: Share,
+) -> None:
+    from mfload.io import decode  # Late: raw tensors do without.
+
+    def show(offset: int, data: Any) -> None:
+        assert observer is not None
+        observer.saw(block.source, offset, data, share.stopped)
+
+    shown = show if observer is not None else None
+    decode.fill(block, reader, memory, *slots, shown, share.stopped)

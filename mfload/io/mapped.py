@@ -7,50 +7,89 @@ pages in during the load reports it as an error; later it is a risk of this engi
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.sources.local import LocalFile, OpenFile, shrunk
+from mfload.sources.base import Source, shrunk
 
 # A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _PART = 64 << 20
+_MOST_SHARED = 64  # Before Python 3.13 each holds a descriptor.
 
 
-def map_file(source: LocalFile, ranges: list[tuple[int, int]]) -> Any:
+def map_file(
+    source: Source, ranges: list[tuple[int, int]], begin: int = 0, nbytes: int | None = None
+) -> Any:
     """A writable uint8 array over a private map of a file, with ranges of it brought in.
 
-    `ranges` are (first byte, length) of what will be used. Raises SourceChangedError if the file is
-    shorter than its header said, ReadError if the device failed, and MemoryLimitError if the system
-    has no room for the map.
+    `ranges` are (first byte, length) of what will be used. With `begin`, which is a multiple of
+    `mmap.ALLOCATIONGRANULARITY`, and `nbytes` so much of the file is mapped; `ranges` count from
+    there. Raises SourceChangedError if the file is shorter than its header said, ReadError if the
+    device failed, and MemoryLimitError if the system has no room for the map.
     """
-    with OpenFile(source) as opened:
+    length = source.size if nbytes is None else nbytes
+    how: dict[str, Any] = {"access": mmap.ACCESS_COPY, "offset": begin, **_UNTRACKED}
+    with source.open() as opened:
         try:
-            mapped = mmap.mmap(opened.fd, source.size, access=mmap.ACCESS_COPY, **_UNTRACKED)
+            mapped = mmap.mmap(opened.fd, length, **how)
         except ValueError as error:
             # mmap looks at the size itself.
-            raise shrunk(source.path, source.size, os.fstat(opened.fd).st_size) from error
+            raise shrunk(source.name, begin + length, os.fstat(opened.fd).st_size) from error
         except OSError as error:
             raise errors.MemoryLimitError(
-                "the file could not be mapped", file=source.path, found=str(error)
+                "the file could not be mapped", file=source.name, found=str(error)
             ) from error
     array = np.frombuffer(mapped, np.uint8)
     address = array.ctypes.data
-    for start, length in ranges:
-        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
-        # In parts, so that Ctrl-C is heard between them.
-        for part in range(begin, start + length, _PART):
-            _populate(address + part, min(_PART, start + length - part), source)
+    for start, size in ranges:
+        _bring_in(address, start, size, source)
     return array
 
 
-def _populate(address: int, nbytes: int, source: LocalFile) -> None:
+MapRange = Callable[[Source, int, int], tuple[Any, int]]
+"""Maps a range (first byte, length) of a file, and says where in the memory it begins."""
+
+
+def map_range(source: Source, offset: int, nbytes: int) -> tuple[Any, int]:
+    """Maps the pages of a range for one request alone (see `map_file`)."""
+    at = offset % mmap.ALLOCATIONGRANULARITY
+    return map_file(source, [(at, nbytes)], offset - at, at + nbytes), at
+
+
+def shared_maps() -> MapRange:
+    """What maps ranges for many requests: each file once, and its memory refuses writing."""
+
+    @functools.lru_cache(_MOST_SHARED)
+    def whole(source: Source) -> tuple[Any, int]:
+        memory = map_file(source, [])
+        memory.flags.writeable = False
+        return memory, memory.ctypes.data
+
+    def shared(source: Source, offset: int, nbytes: int) -> tuple[Any, int]:
+        memory, address = whole(source)
+        _bring_in(address, offset, nbytes, source)
+        return memory, offset
+
+    return shared
+
+
+def _bring_in(address: int, start: int, length: int, source: Source) -> None:
+    begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+    # In parts, so that Ctrl-C is heard between them.
+    for part in range(begin, start + length, _PART):
+        _populate(address + part, min(_PART, start + length - part), source)
+
+
+def _populate(address: int, nbytes: int, source: Source) -> None:
     try:
         buffers.madvise(address, nbytes, buffers.POPULATE_READ)
     except OSError as error:
@@ -59,5 +98,5 @@ def _populate(address: int, nbytes: int, source: LocalFile) -> None:
             # the disk failed.
             source.check()
             failed = OSError(errno.EIO, os.strerror(errno.EIO))
-            raise errors.from_os(failed, source.path, "read") from error
+            raise errors.from_os(failed, source.name, "read") from error
         # Elsewhere pages come when they are touched.

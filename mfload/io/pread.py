@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from mfload import errors
 from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.planning.blocks import Block, Segment
-from mfload.sources.local import LocalFile, OpenFile
+from mfload.sources.base import Source
 
 IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 """Buffers that one vectored call takes: 1024 on Linux; POSIX promises 16."""
@@ -25,8 +27,8 @@ class PreadReader:
     Opening it raises SourceError if the file can't be opened, or is no longer the same.
     """
 
-    def __init__(self, source: LocalFile) -> None:
-        self._file = OpenFile(source)
+    def __init__(self, source: Source) -> None:
+        self._file = source.open()
 
     def fill(self, block: Block, memory: list[Any], slot: WorkerSlot) -> Any | None:
         """Reads a block and puts every segment in its place.
@@ -71,6 +73,19 @@ class PreadReader:
         self._file.close()
 
 
+def read_ahead(sources: Sequence[Source]) -> None:
+    """Has the kernel read ahead in files, of which all readers share one descriptor from now on.
+
+    It reads ahead by what it sees of each descriptor: none of many on one file reads in sequence.
+    """
+    for source in sources:
+        source.keep(True)
+        if hasattr(os, "posix_fadvise"):
+            # Of very many files this one may not be kept.
+            with source.open() as opened, suppress(OSError):
+                os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
 def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
     """Puts the segments of a block in their places; `landed` has the file's bytes from `origin` on.
 
@@ -87,7 +102,7 @@ def put(landed: Any, segment: Segment, memory: Any, at: int) -> None:
         memory[at : at + segment.nbytes] = landed[: segment.nbytes]
         return
     source = np.ndarray(copy.shape, copy.source, landed, copy.start, copy.strides)
-    target = np.ndarray(copy.shape, copy.target, memory, at)
+    target = np.ndarray(copy.shape, copy.target, memory, at, copy.into)
     if copy.source == copy.target:
         np.copyto(target, source)
         return

@@ -64,20 +64,25 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
     return (memory, offset) if memory and offset else None
 
 
-def memory_room(root: Path = Path("/")) -> tuple[int, str] | None:
+def memory_room(root: Path = Path("/"), *, swap: bool = True) -> tuple[int, str] | None:
     """Bytes that can still be allocated before the kernel kills a process, and what limits them.
 
-    The smallest of the machine's available memory (with swap) and what each control group above
-    this process leaves, page cache counted as free. `root` is where `proc` and `sys` are.
+    The smallest of the machine's available memory (with swap, if asked for) and what each control
+    group above this process leaves, page cache counted as free. `root` is where `proc` and `sys`
+    are.
     """
-    rooms = list(_cgroup_rooms(root))
-    machine = _sizes(root / "proc/meminfo")
+    rooms = [
+        (max(0, each.limit - each.used + each.cache), f"memory limit of {each.name}")
+        for each in cgroups(root)
+    ]
+    machine = sizes(root / "proc/meminfo")
     if "MemAvailable" in machine:
-        room = machine["MemAvailable"] + machine.get("SwapFree", 0)
+        room = machine["MemAvailable"] + swap * machine.get("SwapFree", 0)
         rooms.append((room, "available memory of the machine"))
     return min(rooms, default=None)
 
 
+_MOST = 1 << 60  # Bytes.
 # Of each version of control groups: the line of /proc/self/cgroup, the folder, and the files
 # that hold the limit and what is used of it.
 _CGROUPS = (
@@ -91,11 +96,18 @@ _CGROUPS = (
 )
 
 
-def _cgroup_rooms(root: Path) -> Iterator[tuple[int, str]]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text()
-    except OSError:
-        return
+class MemoryLimit(NamedTuple):
+    """A limit on the memory of this process, in bytes; `cache` is what of `used` can be had."""
+
+    name: str
+    limit: int
+    used: int
+    cache: int = 0
+
+
+def cgroups(root: Path = Path("/")) -> Iterator[MemoryLimit]:
+    """The limits of the control groups above this process, from its own up."""
+    lines = _text(root / "proc/self/cgroup")
     for line, folder, most, current in _CGROUPS:
         mount = root / "sys/fs/cgroup" / folder
         inside = re.search(line, lines, re.MULTILINE)
@@ -103,35 +115,31 @@ def _cgroup_rooms(root: Path) -> Iterator[tuple[int, str]]:
         for group in (innermost, *innermost.parents):
             if group != mount and mount not in group.parents:
                 break
-            try:
-                limit, used = int((group / most).read_text()), int((group / current).read_text())
-                stat = (group / "memory.stat").read_text()
-            except (OSError, ValueError):
-                continue  # No limit reads "max".
+            limit, used = _text(group / most).strip(), _text(group / current).strip()
+            # No limit reads "max", and in version 1 as a number that no machine has.
+            if not (limit.isdecimal() and used.isdecimal()) or int(limit) > _MOST:
+                continue
+            stat = _text(group / "memory.stat")
             cache = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)))
-            name = f"memory limit of control group /{group.relative_to(mount)}"
-            yield max(0, limit - used + cache), name
+            name = "control group /" + "/".join(group.relative_to(mount).parts)
+            yield MemoryLimit(name, int(limit), int(used), cache)
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    """Bytes by name, of a file with lines such as "MemFree:  5 kB"; none if it can't be read."""
+def _text(path: Path) -> str:
+    """A file of the kernel's; empty if it can't be read."""
     try:
-        text = path.read_text()
+        return path.read_text()
     except OSError:
-        return {}
-    found = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+        return ""
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Bytes by name, of a file with lines such as "MemFree:  5 kB"; none if it can't be read."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)
     return {name: int(number) << 10 for name, number in found}
 
 
-class ProcessLimit(NamedTuple):
-    """A limit on the memory of this process, in bytes."""
-
-    name: str
-    limit: int
-    used: int
-
-
-def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
+def process_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """The limits that are set (`ulimit -v`, `ulimit -d`), and what is used of them.
 
     `root` is where `proc` is.
@@ -140,18 +148,11 @@ def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
         import resource  # Not on Windows.
     except ImportError:
         return []
-    found: list[ProcessLimit] = []
+    found: list[MemoryLimit] = []
     for name, key in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit, _ = resource.getrlimit(getattr(resource, name))
         if limit != resource.RLIM_INFINITY:
-            used = _sizes(root / "proc/self/status")
+            used = sizes(root / "proc/self/status")
             if key in used:
-                found.append(ProcessLimit(name, limit, used[key]))
+                found.append(MemoryLimit(name, limit, used[key]))
     return found
-
-
-def cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

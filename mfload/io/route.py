@@ -5,18 +5,22 @@ The plan is the same on every machine; the route is not.
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
-from mfload.io import buffers, probes
-from mfload.sources.local import LocalFile, OpenFile
-
-log = logging.getLogger("mfload")
+from mfload.io import buffers
+from mfload.sources import check_engine
+from mfload.sources.base import Source
 
 _ON_DEVICES = ("pinned", "gds")
 _WARM = 0.5
 _SMALL = 8 << 20
+# A load may stay in the page cache if it takes at most this part of the available memory. The
+# arrays take as much again, and what the cache holds of other files is of use, too.
+_KEPT = 4
+_DIRECT = attrgetter("direct")
 
 
 class Leg(NamedTuple):
@@ -26,6 +30,7 @@ class Leg(NamedTuple):
         engine: "pread", "direct" or "mmap"; "pinned" or "gds" for what lands on a device.
         cached: Share of its pages in the page cache; None if the kernel does not say.
         direct: Whether it is read with O_DIRECT if it is read into host memory.
+        cold: Whether most of it comes from a disk, and through the page cache.
     """
 
     file: str
@@ -33,6 +38,7 @@ class Leg(NamedTuple):
     why: str
     cached: float | None = None
     direct: bool = False
+    cold: bool = False
 
 
 PastHost = Callable[[str, int | None], tuple[bool, str]]
@@ -43,51 +49,108 @@ worth its time; None if the user asked for cuFile).
 """
 
 
-def choose(wanted: Sequence[tuple[LocalFile, int]], engine: str) -> tuple[Leg, ...]:
+def choose(
+    wanted: Sequence[tuple[Source, int]], engine: str, page_cache: str = "auto"
+) -> tuple[Leg, ...]:
     """Chooses an engine for each file, which comes with the bytes that are to be read of it."""
     legs: list[Leg] = []
     for source, nbytes in wanted:
-        legs.append(_logged(_leg(source, nbytes, engine), engine))
+        legs.append(_leg(source, nbytes, engine, page_cache))
+    if engine != "direct" and True in map(_DIRECT, legs):
+        legs = _next_load(legs, wanted, page_cache)
+    for leg in legs:
+        _log(leg, engine, page_cache)
     return tuple(legs)
 
 
 def choose_onto_device(
-    wanted: Sequence[tuple[LocalFile, int]], engine: str, past: PastHost
+    wanted: Sequence[tuple[Source, int]], engine: str, page_cache: str, past: PastHost
 ) -> tuple[Leg, ...]:
     """The same for files of which something lands on a device.
 
     The engines "pread" and "direct" say how the pinned stage reads.
     """
     inner = "auto" if engine in _ON_DEVICES else engine
-    legs = [_leg(source, nbytes, inner, buffers.PAGE) for source, nbytes in wanted]
+    legs = [_leg(source, nbytes, inner, page_cache, buffers.PAGE) for source, nbytes in wanted]
+    kept = legs if engine == "direct" else _next_load(legs, wanted, page_cache)
     cold = sum(nbytes for leg, (_, nbytes) in zip(legs, wanted, strict=True) if leg.direct)
-    return tuple(_logged(_onto_device(leg, engine, cold, past), engine) for leg in legs)
+    made: list[Leg] = []
+    for leg, through in zip(legs, kept, strict=True):
+        # cuFile, where it is real, is preferred to both ways through the host.
+        asks = engine == "gds" or (engine == "auto" and leg.direct and page_cache != "keep")
+        made.append(_onto_device(leg, through, cold if asks else None, engine, past))
+        _log(made[-1], engine, page_cache)
+    return tuple(made)
 
 
-def _logged(leg: Leg, asked: str) -> Leg:
-    if leg.engine != asked:
+def _next_load(legs: list[Leg], wanted: Sequence[tuple[Source, int]], page_cache: str) -> list[Leg]:
+    """The legs, of which cold files are read through the page cache if it is to keep them."""
+    if page_cache == "bypass":
+        return legs
+    keep, why = True, "page_cache='keep'"
+    if page_cache == "auto":
+        from mfload.io import probes
+        from mfload.report import human
+
+        nbytes, room = sum(each[1] for each in wanted), probes.memory_room(swap=False)
+        keep, why = False, "not kept there: the available memory is unknown"
+        if room is not None:
+            keep = nbytes * _KEPT <= room[0]
+            than = "kept there: at most" if keep else "not kept there: more than"
+            why = f"{than} a quarter of the available {human(room[0])} ({human(nbytes)})"
+    made: list[Leg] = []
+    for leg in legs:
+        if leg.direct:
+            engine = "pread" if keep else "direct"
+            leg = Leg(leg.file, engine, f"{leg.why}, {why}", leg.cached, not keep, keep)
+        made.append(leg)
+    return made
+
+
+def _log(leg: Leg, asked: str, page_cache: str) -> None:
+    """Logs a choice as information, and a fall-back as a warning.
+
+    The import of `logging` takes as long as a small load. A program that has not imported it has no
+    handler that takes information.
+    """
+    missed = page_cache == "bypass" and not leg.direct and leg.engine != "gds"
+    if leg.engine != asked or missed:
         # A pinned stage that reads as asked is no fall-back.
         as_asked = asked in ("pinned", "direct" if leg.direct else "pread")
-        meant = asked == "auto" or (leg.engine == "pinned" and as_asked)
-        level = logging.INFO if meant else logging.WARNING
-        log.log(level, "%s: %s (%s)", leg.file, leg.engine, leg.why)
-    return leg
+        meant = not missed and (asked == "auto" or (leg.engine == "pinned" and as_asked))
+        if not meant or "logging" in sys.modules:
+            import logging
+
+            level = logging.INFO if meant else logging.WARNING
+            text = "%s: %s (%s)"
+            logging.getLogger("mfload").log(level, text, leg.file, leg.engine, leg.why)
 
 
-def _leg(source: LocalFile, nbytes: int, engine: str, unit: int | None = None) -> Leg:
-    """The leg of a file; `unit` is the most bytes to which direct reads may have to round."""
-    if engine == "auto" and nbytes < _SMALL:
+def _leg(source: Source, nbytes: int, engine: str, page_cache: str, unit: int | None = None) -> Leg:
+    """The leg of a file, with O_DIRECT wherever it is cold.
+
+    `unit` is the most bytes to which direct reads may have to round.
+    """
+    if source.file is None:
+        check_engine(source, engine)
+        return Leg(source.name, source.engine, "not a local file")
+    bypass = page_cache == "bypass"
+    if engine == "auto" and nbytes < _SMALL and not bypass:
         # Not worth asking the cache, and small reads of one file should find it there again.
-        return Leg(source.path, "pread", "small read")
+        return Leg(source.name, "pread", "small read")
     if engine in ("pread", "mmap"):
-        return Leg(source.path, engine, "asked for")
-    with OpenFile(source) as opened:
+        return Leg(source.name, engine, "asked for")
+    from mfload.io import probes  # Small reads ask the kernel nothing.
+
+    with source.open() as opened:
         units = probes.direct_alignment(opened.fd)
         takes = units is not None and (unit is None or units[1] <= unit)
-        if engine == "direct" and takes:
-            return Leg(source.path, "direct", "asked for", direct=True)
-        if engine == "direct":
-            return Leg(source.path, "pread", "direct asked for; the file takes no O_DIRECT")
+        if engine == "direct" or bypass:
+            if takes:
+                why = "asked for" if engine == "direct" else "page_cache='bypass'"
+                return Leg(source.name, "direct", why, direct=True)
+            asked = "direct asked for" if engine == "direct" else "page_cache='bypass'"
+            return Leg(source.name, "pread", f"{asked}; the file takes no O_DIRECT")
         cached = probes.cached_share(opened.fd, source.size)
     why = "the kernel does not say what it caches"
     if cached is not None:
@@ -95,17 +158,20 @@ def _leg(source: LocalFile, nbytes: int, engine: str, unit: int | None = None) -
     if engine != "auto":
         why = f"{engine} asked for, and nothing lands on a device; {why}"
     if cached is None or cached >= _WARM:
-        return Leg(source.path, "pread", why, cached)
+        return Leg(source.name, "pread", why, cached)
     if not takes:
-        return Leg(source.path, "pread", f"{why}, but the file takes no O_DIRECT", cached)
-    return Leg(source.path, "direct", why, cached, direct=True)
+        return Leg(
+            source.name, "pread", f"{why}, but the file takes no O_DIRECT", cached, cold=True
+        )
+    return Leg(source.name, "direct", why, cached, direct=True)
 
 
-def _onto_device(leg: Leg, engine: str, cold: int, past: PastHost) -> Leg:
-    why = f"{'O_DIRECT' if leg.direct else 'buffered'}: {leg.why}"
-    if engine == "gds" or (engine == "auto" and leg.direct):
+def _onto_device(leg: Leg, kept: Leg, cold: int | None, engine: str, past: PastHost) -> Leg:
+    """The leg onto a device: past the host, if `cold` bytes are to be asked about, or `kept`."""
+    why = f"{'O_DIRECT' if kept.direct else 'buffered'}: {kept.why}"
+    if cold is not None:
         real, said = past(leg.file, None if engine == "gds" else cold)
         if real:
             return leg._replace(engine="gds", why=f"{leg.why}; {said}")
         why = f"{why}; {'gds asked for, but ' if engine == 'gds' else 'no gds: '}{said}"
-    return leg._replace(engine="pinned", why=why)
+    return kept._replace(engine="pinned", why=why)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-# If the parent is killed, the kernel's alarm ends the probe, even one that spins in a library.
-_ALARMED = """
-import runpy, signal, sys
-seconds, module = int(sys.argv[1]), sys.argv[2]
-if seconds and hasattr(signal, "alarm"):
-    signal.alarm(seconds)
+# The kernel ends the probe when its parent is gone, also one that spins in a library.
+_BOOT = """
+import ctypes, os, runpy, signal, sys
+parent, module = int(sys.argv[1]), sys.argv[2]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit("the parent has gone")
 sys.argv[:] = sys.argv[2:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-_LATER = 2  # Seconds after the parent would have killed it.
-_LONG = 1 << 20  # Seconds that an alarm takes.
+_ROOT = Path(__file__).parents[2]
 
 
 class Answer(NamedTuple):
@@ -34,31 +35,36 @@ class Answer(NamedTuple):
 def ask(
     module: str,
     *arguments: str,
+    given: object = None,
     timeout: float | None,
     environment: Mapping[str, str] | None = None,
 ) -> Answer:
     """Runs a module and reads the JSON table that it prints last.
 
-    After `timeout` seconds it is killed with all that it has started. `environment` are variables
-    that differ from those of this process.
+    It reads what is `given` as JSON from its standard input. After `timeout` seconds it is killed
+    with all that it has started. `environment` are variables that differ from those of this
+    process.
     """
     if getattr(sys, "frozen", False):
         return Answer(None, "can't be asked: this program is frozen, and would start itself")
-    seconds = 0 if timeout is None else math.ceil(min(timeout, _LONG)) + _LATER
-    command = [sys.executable, "-P", "-c", _ALARMED, str(seconds), module, *arguments]
+    command = [sys.executable, "-P", "-c", _BOOT, str(os.getpid()), module, *arguments]
+    # An installed mfload is found without help, a source tree is not.
+    paths = [] if _ROOT.name.endswith("-packages") else [str(_ROOT)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    path = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
     try:
         child = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **path, **(environment or {})},
         )
     except OSError as error:
         return Answer(None, f"can't be started: {error.strerror or error}")
     try:
-        printed, said = child.communicate(timeout=timeout)
+        printed, said = child.communicate(json.dumps(given).encode(), timeout)
     except subprocess.TimeoutExpired:
         _kill(child)
         return Answer(None, f"no answer within {round(timeout or 0, 2):g} s")
@@ -68,7 +74,8 @@ def ask(
     if child.returncode < 0:
         number = -child.returncode
         name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
-        return Answer(None, f"crashed with {name}{_last(said)}")
+        killed = ", perhaps since memory ran out" if number == signal.SIGKILL else ""
+        return Answer(None, f"crashed with {name}{killed}{_last(said)}")
     try:
         # Libraries may print before it.
         found = json.loads(printed.strip().rpartition(b"\n")[2])

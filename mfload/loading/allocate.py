@@ -7,21 +7,34 @@ from typing import Any
 
 from mfload import errors
 from mfload.frameworks.base import Adapter, Lent
-from mfload.io import buffers, probes
+from mfload.io import buffers
+from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan
-from mfload.report import human
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
+# For less, no limit is looked at: if it is refused, the system says so.
+_WORTH_LOOKING = 64 << 10
 # For less, files of the system are not read: they take some 0.1 ms.
 _WORTH_ASKING = 16 << 20
 
 
-def check_host(needed: int, mapped: int = 0) -> None:
+def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> None:
     """Refuses a load that can't have its memory, or would have the kernel kill the process.
 
-    It needs bytes of memory, and bytes of files that it maps. Raises MemoryLimitError if that does
-    not fit in what the process, a control group or the machine has.
+    It needs bytes of memory beside its buffers, some of which may be maps of files. Raises
+    MemoryLimitError if that does not fit in what the process, a control group or the machine has.
     """
+    mapped = 0
+    for nbytes, source, device in specs:
+        if source is not None:
+            mapped += nbytes
+        elif device is None:
+            needed += nbytes
+    if needed + mapped < _WORTH_LOOKING:
+        return
+    from mfload.io import probes
+    from mfload.report import human
+
     for limit in probes.process_limits():
         if needed + mapped > limit.limit - limit.used:
             raise errors.MemoryLimitError(
@@ -40,6 +53,8 @@ def check_host(needed: int, mapped: int = 0) -> None:
 
 def check_device(adapter: Adapter, number: int, own: int, lent: int) -> None:
     """Raises MemoryLimitError if mfload's own bytes, or those lent by the framework, don't fit."""
+    from mfload.report import human
+
     device, pool = adapter.devices[number], adapter.pool(number)
     room = device.memory_info()
     advice = "" if pool is None else f"; {pool.advice}"
@@ -66,18 +81,20 @@ def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
 
 
 def allocate(
-    plan: Plan, sources: Sequence[LocalFile], adapter: Adapter, lent: Mapping[int, Lent]
+    plan: Plan, sources: Sequence[Source], adapter: Adapter, lent: Mapping[int, Lent]
 ) -> list[Any]:
     """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
 
     Raises MemoryLimitError if memory is refused, SourceChangedError if a file to map has shrunk.
     """
     memory: list[Any] = []
+    ranges: dict[int, list[tuple[int, int]]] = {}
     for number, (nbytes, source, device) in enumerate(plan.buffers):
         if number in lent:
             memory.append(lent[number].memory)
         elif source is not None:
-            memory.append(_map(plan, number, sources[source], adapter.readonly_maps))
+            ranges = ranges or _mapped_ranges(plan)
+            memory.append(_map(sources[source], ranges[number], adapter.readonly_maps))
         elif device is None:
             memory.append(buffers.allocate(nbytes))
         else:
@@ -90,18 +107,26 @@ def allocate(
     return memory
 
 
-def _map(plan: Plan, number: int, source: LocalFile, readonly: bool) -> Any:
-    """A private map of a file, of which the parts that the plan uses are brought in."""
-    from mfload.io.mapped import map_file
-
-    ranges: list[tuple[int, int]] = []
+def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:
+    """The parts of maps that the plan uses, by the number of their buffer."""
+    found: dict[int, list[tuple[int, int]]] = {
+        number: [] for number, spec in enumerate(plan.buffers) if spec.source is not None
+    }
     for request, buffer, at in plan.places:
-        if buffer != number or not request.nbytes:
+        if buffer not in found or not request.nbytes:
             continue
+        ranges = found[buffer]
         if ranges and sum(ranges[-1]) == at:
             ranges[-1] = ranges[-1][0], ranges[-1][1] + request.nbytes
         else:
             ranges.append((at, request.nbytes))
+    return found
+
+
+def _map(source: Source, ranges: list[tuple[int, int]], readonly: bool) -> Any:
+    """A private map of a file, of which the parts that the plan uses are brought in."""
+    from mfload.io.mapped import map_file
+
     mapped = map_file(source, ranges)
     if readonly:
         mapped.flags.writeable = False

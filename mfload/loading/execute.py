@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mfload import errors
-from mfload.io import buffers, probes
+from mfload.io import buffers
 from mfload.io.engine import Engine, Observer, Pool, Share, fill
-from mfload.io.pread import PreadReader
+from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
 from mfload.planning.blocks import Block, Segment
-from mfload.planning.plan import Plan
-from mfload.runtime import Deadline
-from mfload.sources.local import LocalFile
+from mfload.planning.plan import Places, Plan
+from mfload.runtime import Deadline, cores
+from mfload.sources import together
+from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
 
-log = logging.getLogger("mfload")
-
 Advance = Callable[[int], None]
 """Called in the loading thread with the bytes that came since the last call."""
 
-# Bytes up to which the loading thread reads by itself.
-_INLINE = 1 << 20
+INLINE = 1 << 20
+"""Bytes up to which the loading thread reads by itself."""
 _MAPPED_BLOCK = 8 << 20
+# As many as there are cores, up to this number; readers of cold files wait for the disk and not for
+# a core, so they are that many: it stays busy while some fault pages in or copy.
 _MOST_THREADS = 8
 _A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
-# Reads past the page cache wait for the disk, not for a core: as many as keep it busy.
-_DIRECT_THREADS = 4
-_DIRECT, _NBYTES = attrgetter("direct"), attrgetter("nbytes")
+_DIRECT, _COLD, _NBYTES = map(attrgetter, ("direct", "cold", "nbytes"))
 
 
-def reader_threads(direct: bool, devices: int = 0) -> int:
-    """Readers at once, where no number is asked for."""
+def reader_threads(cold: bool, devices: int = 0, *, concurrency: int | None = None) -> int:
+    """Readers at once, if no number is asked for; `cold`: some files come from a disk.
+
+    `concurrency` is that of the sources' costs.
+    """
+    if concurrency is not None:
+        return max(concurrency, _A_DEVICE * devices)
     most = max(_MOST_THREADS, _A_DEVICE * devices)
-    return max(min(probes.cores(), most), _DIRECT_THREADS if direct else 1)
+    return max(min(cores(), most), _MOST_THREADS if cold else 1)
 
 
 def run(
     plan: Plan,
     memory: list[Any],
-    sources: Sequence[LocalFile],
+    sources: Sequence[Source],
     route: Mapping[int, Leg],
     *,
     threads: int,
@@ -68,7 +71,9 @@ def run(
     def note(text: str) -> None:
         if text not in notes:
             notes.append(text)
-            log.warning(text)
+            import logging  # Late: it takes as long as a small load.
+
+            logging.getLogger("mfload").warning(text)
 
     def open_reader(number: int) -> PreadReader:
         leg = route.get(number)
@@ -78,32 +83,45 @@ def run(
 
         return DirectReader(sources[number], note)
 
+    if any(map(_COLD, route.values())):
+        cold = [sources[number] for number, leg in route.items() if leg.cold]
+        deadline.bound(partial(read_ahead, cold), "opening the files")
     mapped = _mapped_blocks(plan) if observer is not None else []
-    # A small load is over before a second thread has started.
+    # A small load is over before a second thread has started, and one block occupies one thread.
     nbytes = sum(map(_NBYTES, plan.blocks)) + sum(map(_NBYTES, mapped))
-    small = nbytes <= _INLINE or (threads == 1 and advance is None)
+    alone = len(plan.blocks) + len(mapped) == 1 or (threads == 1 and advance is None)
+    small = nbytes <= INLINE or alone
+    if small and not alone:
+        # Short reads that are waited for are worth their threads.
+        small = not plan.blocks or sources[plan.blocks[0].source].costs.concurrency is None
     inline = small and deadline.seconds is None
     rounds: list[list[Pool]] = []
+    blocks = plan.blocks
+    if plan.decoding:
+        nbytes += sum(block.filled - block.nbytes for block in blocks)
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
         from mfload.cuda.engine import onto_devices
 
         gds = {number: sources[number] for number, leg in route.items() if leg.engine == "gds"}
         how = staging, open_reader, 0 if inline else threads, gds, note, observer
-        rounds.append(onto_devices(plan.blocks, memory, *how))
-    elif plan.blocks:
+        raw = [block for block in blocks if block.decode is None]
+        rounds.append(onto_devices(raw, memory, *how))
+        blocks = tuple(block for block in blocks if block.decode is not None)
+    if blocks:
         direct = any(map(_DIRECT, route.values()))
         own = list(filter(buffers.is_own, memory)) if direct else ()
         protection = buffers.ForkProtection(own) if own else nullcontext()
         work = partial(fill, open_reader, memory, observer, protection)
-        rounds.append([Pool(plan.blocks, work, threads)])
+        rounds.append([(blocks, work, threads)])
     if observer is not None and mapped:
-        rounds.append([Pool(mapped, partial(_show, memory, observer), threads)])
+        rounds.append([(mapped, partial(_show, memory, observer), threads)])
     for pools in rounds:
-        here = Share(deque(pools[0].blocks), bool, bool)  # bool(): never stopped, reports nothing.
+        some, work, _ = pools[0]
+        here = Share(deque(some), bool, bool)  # bool(): never stopped, reports nothing.
         engine = None if inline else Engine(pools)
         try:
             if engine is None:
-                pools[0].work(here)
+                work(here)
             else:
                 engine.run(deadline, advance)
         except (OSError, errors.MfloadError) as error:
@@ -137,23 +155,38 @@ def _show(memory: list[Any], observer: Observer, share: Share) -> None:
         share.done(block)
 
 
-def _check(plan: Plan, sources: Sequence[LocalFile]) -> None:
-    seen: set[int] = set()
-    for place in plan.places:
-        for piece in place.request.info.pieces:
-            seen.add(piece.source)
-    for number in seen:
+def _check(plan: Plan, sources: Sequence[Source]) -> None:
+    """Checks the sources that the plan takes bytes of."""
+    used: set[int] = set()
+    if isinstance(plan.places, Places):
+        used.update(plan.places.requests.columns.sources)
+    else:
+        for place in plan.places:
+            for piece in place.request.info.pieces:
+                used.add(piece.source)
+    for number in used:
+        if sources[number].file is None:
+            together(methodcaller("check"), map(sources.__getitem__, used))
+            return
         sources[number].check()
 
 
 def _name(
-    plan: Plan, block: Block, error: OSError | errors.MfloadError, sources: Sequence[LocalFile]
+    plan: Plan, block: Block, error: OSError | errors.MfloadError, sources: Sequence[Source]
 ) -> NoReturn:
     """Raises the error of a reader with the file and the tensor that it concerns."""
-    path, tensor = sources[block.source].path, next(iter(plan.tensors_of(block)), None)
-    if not isinstance(error, errors.MfloadError):
-        mapped = errors.from_os(error, path, "read")
-        mapped.tensor = tensor
-        raise mapped from error
-    error.file, error.tensor = error.file or path, error.tensor or tensor
-    raise error
+    path, tensor = sources[block.source].name, next(iter(plan.tensors_of(block)), None)
+    raise named(error, path, tensor)
+
+
+def named(error: BaseException, file: str, tensor: str | None) -> errors.MfloadError:
+    """An error of a read as one of mfload's, with the file and the tensor that it concerns."""
+    if isinstance(error, errors.MfloadError):
+        error.file, error.tensor = error.file or file, error.tensor or tensor
+        return error
+    if isinstance(error, OSError):
+        made: errors.MfloadError = errors.from_os(error, file, "read")
+    else:
+        made = errors.MemoryLimitError("the system refused memory", found=str(error) or None)
+    made.file, made.tensor, made.__cause__ = file, tensor, error
+    return made

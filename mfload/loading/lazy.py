@@ -2,39 +2,75 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors, frameworks
+from mfload.dlpack import View
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
-from mfload.index import Index, TensorInfo
-from mfload.loading.session import Loader
-from mfload.options import Options, started
-from mfload.planning.request import Request, select
-from mfload.sources.local import LocalFile
+from mfload.index import Columns, Index, TensorInfo
+from mfload.io import buffers
+from mfload.load_options import started
+from mfload.loading import execute
+from mfload.loading.session import MAX_RANK, Loader, let_go
+from mfload.planning.request import Request, whole, whole_rows
+from mfload.planning.slicing import one_range, select
+from mfload.sources.base import Source
+
+if TYPE_CHECKING:
+    from mfload.io.mapped import MapRange
+    from mfload.options import Options
+
+_SMALL = execute.INLINE
+# Rows apart that are read one by one: the plan reads over the gaps between shorter ones.
+_LONG_ROW, _FEW_ROWS = 512, 16
 
 
 class LazyCheckpoint:
     """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
 
-    It holds no file open and no thread, so it may be shared between threads, inherited by a
-    fork and pickled (with a device given by name). Each request checks that the files are
-    still those whose headers were read.
+    It may be shared between threads, inherited by a fork and pickled (with a device given by name).
+    Each request checks that the files are still those whose headers were read. They stay open from
+    their first use until it is closed; a request that is under way then still gets its result.
     """
 
     def __init__(
         self,
         index: Index,
-        sources: Sequence[LocalFile],
+        sources: Sequence[Source],
         adapter: Adapter,
         *,
         device: object,
-        options: Options,
+        options: Options | None,
     ) -> None:
         self._index, self._sources, self._adapter = index, sources, adapter
         self._arguments = (device, options)
         self._closed = False
+        how = started(options)
+        # Whether a session would read any small part in the same way: at once, into host memory.
+        self._reads_small = (
+            how.engine in ("auto", "pread", "mmap")
+            and how.page_cache != "bypass"
+            and how.allocator != "framework"
+            and how.timeout is None
+            and adapter.on_host
+            and not adapter.devices
+            and adapter.assign(none := []) is none  # One of several devices splits requests.
+        )
+        # A map holds one range, and reads that are waited for are better made at once.
+        waits = any(source.costs.concurrency is not None for source in sources)
+        self._reads_rows = how.engine != "mmap" and not waits
+        self._map: MapRange | None = None
+        if how.engine == "mmap":
+            from mfload.io import mapped  # Late: most do without it.
+
+            self._reads_small &= all(source.file is not None for source in sources)
+            # A write to an array must not reach those of other requests.
+            self._map = mapped.shared_maps() if adapter.readonly_maps else mapped.map_range
+        for source in sources:
+            source.keep(True)
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
@@ -68,6 +104,8 @@ class LazyCheckpoint:
             TensorNotFoundError: There is none of that name.
         """
         row = self.info(name)
+        if self._reads_small and _is_small(row, row.nbytes):
+            return self._read_small(row, row.shape, (0,), row.nbytes)
         return self._load([Request(row, row.dtype)])[0]
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -76,10 +114,11 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: A name is missing.
         """
-        wanted = list(dict.fromkeys(self.offset_keys() if names is None else names))
-        rows = map(self.info, wanted)
-        arrays = self._load([Request(row, row.dtype) for row in rows])
-        return dict(zip(wanted, arrays, strict=True))
+        columns = self._opened().columns
+        if names is not None:
+            columns = Columns.of(map(self.info, dict.fromkeys(names)))
+        arrays = self._load(whole(columns))
+        return dict(zip(columns.names, arrays, strict=True))
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the bytes that the index needs are read.
@@ -89,7 +128,69 @@ class LazyCheckpoint:
         """
         return TensorSlice(self, self.info(name))
 
-    def _load(self, requests: list[Request]) -> list[Any]:
+    def _get(self, row: TensorInfo, index: Any) -> Any:
+        """The part of a tensor that an index takes."""
+        self._opened()
+        found = one_range(row, index) if self._reads_small else None
+        if found is not None:
+            start, shape = found
+            nbytes = math.prod(shape) * row.dtype.nbytes
+            if _is_small(row, nbytes):
+                return self._read_small(row, shape, (start,), nbytes)
+        with errors.about(file=self.file_of(row)):
+            selection = select(row, index)
+        request = Request(row, row.dtype, selection)
+        if self._reads_small and self._reads_rows and _is_small(row, request.nbytes):
+            apart = whole_rows(request)
+            if apart is not None and (apart[1] >= _LONG_ROW or len(apart[0]) <= _FEW_ROWS):
+                return self._read_small(row, request.shape, *apart)
+        return self._load([request])[0]
+
+    def _read_small(
+        self, row: TensorInfo, shape: tuple[int, ...], starts: Sequence[int], nbytes: int
+    ) -> Any:
+        """A part of a tensor, read range by range, or one range out of the map of its file.
+
+        The ranges begin at `starts` in the tensor and have `nbytes` each. They land in memory of
+        NumPy's, which is not counted: to map a buffer takes longer than to read.
+        """
+        adapter, piece = self._adapter, row.pieces[0]
+        source = self._sources[piece.source]
+        dtype = row.dtype
+        align = adapter.alignment or max(1, dtype.nbytes // dtype.elements)
+        try:
+            memory, at = self._land(source, piece.offset, starts, nbytes, align)
+            source.check()
+        except (OSError, MemoryError, errors.MfloadError) as error:
+            memory = None
+            let_go(error)
+            raise execute.named(error, source.name, row.name)  # noqa: B904 - it has its cause
+        view = View(row.name, dtype, shape, memory, at)
+        how = adapter.forms[dtype.name].how
+        return adapter.wrap([view.as_bytes() if how == "bytes" else view])[0]
+
+    def _land(
+        self, source: Source, offset: int, starts: Sequence[int], nbytes: int, align: int
+    ) -> tuple[Any, int]:
+        """Memory with ranges that begin `starts` behind an offset, and where in it they begin."""
+        map_range = self._map  # None after another thread has closed the checkpoint.
+        # As in a plan, what is not aligned in the file is read.
+        if map_range is not None and (offset + starts[0]) % align == 0:
+            return map_range(source, offset + starts[0], nbytes)
+        count = len(starts)
+        memory = buffers.small(nbytes * count, self._adapter.alignment)
+        handle = source.open()
+        try:
+            if count == 1:
+                handle.read([memory], offset + starts[0])
+            else:
+                for n, start in enumerate(starts):
+                    handle.read([memory[n * nbytes : (n + 1) * nbytes]], offset + start)
+        finally:
+            handle.close()
+        return memory, 0
+
+    def _load(self, requests: Sequence[Request]) -> list[Any]:
         options = started(self._arguments[1])
         return Loader(self._opened(), self._sources, self._adapter, options).load(requests)
 
@@ -108,8 +209,11 @@ class LazyCheckpoint:
         return iter(self.keys())
 
     def close(self) -> None:
-        """Ends it; arrays taken from it live on."""
+        """Ends it, and closes its files; arrays taken from it live on."""
         self._closed = True
+        for source in self._sources:
+            source.keep(False)
+        self._map = None
 
     def __enter__(self) -> LazyCheckpoint:
         self._opened()
@@ -125,24 +229,21 @@ class LazyCheckpoint:
         return f"<mfload checkpoint: {count} tensors in {where}, for {framework}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        identities = tuple(source.identity for source in self._sources)
-        name = self._adapter.name
-        return _reopen, (self._index.files, name, self._arguments, identities, self._closed)
+        return _reopen, (self._sources, self._adapter.name, self._arguments, self._closed)
+
+
+def _is_small(row: TensorInfo, nbytes: int) -> bool:
+    """Whether so many bytes of a tensor may be read at once, past plan and session."""
+    _, dtype, shape, pieces = row
+    small = 0 < nbytes <= _SMALL and dtype.nbytes > 0 and len(shape) <= MAX_RANK
+    return small and len(pieces) == 1 and pieces[0].stored is None
 
 
 def _reopen(
-    files: tuple[str, ...],
-    framework: str,
-    arguments: tuple[Any, Options],
-    identities: tuple[Any, ...],
-    closed: bool,
+    sources: list[Source], framework: str, arguments: tuple[Any, Options], closed: bool
 ) -> LazyCheckpoint:
     device, options = arguments
-    index, sources = started(options).deadline.bound(
-        lambda: checkpoint.read(list(files)), "reading headers"
-    )
-    for source, identity in zip(sources, identities, strict=True):
-        source.compare(identity)
+    index, _ = checkpoint.read(sources, started(options))
     adapter = frameworks.get(framework, device)
     opened = LazyCheckpoint(index, sources, adapter, device=device, options=options)
     if closed:
@@ -152,6 +253,8 @@ def _reopen(
 
 class TensorSlice:
     """A tensor that has not been read. Made by `LazyCheckpoint.get_slice`."""
+
+    __slots__ = ("_info", "_opened")
 
     def __init__(self, opened: LazyCheckpoint, info: TensorInfo) -> None:
         self._opened = opened
@@ -178,11 +281,7 @@ class TensorSlice:
         Raises:
             SliceError: The index does not fit the tensor.
         """
-        opened = self._opened
-        with errors.about(file=opened.file_of(self._info)):
-            selection = select(self._info, index)
-        request = Request(self._info, self._info.dtype, selection)
-        return opened._load([request])[0]  # pyright: ignore[reportPrivateUsage]
+        return self._opened._get(self._info, index)  # pyright: ignore[reportPrivateUsage]
 
     def __repr__(self) -> str:
         return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"

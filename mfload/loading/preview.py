@@ -7,6 +7,7 @@ from typing import Any
 
 from mfload.io.route import Leg
 from mfload.planning.plan import Plan
+from mfload.planning.request import names
 from mfload.report import Printable, counted, human
 
 
@@ -59,7 +60,7 @@ class Preview(Printable):
     @property
     def tensors(self) -> int:
         """How many tensors; of those that are sharded, there may be several arrays."""
-        return len({place.request.info.name for place in self.plan.places})
+        return len(set(names(self.plan.requests)))
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data."""

@@ -3,70 +3,73 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from operator import attrgetter
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from mfload import errors
-from mfload.cuda import memory as device_memory
-from mfload.dlpack import View
+import numpy as np
+
+from mfload import dtypes, errors
+from mfload.dlpack import View, Views
 from mfload.frameworks.base import Adapter, Lent
 from mfload.index import Index
 from mfload.io import buffers, route as routing
 from mfload.io.engine import Observer
+from mfload.load_options import LoadOptions
 from mfload.loading import allocate, execute
 from mfload.loading.execute import Advance
-from mfload.loading.preview import Preview
-from mfload.options import LoadOptions
 from mfload.planning import memory as limits
 from mfload.planning.memory import Limits, Readers
-from mfload.planning.plan import Plan, make_plan
-from mfload.planning.request import Allocation, Request
-from mfload.report import Report
+from mfload.planning.plan import Places, Plan, make_plan
+from mfload.planning.request import HOST, Allocation, Request, WholeTensors, names, sizes
 from mfload.runtime import gc_paused, process_usage
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Costs, Source
 
+# What only some loads need is imported where it is used.
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
+    from mfload.loading.preview import Preview
+    from mfload.report import Report
 
-_MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
+MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
 _STAGES = ("plan", "allocate", "transfer", "arrays")
-_DIRECT = attrgetter("direct")  # Of a leg.
+_DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
 
 
-class Filled(NamedTuple):
-    """What filled the buffers of a load: plans that were read, and bytes of other processes."""
-
-    plans: Sequence[Plan]
-    notes: tuple[str, ...]
-    exchanged: int
+Filled = tuple[Sequence[Plan], tuple[str, ...], int]
+"""What filled the buffers of a load: plans that were read, notes, and bytes of other processes."""
 
 
-class Batch(NamedTuple):
-    """The plan of requests that are loaded together, and the most it holds beside their results."""
+class Batch:
+    """The plan of requests that are loaded together, and the most it holds beside their results.
+
+    Attributes:
+        staging: The slots of what lands on devices; None if all lands on the host.
+        slots: Bytes of slots in host memory.
+        overhead: Bytes of host memory.
+        device_overhead: Bytes on each device, by its number.
+    """
 
     plan: Plan
-    staging: Staging | None  # The slots of what lands on devices; None if all lands on the host.
-    slots: int  # Bytes of slots in host memory.
-    overhead: int  # Bytes of host memory.
-    device_overhead: dict[int, int]  # Bytes on each device, by its number.
+    staging: Staging | None = None
+    slots = overhead = 0
+    device_overhead: Mapping[int, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
 class Loader:
     """Loads requests of one checkpoint into one framework."""
 
-    index: Index
-    sources: Sequence[LocalFile]
-    adapter: Adapter
-    options: LoadOptions
+    def __init__(
+        self, index: Index, sources: Sequence[Source], adapter: Adapter, options: LoadOptions
+    ) -> None:
+        self.index, self.sources = index, sources
+        self.adapter, self.options = adapter, options
 
     def preview(self, requests: Sequence[Request], *, by_host: bool = False) -> Preview:
         """Plans without reading data; `by_host`: as if all landed in host memory."""
@@ -90,11 +93,13 @@ class Loader:
         stages: dict[str, float] = {}
         before, held = (0.0, 0.0, 0), 0
         if report is not None:
+            from mfload.cuda import memory as device_memory
+
             before = process_usage()
             buffers.peak_bytes(reset=True)
             device_memory.peak_bytes(reset=True)
             held = buffers.live_bytes()
-        arrays: dict[int, Any] = {}
+        arrays: Any = {}
         filled: list[Filled] = []
         try:
             with gc_paused():
@@ -107,7 +112,10 @@ class Loader:
             for batch in batches if fill is None else [range(len(session.requests))]:
                 made, one = session.load(batch, stages, advance, fill)
                 filled.append(one)
-                arrays.update(zip(batch, made, strict=True))
+                if len(made) == len(session.requests):
+                    arrays = made
+                else:
+                    arrays.update(zip(batch, made, strict=True))
                 del made
             results = list(session.results(arrays))
         except BaseException as error:
@@ -150,14 +158,22 @@ class Session:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index)
         self.adapter, self._sources, self._observer = loader.adapter, sources, observer
-        self._options = options = replace(options, by_host=True) if by_host else options
+        self._options = options = options.replace(by_host=True) if by_host else options
         adapter = self.adapter
-        self._known: dict[tuple[str, tuple[int, ...]], Allocation] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
         self.requests, self._owners = self._whole, range(len(self._whole))
         if adapter.devices:
+            self._whole = list(self._whole)  # Rows that are made when asked for are made once.
             self.requests, self._owners = self._split()
-        self.allocations = list(map(self._allocation, self.requests))
+        # None, for short, if all land in mfload's memory on the host.
+        self.allocations: Sequence[Allocation] = ()
+        if isinstance(self.requests, WholeTensors) and not {HOST}.issuperset(
+            map(self._allocation, self.requests.of_each_kind())
+        ):
+            self.requests = self._whole = list(self.requests)
+        if not isinstance(self.requests, WholeTensors):
+            self.allocations = list(map(self._allocation, self.requests))
         numbers: set[int] = set()
         self._copies = self._lends = False
         for device, owner, copied in set(self.allocations):
@@ -166,45 +182,54 @@ class Session:
             if device is not None:
                 numbers.add(device)
         self._devices = list(map(adapter.devices.__getitem__, sorted(numbers)))
-        wanted: dict[int, int] = {}
-        for request in self.requests:
-            source = request.info.pieces[0].source
-            stored = request.info.nbytes if request.selection is None else request.nbytes
-            wanted[source] = wanted.get(source, 0) + stored
+        wanted, apart = _wanted(self.requests)
         used = sorted(wanted)
-        files: list[tuple[LocalFile, int]] = []
+        files: list[tuple[Source, int]] = []
         for number in used:
             files.append((sources[number], wanted[number]))
-        choose = functools.partial(routing.choose, files, options.engine)
+        how = options.engine, options.page_cache
+        choose = functools.partial(routing.choose, files, *how)
         if self._devices:
             choose = functools.partial(self._onto_devices, files)
         legs = options.deadline.bound(choose, "opening the files")
         self.route = dict(zip(used, legs, strict=True))
         self._direct = any(map(_DIRECT, legs))
+        cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
         for number, leg in self.route.items():
             if leg.engine == "mmap":
                 self._mapped[number] = sources[number].size
-        self.threads = options.threads or execute.reader_threads(self._direct, len(self._devices))
+        costs = sources[used[0]].costs if used else Costs()
+        chosen = execute.reader_threads(cold, len(self._devices), concurrency=costs.concurrency)
+        self.threads = options.threads or chosen
         all_mapped = len(self._mapped) == len(legs)
-        readers = Readers(self.threads, direct=self._direct, mapped=all_mapped)
+        readers = Readers()
+        readers.threads, readers.costs, readers.decodes = self.threads, costs, bool(apart)
+        readers.direct, readers.cold, readers.mapped = self._direct, cold, all_mapped
         self._gds = False
         if self._devices:
-            from mfload.cuda import cufile, staging  # Late: a load onto the host does without them.
+            from mfload.cuda import cufile, staging
 
             self._gds = any(leg.engine == "gds" for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
-            readers = readers._replace(depth=staging.DEPTH, slot=staging.SLOT, gds=gds)
+            readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
         self.limits = Limits(self.requests, self.allocations, options, readers)
         self.notes = (*index.notes, *adapter.notes)
+        if apart and adapter.devices:
+            self.notes += (
+                f"{len(apart)} tensors are put together in host memory: "
+                "they are encoded, or not in C order",
+            )
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
 
     def _allocation(self, request: Request) -> Allocation:
-        key = request.dtype.name, request.devices
+        by_host = bool(self.adapter.devices) and not request.info.simple
+        key = request.dtype.name, request.devices, by_host
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self.adapter.allocation(request, self._options)
+            options = self._options.replace(by_host=True) if by_host else self._options
+            found = self._known[key] = self.adapter.allocation(request, options)
         return found
 
     def _split(self) -> tuple[Sequence[Request], Sequence[int]]:
@@ -227,9 +252,11 @@ class Session:
             owners += [position] * len(parts)
         return made, owners
 
-    def results(self, arrays: Mapping[int, Any]) -> Sequence[Any]:
+    def results(self, arrays: Mapping[int, Any] | Sequence[Any]) -> Sequence[Any]:
         """What a user gets for each request, from the arrays by their position in `requests`."""
         if self.requests is self._whole:
+            if isinstance(arrays, list):
+                return self.adapter.results(arrays)
             return self.adapter.results(list(map(arrays.__getitem__, self._owners)))
         made: list[Any] = [None] * len(self._whole)
         for n, (request, owner) in enumerate(zip(self.requests, self._owners, strict=True)):
@@ -244,19 +271,19 @@ class Session:
             made[owner] = found
         return self.adapter.results([tuple(a) if isinstance(a, list) else a for a in made])
 
-    def _onto_devices(self, files: Sequence[tuple[LocalFile, int]]) -> Sequence[routing.Leg]:
+    def _onto_devices(self, files: Sequence[tuple[Source, int]]) -> Sequence[routing.Leg]:
         from mfload.cuda import cufile, gds, staging
 
         options, against = self._options, None
         limit = options.max_device_overhead
-        threads = options.threads or execute.reader_threads(direct=True)
+        threads = options.threads or execute.reader_threads(cold=True)
         least = limits.least_past_host(threads, staging.DEPTH, cufile.slot_bytes(0))
         if self._observer is not None:
             against = "verify= sees the bytes on the host"
         elif limit is not None and limit < least:
             against = "max_device_overhead= leaves no room for its slots"
         past = functools.partial(gds.check, self._devices, options.deadline, against)
-        return routing.choose_onto_device(files, options.engine, past)
+        return routing.choose_onto_device(files, options.engine, options.page_cache, past)
 
     def _decided(self) -> Iterator[str]:
         name, batches, asked = self.adapter.name, self.limits.batches, self._options.allocator
@@ -270,7 +297,8 @@ class Session:
                     f"{split} tensors are read once a batch, since their parts together exceed the "
                     "overhead; a larger max_host_overhead= reads them once"
                 )
-        pairs = list(zip(self.requests, self.allocations, strict=True))
+        where = self.allocations or itertools.repeat(HOST)
+        pairs = list(zip(self.requests, where, strict=False))
         rest = {request.info.name for request, each in pairs if each.owner == "mfload"}
         if asked == "framework" and rest and (self.adapter.on_host or self._devices):
             yield f"{len(rest)} tensors land in mfload's memory: {name} can't allocate their dtypes"
@@ -285,36 +313,41 @@ class Session:
         if batch is not None and len(batch) < len(requests):
             requests = [requests[n] for n in batch]
             allocations = [allocations[n] for n in batch]
-        made = make_plan(
+        made = Batch()
+        made.plan = plan = make_plan(
             requests,
             alignment=self.adapter.alignment,
             costs=self.limits.costs,
             allocations=allocations,
             mapped=self._mapped,
         )
-        read_bytes = made.read_bytes
-        copied = made.copied_bytes if self._copies else {}
+        copied = plan.copied_bytes if self._copies else {}
         # Slots are gone before the framework copies, so the two don't add up.
-        if not self._devices or not made.device_bytes:
-            held = self.limits.slots(read_bytes, made.staged)
-            return Batch(made, None, held, max(held, copied.get(None, 0)), {})
+        if not self._devices or not plan.device_bytes:
+            made.slots = self.limits.slots(plan.read_bytes, plan.staged, plan.decoding)
+            made.overhead = max(made.slots, copied.get(None, 0))
+            return made
         from mfload.cuda import copies, cufile, staging as slots
 
         there = self.adapter.devices
         methods = copies.Methods(
-            [None if s.device is None else there[s.device] for s in made.buffers]
+            [None if s.device is None else there[s.device] for s in plan.buffers]
         )
         # What is prepared on the host beyond that waits for its turn.
         most = self.limits.growth * self.limits.costs.slot
-        staging = slots.staging(made.blocks, methods, most)
+        raw = [block for block in plan.blocks if block.decode is None]
+        made.staging = staging = slots.staging(raw, methods, most)
         past = staging.depth * cufile.slot_bytes(staging.block) if self._gds else 0
         held = self.threads * (staging.scratch + past)
-        beside = {number: max(held, copied.get(number, 0)) for number in made.device_bytes}
-        pinned = self.threads * staging.pinned
-        return Batch(made, staging, pinned, max(pinned, copied.get(None, 0)), beside)
+        made.device_overhead = {n: max(held, copied.get(n, 0)) for n in plan.device_bytes}
+        made.slots = self.threads * (staging.pinned + plan.decoding)
+        made.overhead = max(made.slots, copied.get(None, 0))
+        return made
 
     def preview(self) -> Preview:
         """All of it, for people."""
+        from mfload.loading.preview import Preview
+
         whole = self.plan()
         batches, notes = [whole], self.notes
         if len(self.limits.batches) > 1:
@@ -322,15 +355,16 @@ class Session:
             notes += ("this plan shows its batches as one",)
         try:
             for batch in batches:
-                self._check_host(batch)
+                allocate.check_host(batch.overhead, batch.plan.buffers)
         except errors.MemoryLimitError as error:
             notes += (f"a load would be refused now: {error}",)
         peak = kept = copied = beside = 0
-        for plan, _, slots, _, device_overhead in batches:
+        for batch in batches:
+            plan = batch.plan
             own, waiting = plan.buffer_bytes - plan.lent_bytes[None], plan.copied_bytes
-            peak = max(peak, kept + own + slots)
+            peak = max(peak, kept + own + batch.slots)
             kept += own - waiting.get(None, 0)
-            beside = max(beside, *device_overhead.values(), 0)
+            beside = max(beside, *batch.device_overhead.values(), 0)
             copied += sum(waiting.values())
             if self._devices:
                 copied += sum(each.wanted for block in plan.blocks for each in block.segments)
@@ -354,28 +388,20 @@ class Session:
     def check_result(self) -> None:
         """Refuses a load whose result alone does not fit, before the first of several batches."""
         # What is copied to a device leaves the host after each batch.
-        result = self.plan()._replace(overhead=0, device_overhead={})
+        result = Batch()
+        result.plan = self.plan().plan
         self.check_batch(result, host=self.adapter.on_host)
 
     def check_batch(self, batch: Batch, *, host: bool = True) -> None:
         """Refuses a batch that does not fit, with what it holds beside its result."""
         if host:
-            self._check_host(batch)
+            allocate.check_host(batch.overhead, batch.plan.buffers)
         if not self._devices:
             return
         lent = batch.plan.lent_bytes
         for device, nbytes in batch.plan.device_bytes.items():
             own = nbytes - lent[device] + batch.device_overhead.get(device, 0)
             allocate.check_device(self.adapter, device, own, lent[device])
-
-    def _check_host(self, batch: Batch) -> None:
-        needed, mapped = batch.overhead, 0
-        for nbytes, source, device in batch.plan.buffers:
-            if source is not None:
-                mapped += nbytes
-            elif device is None:
-                needed += nbytes
-        allocate.check_host(needed, mapped)
 
     def load(
         self,
@@ -410,7 +436,7 @@ class Session:
                 observer=self._observer,
                 staging=planned.staging,
             )
-            filled = Filled([plan], notes, 0)
+            filled = [plan], notes, 0
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)
@@ -420,19 +446,22 @@ class Session:
         return arrays, filled
 
 
-Fill = Callable[[Plan, list[Any], Session, Sequence[LocalFile]], Filled]
+Fill = Callable[[Plan, list[Any], Session, Sequence[Source]], Filled]
 """Fills the buffers of a plan: how the load goes, and the files, come with them."""
 
 
 def _arrays(plan: Plan, held: list[Any], lent: Mapping[int, Lent], adapter: Adapter) -> list[Any]:
     """The array of each place: of the framework's own memory, or of a view of mfload's."""
     forms = adapter.forms
+    if isinstance(plan.places, Places):
+        return adapter.wrap(_views(plan.places, held, adapter))
     views: list[View] = []
     for request, buffer, at in plan.places:
         if buffer in lent:
             continue
         dtype = request.dtype
-        view = View(request.info.name, dtype, request.shape, held[buffer], at, request.devices)
+        shape = request.info.shape if request.selection is None else request.selection.shape
+        view = View(request.info.name, dtype, shape, held[buffer], at, request.devices)
         views.append(view.as_bytes() if forms[dtype.name].how == "bytes" else view)
     arrays = adapter.wrap(views)
     if not lent:
@@ -441,26 +470,61 @@ def _arrays(plan: Plan, held: list[Any], lent: Mapping[int, Lent], adapter: Adap
     return [lent[p.buffer].array if p.buffer in lent else next(rest) for p in plan.places]
 
 
+def _views(places: Places, held: list[Any], adapter: Adapter) -> Views:
+    columns = places.requests.columns
+    kinds = list(columns.kinds)
+    for number, (dtype, shape) in enumerate(kinds):
+        # Tensors that were not asked for may be of dtypes that no adapter knows.
+        if dtype.known and adapter.forms[dtype.name].how == "bytes":
+            view = View("", dtype, shape, None, 0).as_bytes()
+            kinds[number] = view.dtype, view.shape
+    return Views(columns.names, kinds, columns.kind, held, places.buffers, places.at)
+
+
 def _describe(
     report: Report, session: Session, filled: Sequence[Filled], stages: dict[str, float]
 ) -> None:
     """Fills a report."""
-    requests, plans = session.requests, [plan for each in filled for plan in each.plans]
-    pairs = zip(requests, session.allocations, strict=True)
+    from mfload.cuda import memory as device_memory
+
+    requests, plans = session.requests, [plan for each in filled for plan in each[0]]
+    nbytes = sizes(requests)
     report.framework = session.adapter.name
-    report.tensors = len({request.info.name for request in requests})
-    report.result_bytes = sum(request.nbytes for request in requests)
-    report.aliased_bytes = sum(r.nbytes for r, allocation in pairs if not allocation.copied)
+    report.tensors = len(set(names(requests)))
+    report.result_bytes = report.aliased_bytes = sum(nbytes)
+    for size, allocation in zip(nbytes, session.allocations, strict=False):
+        report.aliased_bytes -= size * allocation.copied
     report.read_bytes = sum(plan.read_bytes for plan in plans)
     report.over_read_bytes = report.read_bytes - sum(plan.wanted_bytes for plan in plans)
     report.mapped_bytes = sum(plan.mapped_bytes for plan in plans)
-    report.exchanged_bytes = sum(each.exchanged for each in filled)
+    report.exchanged_bytes = sum(exchanged for _, _, exchanged in filled)
     report.device_peak_bytes = device_memory.peak_bytes()
     report.threads = session.threads
     report.route = tuple((leg.file, leg.engine, leg.why) for leg in session.route.values())
-    notes = (*session.notes, *(note for each in filled for note in each.notes))
+    notes = (*session.notes, *(note for _, notes, _ in filled for note in notes))
     report.notes = tuple(dict.fromkeys(notes))
     report.stages = {**report.stages, **stages}
+
+
+def _wanted(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]:
+    """Bytes to take of each source, by its number; and the tensors that are not one raw range."""
+    wanted: dict[int, int] = {}
+    apart: set[str] = set()
+    if isinstance(requests, WholeTensors):
+        columns = requests.columns
+        sums = np.bincount(columns.sources, columns.nbytes)  # Floats, exact up to 2**53 bytes.
+        return {number: int(sums[number]) for number in set(columns.sources)}, apart
+    for request in requests:
+        info = request.info
+        source, _, nbytes, stored = info.pieces[0]
+        if stored is not None or len(info.pieces) > 1:
+            apart.add(info.name)
+            for source, _, nbytes, _ in info.pieces:
+                wanted[source] = wanted.get(source, 0) + nbytes
+            continue
+        nbytes = nbytes if request.selection is None else request.nbytes
+        wanted[source] = wanted.get(source, 0) + nbytes
+    return wanted, apart
 
 
 def check(requests: Sequence[Request], index: Index) -> None:
@@ -468,35 +532,50 @@ def check(requests: Sequence[Request], index: Index) -> None:
 
     Raises UnsupportedDtypeError or UnsupportedShapeError.
     """
-    for request in requests:
-        info = request.info
-        shape = info.shape
+    # What counts is the same for tensors of one kind.
+    each = requests.of_each_kind() if isinstance(requests, WholeTensors) else requests
+    last, kind = None, None
+    for request in each:
+        info, dtype, *_ = request
+        if info is last and dtype is kind:
+            continue  # Another part of the same tensor.
+        last, kind, shape = info, dtype, info.shape
         large = False
-        if 0 in shape:  # Or else a tensor is no larger than its file.
-            count = math.prod(filter(None, shape[:_MAX_RANK]))
+        # A tensor that is one raw range is no larger than its file.
+        first = info.pieces[0]
+        if 0 in shape or first.stored is not None or len(info.pieces) != 1:
+            count = math.prod(filter(None, shape[:MAX_RANK]))
             large = count * max(info.dtype.nbytes, request.dtype.nbytes) > _MAX_SPAN
-        if request.dtype.nbytes and len(shape) <= _MAX_RANK and not large:
+        if request.dtype.nbytes and len(shape) <= MAX_RANK and not large:
             continue
-        file = index.files[info.pieces[0].source]
+        file = index.files[first.source]
         if not request.dtype.known:
-            message, found = "the dtype is not known to mfload", request.dtype.name
-            raise errors.UnsupportedDtypeError(message, file=file, tensor=info.name, found=found)
+            found = request.dtype.name
+            raise errors.UnsupportedDtypeError(
+                "the dtype is not known to mfload",
+                file=file,
+                tensor=info.name,
+                expected=dtypes.INSTEAD.get(found),
+                found=found,
+            )
         raise errors.UnsupportedShapeError(
             "no array can have this shape",
             file=file,
             tensor=info.name,
-            expected=f"at most {_MAX_RANK} dims, and strides that fit 63 bits",
+            expected=f"at most {MAX_RANK} dims, and strides that fit 63 bits",
             found=str(shape),
         )
 
 
 def least_overhead(options: LoadOptions) -> int:
     """The least `max_host_overhead` for readers onto the host, whatever files there are."""
-    return limits.least(options.threads or execute.reader_threads(direct=True))
+    return limits.least(options.threads or execute.reader_threads(cold=True))
 
 
 def let_go(error: BaseException) -> None:
     """Takes the buffers out of an error's traceback, so that a kept error keeps no memory."""
+    import traceback
+
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -85,7 +85,7 @@ class EngineSuite:
     def many_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks small enough that a small file has many, whatever the threads do."""
         small = blocks.Costs(block=64 << 10)
-        monkeypatch.setattr("mfload.planning.memory.Costs", lambda **_: small)
+        monkeypatch.setattr("mfload.sources.local.LocalFile.costs", small)
 
     def load(self, path: Any, **options: Any) -> dict[str, Any]:
         return mfload.load(

@@ -97,3 +97,28 @@ def test_no_room_for_a_map_is_an_error(path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mmap, "mmap", Full)
     with pytest.raises(errors.MemoryLimitError, match="mapped"):
         mapped.map_file(LocalFile(path), [])
+
+
+def test_a_range_is_mapped_alone_or_out_of_one_map(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    data = np.random.default_rng(0).integers(0, 256, 5 * mmap.PAGESIZE + 77, np.uint8)
+    path.write_bytes(data.tobytes())
+    source = LocalFile(path)
+    shared = mapped.shared_maps()
+    ranges = [(0, 1), (0, data.size), (4095, 2), (4096, 4096), (9000, 5), (data.size - 1, 1)]
+    for offset, nbytes in ranges:
+        expected = data[offset : offset + nbytes]
+        alone, at = mapped.map_range(source, offset, nbytes)
+        assert alone.size == at + nbytes < nbytes + mmap.PAGESIZE
+        assert np.array_equal(alone[at:], expected)
+        alone[:] = 0  # Private to the request.
+        one, at = shared(source, offset, nbytes)
+        assert one is shared(source, 0, 1)[0]
+        assert np.array_equal(one[at : at + nbytes], expected)
+        assert not one.flags.writeable
+    assert path.read_bytes() == data.tobytes()
+    os.truncate(path, mmap.PAGESIZE)
+    with pytest.raises(errors.SourceChangedError):
+        mapped.map_range(source, 2 * mmap.PAGESIZE, 9)
+    with pytest.raises(errors.SourceChangedError):
+        shared(source, 2 * mmap.PAGESIZE, 9)

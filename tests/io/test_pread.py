@@ -17,7 +17,9 @@ import mfload
 from mfload import errors
 from mfload.io import pread
 from mfload.io.buffers import WorkerSlot
-from mfload.planning.blocks import Block, Copy, Segment
+from mfload.planning.blocks import Block, Segment
+from mfload.planning.steps import Copy
+from mfload.sources import local
 from mfload.sources.local import LocalFile, OpenFile
 
 MODEL = samples.model()
@@ -205,3 +207,23 @@ def test_checking_takes_little_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_reading_ahead_in_a_file_that_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_most_kept", lambda: 1)
+    asked: list[str] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, *_: asked.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    sources: list[LocalFile] = []
+    for n in range(3):
+        (tmp_path / str(n)).write_bytes(bytes(9))
+        sources.append(LocalFile(tmp_path / str(n)))
+    for _ in range(2):
+        sources[0].keep(True)
+        with sources[0].open() as opened:
+            assert opened.fd >= 0
+    pread.read_ahead(sources[1:])
+    assert asked == [os.path.realpath(source.name) for source in sources[1:]]

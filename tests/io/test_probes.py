@@ -141,6 +141,8 @@ def test_room_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
 def test_room_of_the_machine(tmp_path: Path) -> None:
     room = probes.memory_room(_tree(tmp_path, 8192, {"/a": ("999999", 0, 0)}))
     assert room == (8192 + 1024, "available memory of the machine")
+    room = probes.memory_room(tmp_path, swap=False)
+    assert room == (8192, "available memory of the machine")
 
 
 def test_a_group_over_its_limit_has_no_room(tmp_path: Path) -> None:
@@ -161,12 +163,3 @@ def test_room_here() -> None:
         room = probes.memory_room()
         assert room is not None
         assert room[0] > 0
-
-
-def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    if hasattr(os, "sched_getaffinity"):
-        assert probes.cores() == len(os.sched_getaffinity(0))
-        monkeypatch.delattr(os, "sched_getaffinity")
-    assert probes.cores() == (os.cpu_count() or 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert probes.cores() == 1

@@ -100,7 +100,7 @@ def test_the_block_that_is_waited_for_is_known_when_the_time_is_up() -> None:
                 go.wait(20)
             share.done(block)
 
-    made = engine.Engine([engine.Pool(_blocks(3), work, 1), engine.Pool([], work, 1)])
+    made = engine.Engine([(_blocks(3), work, 1), ([], work, 1)])
     with pytest.raises(errors.LoadTimeoutError):
         made.run(Deadline(0.2))
     assert made.block is not None
@@ -142,7 +142,7 @@ def test_time_runs_out_though_bytes_keep_coming(
 ) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros(24 << 20, np.uint8)})
     small = blocks.Costs(block=1 << 20)
-    monkeypatch.setattr("mfload.planning.memory.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.sources.local.LocalFile.costs", small)
     seen: list[int] = []
 
     def slow(done: int, _: int) -> None:
@@ -207,10 +207,10 @@ INTERRUPTED = """
     import gc, os, signal, sys, threading, time
     import mfload
     from mfload.planning import blocks
-    import mfload.planning.memory
+    import mfload.sources.local
 
     path, threads, timeout, progress = sys.argv[1], *map(int, sys.argv[2:])
-    mfload.planning.memory.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    mfload.sources.local.LocalFile.costs = blocks.Costs(block=64 << 10)
     real = os.preadv
     reads = 0
 

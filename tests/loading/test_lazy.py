@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,16 @@ import numpy as np
 import pytest
 import safetensors
 import samples
+import watch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mfload
-from mfload import errors
+from mfload import dtypes, errors
+from mfload.index import Piece, TensorInfo
+from mfload.io import buffers
+from mfload.loading.session import Loader
+from mfload.planning.slicing import one_range
 from mfload.sources import local
 
 MODEL = samples.model()
@@ -381,3 +389,339 @@ def test_a_closed_checkpoint_raises_whatever_is_asked(path: Path) -> None:
         with pytest.raises(errors.UsageError, match="closed"):
             ask()
     assert "mfload checkpoint" in repr(opened)
+
+
+def _no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a session was made")
+
+    monkeypatch.setattr(Loader, "load", refuse)
+
+
+@pytest.mark.parametrize("engine", ["auto", "pread", "mmap"])
+def test_a_small_part_takes_one_read_or_one_view(
+    path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    _no_session(monkeypatch)
+    with watch.nothing_left(), monkeypatch.context() as patch:
+        opened = mfload.open(path, options=mfload.Options(engine=engine))
+        reads = watch.spy(patch)
+        parts = opened.get_slice("embed")
+        for index in (5, -1, np.int64(699), (3, slice(4, 100)), slice(7, 9), (2, 128), (4, ...)):
+            reads.clear()
+            found = parts[index]
+            assert samples.same(found, np.asarray(MODEL["embed"][index]))
+            assert [read.nbytes for read in reads] == ([] if engine == "mmap" else [found.nbytes])
+            assert found.flags.writeable == (engine != "mmap")
+        for name in ("scalar", "layer.0.q", "mask"):
+            assert samples.same(opened.get_tensor(name), MODEL[name])
+        del found
+        assert mfload.live_bytes() == 0
+        opened.close()
+        del opened, parts
+
+
+def test_what_is_not_aligned_in_the_file_is_not_mapped(tmp_path: Path) -> None:
+    """A framework may crash on a float at an odd address."""
+    data = np.arange(67, dtype=np.uint8).tobytes()
+    rows = [("a", "U8", (3,), data[:3]), ("b", "F32", (4, 4), data[3:])]
+    path = samples.save_raw(tmp_path / "odd.safetensors", rows)
+    expected = np.frombuffer(data[3:], np.float32).reshape(4, 4)
+    with mfload.open(path, options=mfload.Options(engine="mmap")) as opened:
+        for found in (opened.get_tensor("b"), opened.get_slice("b")[2], opened.get_slice("b")[1:3]):
+            assert found.flags.aligned
+        assert samples.same(opened.get_tensor("b"), expected)
+        assert samples.same(opened.get_slice("b")[1:3], expected[1:3])
+        assert not opened.get_tensor("a").flags.writeable
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_lies_in_one_range_is_found(data: Any) -> None:
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+    index = data.draw(hnp.basic_indices(shape, allow_ellipsis=True))
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    dtype = dtypes.TABLE["F32"]
+    info = TensorInfo("a", dtype, shape, (Piece(0, 0, array.nbytes),))
+    found = one_range(info, index)
+    taken = np.asarray(array[index])
+    if found is None:
+        # Nothing, or no range; or an Ellipsis before others, which `select` is to read.
+        steps = any(isinstance(each, slice) and each.step not in (None, 1)
+                    for each in (index if isinstance(index, tuple) else (index,)))  # fmt: skip
+        ahead = isinstance(index, tuple) and ... in index[:-1]
+        flat = taken.reshape(-1)
+        assert steps or ahead or not taken.size or np.any(np.diff(flat) != 1)
+    else:
+        start, result = found
+        assert result == taken.shape
+        assert array.tobytes()[start:][: taken.nbytes] == taken.tobytes()
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_apart_are_read_one_by_one(path: Path, data: Any) -> None:
+    """Of long rows and of short ones, by lists and by steps, in any order and more than once."""
+    name = data.draw(st.sampled_from(["embed", "layer.0.q", "odd", "wide", "mask"]))
+    array = MODEL[name]
+    length = array.shape[0]
+    numbers = data.draw(st.lists(st.integers(-length, length - 1), min_size=1, max_size=20))
+    index = data.draw(
+        st.one_of(
+            st.sampled_from([numbers, np.array(numbers, np.int64), (numbers, ...)]),
+            hnp.basic_indices(array.shape, max_dims=1, allow_ellipsis=False),
+        )
+    )
+    with mfload.open(path) as opened:
+        found = opened.get_slice(name)[index]
+    assert samples.same(found, np.asarray(array[index]))
+
+
+def test_a_list_of_rows_needs_no_session(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_session(monkeypatch)
+    with mfload.open(path) as opened:
+        part, array = opened.get_slice("embed"), MODEL["embed"]
+        reads = watch.spy(monkeypatch)
+        for index in ([5, 0, -1, 5], np.array([699, 3]), slice(600, 20, -200), slice(3, 600, 300)):
+            reads.clear()
+            assert samples.same(part[index], np.asarray(array[index]))
+            assert {read.nbytes for read in reads} == {array[0].nbytes}
+        with pytest.raises(AssertionError, match="session"):
+            opened.get_slice("layer.0.norm")[
+                ::2
+            ]  # Its elements are closer together than reads should be.
+
+
+def test_what_is_asked_for_otherwise_takes_the_long_way(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = samples.save(tmp_path / "large", {"a": np.zeros((3, 1 << 19), np.float32)})
+    _no_session(monkeypatch)
+    for options in (
+        mfload.Options(engine="direct"),
+        mfload.Options(timeout=60),
+        mfload.Options(allocator="framework"),
+        mfload.Options(page_cache="bypass"),
+    ):
+        with (
+            mfload.open(path, options=options) as opened,
+            pytest.raises(AssertionError, match="session"),
+        ):
+            opened.get_slice("embed")[0]
+    with (
+        mfload.open(path, device=["cpu", "cpu"]) as opened,
+        pytest.raises(AssertionError, match="session"),
+    ):
+        opened.get_tensor("odd")
+    with mfload.open(large) as opened, pytest.raises(AssertionError, match="session"):
+        opened.get_slice("a")[1]
+
+
+def test_files_stay_open_until_it_is_closed(path: Path) -> None:
+    real = os.path.realpath(path)
+    with watch.nothing_left():
+        opened = mfload.open(path)
+        assert real not in watch.open_files()
+        opened.get_slice("embed")[3]
+        opened.get_tensors()
+        opened.get_slice("wide")[:, 5]
+        assert watch.open_files().count(real) == 1
+        again = pickle.loads(pickle.dumps(opened))
+        again.get_tensor("odd")
+        assert watch.open_files().count(real) == 2
+        del again
+        assert watch.open_files().count(real) == 1
+        opened.close()
+        opened.close()
+
+
+def _rewritten(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _replaced(path: Path) -> None:
+    os.replace(samples.save(path.with_name("other"), MODEL), path)
+
+
+def _linked_elsewhere(path: Path) -> None:
+    other = samples.save(path.with_name("other"), MODEL)
+    path.unlink()
+    path.symlink_to(other)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "change", [_rewritten, _cut, _replaced, _linked_elsewhere, _fifo, os.remove]
+)
+@pytest.mark.parametrize("engine", ["pread", "mmap", "direct"])
+def test_each_request_sees_that_a_kept_file_changed(path: Path, engine: Any, change: Any) -> None:
+    with watch.nothing_left(), mfload.open(path, options=mfload.Options(engine=engine)) as opened:
+        part = opened.get_slice("wide")
+        kept = part[0].copy()
+        time.sleep(0.02)  # Longer than the system's clock stands still.
+        change(path)
+        for take in (lambda: part[0], lambda: part[-1], lambda: opened.get_tensor("scalar"),
+                     lambda: part[:, 3], lambda: part[[1, 0]]):  # fmt: skip
+            with pytest.raises((errors.SourceChangedError, errors.SourceNotFoundError)) as info:
+                take()
+            assert info.value.file == os.fspath(path)
+            del info
+        assert samples.same(kept, MODEL["wide"][0])
+
+
+def test_a_small_read_that_fails_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watch.nothing_left():
+        opened = mfload.open(path)
+        opened.get_tensor("odd")
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fail)
+            with pytest.raises(errors.ReadError) as info:
+                opened.get_tensor("odd")
+        assert (info.value.file, info.value.tensor) == (os.fspath(path), "odd")
+        assert info.value.errno == errno.EIO
+
+        def full(*_: Any) -> Any:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(buffers, "small", full)
+            with pytest.raises(errors.MemoryLimitError) as refused:
+                opened.get_slice("wide")[0]
+        assert (refused.value.file, refused.value.tensor) == (os.fspath(path), "wide")
+        # An error that is kept keeps no file open.
+        opened.close()
+
+
+def test_a_request_that_is_under_way_when_it_is_closed(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor stays until the read has ended, whatever is opened meanwhile."""
+    others: list[int] = []
+    with watch.nothing_left():
+        opened = mfload.open(path)
+        opened.get_tensor("odd")
+        decoy = tmp_path / "decoy"
+        decoy.write_bytes(bytes(path.stat().st_size))
+
+        def close(_: int) -> None:
+            if not others:
+                opened.close()
+                others.extend(os.open(decoy, os.O_RDONLY) for _ in range(3))
+
+        with monkeypatch.context() as patch:
+            watch.before_read(patch, close)
+            assert samples.same(opened.get_tensor("embed"), MODEL["embed"])
+        assert others
+        with pytest.raises(errors.UsageError, match="closed"):
+            opened.get_tensor("embed")
+        for each in others:
+            os.close(each)
+
+
+@pytest.mark.parametrize("engine", ["auto", "mmap"])
+def test_threads_that_read_while_it_is_closed_read_nothing_else(
+    path: Path, tmp_path: Path, engine: Any
+) -> None:
+    decoy = tmp_path / "decoy"
+    decoy.write_bytes(bytes(path.stat().st_size))
+    expected = MODEL["wide"]
+    with watch.nothing_left():
+        for _ in range(20):
+            opened = mfload.open(path, options=mfload.Options(engine=engine))
+            part = opened.get_slice("wide")
+            outcomes: list[str] = []
+            barrier = threading.Barrier(5)
+
+            def read(part: Any = part, outcomes: Any = outcomes, barrier: Any = barrier) -> None:
+                barrier.wait(10)
+                try:
+                    for n in range(100_000):
+                        if not samples.same(part[n % 2, :999], expected[n % 2, :999]):
+                            outcomes.append("wrong")
+                            return
+                except errors.UsageError as error:
+                    outcomes.append(error.message)
+
+            threads = [threading.Thread(target=read) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            barrier.wait(10)
+            time.sleep(0.005)
+            opened.close()
+            others = [os.open(decoy, os.O_RDONLY) for _ in range(5)]
+            for thread in threads:
+                thread.join()
+            for each in others:
+                os.close(each)
+            assert outcomes == ["the checkpoint was closed"] * 4
+        del opened, part, read
+
+
+def test_more_shards_than_may_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        samples.save(tmp_path / f"{n}.safetensors", {f"w{n}": np.full((4, 8), n, np.float32)})
+        for n in range(30)
+    ]
+    monkeypatch.setattr(local, "_most_kept", lambda: 5)
+    with watch.nothing_left():
+        before = len(watch.open_files())
+        opened = mfload.open(files)
+        for n in [*range(30), *range(30)]:
+            assert opened.get_slice(f"w{n}")[2].tolist() == [n] * 8
+            assert len(watch.open_files()) <= before + 5
+        assert len(opened.get_tensors()) == 30
+        assert len(watch.open_files()) <= before + 5
+        opened.close()
+
+
+FOUR = """
+    import os, sys
+    import mfload
+
+    def kept():
+        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return [os.readlink(link) for link in links if os.path.exists(link)].count(sys.argv[1])
+
+    opened = mfload.open(sys.argv[1])
+    part = opened.get_slice("embed")
+    rows = [part[n].tobytes() for n in range(700)]
+    assert kept() == 1
+    children = []
+    for worker in range(4):
+        child = os.fork()
+        if child == 0:
+            code = 0 if kept() == 0 else 2
+            for n in range(worker, 700, 4):
+                if part[n].tobytes() != rows[n]:
+                    code = 3
+            code = code or (0 if kept() == 1 else 4)
+            if worker % 2:
+                opened.close()
+                code = code or (0 if kept() == 0 else 5)
+            os._exit(code)
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] >> 8 for child in children]
+    assert part[3].tobytes() == rows[3] and kept() == 1
+    opened.close()
+    print(codes, kept())
+"""
+
+
+def test_four_forked_workers_open_their_own(path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FOUR), os.path.realpath(path)],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout.strip()) == (0, "[0, 0, 0, 0] 0"), found.stderr

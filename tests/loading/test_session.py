@@ -22,7 +22,7 @@ from mfload import dtypes, errors, frameworks
 from mfload.frameworks.base import Form
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.io import buffers, probes
-from mfload.options import OVERHEAD
+from mfload.load_options import OVERHEAD
 
 MODEL = samples.model()
 # Two tensors of some blocks each, whose data begin at an odd place.
@@ -288,7 +288,7 @@ def test_waves_go_one_way_decided_once(
     monkeypatch.setattr(frameworks, "get", lambda *_: _Copying())
     report = mfload.Report()
     caplog.set_level("INFO", logger="mfload")
-    options = {"framework": "numpy", "max_host_overhead": 3 << 20}
+    options = {"framework": "numpy", "max_host_overhead": 3 << 20, "page_cache": "bypass"}
     expected = mfload.plan(path, **as_options(options))
     caplog.clear()
     loaded = mfload.load(path, report=report, **as_options(options))
@@ -311,7 +311,8 @@ def test_a_load_in_waves_that_does_not_fit_never_begins(
     asked: list[int] = []
     monkeypatch.setattr(frameworks, "get", lambda *_: Half())
     monkeypatch.setattr(
-        "mfload.loading.allocate.check_host", lambda needed, _=0: asked.append(needed)
+        "mfload.loading.allocate.check_host",
+        lambda needed, specs: asked.append(needed + sum(spec.nbytes for spec in specs)),
     )
     copied = [a.nbytes for a in MODEL.values() if a.dtype != np.float32]
     mfload.load(path, framework="numpy", options=mfload.Options(max_host_overhead=max(copied)))

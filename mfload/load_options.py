@@ -1,0 +1,75 @@
+"""The options of one call, with its deadline.
+
+A call without `options=` needs only these: `mfload.options`, which defines and validates what a
+user may set, is imported where the user names it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from mfload import errors
+from mfload.runtime import Deadline
+
+if TYPE_CHECKING:
+    from mfload.options import Allocator, Engine, Exchange, Options, PageCache
+
+OVERHEAD = 256 << 20
+"""Default of both memory limits, in bytes beside the result."""
+
+Unmatched = Literal["replicate", "error"]
+UNMATCHED = ("replicate", "error")
+
+
+class LoadOptions:
+    """Options of one call: the fields of `Options`, and three more. They don't change.
+
+    Attributes:
+        deadline: When `timeout` has run out.
+        merge_gap: Unwanted bytes that are read over rather than skipped. Default: the source's.
+        by_host: Whether all arrays pass through host memory.
+    """
+
+    engine: Engine = "auto"
+    allocator: Allocator = "auto"
+    exchange: Exchange = "auto"
+    page_cache: PageCache = "auto"
+    threads: int | None = None
+    timeout: float | None = None
+    max_host_overhead: int | None = None
+    max_device_overhead: int | None = None
+    headers: tuple[tuple[str, str], ...] | None = None
+    deadline: Deadline = Deadline(None)
+    merge_gap: int | None = None
+    by_host: bool = False
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    def replace(self, **changes: Any) -> LoadOptions:
+        """The same options with some of them changed."""
+        return LoadOptions(**{**vars(self), **changes})
+
+    @property
+    def lands_on_devices(self) -> bool:
+        """Whether arrays may land in device memory directly."""
+        return not self.by_host and self.engine != "mmap"
+
+
+_DEFAULT = LoadOptions()
+
+
+def started(options: Options | None, deadline: Deadline | None = None) -> LoadOptions:
+    """The options of a call that begins now, or began with `deadline`."""
+    if options is None:
+        return LoadOptions(deadline=deadline) if deadline else _DEFAULT
+    from mfload.options import Options
+
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.UsageError(
+            "options must be an mfload.Options",
+            expected="options=mfload.Options(engine=…, threads=…, …)",
+            found=repr(options),
+        )
+    given = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return LoadOptions(**given, deadline=deadline or Deadline(options.timeout))
