@@ -14,13 +14,13 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
-from typing import TextIO, TypedDict
+from typing import Any, TextIO, TypedDict
 
 from benchmarks.tasks import Explained, Found, Job, Task, warmup
 from mfload.bench import machine
+from mfload.bench.child import explained
 from mfload.bench.loaders import touch
 
 _PR_SET_PDEATHSIG = 1
@@ -114,16 +114,10 @@ def measure(job: Job, wait: Callable[[], None]) -> Result:
         cpu_system_s=used.ru_stime - usage.ru_stime,
         peak_over=peak - before - job["nbytes"],
     )
-    return Explaining(**result, explained=_explained(found)) if job["explain"] else result
-
-
-def _explained(found: Found) -> Explained | None:
-    report = found.report
-    if report is None:
-        return None
-    legs = Counter((engine, why) for _, engine, why in report.route)
-    route = [(engine, why, files) for (engine, why), files in legs.most_common()]
-    return {"route": route, "threads": report.threads, "notes": list(report.notes)}
+    if not job["explain"]:
+        return result
+    how: Any = None if found.report is None else explained(found.report)
+    return Explaining(**result, explained=how)
 
 
 def _die_with_parent(parent: int) -> None:

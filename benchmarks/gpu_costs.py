@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import gpu_memory
 from benchmarks.gpu_given import Given
 from benchmarks.gpu_memory import MIB
-from mfload.bench.ceilings import fresh_pages
+from benchmarks.memory import fresh_pages
 
 _SIZES = (1, 4, 8, 16, 64, 256, 1024)
 """MiB that are page-locked."""

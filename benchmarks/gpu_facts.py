@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT
 from mfload.io.subprocess_probe import Answer, ask
 
 _SMI = {
@@ -31,12 +30,7 @@ def look() -> dict[str, Any] | str:
         `name`, `memory` (bytes), `pci`, `cuda` (what the driver speaks), `count`, and the fields of
         nvidia-smi where it is there.
     """
-    # Run from the source tree, mfload may not be installed: the probe has to be told where it is.
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    found = ask(
-        "mfload.diagnostics.probe", "cuda", timeout=_TIMEOUT, environment={"PYTHONPATH": path}
-    )
-    return _judged(found)
+    return _judged(ask("mfload.diagnostics.probe", "cuda", timeout=_TIMEOUT))
 
 
 def _judged(answer: Answer) -> dict[str, Any] | str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.memory import SPAN, fresh_pages
 from mfload.bench import loaders
-from mfload.bench.ceilings import fresh_pages
-from mfload.bench.loaders import PAGE, SPAN, Span
+from mfload.bench.loaders import PAGE, Span
 
 HOST = "cpu"
 MIB = 1 << 20
@@ -27,14 +27,9 @@ def cupy() -> Any:
     return import_module("cupy")
 
 
-def _cupy_span(array: Any) -> Span:
-    return array.data.ptr, array.nbytes
-
-
 def spans(framework: str, arrays: Mapping[str, Any]) -> list[Span]:
     """Where arrays lie."""
-    span = _cupy_span if framework == "cupy" else SPAN[framework]
-    return [span(array) for array in arrays.values()]
+    return list(map(SPAN[framework], arrays.values()))
 
 
 def page_sum(places: Iterable[Span], device: str) -> int:

@@ -156,7 +156,11 @@ class Run:
             self._results, setting.device, setting.cores, gds=self._gds(), rounds=setting.rounds
         )
         self._take(rounds, plan.warm_ceilings())
-        why = machine.why_not(found.subject().extents, cold=True)
+        why = None
+        try:
+            machine.fill_or_drop(found.subject().extents, cold=True)
+        except machine.UnfitError as error:
+            why = str(error)
         if why is not None:
             self._results.skipped.append(("cold", "all", why))
         else:

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_facts, gpu_tasks, markdown, plot, tables, timings
+from benchmarks import described, gpu_facts, gpu_tasks, markdown, plot, tables, timings
 from benchmarks.gpu_ceilings import PEAK, is_ceiling
 from benchmarks.gpu_plan import FAST, PLAIN
 from benchmarks.gpu_tasks import Way
 from benchmarks.results import Results
 from benchmarks.targets import Target
-from mfload.bench import machine
 
 TITLES = {
     "warm": "Warm: all of it in the page cache",
@@ -147,13 +146,13 @@ def _conditions(results: Results) -> str:
     starts = ", ".join(map(str, found["starts"]))
     busy = ", ".join(f"{case} {part:.0%}" for case, part in run["busy_share"].items())
     return (
-        f"{gpu_facts.sentence(run['gpu'])}. {machine.sentence(m)}, {run['cores']} of the cores "
+        f"{gpu_facts.sentence(run['gpu'])}. {described.sentence(m)}, {run['cores']} of the cores "
         f"usable. {found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} tensors in "
         f"{found['files']} files, shapes {found['drawn']}, data starting at {starts} mod 64. "
         f"Rounds as the tables say, taking turns, a fresh process each, imports and a first tiny "
         f"load done; seed {run['seed']}, {run['seconds']:.0f} s of {run['minutes']:g} min used; "
         f"busy with other things before: {busy or 'not looked at'}. Cold: none of it in this "
-        f"machine's page cache{host}. {machine.versions_sentence(m)}."
+        f"machine's page cache{host}. {described.versions_sentence(m)}."
     )
 
 

@@ -13,13 +13,21 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import ROOT, commands, listing_files, listing_tasks, markdown, plot, timings
+from benchmarks import (
+    ROOT,
+    commands,
+    described,
+    listing_files,
+    listing_tasks,
+    markdown,
+    plot,
+    timings,
+)
 from benchmarks.checkpoint import write_many_small
 from benchmarks.listing_files import Listed
 from benchmarks.results import MIB, Results
 from benchmarks.run import Run
 from benchmarks.runner import Bed, Case, Sample, sample
-from mfload.bench import machine
 
 CASES = ("file", "shards", "huge")
 _COLD = "shards"
@@ -126,7 +134,7 @@ def page(results: Results) -> str:
     """The figures as Markdown, under headings of the third level."""
     m = results.machine
     parts = [
-        f"{machine.sentence(m)}. {timings.busy(results)}. {machine.versions_sentence(m)}.",
+        f"{described.sentence(m)}. {timings.busy(results)}. {described.versions_sentence(m)}.",
     ]
     for case in timings.cases(results):
         parts += [

@@ -19,14 +19,14 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks import arguments, plot, tables
+from benchmarks import arguments, described, plot, tables
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
+from benchmarks.compared import COLD, LOADERS, WARM
 from benchmarks.results import Results, label
 from benchmarks.run import Run
 from benchmarks.runner import Bed, Case, sample
 from benchmarks.targets import judge
-from mfload.bench import ceilings, machine
-from mfload.bench.loaders import LOADERS
+from mfload.bench import loaders, machine
 
 CASES = ("warm", "cold", "small", "memory")
 SMALL_TENSORS = 20_000
@@ -72,12 +72,12 @@ class _Loading(Run):
 
     def best_patterns(self, checkpoint: Checkpoint) -> list[str]:
         """Try every cold pattern a few times and name the best."""
-        names = [pattern.name for pattern in ceilings.COLD]
+        names = [pattern.name for pattern in COLD]
         self.load(Case("scouting", cold=True), names, checkpoint, _SCOUTED)
         tried = self.results.names("scouting")
         tried.sort(key=lambda name: self.results.best("scouting", name) or 0.0)
         # One that keeps what it reads is always among them: that is what a loader has to do.
-        fresh = next(name for name in tried if not ceilings.PATTERNS[name].reuse)
+        fresh = next(name for name in tried if loaders.find(name).keeps)
         return list(dict.fromkeys([*tried[:_KEPT], fresh]))
 
 
@@ -90,7 +90,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> Results:
     small = write_many_small(folder / "small", seed, SMALL_TENSORS)
     warmup = write_many_small(folder / "warmup", seed, 3)
     results = Results(
-        machine=machine.describe(folder),
+        machine=described.describe(folder),
         run={
             "seed": seed,
             "rounds": args.rounds,
@@ -108,8 +108,8 @@ def _measure(args: argparse.Namespace, folder: Path) -> Results:
     run = _Loading(results, rng, warmup)
     if "warm" in args.cases:
         # Read back by the first sample: one history for all pages.
-        machine.drop(large.subject().extents)
-        run.load(Case("warm"), [ceilings.WARM.name, *names], large, args.rounds)
+        machine.fill_or_drop(large.subject().extents, cold=True)
+        run.load(Case("warm"), [WARM.name, *names], large, args.rounds)
     if "cold" in args.cases:
         best = run.best_patterns(large)
         run.load(Case("cold", cold=True), [*best, *names], large, args.rounds)

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import markdown, plot, tables, timings
+from benchmarks import described, markdown, plot, tables, timings
 from benchmarks.mesh_layouts import LAYOUTS
 from benchmarks.mesh_processes import EXCHANGES, PROCESSES
 from benchmarks.mesh_tasks import CEILINGS, LABELS
 from benchmarks.plot import OURS, PEER, Bar
 from benchmarks.results import MIB, Results
 from benchmarks.targets import Target
-from mfload.bench import machine
 
 COLD, PAIR = "rows-cold", "two-processes"
 TITLES = {
@@ -144,11 +143,11 @@ def page(results: Results) -> str:
     host = " (its host may still hold the file)" if m["virtual"] else ""
     starts = ", ".join(map(str, found["starts"]))
     parts = [
-        f"{machine.sentence(m)}. {found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} "
+        f"{described.sentence(m)}. {found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} "
         f"tensors in {found['files']} files, shapes {found['drawn']}, data starting at {starts} "
         f"mod 64; the largest tensor has {found['largest'] / MIB:.0f} MiB. "
         f"{timings.busy(results)}. Cold: none of it in this machine's page cache{host}. "
-        f"{machine.versions_sentence(m)}.",
+        f"{described.versions_sentence(m)}.",
         "### Targets",
         targets(judge(results)),
     ]

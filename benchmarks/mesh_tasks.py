@@ -11,13 +11,14 @@ from typing import Any
 
 from benchmarks import tasks
 from benchmarks.calls import as_options
+from benchmarks.compared import WARM
 from benchmarks.mesh_layouts import DEVICES, LAYOUTS, Layout
+from benchmarks.results import is_ceiling
 from benchmarks.tasks import Found, Job, Task
-from mfload.bench import ceilings
 from mfload.bench.loaders import Span
 
 LABELS = {
-    ceilings.WARM.name: f"ceiling: {ceilings.WARM.label}",
+    WARM.name: f"ceiling: {WARM.label}",
     "ceiling-direct-4x16-fresh": "ceiling: O_DIRECT, 4 threads, 16 MiB, fresh 2 MiB pages",
     "mfload": "mfload",
     "plain": "safetensors.numpy, then jax.device_put",
@@ -171,7 +172,7 @@ _WAYS = {
 
 def find(name: str) -> Task:
     """The task of a name."""
-    if name in ceilings.PATTERNS:
+    if is_ceiling(name):
         return tasks.find(name)
     # Before JAX is imported, which is when the first task runs.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"

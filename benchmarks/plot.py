@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.results import Results, is_ceiling, label
-from mfload.bench.ceilings import PATTERNS
+from mfload.bench import loaders
 
 _LIMIT = 12.0
 """Where bars are cut off: beyond it the exact length says little, and the figure stands beside."""
@@ -99,12 +99,12 @@ def _case(axes: Any, results: Results, case: str) -> None:
     if found is None:
         raise ValueError(f"no ceiling was measured for the case {case!r}")
     ceiling, unit = found
-    loaders = [name for name in results.names(case) if not is_ceiling(name)]
-    loaders.sort(key=lambda name: results.best(case, name) or 0.0)
+    others = [name for name in results.names(case) if not is_ceiling(name)]
+    others.sort(key=lambda name: results.best(case, name) or 0.0)
     # The ceiling may keep nothing of what it reads; the best that does keep it stands below it.
-    kept = [name for name in results.names(case) if is_ceiling(name) and not PATTERNS[name].reuse]
+    kept = [name for name in results.names(case) if is_ceiling(name) and loaders.find(name).keeps]
     kept.sort(key=lambda name: results.best(case, name) or 0.0)
-    names = [*dict.fromkeys([ceiling, *kept[:1]]), *loaders]
+    names = [*dict.fromkeys([ceiling, *kept[:1]]), *others]
     bars: list[Bar] = []
     for name in names:
         best, middle = results.best(case, name), results.median(case, name)

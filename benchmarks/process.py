@@ -13,12 +13,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
+from benchmarks import ROOT
 from benchmarks.tasks import Job
 from mfload.bench import machine
-from mfload.bench.measuring import ENV, ROOT, ChildError, last_words
+from mfload.bench.measuring import ENV
 
 TIMEOUT = 300.0
 """Seconds after which a child counts as hung."""
+
+
+class ChildError(Exception):
+    """A measuring process failed or hung; the message says why, or is the end of its log."""
+
+
+def last_words(code: int, log: str) -> str:
+    """Why a process ended: the last line that it printed, or the signal."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if code > 0 and lines:
+        return lines[-1][:300]
+    # What a signal ends has had no last words; what it printed before says little.
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"{how}, perhaps since memory ran out" if code == -signal.SIGKILL else how
 
 
 def environment(extra: Mapping[str, str], roots: Sequence[str]) -> dict[str, str]:
@@ -28,8 +43,7 @@ def environment(extra: Mapping[str, str], roots: Sequence[str]) -> dict[str, str
         extra: What else it is run with.
         roots: Where else it is to find modules.
     """
-    # What is installed it finds by itself; a source tree it has to be told of.
-    places = [*roots, *([] if ROOT.name.endswith("-packages") else [str(ROOT)])]
+    places = [*roots, str(ROOT)]
     places += filter(None, [os.environ.get("PYTHONPATH")])
     path = os.pathsep.join(dict.fromkeys(places))
     return {**os.environ, **ENV, **extra, **({"PYTHONPATH": path} if path else {})}

@@ -9,21 +9,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+from benchmarks.compared import LOADERS
 from mfload.bench import loaders
-from mfload.bench.ceilings import PATTERNS
-from mfload.bench.loaders import LOADERS
 
 MIB = 1 << 20
 
 
 def is_ceiling(name: str) -> bool:
     """Whether a name is that of a ceiling's pattern."""
-    return name in PATTERNS
+    return name.startswith("ceiling-")
 
 
 def label(name: str) -> str:
     """What a loader or a ceiling's pattern is called in tables and plots."""
-    return PATTERNS[name].label if is_ceiling(name) else loaders.find(name).label
+    return loaders.find(name).label
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Results:
     """A run.
 
     Args:
-        machine: What `machine.describe` gives.
+        machine: What `described.describe` gives.
         run: Seed, rounds and sizes.
         checkpoints: Each checkpoint in words and figures.
         samples: Every measurement.
@@ -66,7 +65,7 @@ class Results:
     def names(self, case: str) -> list[str]:
         """What was measured in a case: ceilings, then loaders, each in the tables' order."""
         seen = dict.fromkeys(s["name"] for s in self.samples if s["case"] == case)
-        known = [name for name in (*PATTERNS, *LOADERS) if name in seen]
+        known = [*filter(is_ceiling, seen), *(name for name in LOADERS if name in seen)]
         return [*known, *(name for name in seen if name not in known)]
 
     def ceiling(self, case: str) -> tuple[str, float] | None:

@@ -15,13 +15,12 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import ROOT, arguments, markdown, plot, saving_tasks, timings
+from benchmarks import ROOT, arguments, described, markdown, plot, saving_tasks, timings
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
 from benchmarks.results import Results
 from benchmarks.run import Run
 from benchmarks.runner import Bed, Case, Sample, sample
 from benchmarks.saving_tasks import FLOORS, LABELS, ON_DISK
-from mfload.bench import machine
 
 CASES = ("large", "small")
 SMALL_TENSORS = 20_000
@@ -95,7 +94,7 @@ def page(results: Results) -> str:
     """The figures as Markdown, under headings of the third level."""
     m = results.machine
     parts = [
-        f"{machine.sentence(m)}. {timings.busy(results)}. {machine.versions_sentence(m)}.",
+        f"{described.sentence(m)}. {timings.busy(results)}. {described.versions_sentence(m)}.",
     ]
     for case in timings.cases(results):
         found = results.checkpoints[case]

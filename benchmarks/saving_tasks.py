@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.memory import SPAN, fresh_pages
 from benchmarks.tasks import Found, Job, Task
-from mfload.bench import loaders
-from mfload.bench.ceilings import fresh_pages
 
 _BLOCK = 4 << 20
 _PAGE = mmap.PAGESIZE
@@ -90,7 +89,7 @@ class _Saving:
         self._found = mfload.load(path, framework="numpy")
         os.unlink(path)
         self._arrays = None
-        spans = [loaders.SPAN["numpy"](array) for array in self._found.values()]
+        spans = [SPAN["numpy"](array) for array in self._found.values()]
         return Found(None, spans, len(self._found))
 
 

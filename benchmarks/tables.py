@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import markdown
+from benchmarks import described, markdown
+from benchmarks.compared import LOADERS
 from benchmarks.markdown import Row
 from benchmarks.results import MIB, Results, is_ceiling, label
 from benchmarks.targets import Target
-from mfload.bench import machine
-from mfload.bench.loaders import LOADERS
 
 
 def _name(name: str) -> str:
@@ -26,13 +25,13 @@ def conditions(results: Results) -> str:
     starts = ", ".join(str(start) for start in found["starts"])
     host = " (its host may still hold the file)" if m["virtual"] else ""
     return (
-        f"{machine.sentence(m)}. "
+        f"{described.sentence(m)}. "
         f"{found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} tensors in "
         f"{len(found['starts'])} files, shapes {found['drawn']}, data starting at {starts} mod 64, "
         f"seed {run['seed']}. Each figure from {run['rounds']} rounds, a fresh process each, "
         f"imports and a first tiny load done, loaders taking turns, every page touched. "
         f"Warm: all of it in the page cache. Cold: none of it in this machine's page cache{host}. "
-        f"{machine.versions_sentence(m)}."
+        f"{described.versions_sentence(m)}."
     )
 
 
@@ -84,7 +83,7 @@ def small(results: Results) -> str:
     rows = [
         (
             _name(name),
-            LOADERS[name].framework,
+            LOADERS[name].framework or "",
             micro(results.best("small", name, "cpu_load_s")),
             micro(results.median("small", name, "cpu_load_s")),
         )

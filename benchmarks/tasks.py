@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
 from benchmarks import subject
-from mfload.bench import ceilings, loaders
-from mfload.bench.ceilings import Extent
-from mfload.bench.loaders import SPAN, LoaderCall, Span
+from benchmarks.memory import SPAN
+from mfload.bench import loaders
+from mfload.bench.loaders import Span
 from mfload.report import Report
 
 
@@ -92,29 +91,14 @@ def warmup(job: Job) -> Job:
 
 def find(name: str) -> Task:
     """The task of a pattern or a loader."""
-    pattern = ceilings.PATTERNS.get(name)
-    return _loading(name) if pattern is None else _reading(pattern)
-
-
-def _reading(pattern: ceilings.Pattern) -> Task:
-    def run(job: Job) -> ceilings.Bytes:
-        return ceilings.read([Extent(*each) for each in job["extents"]], pattern)
-
-    return Task(run, lambda found: Found(found, found.spans))
-
-
-def _loading(name: str) -> Task:
     loader = loaders.find(name)
+    if loader.framework is None:
+        return Task(loader.run, lambda found: Found(found, found.spans))
     span = SPAN[loader.framework]
 
     def run(job: Job) -> tuple[Any, Report | None]:
-        report = Report() if job["explain"] and loader.ours else None
-        request = LoaderCall(job["path"], job["files"], job["names"], job["threads"], report)
-        arrays = loader.load(request)
-        if loader.framework == "jax":
-            # JAX may copy behind our back. Whoever made the arrays has imported it.
-            sys.modules["jax"].block_until_ready(list(arrays.values()))
-        return arrays, report
+        report = Report() if job["explain"] and loader.kind == "mfload" else None
+        return loader.run(job, report), report
 
     def found(made: tuple[Any, Report | None]) -> Found:
         arrays, report = made

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import arguments, pages
+from benchmarks import arguments, described, pages
 from benchmarks.plot import CEILING, OURS, PEER, Bar
 from benchmarks.results import Results
-from mfload.bench import machine
 
 
 def begun(folder: Path, seed: int, rounds: int, checkpoints: dict[str, object]) -> Results:
@@ -30,7 +29,7 @@ def begun(folder: Path, seed: int, rounds: int, checkpoints: dict[str, object]) 
         "busy_share": {},
         "started": time.strftime("%Y-%m-%d %H:%M"),
     }
-    return Results(machine.describe(folder), run, checkpoints)
+    return Results(described.describe(folder), run, checkpoints)
 
 
 def cases(results: Results) -> list[str]:

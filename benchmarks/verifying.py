@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import mfload
-from benchmarks import ROOT, commands, markdown, plot, timings, verifying_tasks
+from benchmarks import ROOT, commands, described, markdown, plot, timings, verifying_tasks
 from benchmarks.checkpoint import Checkpoint, write_llama, write_many_small
 from benchmarks.results import Results
 from benchmarks.run import Run
 from benchmarks.runner import Bed, Case, Sample, sample
-from mfload.bench import machine
 
 CASES = ("warm", "cold")
 _COMMANDS = {
@@ -113,9 +112,9 @@ def page(results: Results) -> str:
     m, found = results.machine, results.checkpoints["large"]
     host = " (its host may still hold the file)" if m["virtual"] else ""
     parts = [
-        f"{machine.sentence(m)}. {found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} "
+        f"{described.sentence(m)}. {found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} "
         f"tensors in {found['files']} files, shapes {found['drawn']}. {timings.busy(results)}. "
-        f"Cold: none of it in this machine's page cache{host}. {machine.versions_sentence(m)}."
+        f"Cold: none of it in this machine's page cache{host}. {described.versions_sentence(m)}."
     ]
     for case in timings.cases(results):
         parts += [f"### {case.capitalize()}", _table(results, case)]

@@ -11,9 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory import SPAN, fresh_pages
 from benchmarks.tasks import Found, Job, Task
-from mfload.bench import loaders
-from mfload.bench.ceilings import fresh_pages
 
 MANIFEST = "measured.checksums.json"
 """Beside the checkpoint; of the tiny one too."""
@@ -60,7 +59,7 @@ def _load_then_hash(job: Job) -> dict[str, Any]:
 
 
 def _arrays(made: dict[str, Any]) -> Found:
-    spans = [loaders.SPAN["numpy"](array) for array in made.values()]
+    spans = [SPAN["numpy"](array) for array in made.values()]
     return Found(made, spans, len(made))
 
 

@@ -6,20 +6,17 @@ the disk's best pattern when the cache is cold.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import accumulate
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mfload.index import Index, TensorInfo
+from mfload.io import buffers
 
 MIB = 1 << 20
-_HUGE = 2 * MIB
 _ALIGN = 4096  # The strictest that O_DIRECT asks of offsets, lengths and addresses.
 _GAP = 64 << 10  # Bytes between two tensors that are read over rather than left out.
 
@@ -50,8 +47,7 @@ def paths_of(extents: Iterable[Extent]) -> list[str]:
     return list(dict.fromkeys(extent.path for extent in extents))
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(NamedTuple):
     """A way to read: how many threads, and how many bytes a call.
 
     `direct` bypasses the page cache. `reuse` reads into the same slots again and again and keeps
@@ -79,94 +75,76 @@ class Pattern:
         return f"{how}, {threads}, {self.block // MIB} MiB, {into}"
 
 
-WARM = Pattern(2, 16 * MIB)
-COLD = (
-    *(
-        Pattern(threads, block * MIB, direct=True, reuse=reuse)
-        for threads in (1, 2, 4, 8)
-        for block in (4, 16)
-        for reuse in (False, True)
-    ),
-    WARM,
-    Pattern(4, 16 * MIB),
-)
-_MORE = (Pattern(threads, 16 * MIB) for threads in (1, 8, 16))
-PATTERNS = {pattern.name: pattern for pattern in (WARM, *COLD, *_MORE)}
+def named(name: str) -> Pattern | None:
+    """The pattern of a name; None if it is no pattern's."""
+    found = re.fullmatch(r"ceiling-(direct|buffered)-(\d+)x(\d+)-(fresh|reused)", name)
+    if found is None:
+        return None
+    how, threads, mib, into = found.groups()
+    return Pattern(int(threads), int(mib) * MIB, how == "direct", into == "reused")
 
 
-def trial(cores: int, *, cold: bool, quick: bool) -> list[Pattern]:
-    """The patterns to try on a machine of so many cores."""
+def trial(cores: int, *, cold: bool, quick: bool) -> list[str]:
+    """The patterns to try on a machine of so many cores, by name."""
+    buffered, direct = (2, 4), [Pattern(1, 4 * MIB, True, True), Pattern(4, 4 * MIB, True)]
     if not cold:
-        threads = (2, 4) if quick else (1, 2, 4, 8, 16)
-        return [Pattern(n, 16 * MIB) for n in threads if n <= max(2, cores)]
-    if quick:
-        direct = (Pattern(1, 4 * MIB, direct=True, reuse=True), Pattern(4, 4 * MIB, direct=True))
-        return [*direct, WARM]
-    return [pattern for pattern in COLD if pattern.block == 4 * MIB or not pattern.reuse]
+        some = buffered if quick else (1, 2, 4, 8, 16)
+        buffered, direct = [n for n in some if n <= max(2, cores)], []
+    elif not quick:
+        kinds = (4 * MIB, False), (4 * MIB, True), (16 * MIB, False)
+        direct = [Pattern(n, block, True, reuse) for n in (1, 2, 4, 8) for block, reuse in kinds]
+    return [each.name for each in (*direct, *(Pattern(n, 16 * MIB) for n in buffered))]
 
 
 class Bytes(NamedTuple):
     """Memory that was read into: (address, bytes) of each extent, or of the reused slots."""
 
     spans: list[tuple[int, int]]
-    memory: mmap.mmap
-
-
-def fresh_pages(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Private memory on 2 MiB pages, not yet faulted in, and the offset of the first such page."""
-    size = -(-nbytes // _HUGE) * _HUGE + _HUGE
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, -_address(memory) % _HUGE
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory: Any
 
 
 def read(extents: Sequence[Extent], pattern: Pattern) -> Bytes:
     """Reads extents into memory: whole pages, side by side."""
-    pages = [(start // _ALIGN * _ALIGN, -(-stop // _ALIGN) * _ALIGN) for _, start, stop in extents]
-    *places, end = accumulate((stop - start for start, stop in pages), initial=0)
-    total = pattern.threads * pattern.block if pattern.reuse else end
-    memory, first = fresh_pages(total)
-    view = memoryview(memory)[first : first + total]
+    blocks: list[tuple[str, int, int, int]] = []
+    places: list[tuple[int, int]] = []
+    end = 0
+    for path, start, stop in extents:
+        page = start - start % _ALIGN
+        places.append((end + start - page, stop - start))
+        for offset in range(page, stop, pattern.block):
+            length = min(pattern.block, stop - offset)
+            blocks.append((path, offset, length, end + offset - page))
+        end += -(-stop // _ALIGN) * _ALIGN - page
+    if pattern.reuse:
+        end = pattern.threads * pattern.block
+        places = [(0, end)]
+    memory: Any = buffers.allocate(end)  # Fresh pages, huge ones where the system has them.
+    view = memoryview(memory)
     slots: SimpleQueue[int] = SimpleQueue()
     for number in range(pattern.threads):
         slots.put(number * pattern.block)
 
-    def fill(block: tuple[int, int, int, int]) -> None:
-        fd, offset, wanted, place = block
+    def fill(block: tuple[str, int, int, int]) -> None:
+        path, offset, wanted, place = block
         at = slots.get() if pattern.reuse else place
         # A direct read takes whole sectors: the last one asks for more than the file has.
         into = view[at : at - (-wanted // _ALIGN) * _ALIGN]
-        got = 0
-        while got < wanted:
-            done = os.preadv(fd, [into[got:]], offset + got)
-            if done == 0:
-                raise OSError("the file ended early")
-            got += done
-        if pattern.reuse:
-            slots.put(at)
+        try:
+            while wanted > 0:
+                done = os.preadv(fds[path], [into], offset)
+                if done == 0:
+                    raise OSError("the file ended early")
+                into, offset, wanted = into[done:], offset + done, wanted - done
+        finally:
+            if pattern.reuse:
+                slots.put(at)
 
     flags = os.O_RDONLY | (os.O_DIRECT if pattern.direct else 0)
     fds = {path: os.open(path, flags) for path in paths_of(extents)}
     try:
-        blocks = [
-            (fds[path], offset, min(pattern.block, stop - offset), place + offset - page)
-            for (path, _, stop), (page, _), place in zip(extents, pages, places, strict=True)
-            for offset in range(page, stop, pattern.block)
-        ]
         with ThreadPoolExecutor(pattern.threads) as pool:
             list(pool.map(fill, blocks))
     finally:
         for fd in fds.values():
             os.close(fd)
-    address = _address(memory) + first
-    if pattern.reuse:
-        return Bytes([(address, total)], memory)
-    spans = [
-        (address + place + start % _ALIGN, stop - start)
-        for (_, start, stop), place in zip(extents, places, strict=True)
-    ]
-    return Bytes(spans, memory)
+    return Bytes([(memory.ctypes.data + at, nbytes) for at, nbytes in places], memory)

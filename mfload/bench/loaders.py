@@ -1,4 +1,4 @@
-"""The loaders that are measured: mfload and its peers, each as its own documentation calls it.
+"""What is measured: patterns of reading, mfload, and its peers as their documentation calls them.
 
 No framework is imported before a loader is called, since no process may hold TensorFlow and Paddle
 both.
@@ -9,97 +9,79 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from ctypes import c_ubyte
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mfload import dlpack, frameworks
+from mfload.bench import ceilings
+from mfload.bench.ceilings import Extent
 from mfload.report import Report
+from mfload.saving import export
 
 PAGE = 4096
+Job = Mapping[str, Any]
+"""What to load, as JSON: the `path` and its `files`, the `names` of tensors (None for all), and the
+number of `threads` (or None). Patterns read `extents`; peers load all of the files."""
 Arrays = Mapping[str, Any]
 Span = tuple[int, int]
 """Address and bytes of an array."""
 
 
-class LoaderCall(NamedTuple):
-    """What to load; peers load all of the files."""
+class BenchLoader(NamedTuple):
+    """One way to get a checkpoint into memory.
 
-    path: str | list[str]
-    files: list[str]
-    names: list[str] | None = None
-    threads: int | None = None
-    report: Report | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BenchLoader:
-    """One way to load a checkpoint; `needs` are modules that must be installed."""
+    Attributes:
+        framework: Of the arrays by name that `load` returns; None for `ceilings.Bytes`.
+        needs: Modules that must be installed.
+        keeps: Whether all bytes are in memory afterwards.
+    """
 
     name: str
     label: str
-    framework: str
-    load: Callable[[LoaderCall], Arrays]
-    needs: tuple[str, ...]
-
-    @property
-    def ours(self) -> bool:
-        """Whether it is mfload."""
-        return self.name.startswith("mfload-")
+    kind: Literal["ceiling", "mfload", "peer"]
+    framework: str | None
+    load: Callable[[Job, Report | None], Any]
+    needs: tuple[str, ...] = ()
+    keeps: bool = True
 
     def missing(self) -> list[str]:
         """The modules it needs that are not installed."""
         return [name for name in self.needs if find_spec(name) is None]
 
+    def run(self, job: Job, report: Report | None = None) -> Any:
+        """Loads, and waits until all copies are over; the report is filled by mfload alone."""
+        made = self.load(job, report)
+        if self.framework == "jax":
+            sys.modules["jax"].block_until_ready(list(made.values()))
+        return made
 
-def _mfload(call: LoaderCall, *, framework: str, engine: Any) -> Arrays:
-    from mfload import api
-    from mfload.options import Options
-
-    how = Options(engine=engine, threads=call.threads)
-    names, report = call.names, call.report
-    return api.load(call.path, framework, names=names, report=report, options=how)
-
-
-def _safetensors(call: LoaderCall, *, module: str, **options: Any) -> Arrays:
-    # Its NumPy loader asks NumPy for bfloat16, which NumPy knows only after this.
-    import_module("ml_dtypes")
-    load_file = import_module(f"safetensors.{module}").load_file
-    arrays: dict[str, Any] = {}
-    for path in call.files:
-        arrays.update(load_file(path, **options))
-    return arrays
+    def spans(self, made: Any) -> list[Span]:
+        """Where in host memory that is which `run` returned."""
+        if self.framework is None:
+            return made.spans
+        ends = [each.span for each in export.export(made)]
+        # TensorFlow does not say where a single number lies.
+        return [(start, stop - start) for start, stop in filter(None, ends)]
 
 
-def _clone(call: LoaderCall) -> Arrays:
-    load_file = import_module("safetensors.torch").load_file
-    return {name: t.clone() for path in call.files for name, t in load_file(path).items()}
+def find(name: str) -> BenchLoader:
+    """The pattern or the loader of a name, mfload's with any engine among them."""
+    if pattern := ceilings.named(name):
+        read, keeps = partial(_read, pattern), not pattern.reuse
+        return BenchLoader(name, pattern.label, "ceiling", None, read, keeps=keeps)
+    who, _, what = name.partition("-")
+    framework, _, engine = what.partition("-")
+    if who == "mfload" and framework in frameworks.NAMES:
+        return ours(framework, engine or "auto")
+    return PEERS[name]
 
 
-def _fastsafetensors(call: LoaderCall, *, buffered: bool = False) -> Arrays:
-    if buffered:
-        os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
-    # `nogds` is its path for machines without a GPU. Its tensors share their buffers, so they stay
-    # valid after both are closed.
-    loader = import_module("fastsafetensors").SafeTensorsFileLoader(None, device="cpu", nogds=True)
-    loader.add_filenames({0: call.files})
-    buffers = loader.copy_files_to_device()
-    arrays = {name: buffers.get_tensor(name) for name in loader.get_keys()}
-    buffers.close()
-    loader.close()
-    return arrays
-
-
-def _runai(call: LoaderCall) -> Arrays:
-    with import_module("runai_model_streamer").SafetensorsStreamer() as streamer:
-        streamer.stream_files(call.files)
-        # It hands out views of a buffer that it fills again: keeping a tensor means cloning it.
-        return {name: tensor.clone() for name, tensor in streamer.get_tensors()}
+def _read(pattern: ceilings.Pattern, job: Job, _: object) -> ceilings.Bytes:
+    return ceilings.read([Extent(*each) for each in job["extents"]], pattern)
 
 
 def ours(framework: str, engine: str = "auto") -> BenchLoader:
@@ -107,79 +89,77 @@ def ours(framework: str, engine: str = "auto") -> BenchLoader:
     name, label = f"mfload-{framework}", f"mfload → {framework}"
     if engine != "auto":
         name, label = f"{name}-{engine}", f"{label}, engine {engine}"
-    load = partial(_mfload, framework=framework, engine=engine)
-    return BenchLoader(name, label, framework, load, (framework,))
+    load = partial(_mfload, framework, engine)
+    return BenchLoader(name, label, "mfload", framework, load, (framework,))
+
+
+def _mfload(framework: str, engine: Any, job: Job, report: Report | None) -> Arrays:
+    from mfload import api
+    from mfload.options import Options
+
+    how = Options(engine=engine, threads=job["threads"])
+    return api.load(job["path"], framework, names=job["names"], report=report, options=how)
+
+
+def _safetensors(module: str, job: Job, _: object, **options: Any) -> Arrays:
+    # Its NumPy loader asks NumPy for bfloat16, which NumPy knows only after this.
+    import_module("ml_dtypes")
+    load_file = import_module(f"safetensors.{module}").load_file
+    return {name: t for path in job["files"] for name, t in load_file(path, **options).items()}
+
+
+def _clone(job: Job, _: object) -> Arrays:
+    load_file = import_module("safetensors.torch").load_file
+    return {name: t.clone() for path in job["files"] for name, t in load_file(path).items()}
+
+
+def _fastsafetensors(job: Job, _: object, *, buffered: bool = False) -> Arrays:
+    if buffered:
+        os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
+    # `nogds` is its path for machines without a GPU. Its tensors share their buffers, so they stay
+    # valid after both are closed.
+    loader = import_module("fastsafetensors").SafeTensorsFileLoader(None, device="cpu", nogds=True)
+    loader.add_filenames({0: job["files"]})
+    buffers = loader.copy_files_to_device()
+    arrays = {name: buffers.get_tensor(name) for name in loader.get_keys()}
+    buffers.close()
+    loader.close()
+    return arrays
+
+
+def _runai(job: Job, _: object) -> Arrays:
+    with import_module("runai_model_streamer").SafetensorsStreamer() as streamer:
+        streamer.stream_files(job["files"])
+        # It hands out views of a buffer that it fills again: keeping a tensor means cloning it.
+        return {name: tensor.clone() for name, tensor in streamer.get_tensors()}
+
+
+def _peer(name: str, label: str, framework: str, load: Any, package: str = "") -> BenchLoader:
+    needs = framework, package or name.partition("-")[0]
+    return BenchLoader(name, label, "peer", framework, load, needs)
 
 
 def _theirs(module: str, framework: str, note: str = "") -> BenchLoader:
-    label = f"safetensors.{module}{note}"
-    load = partial(_safetensors, module=module)
-    return BenchLoader(f"safetensors-{module}", label, framework, load, (framework, "safetensors"))
+    load = partial(_safetensors, module)
+    return _peer(f"safetensors-{module}", f"safetensors.{module}{note}", framework, load)
 
 
-_TORCH = ("torch", "safetensors")
-_FAST = ("torch", "fastsafetensors")
+_PREAD = partial(_safetensors, "torch", backend="pread")
+_BUFFERED = partial(_fastsafetensors, buffered=True)
+_STREAMER = "runai_model_streamer"
 _ALL = (
-    *map(ours, ("jax", "torch", "numpy", "tensorflow", "paddle")),
-    ours("torch", "mmap"),
     _theirs("torch", "torch", " (maps)"),
-    BenchLoader("safetensors-torch-clone", "safetensors.torch + clone", "torch", _clone, _TORCH),
-    BenchLoader(
-        "safetensors-torch-pread", "safetensors.torch, pread", "torch",
-        partial(_safetensors, module="torch", backend="pread"), _TORCH,
-    ),
+    _peer("safetensors-torch-clone", "safetensors.torch + clone", "torch", _clone),
+    _peer("safetensors-torch-pread", "safetensors.torch, pread", "torch", _PREAD),
     _theirs("flax", "jax"),
     _theirs("numpy", "numpy"),
     _theirs("tensorflow", "tensorflow"),
     _theirs("paddle", "paddle", " (maps)"),
-    BenchLoader("fastsafetensors", "fastsafetensors", "torch", _fastsafetensors, _FAST),
-    BenchLoader(
-        "fastsafetensors-buffered", "fastsafetensors, buffered", "torch",
-        partial(_fastsafetensors, buffered=True), _FAST,
-    ),
-    BenchLoader(
-        "runai-model-streamer", "runai-model-streamer + clone", "torch", _runai,
-        ("torch", "runai_model_streamer"),
-    ),
-)  # fmt: skip
-LOADERS: dict[str, BenchLoader] = {loader.name: loader for loader in _ALL}
-"""The loaders that are compared, in the order of the tables."""
-
-
-def find(name: str) -> BenchLoader:
-    """The loader of a name, mfload's with any engine among them."""
-    who, _, what = name.partition("-")
-    framework, _, engine = what.partition("-")
-    if who == "mfload" and framework in frameworks.NAMES:
-        return ours(framework, engine or "auto")
-    return LOADERS[name]
-
-
-def _numpy(array: Any) -> Span:
-    if not array.flags.c_contiguous:
-        raise ValueError("the array is not contiguous")
-    return array.__array_interface__["data"][0], array.nbytes
-
-
-def _paddle(array: Any) -> Span:
-    nbytes = int(array.size) * array.element_size()
-    return array.data_ptr() if nbytes else 0, nbytes
-
-
-def _tensorflow(array: Any) -> Span:
-    nbytes = int(array.shape.num_elements()) * array.dtype.size
-    to_dlpack = sys.modules["tensorflow"].experimental.dlpack.to_dlpack
-    return dlpack.data_address(to_dlpack(array)) if nbytes else 0, nbytes
-
-
-SPAN: dict[str, Callable[[Any], Span]] = {
-    "numpy": _numpy,
-    "torch": lambda array: (array.data_ptr(), array.nbytes),
-    "jax": lambda array: (array.unsafe_buffer_pointer(), array.nbytes),
-    "tensorflow": _tensorflow,
-    "paddle": _paddle,
-}
-"""How to find an array's memory, by framework."""
+    _peer("fastsafetensors", "fastsafetensors", "torch", _fastsafetensors),
+    _peer("fastsafetensors-buffered", "fastsafetensors, buffered", "torch", _BUFFERED),
+    _peer("runai-model-streamer", "runai-model-streamer + clone", "torch", _runai, _STREAMER),
+)
+PEERS: dict[str, BenchLoader] = {loader.name: loader for loader in _ALL}
 
 
 def touch(spans: Iterable[Span]) -> int:
@@ -188,10 +168,5 @@ def touch(spans: Iterable[Span]) -> int:
     A map is not loaded before its pages are read, and a copy may end late. By address, no
     framework pays for a conversion, and none can copy.
     """
-    total = 0
-    for address, nbytes in spans:
-        if not nbytes:
-            continue
-        memory: Any = (c_ubyte * nbytes).from_address(address)
-        total += int(np.frombuffer(memory, np.uint8)[::PAGE].sum(dtype=np.uint64))
-    return total
+    pages = (dlpack.array_at(None, address, (nbytes,))[::PAGE] for address, nbytes in spans)
+    return sum(int(page.sum(dtype=np.uint64)) for page in pages)

@@ -6,16 +6,13 @@ the best of several rounds says most.
 
 from __future__ import annotations
 
-import json
 import os
+import platform
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +20,22 @@ import numpy as np
 
 from mfload import api, errors, frameworks
 from mfload.bench import ceilings, loaders, machine, results
-from mfload.bench.ceilings import PATTERNS, Pattern
-from mfload.bench.child import Job
-from mfload.bench.loaders import LOADERS, SPAN
+from mfload.diagnostics import host
 from mfload.formats import checkpoint
 from mfload.index import TensorInfo
 from mfload.io import probes
+from mfload.io.subprocess_probe import ask
 from mfload.options import Options
 from mfload.planning import selection
 from mfload.planning.selection import Names
 from mfload.report import human
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, cores
 
+_ROOT = Path("/")
+_PACKAGES = ("mfload", "safetensors", "fastsafetensors", "runai-model-streamer")
 _SHARE = 0.35  # Of the memory left: the page cache holds the bytes once, a loader maybe twice.
 _KEPT = 2  # Of the patterns that were tried, how many take turns with the loaders.
+_CHILD = "mfload.bench.child"
 ENV = {
     # Host memory is what is measured, also where there is a GPU.
     "JAX_PLATFORMS": "cpu",
@@ -44,14 +43,9 @@ ENV = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "RUNAI_STREAMER_LOG_LEVEL": "WARNING",
 }
-ROOT = Path(__file__).parents[2]
 
 Watch = Callable[[int, int, str], None]
 """Told of progress: measurements done, measurements in all, and what is measured now."""
-
-
-class ChildError(Exception):
-    """A measuring process failed or hung; the message says why, or is the end of its log."""
 
 
 def bench(
@@ -78,11 +72,8 @@ def bench(
         UsageError: An argument is invalid, or there is nothing to measure.
     """
     if not sys.platform.startswith("linux"):
-        raise errors.DeviceError(
-            "mfload bench needs Linux: no other system says what it caches",
-            expected="linux",
-            found=sys.platform,
-        )
+        message = "mfload bench needs Linux: no other system says what it caches"
+        raise errors.DeviceError(message, found=sys.platform)
     for engine in engines:
         Options(engine=engine, threads=threads, timeout=timeout)  # Validates them.
     if rounds < 1:
@@ -91,13 +82,14 @@ def bench(
     job, notes = choose(path, names, max_bytes)
     entrants = entrants_of(frameworks, engines, peers=peers, everything=job["names"] is None)
     found: dict[str, Any] = {
-        "schema": 1,  # Counts up when a field changes its meaning or goes.
-        "machine": machine.describe(job["files"][0]),
+        "schema": 2,  # Counts up when a field changes its meaning or goes.
+        "machine": _machine(job["files"][0]),
         "run": {
             "seed": random.SystemRandom().randrange(2**32),
             "rounds": rounds,
             "threads": threads,
             "quick": quick,
+            "load_average": round(os.getloadavg()[0], 2),
             "busy_share": {},
             "started": time.strftime("%Y-%m-%d %H:%M"),
         },
@@ -124,10 +116,12 @@ def bench(
         limit = Deadline(timeout).seconds
         for case in cases:
             cold = case == "cold"
-            if why := machine.why_not(job["extents"], cold=cold):
-                found["impossible"][case] = why
+            try:
+                machine.fill_or_drop(job["extents"], cold=cold)
+            except machine.UnfitError as error:
+                found["impossible"][case] = str(error)
                 continue
-            trial = ceilings.trial(probes.cores(), cold=cold, quick=quick)
+            trial = ceilings.trial(cores(), cold=cold, quick=quick)
             _measure_case(found, case, job | {"cold": cold}, trial, able, limit, watch)
     found["run"]["ended"] = time.strftime("%Y-%m-%d %H:%M")
     found["rows"] = [row for case in cases for row in results.rows(found, case, entrants)]
@@ -135,9 +129,24 @@ def bench(
     return found
 
 
-def choose(path: str, names: Names, max_bytes: int) -> tuple[Job, list[str]]:
+def _machine(file: str) -> dict[str, str]:
+    """What `mfload doctor` finds of the host, the disk and the frameworks, and peers there are."""
+    disk = host.disk(_ROOT, host.mount(_ROOT, os.path.realpath(file)))
+    there = (each for each in host.frameworks() if each.data)
+    packages = {name: host.installed([name]) for name in _PACKAGES}
+    return {
+        **{each.what: each.found for each in (*host.look(_ROOT), *disk, *there)},
+        **{name: version for name, version in packages.items() if version},
+        "Python": platform.python_version(),
+    }
+
+
+def choose(path: str, names: Names, max_bytes: int) -> tuple[dict[str, Any], list[str]]:
     """What is read: the first tensors of known dtypes that fit; and what to say if not all do."""
-    index, _ = checkpoint.read(path)
+    index, sources = checkpoint.read(path)
+    if any(source.file is None for source in sources):
+        what = "the engines and loaders that are compared read local files"
+        raise errors.UsageError(what, expected="a path", found=index.files[0])
     selected = selection.select(index, names)
     room = probes.memory_room()
     limit, why = max_bytes, f"--max-bytes {human(max_bytes)}"
@@ -151,12 +160,9 @@ def choose(path: str, names: Names, max_bytes: int) -> tuple[Job, list[str]]:
             nbytes += row.nbytes
     everything = sum(row.nbytes for row in selected)
     if not nbytes:
-        raise errors.UsageError(
-            "nothing to measure: no tensor of a known dtype has bytes that fit",
-            file=path,
-            expected=f"a tensor of 1 to {limit} bytes ({why})",
-            found=f"{len(selected)} tensors of {everything} bytes",
-        )
+        message = "nothing to measure: no tensor of a known dtype has bytes that fit"
+        there = f"{len(selected)} tensors of {everything} bytes"
+        raise errors.UsageError(message, file=path, expected=f"1 to {limit} ({why})", found=there)
     part = f"{len(rows)} of {len(selected)} tensors, {human(nbytes)} of {human(everything)}"
     note = f"Measured: {part}: what fits ({why}) and has a known dtype."
     whole = len(rows) == len(index)
@@ -179,16 +185,15 @@ def entrants_of(
     wanted = dict.fromkeys(map(frameworks.resolve, names)) or frameworks.NAMES
     entrants = [loaders.ours(name, engine) for name in wanted for engine in engines]
     if peers:
-        theirs = (each for each in LOADERS.values() if not each.ours)
-        entrants += [each for each in theirs if each.framework in wanted]
+        entrants += [each for each in loaders.PEERS.values() if each.framework in wanted]
     found: dict[str, str | None] = {}
     for each in entrants:
         found[each.name] = None
         if missing := each.missing():
             found[each.name] = f"not installed: {', '.join(missing)}"
-        elif each.framework not in SPAN:
+        elif each.framework == "cupy":
             found[each.name] = "its arrays live on a GPU, and this measures host memory"
-        elif not each.ours and not everything:
+        elif each.kind == "peer" and not everything:
             found[each.name] = "it loads whole files only, and not all was measured"
     return found
 
@@ -196,8 +201,8 @@ def entrants_of(
 def _measure_case(
     found: dict[str, Any],
     case: str,
-    job: Job,
-    trial: Sequence[Pattern],
+    job: dict[str, Any],
+    trial: Sequence[str],
     names: Sequence[str],
     limit: float | None,
     watch: Watch,
@@ -215,60 +220,20 @@ def _measure_case(
             for name in list(left):
                 watch(min(done, total), total, label)
                 done += 1
-                try:
-                    taken = run_child(job | {"name": name}, limit)
-                except ChildError as error:
+                given = job | {"name": name}
+                taken, why = ask(_CHILD, given=given, timeout=limit, environment=ENV)
+                if why:
                     left.remove(name)
-                    found["failed"].append({"case": case, "name": name, "why": str(error)})
+                    found["failed"].append({"case": case, "name": name, "why": why})
                 else:
                     sample = {"case": label, "name": name, "round": number, **taken}
                     found["samples"].append(sample)
 
     busy = machine.busy_share(0.3)
-    take_rounds(f"{case} trial", [pattern.name for pattern in trial], 1)
+    take_rounds(f"{case} trial", list(trial), 1)
     # The fastest pattern, and the fastest of those that keep what they read.
     order = list(results.ranked(found["samples"], f"{case} trial"))
-    fresh = [name for name in order if not PATTERNS[name].reuse]
-    best = list(dict.fromkeys([*order[:1], *fresh[:1], *order]))[:_KEPT]
+    keeping = [name for name in order if loaders.find(name).keeps]
+    best = list(dict.fromkeys([*order[:1], *keeping[:1], *order]))[:_KEPT]
     take_rounds(case, [*best, *names], rounds)
     found["run"]["busy_share"][case] = round(max(busy, machine.busy_share(0.3)), 3)
-
-
-def run_child(job: Job, timeout: float | None) -> dict[str, Any]:
-    """Measures once, in a fresh process."""
-    # An installed mfload is found without help, a source tree is not.
-    paths = [] if ROOT.name.endswith("-packages") else [str(ROOT)]
-    path = os.pathsep.join([*paths, *filter(None, [os.getenv("PYTHONPATH")])])
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        # A session of its own: Ctrl-C reaches this process, which then ends it and all it started.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mfload.bench.child", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, **ENV, **({"PYTHONPATH": path} if path else {})},
-            start_new_session=True,
-        )
-        with process:
-            try:
-                out, _ = process.communicate(json.dumps(job), timeout)
-            except subprocess.TimeoutExpired:
-                raise ChildError(f"no answer within {timeout:g} s") from None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            log.seek(0)
-            raise ChildError(last_words(process.returncode, log.read()))
-    return json.loads(out)
-
-
-def last_words(code: int, log: str) -> str:
-    """Why a process ended: the last line that it printed, or the signal."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    if code > 0 and lines:
-        return lines[-1][:300]
-    # What a signal ends has had no last words; what it printed before says little.
-    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    return f"{how}, perhaps since memory ran out" if code == -signal.SIGKILL else how

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mfload.bench import loaders, machine
-from mfload.bench.ceilings import PATTERNS
+from mfload.bench import loaders
+from mfload.bench.loaders import BenchLoader
+from mfload.diagnostics import host
 
 CASES = ("warm", "cold")
 _COLOURS = {"ceiling": "#4a4f57", "mfload": "#2a6fb0", "peer": "#b4b8bf"}
 _LIMIT = 12.0
 """Where bars are cut off: beyond it the exact length says little, and the figure stands beside."""
+_FIGURES = ("best_s", "median_s", "gb_per_s", "over_ceiling", "cpu_s", "peak_over_bytes")
 
 Sample = dict[str, Any]
 """What `child.measure` gives, with `case`, `name` and `round`."""
@@ -26,10 +28,10 @@ Row = dict[str, Any]
 def ranked(samples: list[Sample], case: str) -> dict[str, list[Sample]]:
     """The samples of a case by name: ceilings, then loaders; the fastest first in all."""
     found: dict[str, list[Sample]] = {}
-    for sample in sorted(samples, key=lambda each: (each["name"] not in PATTERNS, each["seconds"])):
+    for sample in sorted(samples, key=lambda each: each["seconds"]):
         if sample["case"] == case:
             found.setdefault(sample["name"], []).append(sample)
-    return found
+    return dict(sorted(found.items(), key=lambda each: loaders.find(each[0]).kind != "ceiling"))
 
 
 def rows(found: Found, case: str, reasons: Mapping[str, str | None]) -> list[Row]:
@@ -37,66 +39,55 @@ def rows(found: Found, case: str, reasons: Mapping[str, str | None]) -> list[Row
     measured = ranked(found["samples"], case)
     if not measured:
         return []
-    first = next(iter(measured))
-    ceiling = measured[first][0]["seconds"] if first in PATTERNS else None
+    first, samples = next(iter(measured.items()))
+    ceiling = samples[0]["seconds"] if loaders.find(first).kind == "ceiling" else None
     failed = {each["name"]: each["why"] for each in found["failed"] if each["case"] == case}
-    reasons = {name: why for name, why in {**reasons, **failed}.items() if name not in measured}
-    nbytes = found["checkpoint"]["nbytes"]
-    return [
-        *(
-            _row(case, name, _figures(name, each, nbytes, ceiling))
-            for name, each in measured.items()
-        ),
-        *(
-            _row(case, name, {"measured": False, "explanation": why or "not measured"})
-            for name, why in reasons.items()
-        ),
-    ]
+    made = [_row(found, case, name, measured[name], ceiling) for name in measured]
+    for name, why in {**reasons, **failed}.items():
+        if name not in measured:
+            made.append(_row(found, case, name) | {"explanation": why or "not measured"})
+    return made
 
 
-def _row(case: str, name: str, figures: Row) -> Row:
-    pattern = PATTERNS.get(name)
-    kind = "ceiling" if pattern else "mfload" if name.startswith("mfload-") else "peer"
-    empty = ("best_s", "median_s", "gb_per_s", "over_ceiling", "cpu_s", "peak_over_bytes")
-    return {
+def _row(
+    found: Found, case: str, name: str, samples: Sequence[Sample] = (), ceiling: float | None = None
+) -> Row:
+    loader = loaders.find(name)
+    row = {
         "case": case,
         "name": name,
-        "label": (pattern or loaders.find(name)).label,
-        "kind": kind,
-        "framework": None if pattern else loaders.find(name).framework,
-        "measured": True,
-        "rounds": 0,
-        **dict.fromkeys(empty),
+        "label": loader.label,
+        "kind": loader.kind,
+        "framework": loader.framework,
+        "measured": bool(samples),
+        "rounds": len(samples),
+        **dict.fromkeys(_FIGURES),
         "engines": [],
         "explanation": "",
-        **figures,
     }
-
-
-def _figures(name: str, samples: list[Sample], nbytes: int, ceiling: float | None) -> Row:
-    best = samples[0]["seconds"]
+    if not samples:
+        return row
+    best, gigabytes = samples[0]["seconds"], found["checkpoint"]["nbytes"] / 1e9
     explained = [sample["explained"] for sample in samples if sample["explained"]]
     notes = list(dict.fromkeys(note for each in explained for note in each["notes"]))[:2]
-    said = [_how(name, explained), f"{nbytes / 1e9 / best:.2f} GB/s"]
+    said = [_how(loader, explained), f"{gigabytes / best:.2f} GB/s"]
     if ceiling is not None:
         said.append(f"{best / ceiling:.2f} of the ceiling's time")
-    keeps = name not in PATTERNS or not PATTERNS[name].reuse
-    return {
-        "rounds": len(samples),
+    return row | {
         "best_s": best,
         "median_s": statistics.median(sample["seconds"] for sample in samples),
-        "gb_per_s": nbytes / 1e9 / best,
+        "gb_per_s": gigabytes / best,
         "over_ceiling": None if ceiling is None else best / ceiling,
         "cpu_s": min(sample["cpu_s"] for sample in samples),
-        "peak_over_bytes": max(sample["peak_over"] for sample in samples) if keeps else None,
+        "peak_over_bytes": max(each["peak_over"] for each in samples) if loader.keeps else None,
         "engines": list(dict.fromkeys(leg[0] for each in explained for leg in each["route"])),
         "explanation": "; ".join([*said, *notes]),
     }
 
 
-def _how(name: str, explained: list[dict[str, Any]]) -> str:
-    if name in PATTERNS:
-        kept = "keeps nothing of it" if PATTERNS[name].reuse else "keeps all of it"
+def _how(loader: BenchLoader, explained: list[dict[str, Any]]) -> str:
+    if loader.kind == "ceiling":
+        kept = "keeps all of it" if loader.keeps else "keeps nothing of it"
         return f"reads the bytes as fast as this machine gives them, {kept}"
     if not explained:
         return "as its own documentation calls it"
@@ -110,10 +101,9 @@ def _how(name: str, explained: list[dict[str, Any]]) -> str:
 
 def conditions(found: Found) -> list[str]:
     """What was measured on what, and what may have disturbed it: a sentence each."""
-    what, m, run = found["checkpoint"], found["machine"], found["run"]
+    what, run = found["checkpoint"], found["run"]
     said = [
-        f"{machine.sentence(m)}.",
-        f"{machine.versions_sentence(m)}.",
+        "; ".join(f"{what}: {found}" for what, found in found["machine"].items()) + ".",
         f"{what['nbytes'] / 1e9:.3f} GB in {what['tensors']} tensors of {what['files']} files; "
         f"rounds: {run['rounds']}, a fresh process for each sample, imports and a first "
         "tiny load done, every page touched.",
@@ -121,11 +111,11 @@ def conditions(found: Found) -> list[str]:
     ]
     for case, why in found["impossible"].items():
         said.append(f"{case}: not possible here, because {why}.")
-    if m["virtual"] and ranked(found["samples"], "cold"):
+    if host.virtual(Path("/")) and ranked(found["samples"], "cold"):
         said.append("This is a virtual machine: its host may still hold what is cold here.")
     shares = run["busy_share"].items()
     loud = ", ".join(f"{share:.0%} ({case})" for case, share in shares if share > 0.1)
-    load = f"load average {m['load_average']} at the start"
+    load = f"load average {run['load_average']} at the start"
     if not loud:
         return [*said, f"The machine was quiet ({load})."]
     return [*said, f"The machine was busy with other things: {loud}; {load}. Figures may be worse "
@@ -144,7 +134,7 @@ def draw(found: Found, path: Path) -> bool:
     for case in CASES:
         shown = [row for row in found["rows"] if row["case"] == case and row["over_ceiling"]]
         ceilings = [row for row in shown if row["kind"] == "ceiling"]
-        kept = [row for row in ceilings if not PATTERNS[row["name"]].reuse]
+        kept = [row for row in ceilings if loaders.find(row["name"]).keeps]
         best = [row for row in ceilings if row in (*ceilings[:1], *kept[:1])]
         if shown:
             panels[case] = [*best, *(row for row in shown if row not in ceilings)]
@@ -157,8 +147,8 @@ def draw(found: Found, path: Path) -> bool:
         _panel(axes, case, bars)
     m, what = found["machine"], found["checkpoint"]
     title = (
-        f"{what['nbytes'] / 1e9:.2f} GB in {what['tensors']} tensors on {m['cpu']}, {m['cores']} "
-        f"cores, {m['file_system']}; bar: best of {found['run']['rounds']}, whisker: median"
+        f"{what['nbytes'] / 1e9:.2f} GB in {what['tensors']} tensors; {m['processor']}, "
+        f"{m['file system']}; bar: best of {found['run']['rounds']}, whisker: median"
     )
     figure.suptitle(textwrap.fill(title, int(size[0] * 13)), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)

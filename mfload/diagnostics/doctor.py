@@ -17,7 +17,7 @@ from mfload.io import route
 from mfload.io.route import Leg
 from mfload.io.subprocess_probe import ask
 from mfload.runtime import Deadline
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
 _PROBE = "mfload.diagnostics.probe"
 _ROOT = Path("/")
@@ -64,13 +64,13 @@ def doctor(
     return Diagnosis((*found, *disk), legs, tuple(onto))
 
 
-def _files(path: Any) -> tuple[list[LocalFile], tuple[Leg, ...], host.Mount | None, list[Finding]]:
+def _files(path: Any) -> tuple[list[Source], tuple[Leg, ...], host.Mount | None, list[Finding]]:
     """The files of a checkpoint, the route of a load, their mount, and what is found of both."""
     sources = [] if path is None else checkpoint.read(path)[1]
-    if not sources:
-        return [], (), None, []
-    paths = [source.path for source in sources]
+    paths = [source.file for source in sources if source.file is not None]
     legs = route.choose([(source, source.size) for source in sources], "auto")
+    if not paths:  # Other sources lie on no disk of this machine.
+        return [], legs, None, []
     where = host.mount(_ROOT, os.path.realpath(paths[0]))
     disk = [*_all("disk", host.disk(_ROOT, where)), *_all("disk", host.files(paths))]
     return sources, legs, where, disk
@@ -95,12 +95,12 @@ def _packages(timeout: float | None) -> Iterator[Finding]:
 
 
 def _onto_device(
-    sources: Sequence[LocalFile], legs: Sequence[Leg], timeout: float | None, onto: list[Leg]
+    sources: Sequence[Source], legs: Sequence[Leg], timeout: float | None, onto: list[Leg]
 ) -> Iterator[Finding]:
     """Whether cuFile reaches the first device; adds the route onto it."""
     # Files of one file system are asked about once, whatever came of it.
-    verdicts = {each.path: gds.verdict(each.path, 0, timeout=timeout) for each in sources}
-    yield gpu.verdict(verdicts[sources[0].path], "cuda:0")
+    verdicts = {each.name: gds.verdict(each.name, 0, timeout=timeout) for each in sources}
+    yield gpu.verdict(verdicts[sources[0].name], "cuda:0")
     yield from gpu.warm(legs)
     wanted = [(source, source.size) for source in sources]
 
@@ -108,5 +108,5 @@ def _onto_device(
         return verdicts[path].real, verdicts[path].why
 
     onto += Deadline(timeout).bound(
-        lambda: route.choose_onto_device(wanted, "auto", past), "looking at the files"
+        lambda: route.choose_onto_device(wanted, "auto", "auto", past), "looking at the files"
     )

@@ -53,6 +53,8 @@ class Diagnosis(Printable):
         onto_device: The same for a load onto the first GPU; empty if there is none.
     """
 
+    DERIVED = ("well",)
+
     findings: tuple[Finding, ...]
     route: tuple[Leg, ...] = ()
     onto_device: tuple[Leg, ...] = ()
@@ -61,19 +63,6 @@ class Diagnosis(Printable):
     def well(self) -> bool:
         """Whether nothing was found that makes loads fail or crawl."""
         return not any(each.trouble for each in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain data: "well", "findings", "route" and "onto_device".
-
-        Findings have "topic", "what", "found", "level", and if there are any "advice" and "data".
-        The last two lists have "file", "engine", "why", "cached" and "direct" for each file.
-        """
-        return {
-            "well": self.well,
-            "findings": [each.as_dict() for each in self.findings],
-            "route": [leg._asdict() for leg in self.route],
-            "onto_device": [leg._asdict() for leg in self.onto_device],
-        }
 
     def rows(self) -> list[tuple[str, str, str]]:
         """As it is printed: topic, what was looked at, and what was found or what to do."""

@@ -12,7 +12,7 @@ from typing import Any
 from mfload.cuda import gds, numa
 from mfload.cuda.cufile import MEANINGS, error_code
 from mfload.diagnostics.findings import Finding, number, text
-from mfload.diagnostics.host import Mount, installed
+from mfload.diagnostics.host import Mount, installed, virtual
 from mfload.io.route import Leg
 from mfload.io.subprocess_probe import Answer
 from mfload.report import human
@@ -149,7 +149,7 @@ def cufile(root: Path, devices: int, where: Mount | None) -> Iterator[Finding]:
     else:
         yield Finding("kvikio", kvikio or "of unknown version")
     yield _nvidia_fs(root)
-    if re.search(r"^flags\s*:.*\bhypervisor\b", text(root, "proc/cpuinfo"), re.MULTILINE):
+    if virtual(root):
         name = text(root, "sys/class/dmi/id/product_name") or "of unknown kind"
         advice = "cuFile's driver hangs in some: mfload tries it in a process of its own"
         yield Finding("inside", f"a virtual machine ({name})", advice)

@@ -9,12 +9,13 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 from mfload.diagnostics.findings import Finding, number, text
 from mfload.io import probes
 from mfload.report import human
+from mfload.runtime import cores
 
 _PINNED = 256 << 20  # What a ring of pinned slots may take.
 _FEW_CORES = 4
@@ -32,8 +33,11 @@ def look(root: Path) -> Iterator[Finding]:
         advice = "not tested here: plain reads, no O_DIRECT"
     elif numbers < (6, 5):
         advice = "cachestat(2) came with Linux 6.5: without it mfload can't see what is cached"
+    model = re.search(r"^model name\s*: (.+)$", text(root, "proc/cpuinfo"), re.MULTILINE)
+    where = " in a virtual machine" if virtual(root) else ""
+    yield Finding("processor", (model[1] if model else platform.machine()) + where)
     yield Finding("kernel", f"{platform.system()} {release}, {platform.machine()}", advice)
-    count = probes.cores()
+    count = cores()
     few = "reads from the page cache are bound by cores: each copies a few GB/s"
     found = f"{count} that this process may use"
     yield Finding("cores", found, few if count < _FEW_CORES else "", count)
@@ -64,21 +68,21 @@ def look(root: Path) -> Iterator[Finding]:
             yield Finding("inside", f"a container ({name})")
 
 
+def virtual(root: Path) -> bool:
+    """Whether this is a virtual machine, as far as the processor says."""
+    flags = re.search(r"^flags\s*:.*\bhypervisor\b", text(root, "proc/cpuinfo"), re.MULTILINE)
+    return flags is not None
+
+
 def _limits(root: Path) -> Iterator[Finding]:
     """Limits of this process: a load beyond them is refused before a byte is read."""
-    for name, limit, used in probes.process_limits(root):
+    for name, limit, used, _ in probes.process_limits(root):
         found = f"{human(limit)}, {human(used)} of it in use"
         advice = f"a load has the rest: raise it with {_SHELL[name]}"
         yield Finding(name, found, advice, {"limit": limit, "used": used})
-    inside = re.search(r"^0::(.*)$", text(root, "proc/self/cgroup"), re.MULTILINE)
-    own = PurePosixPath(inside[1]) if inside else None
-    for group in () if own is None else (own, *own.parents):
-        limit, used = (
-            number(root, f"sys/fs/cgroup{group}/memory.{name}") for name in ("max", "current")
-        )
-        if limit is not None and used is not None:
-            found = f"memory at most {human(limit)}, {human(used)} in use, page cache included"
-            yield Finding(f"control group {group}", found, data={"limit": limit, "used": used})
+    for name, limit, used, _ in probes.cgroups(root):
+        found = f"memory at most {human(limit)}, {human(used)} in use, page cache included"
+        yield Finding(name, found, data={"limit": limit, "used": used})
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
         yield Finding("locked memory", "unlimited")

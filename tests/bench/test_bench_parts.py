@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import samples
 
-from benchmarks import markdown, results
+from benchmarks import compared, described, markdown, memory, results
 from benchmarks.results import Results
 from benchmarks.subject import whole
 from mfload import errors
@@ -90,7 +90,7 @@ def test_a_pattern_refuses_a_file_that_ends_early(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"a" * 5000)
     with pytest.raises(OSError, match="ended early"):
-        ceilings.read([Extent(str(path), 0, 10_000)], ceilings.WARM)
+        ceilings.read([Extent(str(path), 0, 10_000)], compared.WARM)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
@@ -99,18 +99,19 @@ def test_patterns_on_trial_are_known_by_name(cores: int) -> None:
         few = ceilings.trial(cores, cold=cold, quick=True)
         many = ceilings.trial(cores, cold=cold, quick=False)
         assert 0 < len(few) <= len(many)
-        for pattern in (*few, *many):
-            assert ceilings.PATTERNS[pattern.name] == pattern
+        assert {loaders.find(name).kind for name in (*few, *many)} == {"ceiling"}
+        assert {ceilings.named(name).name for name in many} == {*many}  # pyright: ignore
         # A loader keeps what it reads: so does one of them at least.
-        assert any(not pattern.reuse for pattern in few)
+        assert any(loaders.find(name).keeps for name in few)
 
 
 def test_touching_numpy_reads_every_page() -> None:
     array = np.random.default_rng(0).integers(0, 65_536, 10_000, dtype=np.uint16)
-    found = loaders.touch([loaders.SPAN["numpy"](array)])
-    assert found == int(array.view(np.uint8)[::4096].sum())
+    spans = loaders.ours("numpy").spans({"a": array, "empty": array[:0]})
+    assert spans == [memory.SPAN["numpy"](array), (array.ctypes.data, 0)]
+    assert loaders.touch(spans) == int(array.view(np.uint8)[::4096].sum())
     with pytest.raises(ValueError, match="contiguous"):
-        loaders.SPAN["numpy"](array[::2])
+        memory.SPAN["numpy"](array[::2])
 
 
 # Page cache ---------------------------------------------------------------------------------
@@ -122,12 +123,9 @@ def test_the_page_cache_is_filled_and_dropped(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(np.random.default_rng(0).bytes(3 * MIB + 5))
     parts = [Extent(str(path), 4096, 2 * MIB), Extent(str(path), 2 * MIB + 4096, 3 * MIB + 5)]
-    machine.drop(parts)
-    assert machine.cached_share(parts) in (0, None)
-    assert machine.why_not(parts, cold=True) is None
-    machine.warm(parts)
-    assert machine.cached_share(parts) in (1, None)
-    assert machine.why_not(parts, cold=False) is None
+    for cold in (True, False, False, True):
+        machine.fill_or_drop(parts, cold=cold)
+        assert machine.cached_share(parts) in (not cold, None)
     machine.prepare(parts, 4 * MIB, cold=True)
     assert machine.cached_share(parts) in (0, None)
 
@@ -139,8 +137,8 @@ def test_memory_file_systems_are_not_cold() -> None:
     path = shm / f"mfload-test-{os.getpid()}"
     try:
         path.write_bytes(bytes(MIB))
-        why = machine.why_not(whole([str(path)]), cold=True)
-        assert why == "tmpfs keeps its files in memory"
+        with pytest.raises(machine.UnfitError, match="tmpfs keeps its files in memory"):
+            machine.fill_or_drop(whole([str(path)]), cold=True)
     finally:
         path.unlink()
 
@@ -151,13 +149,25 @@ def test_what_stays_cached_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     parts = whole([str(path)])
     monkeypatch.setattr(machine, "MEMORY_FILE_SYSTEMS", frozenset())
     monkeypatch.setattr(machine, "cached_share", lambda _: 0.5)
-    with pytest.raises(machine.UnfitError, match=r"holds 50\.0%"):
-        machine.drop(parts)
-    assert "holds 50.0%" in (machine.why_not(parts, cold=True) or "")
-    assert "keeps only 50.0%" in (machine.why_not(parts, cold=False) or "")
+    for cold, why in ((True, r"still holds 50\.0%"), (False, r"keeps only 50\.0%")):
+        with pytest.raises(machine.UnfitError, match=why):
+            machine.fill_or_drop(parts, cold=cold)
     # A kernel that does not say what it caches is asked all the same.
     monkeypatch.setattr(machine, "cached_share", lambda _: None)
-    assert machine.why_not(parts, cold=True) is None
+    machine.fill_or_drop(parts, cold=True)
+
+
+def test_headers_are_dropped_too(tmp_path: Path) -> None:
+    if not _on_disk(tmp_path):
+        pytest.skip("a file system in memory")
+    path = tmp_path / "data"
+    path.write_bytes(bytes(3 * MIB))
+    machine.fill_or_drop(whole([str(path)]), cold=True)
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.read(4096)
+    machine.fill_or_drop([Extent(str(path), MIB, 3 * MIB)], cold=True)
+    assert machine.cached_share([Extent(str(path), 0, 4096)]) in (0, None)
 
 
 def test_memory_is_primed_and_counted() -> None:
@@ -214,9 +224,9 @@ def test_options_that_make_no_sense_are_refused(model: Path, wrong: dict[str, An
 
 
 def test_loaders_are_found_by_name() -> None:
-    for name, loader in loaders.LOADERS.items():
+    for name, loader in compared.LOADERS.items():
         assert loaders.find(name).label == loader.label
-        assert loader.ours == name.startswith("mfload-")
+        assert (loader.kind == "mfload") == name.startswith("mfload-")
     assert loaders.find("mfload-jax-direct").label == "mfload → jax, engine direct"
     for wrong in ("mfload-nothing", "nothing", "safetensors-x"):
         with pytest.raises(KeyError):
@@ -292,8 +302,8 @@ def test_markdown_tables() -> None:
 
 
 def test_the_machine_is_named(tmp_path: Path) -> None:
-    found = machine.describe(tmp_path, 0.01)
+    found = described.describe(tmp_path, 0.01)
     assert found["cores"] == os.cpu_count()
     assert 0 <= float(str(found["busy_share_before"])) <= 1
-    assert str(found["kernel"]) in machine.sentence(found)
-    assert "numpy" in machine.versions_sentence(found)
+    assert str(found["kernel"]) in described.sentence(found)
+    assert "numpy" in described.versions_sentence(found)

@@ -21,6 +21,7 @@ from matplotlib import image
 
 import mfload
 from benchmarks import (
+    described,
     gpu,
     gpu_facts,
     gpu_given,
@@ -207,11 +208,11 @@ class _Counting(Rounds):
 
 def _made_up(**run: Any) -> Results:
     """Results of a machine that is none."""
-    described = machine.describe(".", 0.01) | {"cpu": "made-up CPU of a test"}
+    machine = described.describe(".", 0.01) | {"cpu": "made-up CPU of a test"}
     known = {"gpu": MADE_UP, "cores": 16, "minutes": 10.0, "seconds": 1.0, "seed": 1, "rounds": 2,
              "busy_share": {}, "trials": [], "left_out": []}  # fmt: skip
     about = {"nbytes": 8_000_000_000, "tensors": 3, "files": 3, "starts": [8], "drawn": "made up"}
-    return Results(described, known | run, {"large": about})
+    return Results(machine, known | run, {"large": about})
 
 
 def test_rounds_are_taken_as_far_as_the_time_goes() -> None:

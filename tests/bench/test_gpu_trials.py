@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    ROOT,
     child,
     gpu_costs,
     gpu_facts,
@@ -77,22 +76,6 @@ def test_children_see_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_facts.environment(2)["CUDA_VISIBLE_DEVICES"] == "0,1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert environment(gpu_facts.environment(1), [])["CUDA_VISIBLE_DEVICES"] == "1"
-
-
-def test_the_driver_is_asked_where_mfload_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that has the source tree alone: the probe is told where that is."""
-    told: list[str] = []
-
-    def ask(*_: str, timeout: float, environment: dict[str, str]) -> Answer:
-        told.append(environment["PYTHONPATH"])
-        return Answer({"error": "none"})
-
-    monkeypatch.setattr(gpu_facts, "ask", ask)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    gpu_facts.look()
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    gpu_facts.look()
-    assert told == [str(ROOT), f"{ROOT}{os.pathsep}elsewhere"]
 
 
 # On a device that is none ----------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -87,7 +86,7 @@ def test_a_probe_that_hangs_leaves_no_process(probes: Path) -> None:
     pytest.fail("the probe's child still runs")
 
 
-def test_a_probe_outlives_its_parent_for_a_moment_only(probes: Path) -> None:
+def test_a_probe_ends_with_its_parent(probes: Path) -> None:
     """A loop that no exception of Python's would end, as in a driver's library."""
     _probe(
         probes,
@@ -105,24 +104,29 @@ def test_a_probe_outlives_its_parent_for_a_moment_only(probes: Path) -> None:
         """,
     )
     asks = "from mfload.io.subprocess_probe import ask; ask('made_up_probe', timeout=1000)"
-    quick = asks.replace("timeout=1000", "timeout=1")
-    for code, dies in ((quick, True), (asks, False)):
-        parent = subprocess.Popen([sys.executable, "-c", code])
-        end = time.monotonic() + 60
-        while not (probes / "pid").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        pid = int((probes / "pid").read_text())
-        (probes / "pid").unlink()
-        parent.kill()
-        parent.wait()
-        if dies:
-            while Path(f"/proc/{pid}").exists():
-                assert time.monotonic() < end
-                time.sleep(0.05)
-        else:
-            # So it was the alarm, and no end of the parent's.
-            assert Path(f"/proc/{pid}").exists()
-            os.kill(pid, signal.SIGKILL)
+    parent = subprocess.Popen([sys.executable, "-c", asks])
+    end = time.monotonic() + 60
+    while not (probes / "pid").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    pid = int((probes / "pid").read_text())
+    parent.kill()
+    parent.wait()
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_probe_is_given_more_than_arguments_hold(probes: Path) -> None:
+    _probe(probes, "import json, sys; print(json.dumps({'given': len(json.load(sys.stdin))}))")
+    assert ask("made_up_probe", given="x" * 5_000_000, timeout=20) == Answer({"given": 5_000_000})
+
+
+def test_a_probe_finds_the_source_tree(probes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only the working directory leads to it, which a probe does not look into."""
+    monkeypatch.setenv("PYTHONPATH", str(probes))
+    monkeypatch.chdir(probes)
+    _probe(probes, "import json, mfload; print(json.dumps({'file': mfload.__file__}))")
+    assert ask("made_up_probe", timeout=20) == Answer({"file": mfload.__file__})
 
 
 def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:

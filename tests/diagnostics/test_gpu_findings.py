@@ -274,6 +274,7 @@ def test_the_route_onto_a_device(
     monkeypatch.setattr("mfload.io.route._SMALL", 0)
     monkeypatch.setattr("mfload.io.probes.cached_share", lambda *_: 0.0)
     monkeypatch.setattr("mfload.io.probes.direct_alignment", lambda _: (512, 512))
+    monkeypatch.setattr("mfload.io.probes.memory_room", lambda *_, **__: (100, "test machine"))
     path = samples.save(tmp_path / "m.safetensors", {"w": np.zeros(8, np.float32)})
     found = mfload.doctor(path)
     (leg,) = found.onto_device

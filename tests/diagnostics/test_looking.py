@@ -148,6 +148,27 @@ def test_limits_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "RLIMIT_AS" not in [each.what for each in host.look(machine(tmp_path, files))]
 
 
+def test_limits_of_older_control_groups(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "5:cpu,memory:/user/job\n1:name=systemd:/\n",
+        f"{folder}/user/job/memory.limit_in_bytes": f"{2 << 30}\n",
+        f"{folder}/user/job/memory.usage_in_bytes": f"{1 << 30}\n",
+        f"{folder}/user/memory.limit_in_bytes": "9223372036854771712\n",
+        f"{folder}/user/memory.usage_in_bytes": f"{1 << 30}\n",
+    }
+    findings = list(host.look(machine(tmp_path, files)))
+    group = named(findings, "control group /user/job")
+    assert group.found == "memory at most 2 GiB, 1 GiB in use, page cache included"
+    assert len([each for each in findings if each.what.startswith("control group")]) == 1
+
+
+def test_the_processor_is_named(tmp_path: Path) -> None:
+    text = "model name\t: Made Up 3000\nflags\t\t: fpu hypervisor sse\n"
+    found = named(host.look(machine(tmp_path, {"proc/cpuinfo": text})), "processor")
+    assert found.found == "Made Up 3000 in a virtual machine"
+
+
 def _disk(there: Path, path: str) -> list[Finding]:
     return list(host.disk(there, mount(there, path)))
 
