@@ -113,8 +113,9 @@ def entry(title: str, name: str, value: Any, level: int = 3) -> Iterator[str]:
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that a class defines itself and documents."""
-    for name, value in vars(kind).items():
+    """Public methods and properties that a class, or one of mfload's above it, documents."""
+    ours = [each for each in reversed(kind.__mro__) if each.__module__.startswith("mfload.")]
+    for name, value in {name: each for own in ours for name, each in vars(own).items()}.items():
         value = getattr(value, "__func__", value)
         public = not name.startswith("_") or name == "__getitem__"
         if public and (inspect.isfunction(value) or isinstance(value, property)) and value.__doc__:

@@ -64,8 +64,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'mfload' has no attribute {name!r}")
-    module = importlib.import_module(_WHERE[name])
-    value = module if name == "errors" else getattr(module, name)
+    if name == "errors":
+        return importlib.import_module("mfload.errors")
+    from mfload.runtime import gc_paused
+
+    # While modules are made, the collector would walk all that a framework holds.
+    with gc_paused():
+        value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
 

@@ -8,35 +8,34 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
 from mfload.index import Index, TensorInfo
-from mfload.loading.lazy import LazyCheckpoint
-from mfload.loading.preview import Preview
+from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading.session import Loader
-from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, check_choice, started
-from mfload.planning import selection
+from mfload.planning import request as requesting
 from mfload.planning.request import Request
-from mfload.planning.selection import Dtypes, Names
-from mfload.progress import Progress, shown
-from mfload.report import Report, cleared
 from mfload.runtime import Deadline, gc_paused
-from mfload.sources.local import LocalFile
+from mfload.sources import Location
 
-# Whatever else a call needs is imported late: it would take most of the time of a small load.
+# What only some calls need is imported where it is used: or else the first load of a process would
+# spend most of its time on imports.
 if TYPE_CHECKING:
     from mfload.checking.checksums import ManifestCheck
     from mfload.checking.manifest import Manifest
+    from mfload.loading.lazy import LazyCheckpoint
+    from mfload.loading.preview import Preview
     from mfload.mesh.load import Chosen
+    from mfload.options import Options
+    from mfload.planning.selection import Dtypes, Names
+    from mfload.progress import Progress
+    from mfload.report import Report
     from mfload.saving.save import Saved
 
-_NAME, _DTYPE = attrgetter("info.name"), attrgetter("dtype")
-
-Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Path = Location | Sequence[Location]
 
 
 def load(
@@ -59,6 +58,8 @@ def load(
     Args:
         path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of
             files. Of a directory, the index is loaded if there is one, otherwise all its files.
+            A file or an index may be an http:// or https:// URL, and a file may be bytes in
+            memory, which are copied.
         framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", an alias ("np",
             "flax", "pt", "pytorch", "tf"), or the module itself (`torch`, `jax.numpy`).
         device: A name such as "cpu:1" or "cuda:0", or the framework's own device object. Default:
@@ -88,7 +89,8 @@ def load(
             whose shards make up whole tensors.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         report: Filled with what happened.
-        options: Engine, allocator, memory limits, threads and timeout; see `mfload.Options`.
+        options: Engine, allocator, memory limits, threads, timeout, and headers for URLs; see
+            `mfload.Options`.
 
     Returns:
         The arrays by name, in the order of the files. A dtype that the framework lacks
@@ -99,13 +101,20 @@ def load(
     """
     if mesh is not None or shardings is not None:
         from mfload.mesh import load as mesh_load
+        from mfload.options import Options
 
-        if "jax" not in sys.modules:
-            _check(framework, device, mesh, shardings, unmatched)
+        imported = [name for name in frameworks.ON_MESHES if name in sys.modules]
+        if imported:  # The processes may be joined: what is wrong is told to all of them.
+            backend = _meant(framework, imported)
+        else:
+            backend = _check(framework, device, mesh, shardings, unmatched)
         deadline = Deadline(options.timeout if isinstance(options, Options) else None)
 
         def choose() -> Chosen:
-            cleared(report)
+            if report is not None:
+                from mfload.report import cleared
+
+                cleared(report)
             how = started(options, deadline)
             discovery.check_path(path)
             _check(framework, device, mesh, shardings, unmatched)
@@ -113,7 +122,7 @@ def load(
 
         return mesh_load.load(
             choose,
-            "jax",
+            backend,
             mesh,
             shardings,
             unmatched,
@@ -124,12 +133,14 @@ def load(
         )
     start = time.perf_counter()
     if report is not None:
+        from mfload.report import cleared
+
         cleared(report)
     how = started(options)
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, unmatched)
     with gc_paused():
-        index, sources = _read_index(path, how.deadline)
+        index, sources = checkpoint.read(path, how)
         requests = _requests(index, names, dtype)
     headers = time.perf_counter() - start
     start = time.perf_counter()
@@ -143,12 +154,14 @@ def load(
         report.stages = {"headers": headers, "import": time.perf_counter() - start}
     shows = nullcontext()
     if progress:
+        from mfload.progress import shown
+
         shows = shown(progress, sum(request.info.nbytes for request in requests))
     with shows as advance:
         arrays = loader.load(requests, report=report, advance=advance, observer=observer)
     if check is not None:
         check.settle(arrays, report)
-    return dict(zip(map(_NAME, requests), arrays, strict=True))
+    return dict(zip(requesting.names(requests), arrays, strict=True))
 
 
 def open(
@@ -164,16 +177,19 @@ def open(
     of `load`; the timeout is for the headers, and for each request.
 
     Returns:
-        A context manager; usable from several threads, after a fork, and pickled.
+        A context manager; usable from several threads, after a fork, and pickled. It keeps files
+        open from their first use until it is closed.
 
     Raises:
         MfloadError: As `load` does.
     """
+    from mfload.loading.lazy import LazyCheckpoint
+
     how = started(options)
     with gc_paused():
-        index, sources = _read_index(path, how.deadline)
+        index, sources = checkpoint.read(path, how)
     adapter = frameworks.get(framework, device, index.tensors)
-    return LazyCheckpoint(index, sources, adapter, device=device, options=options or Options())
+    return LazyCheckpoint(index, sources, adapter, device=device, options=options)
 
 
 def plan(
@@ -202,16 +218,17 @@ def plan(
     how = started(options)
     sharded = mesh is not None or shardings is not None
     if framework is None:
-        framework = "jax" if sharded else "numpy"
-    _check(framework, device, mesh, shardings, unmatched)
+        framework = frameworks.ON_MESHES[0] if sharded else "numpy"
+    name = _check(framework, device, mesh, shardings, unmatched)
     if sharded:
         from mfload.mesh import load as mesh_load
 
         chosen = _choose(path, names, dtype, how)
-        return mesh_load.preview(chosen, "jax", mesh, shardings, unmatched)
-    index, sources = _read_index(path, how.deadline)
-    loader = Loader(index, sources, frameworks.get(framework, device, index.tensors), how)
-    return loader.preview(_requests(index, names, dtype))
+        return mesh_load.preview(chosen, name, mesh, shardings, unmatched)
+    with gc_paused():
+        index, sources = checkpoint.read(path, how)
+        loader = Loader(index, sources, frameworks.get(framework, device, index.tensors), how)
+        return loader.preview(_requests(index, names, dtype))
 
 
 def abstract(
@@ -237,9 +254,9 @@ def abstract(
     """
     from mfload.mesh import load as mesh_load
 
-    _check("jax", None, mesh, shardings, unmatched)
+    name = _check(frameworks.ON_MESHES[0], None, mesh, shardings, unmatched)
     chosen = _choose(path, names, dtype, started(options))
-    return mesh_load.abstract(chosen, "jax", mesh, shardings, unmatched)
+    return mesh_load.abstract(chosen, name, mesh, shardings, unmatched)
 
 
 def save(
@@ -307,16 +324,18 @@ def save(
 
 def _check(
     framework: str | ModuleType, device: object, mesh: Any, shardings: Any, unmatched: str
-) -> None:
-    """Refuses arguments that exclude each other."""
+) -> str:
+    """Refuses arguments that exclude each other; returns the framework's name."""
     name = frameworks.resolve(framework)
     if unmatched != "replicate":
-        check_choice("unmatched", unmatched, UNMATCHED)
+        errors.check_choice("unmatched", unmatched, UNMATCHED)
     if mesh is None and shardings is None:
-        return
-    if name != "jax":
+        return name
+    if name not in frameworks.ON_MESHES:
         raise errors.UsageError(
-            "mesh= and shardings= are for JAX", expected="framework='jax'", found=framework
+            "mesh= and shardings= are for JAX",
+            expected=" | ".join(f"framework={each!r}" for each in frameworks.ON_MESHES),
+            found=framework,
         )
     if device is not None:
         raise errors.UsageError(
@@ -324,24 +343,33 @@ def _check(
             expected="no device=",
             found=repr(device),
         )
+    return name
+
+
+def _meant(framework: Any, imported: Sequence[str]) -> str:
+    """The backend that an invalid argument is told by, the framework's own if it has one."""
+    try:
+        name = frameworks.resolve(framework)
+    except errors.UsageError:
+        return imported[0]
+    return name if name in frameworks.ON_MESHES else imported[0]
 
 
 def _choose(path: Path, names: Names, dtype: Dtypes, options: LoadOptions) -> Chosen:
     from mfload.mesh.load import Chosen
 
-    index, sources = _read_index(path, options.deadline)
+    index, sources = checkpoint.read(path, options)
     return Chosen(index, sources, _requests(index, names, dtype), options)
 
 
-def _read_index(path: Path, deadline: Deadline) -> tuple[Index, list[LocalFile]]:
-    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    return deadline.bound(partial(checkpoint.read, path), "reading headers", name)
+def _requests(index: Index, names: Names, dtype: Dtypes) -> Sequence[Request]:
+    if names is None and dtype is None:
+        return requesting.whole(index.columns)
+    from mfload.planning import selection
 
-
-def _requests(index: Index, names: Names, dtype: Dtypes) -> list[Request]:
-    infos = list(index.tensors.values()) if names is None else selection.select(index, names)
+    infos = selection.select(index, names)
     if dtype is None:
-        return list(map(Request, infos, map(_DTYPE, infos)))
+        return requesting.whole(infos)
     wish = selection.read_dtype(dtype)
     if isinstance(wish, selection.Rules):
         wish.warn_of_unmatched(index.tensors)

@@ -10,7 +10,8 @@ NumPy it is an address, which nothing reads from, and the device field is correc
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -50,6 +51,47 @@ class View(NamedTuple):
     def as_bytes(self) -> View:
         """The same bytes as a view of dtype U8."""
         return self._replace(dtype=TABLE["U8"], shape=self.dtype.storage_shape(self.shape))
+
+
+class Views(Sequence[View]):
+    """Views of many tensors, in columns; one is made when it is asked for.
+
+    Attributes:
+        kinds: Each dtype and shape, once; `kind` has the number of each tensor's.
+        memory: Buffers; `buffers` has the number of each tensor's, and `at` its first byte there.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        kinds: Sequence[tuple[DType, tuple[int, ...]]],
+        kind: Any,
+        memory: Sequence[Any],
+        buffers: Any,
+        at: Any,
+    ) -> None:
+        self.names, self.kinds, self.kind = names, kinds, kind
+        self.memory, self.buffers, self.at = memory, buffers, at
+
+    @overload
+    def __getitem__(self, number: int) -> View: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[View]: ...
+    def __getitem__(self, number: int | slice) -> View | Sequence[View]:
+        if isinstance(number, slice):
+            return list(self)[number]
+        (dtype, shape), memory = self.kinds[self.kind[number]], self.memory[self.buffers[number]]
+        return View(self.names[number], dtype, shape, memory, int(self.at[number]))
+
+    def __iter__(self) -> Iterator[View]:
+        kinds, memory = self.kinds, self.memory
+        columns = self.names, self.kind, self.buffers.tolist(), self.at.tolist()
+        for name, kind, buffer, at in zip(*columns, strict=True):
+            dtype, shape = kinds[kind]
+            yield View(name, dtype, shape, memory[buffer], at)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def capsule(view: View, *, device_id: int = 0) -> Any:

@@ -6,7 +6,6 @@ import functools
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mfload import errors
@@ -20,9 +19,8 @@ if sys.byteorder != "little":
 Kind = Literal["bool", "uint", "int", "float", "complex", "scale", "packed", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
 class DType:
-    """One row.
+    """One row; rows are compared by their name.
 
     Attributes:
         elements: Elements in the smallest block of whole bytes: 1 for F32, 2 for F4, 4 for F6.
@@ -34,14 +32,23 @@ class DType:
         aliases: Names in NumPy and other frameworks.
     """
 
-    name: str
-    elements: int
-    nbytes: int
-    code: int
-    bits: int
-    kind: Kind
-    numpy_name: str | None
-    aliases: tuple[str, ...] = ()
+    __slots__ = ("aliases", "bits", "code", "elements", "kind", "name", "nbytes", "numpy_name")
+
+    def __init__(
+        self,
+        name: str,
+        elements: int,
+        nbytes: int,
+        code: int,
+        bits: int,
+        kind: Kind,
+        numpy_name: str | None,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.elements, self.nbytes = elements, nbytes
+        self.code, self.bits, self.kind = code, bits, kind
+        self.numpy_name, self.aliases = numpy_name, aliases
 
     @property
     def numpy(self) -> np.dtype[Any] | None:
@@ -70,8 +77,20 @@ class DType:
             return (self.size_of(shape) or 0,)
         return (*shape[:-1], row)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DType) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return lookup, (self.name,)
+
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        return f"DType({self.name!r})"
 
 
 @functools.cache
@@ -118,6 +137,17 @@ TABLE: dict[str, DType] = dict(
     ]
 )
 """Every dtype mfload loads, by its safetensors name."""
+
+_WITHOUT_NAME = (
+    "the array saved as unsigned integers, or in safetensors: NumPy's files drop the name"
+)
+INSTEAD = {
+    "object": "arrays of numbers; this one is a pickle, which may run code",
+    "structured": "an array for each field",
+    "V1": f"{_WITHOUT_NAME} of float8",
+    "V2": f"{_WITHOUT_NAME} of bfloat16",
+}
+"""What to store instead of some dtypes that are not in the table."""
 
 _BY_ALIAS = {alias.lower(): row for row in TABLE.values() for alias in (row.name, *row.aliases)}
 

@@ -52,9 +52,9 @@ class MfloadError(Exception):
         tensor = None if self.tensor is None else repr(self.tensor)
         fields = {"file": self.file, "tensor": tensor}
         fields |= {"expected": self.expected, "found": self.found}
-        parts = [f"{key}: {_shown(value)}" for key, value in fields.items() if value is not None]
+        parts = [f"{key}: {shown(value)}" for key, value in fields.items() if value is not None]
         text = f"{self.message} [{'; '.join(parts)}]" if parts else self.message
-        text += "".join(f"\n  - {_shown(line)}" for line in self.problems[:_LISTED])
+        text += "".join(f"\n  - {shown(line)}" for line in self.problems[:_LISTED])
         if len(self.problems) > _LISTED:
             text += f"\n  … and {len(self.problems) - _LISTED} more"
         return text
@@ -73,11 +73,17 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def _shown(value: object, limit: int = 400) -> str:
+def shown(value: object, limit: int = 400) -> str:
     """Text that a hostile header may have made megabytes long, or full of escape codes."""
     text = str(value)
-    if len(text) > limit:
-        text = f"{text[:limit]}… ({len(text)} characters)"
+    return printable(text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)")
+
+
+def printable(value: object) -> str:
+    """One line that moves no cursor and colours nothing: what can't be printed is escaped."""
+    text = str(value)
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -275,6 +281,13 @@ def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> st
         return ""
     named = choices[found[0]] if isinstance(choices, Mapping) else found[0]
     return f", did you mean {named!r}?"
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Raises UsageError, with a close name, for a value that is not among the known ones."""
+    if value not in known:
+        meant = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise UsageError(f"unknown {name}{meant}", expected=" | ".join(known), found=value)
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep

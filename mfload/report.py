@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from mfload import errors
 
@@ -40,9 +40,19 @@ def html_table(rows: Iterable[Sequence[object]]) -> str:
 
 
 class Printable:
-    """A result that is shown as the table of its `rows()`, in a terminal and in a notebook."""
+    """A result that is shown as the table of its `rows()`, in a terminal and in a notebook.
+
+    `DERIVED` names the properties that `as_dict()` has before the attributes of the dataclass.
+    """
 
     __slots__ = ()
+    DERIVED: ClassVar[tuple[str, ...]] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, by the names of attributes and properties."""
+        data: Any = self
+        names = (*self.DERIVED, *(each.name for each in fields(data)))
+        return {name: _plain(getattr(self, name)) for name in names}
 
     def rows(self) -> Iterable[Sequence[object]]:
         """What it prints."""
@@ -53,6 +63,14 @@ class Printable:
 
     def _repr_html_(self) -> str:
         return html_table(self.rows())
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, and named ones as dicts."""
+    for name in ("as_dict", "_asdict"):
+        if isinstance(value, tuple) and hasattr(value, name):
+            return getattr(value, name)()
+    return list(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 @dataclass
@@ -87,6 +105,8 @@ class Report(Printable):
         threads: Number of reader threads.
         notes: Other decisions that the load made.
     """
+
+    DERIVED = ("seconds", "gib_per_s", "aliased_share")
 
     framework: str = ""
     tensors: int = 0
@@ -141,11 +161,6 @@ class Report(Printable):
     def aliased_share(self) -> float:
         """Share of the result that was not copied after it had landed, 0 to 1."""
         return self.aliased_bytes / self.result_bytes if self.result_bytes else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        derived = ("seconds", "gib_per_s", "aliased_share")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def rows(self) -> list[tuple[str, ...]]:
         """What it prints: names and values."""

@@ -1,11 +1,11 @@
-"""What a call shares with the interpreter: a deadline, and the garbage collector paused."""
+"""What a call shares with the interpreter and the machine: time, the garbage collector, cores."""
 
 from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
+from _thread import TIMEOUT_MAX
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from numbers import Real
@@ -25,7 +25,7 @@ class Deadline:
                 "timeout must be positive", expected="seconds above 0", found=repr(seconds)
             )
         # No clock of the system counts further than this: some 290 years.
-        self.seconds = None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
+        self.seconds = None if seconds is None or seconds > TIMEOUT_MAX else seconds
         self._end = None if self.seconds is None else time.monotonic() + self.seconds
 
     def left(self) -> float:
@@ -42,6 +42,8 @@ class Deadline:
         """Runs a call, with a timeout in a thread of its own, which is left behind if it hangs."""
         if self._end is None:
             return call()
+        import threading
+
         outcome: list[tuple[Any, BaseException | None]] = []
 
         def run() -> None:
@@ -98,6 +100,13 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def process_usage() -> tuple[float, float, int]:

@@ -15,6 +15,7 @@ of its own that holds the sample checkpoint (the block of docs/quickstart.md mar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
@@ -29,6 +30,8 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
+
+import mfload
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -300,6 +303,16 @@ def test_no_page_names_a_path_of_a_machine(page: Path) -> None:
 
 
 # What pages say of the code -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", _pages(), ids=_name)
+def test_prose_gives_fields_of_options_as_such(page: Path) -> None:
+    names = "|".join(field.name for field in dataclasses.fields(mfload.Options))
+    prose = re.sub(r"(?ms)^```.*?^```", "", page.read_text("utf-8"))
+    found = set(re.findall(rf"`({names})=", prose))
+    # README is short of room; a doctor has a timeout of its own.
+    own = {"README.md": {"engine"}, "doctor.md": {"timeout"}, "api.md": {"timeout"}}
+    assert found <= own.get(page.name, set())
 
 
 def test_index_names_every_page() -> None:

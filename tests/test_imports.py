@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -61,6 +62,53 @@ def test_numpy_needs_numpy_alone(tmp_path: Path) -> None:
     assert not loaded & {*FRAMEWORKS, "tqdm", "safetensors"}
     # What joins processes has no part in a load without a mesh.
     assert not [name for name in loaded if name.startswith("mfload.mesh.")]
+
+
+# What a load imports beside the adapter: each module costs some 0.15 ms, a dataclass 0.5 to 1.
+ROOMS = {
+    "formats": ("checkpoint", "discovery", "safetensors", "strict_json"),
+    "frameworks": ("base",),
+    "io": ("buffers", "engine", "pread", "route"),
+    "loading": ("allocate", "execute", "session"),
+    "planning": ("blocks", "layout", "memory", "plan", "reads", "request"),
+    "sources": ("base", "local"),
+}
+ROOT = ("api", "dlpack", "dtypes", "errors", "index", "load_options", "runtime")
+PLAIN = {"mfload", *(f"mfload.{name}" for name in (*ROOT, *ROOMS))} | {
+    f"mfload.{room}.{name}" for room, names in ROOMS.items() for name in names
+}
+ADAPTERS = {
+    "numpy": ("numpy_adapter",),
+    "torch": ("torch_adapter",),
+    "jax": ("jax_adapter", "jax_memory", "private_api"),
+}
+
+
+@pytest.mark.parametrize("framework", ADAPTERS)
+def test_a_load_imports_what_it_uses(tmp_path: Path, framework: str) -> None:
+    """Without options: no module of devices, meshes, checks, saving, key maps or reports."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"no {framework}")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    import numpy as np
+
+    path = str(tmp_path / "a.safetensors")
+    safetensors.save_file({"a": np.arange(5, dtype=np.float32)}, path)
+    code = """
+        import importlib, sys, numpy, ml_dtypes
+        path, framework = sys.argv[1:]
+        importlib.import_module({"jax": "jax.numpy"}.get(framework, framework))
+        before = set(sys.modules)
+        import mfload
+        assert mfload.load(path, framework)["a"].sum() == 10
+        print("\\n".join(set(sys.modules) - before))
+    """
+    loaded = set(_run(code, path, framework).split())
+    own = {name for name in loaded if name.startswith("mfload")}
+    assert own == PLAIN | {f"mfload.frameworks.{name}" for name in ADAPTERS[framework]}
+    if framework == "numpy":
+        roots = {name.partition(".")[0].lstrip("_") for name in loaded - own}
+        assert roots <= {"array", "gc", "json", "mmap"}
 
 
 def test_only_the_framework_asked_for_is_imported(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ MODEL = samples.model()
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     small = blocks.Costs(block=64 << 10)
-    monkeypatch.setattr("mfload.planning.memory.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.sources.local.LocalFile.costs", small)
     return samples.save(tmp_path / "model.safetensors", MODEL)
 
 

@@ -1,4 +1,4 @@
-"""The collector waits while many objects are made, and never for good."""
+"""What calls share: the collector waits while many objects are made; the cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from mfload.runtime import gc_paused
+from mfload.runtime import cores, gc_paused
 
 
 def test_the_collector_waits_and_goes_on() -> None:
@@ -90,3 +90,12 @@ def test_a_fork_while_another_thread_is_inside_leaves_the_child_whole() -> None:
         release.set()
         worker.join()
     assert gc.get_threshold()[0]
+
+
+def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    if hasattr(os, "sched_getaffinity"):
+        assert cores() == len(os.sched_getaffinity(0))
+        monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == (os.cpu_count() or 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores() == 1

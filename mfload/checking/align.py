@@ -10,20 +10,21 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.checking import manifest, published
 from mfload.checking.checksums import Hasher, Stopped
 from mfload.checking.manifest import FileEntry, Manifest
 from mfload.checking.scan import Advance, in_turns, scan
-from mfload.formats import checkpoint, discovery, safetensors
+from mfload.formats import base, checkpoint, discovery, safetensors
 from mfload.formats.discovery import CheckpointFiles, Path
 from mfload.index import Index, TensorInfo
-from mfload.options import LoadOptions, Options, started
+from mfload.load_options import LoadOptions, started
+from mfload.options import Options
 from mfload.planning.blocks import Block
 from mfload.progress import Progress, shown
 from mfload.saving import layout
@@ -31,7 +32,7 @@ from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.save import Saved
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Aligned(Saved):
 
 def align(
     source: Path | Sequence[Path],
-    target: Path | None = None,
+    target: str | os.PathLike[str] | None = None,
     *,
     align: int | str = layout.ALIGN,
     max_shard_size: int | str | None = None,
@@ -86,9 +87,15 @@ def align(
     start = time.perf_counter()
     how = started(options)
     limit, begin = layout.shard_limit(max_shard_size), layout.checked_align(align)
-    index, sources = how.deadline.bound(lambda: checkpoint.read(source), "reading headers")
+    index, sources = checkpoint.read(source, how)
+    for each in sources:
+        if base.find(each) is not safetensors:
+            raise errors.UsageError(
+                "align rewrites safetensors files; load this one, and save it as safetensors",
+                file=each.name,
+            )
     rows = index.tensors
-    found = discovery.find(source)
+    found = discovery.find(source, how)
     place = SaveTarget(_own_place(index.files, found) if target is None else target, overwrite)
     in_place = [f for f in index.files if target is None or os.path.realpath(f) == place.path]
     for file, recorded in published.expected("auto", in_place).items():
@@ -173,7 +180,7 @@ def _own_place(files: Sequence[str], found: CheckpointFiles) -> str:
 
 
 def _layouts(
-    index: Index, sources: Sequence[LocalFile], limit: int | None, align: int
+    index: Index, sources: Sequence[Source], limit: int | None, align: int
 ) -> list[Layout]:
     if limit is not None:
         parts = layout.split(index.tensors.values(), limit)
@@ -234,7 +241,7 @@ def _read_back(
     sums: bool,
 ) -> list[str]:
     """Compares what was written, read past the page cache; returns the SHA-256 of each file."""
-    files = [LocalFile(draft.path) for draft in drafts]
+    files = [sources.find(draft.path) for draft in drafts]
     rows: list[TensorInfo] = []
     for number, (file, draft, made) in enumerate(zip(files, drafts, layouts, strict=True)):
         if hasattr(os, "posix_fadvise"):
@@ -247,7 +254,7 @@ def _read_back(
             rows.append(row._replace(pieces=(row.pieces[0]._replace(source=number),)))
     hasher = Hasher(rows, {number: file.size for number, file in enumerate(files)} if sums else {})
     ranges = [Block(number, 0, file.size, ()) for number, file in enumerate(files)]
-    scan(files, in_turns(ranges, how), hasher, replace(how, engine="direct"), advance)
+    scan(files, in_turns(ranges, how), hasher, how.replace(engine="direct"), advance)
     back = hasher.digests()
     for row in rows:
         if back[row.name] != digests[row.name]:

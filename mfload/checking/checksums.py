@@ -13,15 +13,19 @@ import hashlib
 import operator
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mfload import errors
 from mfload.checking.manifest import Manifest
+from mfload.formats.base import Checksum
 from mfload.formats.strict_json import brief
-from mfload.index import Index, TensorInfo
+from mfload.index import Index, Piece, TensorInfo
 from mfload.report import Report
 
+_PART = 256 << 10  # Bytes that are inflated at once, and made at once.
 # How often a thread that waits for its turn looks whether the load was given up, in seconds.
 _TICK = 0.05
 
@@ -45,7 +49,7 @@ class _Stream:
     __slots__ = ("at", "hash", "key", "new", "source", "start", "stop")
 
     def __init__(
-        self, source: int, start: int, nbytes: int, key: str | int, new: Callable[..., Any]
+        self, source: int, start: int, nbytes: int, key: Any, new: Callable[..., Any]
     ) -> None:
         self.source, self.key, self.new = source, key, new
         self.start = self.at = start
@@ -56,31 +60,109 @@ class _Stream:
 _START = operator.attrgetter("start")
 
 
+class _Crc32:
+    """The CRC-32 of bytes, or of what deflated ones make, in the form of a hash of `hashlib`.
+
+    Deflated bytes that don't end where their stream does, or make another number of bytes than
+    `inflated`, have none.
+    """
+
+    def __init__(self, data: Any = b"", *, inflated: int | None) -> None:
+        self._inflate = None if inflated is None else zlib.decompressobj(-zlib.MAX_WBITS)
+        self._crc, self._damage, self._left = 0, "", inflated or 0
+        self.update(data)
+
+    def update(self, data: Any) -> None:
+        inflate = self._inflate
+        if inflate is None:
+            self._crc = zlib.crc32(data, self._crc)
+            return
+        data = memoryview(data)
+        try:
+            for at in range(0, len(data), _PART):
+                given: Any = data[at : at + _PART]
+                if inflate.eof:
+                    self._damage = "bytes after the end of the deflate stream"
+                while not self._damage and not inflate.eof:
+                    made = inflate.decompress(given, _PART)
+                    self._crc = zlib.crc32(made, self._crc)
+                    self._left -= len(made)
+                    if self._left < 0:
+                        self._damage = "more bytes than declared"
+                    given = inflate.unconsumed_tail
+                    if not given and len(made) < _PART:
+                        break
+        except zlib.error as error:
+            self._damage = str(error)
+        if inflate.unused_data:
+            self._damage = "bytes after the end of the deflate stream"
+
+    def hexdigest(self) -> str:
+        if self._inflate is not None and not self._inflate.eof:
+            return self._damage or "deflate data without an end"
+        if self._left > 0:
+            return "fewer bytes than declared"
+        return self._damage or f"{self._crc:08x}"
+
+
 class Hasher:
     """Hashes what a transfer reads (an `io.engine.Observer`).
 
-    Of the tensors all bytes must be shown, and of the files (number: size) every byte in order.
+    Of the tensors all bytes must be shown, and so of the ranges of `sums`, which come with the
+    number of their file; of the files (number: size) every byte in order.
+
+    Raises UsageError if tensors share bytes.
     """
 
     def __init__(
-        self, tensors: Iterable[TensorInfo] = (), files: Mapping[int, int] | None = None
+        self,
+        tensors: Iterable[TensorInfo] = (),
+        files: Mapping[int, int] | None = None,
+        sums: Iterable[tuple[int, Checksum]] = (),
     ) -> None:
         tensors = list(tensors)
-        new = tensor_hash() if tensors else hashlib.sha256
-        streams = [_Stream(*info.pieces[0][:3], info.name, new) for info in tensors]
+        self._new = new = tensor_hash() if tensors else hashlib.sha256
+        self._several = {info.name: len(info.pieces) for info in tensors if len(info.pieces) > 1}
+        streams = [
+            _Stream(*piece[:3], (info.name, n) if info.name in self._several else info.name, new)
+            for info in tensors
+            for n, piece in enumerate(info.pieces)
+            if piece.stored is None or piece.stored.inline is None
+        ]
+        crcs = [
+            _Stream(key[0], each.offset, each.nbytes, key, partial(_Crc32, inflated=each.inflated))
+            for key in sums
+            for each in key[1:]
+        ]
         whole = [_Stream(n, 0, size, n, hashlib.sha256) for n, size in (files or {}).items()]
         self._turn = threading.Condition()
-        self._files = {each.source: each for each in whole}
-        self._tensors: dict[int, list[_Stream]] = {}
-        for each in sorted(streams, key=_START):
-            if each.start < each.stop:
-                self._tensors.setdefault(each.source, []).append(each)
-        self._wanted = len(streams) + len(whole)
-        self._digests: dict[str | int, str] = {
-            each.key: each.new(b"").hexdigest()
-            for each in (*streams, *whole)
-            if each.start == each.stop
+        # Streams of one list don't overlap.
+        self._streams: list[dict[int, list[_Stream]]] = []
+        for group in (streams, crcs, whole):
+            held: dict[int, list[_Stream]] = {}
+            for each in sorted(group, key=_START):
+                mine = held.setdefault(each.source, [])
+                if mine and mine[-1].stop > each.start and each.start < each.stop:
+                    raise errors.UsageError(
+                        "tensors that share bytes have no checksums of their own",
+                        tensor=str(each.key),
+                        expected="checksums='never', and no manifest",
+                    )
+                if each.start < each.stop:
+                    mine.append(each)
+            if held:
+                self._streams.append(held)
+        every = (*streams, *crcs, *whole)
+        self._wanted = len(every)
+        self._digests: dict[Any, str] = {
+            each.key: each.new(b"").hexdigest() for each in every if each.start == each.stop
         }
+        for info in tensors:
+            for n, (*_, stored) in enumerate(info.pieces):
+                if stored is not None and stored.inline is not None:
+                    key = (info.name, n) if info.name in self._several else info.name
+                    self._digests[key] = new(stored.inline).hexdigest()
+                    self._wanted += 1
 
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
         """Takes the next bytes."""
@@ -95,17 +177,15 @@ class Hasher:
 
     def _within(self, source: int, start: int, stop: int) -> Iterator[_Stream]:
         """The streams that share a byte with a range: tensors in file order, then the file."""
-        streams = self._tensors.get(source, ())
-        # They don't overlap: the header was checked.
-        first = max(0, bisect.bisect_right(streams, start, key=_START) - 1)
-        for number in range(first, len(streams)):
-            stream = streams[number]
-            if stream.start >= stop:
-                break
-            if stream.stop > start:
-                yield stream
-        if source in self._files:
-            yield self._files[source]
+        for held in self._streams:
+            streams = held.get(source, ())
+            first = max(0, bisect.bisect_right(streams, start, key=_START) - 1)
+            for number in range(first, len(streams)):
+                stream = streams[number]
+                if stream.start >= stop:
+                    break
+                if stream.stop > start:
+                    yield stream
 
     def _take(self, stream: _Stream, offset: int, part: Any, stopped: Stopped) -> None:
         """Waits for the turn of a part and hashes it, unless the load was given up meanwhile."""
@@ -131,6 +211,9 @@ class Hasher:
         missing = self._wanted - len(self._digests)
         if missing:
             raise AssertionError(f"not all bytes were seen: {missing} digests are missing")
+        for name, count in self._several.items():
+            parts = [self._digests[name, n] for n in range(count)]
+            self._digests[name] = self._new("".join(parts).encode()).hexdigest()
         return self._digests
 
 
@@ -150,6 +233,13 @@ class ManifestCheck:
         self._tensors = tensors
         self._manifest = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
         self._refuse(list(self._manifest.differences(tensors)))
+        for info in tensors:
+            if not info.simple and not all(_is_read(info, piece) for piece in info.pieces):
+                raise errors.UsageError(
+                    "verify= compares all stored bytes, and the load skips some",
+                    tensor=info.name,
+                    expected="mfload.verify, which reads whole files",
+                )
         self.observer = Hasher(tensors)
 
     def settle(self, arrays: list[Any], report: Report | None) -> None:
@@ -180,3 +270,15 @@ class ManifestCheck:
                 for file, (info, expected, found) in zip(files, offenders, strict=True)
             ),
         )
+
+
+def _is_read(info: TensorInfo, piece: Piece) -> bool:
+    """Whether a load of the whole tensor reads the whole piece."""
+    stored = piece.stored
+    if stored is None or stored.encodings or stored.inline is not None:
+        return True
+    box = stored.box or tuple((0, length) for length in info.shape)
+    shape = [high - low for low, high in box]
+    if stored.flat is not None:
+        shape = [stored.flat[1] - stored.flat[0]]
+    return info.dtype.size_of(shape) == piece.nbytes

@@ -1,7 +1,8 @@
 """Compares two checkpoints tensor by tensor, however each of them is sharded and ordered.
 
 The left side is scanned in parts, and for each the same elements of the right side are read. Memory
-held is a part of each side for each reader, and some 400 bytes for each part.
+held is a part of each side for each reader, and some 400 bytes for each part. A tensor that is not
+one raw range on both sides is loaded whole on both.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from mfload.index import TensorInfo
 from mfload.io import buffers
 from mfload.io.direct import DirectReader
 from mfload.io.pread import PreadReader
-from mfload.options import LoadOptions
+from mfload.load_options import LoadOptions
+from mfload.loading import execute
 from mfload.planning.blocks import Block
-from mfload.sources.local import LocalFile
+from mfload.planning.plan import make_plan
+from mfload.planning.request import Request
+from mfload.sources.base import Source
 
 PART = 4 << 20
 """Bytes of the larger of two parts that are compared at once."""
@@ -40,6 +44,11 @@ class Pair(NamedTuple):
 
     left: TensorInfo
     right: TensorInfo
+
+    @property
+    def simple(self) -> bool:
+        """Whether both are one raw range."""
+        return self.left.simple and self.right.simple
 
     @property
     def same_dtype(self) -> bool:
@@ -71,8 +80,8 @@ class Comparison:
 
     def __init__(
         self,
-        left: Sequence[LocalFile],
-        right: Sequence[LocalFile],
+        left: Sequence[Source],
+        right: Sequence[Source],
         pairs: list[Pair],
         *,
         values: bool,
@@ -83,8 +92,10 @@ class Comparison:
         self.nbytes = sum(pair.left.nbytes for pair in pairs)
         self._left, self._right, self._by_value = left, right, values
         self._lock, self._mine = threading.Lock(), threading.local()
-        # By the place of the left side.
-        self._parts = {part[1]: (pair, *part) for pair in pairs for part in pair.parts()}
+        # By the place of the left side. What is not one raw range on both sides comes on its own.
+        self._apart = [pair for pair in pairs if not pair.simple]
+        simple = (pair for pair in pairs if pair.simple)
+        self._parts = {part[1]: (pair, *part) for pair in simple for part in pair.parts()}
         self._direct: set[int] = set()
 
     def run(self, options: LoadOptions, advance: Advance) -> tuple[str, ...]:
@@ -94,12 +105,23 @@ class Comparison:
         self._direct = {number for number, leg in route.items() if leg.engine == "direct"}
         notes = scan(self._left, sorted(self._parts), self, options, advance)
         check_unchanged(self._right, sizes, options)
+        for pair in self._apart:
+            left = _whole(self._left, pair.left, options)
+            right = _whole(self._right, pair.right, options)
+            for first, mine, other in pair.parts():
+                here = left[mine.offset - pair.left.pieces[0].offset :][: mine.nbytes]
+                there = right[other.offset - pair.right.pieces[0].offset :][: other.nbytes]
+                self._compare(pair, first, here, there)
+            if advance is not None:
+                advance(pair.left.nbytes)
         return notes
 
     def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
         """Compares a part with the same elements of the right side."""
         pair, element, _, right = self._parts[Block(source, offset, data.size, ())]
-        other = self._read(right)
+        self._compare(pair, element, data, self._read(right))
+
+    def _compare(self, pair: Pair, element: int, data: Any, other: Any) -> None:
         name, dtype = pair.left.name, pair.left.dtype
         first, found = None, NumericDiff()
         if pair.same_dtype:
@@ -132,7 +154,7 @@ class Comparison:
             finally:
                 reader.close()
         except OSError as error:
-            raise errors.from_os(error, file.path, "read") from error
+            raise errors.from_os(error, file.name, "read") from error
 
     def first_difference(self, info: TensorInfo) -> tuple[str, str, str]:
         """The place of the first element that differs, and its value on either side.
@@ -150,6 +172,17 @@ class Comparison:
             texts.append(f"{' '.join(map(str, numbers))} (0x{side[::-1].hex()})")
         place = place_of(info, block * dtype.elements)
         return str(list(place)), texts[0], texts[1]
+
+
+def _whole(sources: Sequence[Source], info: TensorInfo, options: LoadOptions) -> Any:
+    """The bytes of a whole tensor in C order, however it is stored."""
+    plan = make_plan([Request(info, info.dtype)], alignment=1)
+    memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
+    route = choose_route(sources, {each.source: each.nbytes for each in info.pieces}, options)
+    threads = options.threads or execute.reader_threads(cold=True)
+    execute.run(plan, memory, sources, route, threads=threads, deadline=options.deadline)
+    _, buffer, at = plan.places[0]
+    return memory[buffer][at : at + info.nbytes]
 
 
 def element_bits(info: TensorInfo) -> int:

@@ -13,7 +13,8 @@ from mfload.checking.scan import throughput
 from mfload.formats import checkpoint
 from mfload.formats.discovery import Path
 from mfload.index import Index
-from mfload.options import Options, started
+from mfload.load_options import started
+from mfload.options import Options
 from mfload.planning import selection
 from mfload.planning.selection import Names
 from mfload.progress import Progress, shown
@@ -82,6 +83,8 @@ class Difference(Printable):
         notes: What else was decided or seen.
     """
 
+    DERIVED = ("same",)
+
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     tensors: tuple[TensorDiff, ...]
@@ -98,21 +101,6 @@ class Difference(Printable):
     def same(self) -> bool:
         """Whether there is no difference at all."""
         return not (self.only_a or self.only_b or self.changed)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain data: "same" and all attributes by name.
-
-        "tensors" holds an object for each tensor of both, with the attributes of `TensorDiff`.
-        """
-        return {
-            "same": self.same,
-            "only_a": list(self.only_a),
-            "only_b": list(self.only_b),
-            "tensors": [each._asdict() for each in self.tensors],
-            "read_bytes": self.read_bytes,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
 
     def rows(self) -> list[tuple[str, str]]:
         """The totals, as they are printed: names and values."""
@@ -172,10 +160,7 @@ def diff(
     """
     start = time.perf_counter()
     how = started(options)
-    (left, ours), (right, theirs) = (
-        how.deadline.bound(lambda path=path: checkpoint.read(path), "reading headers")
-        for path in (a, b)
-    )
+    (left, ours), (right, theirs) = (checkpoint.read(path, how) for path in (a, b))
     # A name or regex that neither has is an error.
     both = Index(left.files, {**left.tensors, **right.tensors})
     chosen = [info.name for info in selection.select(both, names)]
@@ -199,7 +184,7 @@ def diff(
 
 def _comparable(pair: Pair) -> bool:
     left, right = pair
-    same = pair.same_dtype and left.nbytes == right.nbytes
+    same = pair.same_dtype and pair.simple and left.nbytes == right.nbytes
     return left.shape == right.shape and (same or (left.dtype.known and right.dtype.known))
 
 

@@ -7,22 +7,24 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mfload import errors
-from mfload.formats import checkpoint, discovery, hints
-from mfload.formats.checkpoint import Headers, Problem
+from mfload.formats import base, checkpoint, discovery, hints, safetensors
+from mfload.formats.checkpoint import Headers
 from mfload.formats.discovery import CheckpointFiles, Path
+from mfload.formats.problems import Problem
 from mfload.formats.strict_json import brief
+from mfload.load_options import LoadOptions
 
 _ALIGNED = 64  # Bytes that every framework takes without a copy.
 _DIRECT = 4096  # Bytes that suit O_DIRECT everywhere.
 
 
-def inspect(path: Path | Sequence[Path]) -> Headers:
+def inspect(path: Path | Sequence[Path], options: LoadOptions | None = None) -> Headers:
     """Reads the headers of a checkpoint and checks them, and the index against them.
 
     Raises if there is nothing at the path, or several checkpoints lie side by side.
     """
     try:
-        seen = checkpoint.read_headers(discovery.find(path), every=True)
+        seen = checkpoint.read_headers(discovery.find(path, options), every=True)
     except errors.SourceNotFoundError as error:
         raise hints.explain_path(error, path) from None
     except errors.FormatError as error:
@@ -56,7 +58,7 @@ def _other_files(seen: Headers) -> list[str]:
         there = os.listdir(os.path.dirname(seen.found.index_file))
     except OSError:
         return []
-    named = {os.path.basename(file) for file in seen.found.files}
+    named = {os.path.basename(file) for file in seen.found.names}
     others = sorted({name for name in there if name.endswith(discovery.SUFFIX)} - named)
     some = ", ".join(others[:3])
     note = f"{len(others)} files beside the index are not named by it: {some}"
@@ -65,8 +67,8 @@ def _other_files(seen: Headers) -> list[str]:
 
 def _alignment(seen: Headers) -> list[str]:
     """A note about how the tensors lie in the files."""
-    pieces = [row.pieces[0] for row in seen.tensors.values() if row.nbytes]
-    if not pieces:
+    pieces = [row.pieces[0] for row in seen.tensors.values() if row.nbytes and row.simple]
+    if not pieces or any(base.find(source) is not safetensors for source in seen.sources):
         return []
     starts: dict[int, int] = {}
     for piece in pieces:

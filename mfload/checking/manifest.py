@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.formats import discovery, strict_json
 from mfload.formats.strict_json import brief, encodable
 from mfload.index import TensorInfo
 from mfload.saving.drafts import Draft
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
 VERSION = 1
 ALGORITHM = "xxh3_128"
@@ -89,20 +89,20 @@ class Manifest:
         )  # fmt: skip
 
     @staticmethod
-    def read(path: str | os.PathLike[str]) -> Manifest:
+    def read(path: str | os.PathLike[str] | Source) -> Manifest:
         """Reads a manifest, as strictly as a header.
 
         Raises:
             SourceError: It can't be read.
             HeaderError: It is malformed, or the file is something else.
         """
-        source = LocalFile(text_path(path))
+        source = sources.find(path if sources.is_source(path) else text_path(path))
         if source.size > MAX_SIZE:
             most, size = f"at most {MAX_SIZE} bytes", f"{source.size} bytes"
             what = "the manifest is too long"
-            raise errors.HeaderError(what, file=source.path, expected=most, found=size)
-        table = strict_json.loads(source.read(0, source.size), source.path, "manifest")
-        return _parse(table, source.path)
+            raise errors.HeaderError(what, file=source.name, expected=most, found=size)
+        table = strict_json.loads(source.read(0, source.size), source.name, "manifest")
+        return _parse(table, source.name)
 
     def differences(
         self, tensors: Iterable[TensorInfo], digests: Mapping[str, str] | None = None
@@ -184,7 +184,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
     replaceable = False
     if overwrite and stat.S_ISREG(mode):
         with contextlib.suppress(errors.SourceError):
-            source = LocalFile(path)
+            source = sources.find(path)
             replaceable = _MARK.match(source.read(0, min(source.size, 4096))) is not None
     if not replaceable:
         what = "the file exists already; overwrite=True replaces it if it is a manifest"

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mfload import errors
-from mfload.sources.local import LocalFile
+from mfload import errors, sources
 
 Sums = str | os.PathLike[str] | Mapping[str, str] | None
 """What `sha256=` takes: "auto", 64 digits, the path of a list, or {file name: digits}."""
@@ -105,10 +104,12 @@ def _by_name(
 
 def _listed(path: str, files: Sequence[str]) -> dict[str, str]:
     """The sums of a list; names are relative to its directory, as for `sha256sum -c` there."""
-    source = LocalFile(path)
+    source = sources.find(path)
     if source.size > _MAX_LIST:
         most = f"at most {_MAX_LIST} bytes"
-        raise errors.HeaderError("not a list of sums", file=path, expected=most, found=source.size)
+        raise errors.HeaderError(
+            "not a list of sums", file=source.name, expected=most, found=source.size
+        )
     directory = os.path.dirname(os.path.abspath(path))
     found: dict[str, str] = {}
     for line in source.read(0, source.size).decode("utf-8", "replace").splitlines():
@@ -117,7 +118,10 @@ def _listed(path: str, files: Sequence[str]) -> dict[str, str]:
         match = _LINE.fullmatch(line)
         if match is None or (match["alone"] and len(files) != 1):
             raise errors.HeaderError(
-                "not a list of sums", file=path, expected="lines of sha256sum", found=line[:100]
+                "not a list of sums",
+                file=source.name,
+                expected="lines of sha256sum",
+                found=line[:100],
             )
         name = match["gnu_name"] or match["bsd_name"] or os.path.abspath(files[0])
         found[os.path.join(directory, name)] = match["gnu"] or match["bsd"] or match["alone"]

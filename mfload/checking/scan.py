@@ -9,16 +9,19 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import methodcaller
 
 from mfload.io import route as routing
 from mfload.io.engine import Observer
 from mfload.io.route import Leg
+from mfload.load_options import LoadOptions
 from mfload.loading import execute
-from mfload.options import LoadOptions
 from mfload.planning.blocks import Block
 from mfload.planning.plan import Plan
 from mfload.report import human
-from mfload.sources.local import LocalFile
+from mfload.sources import together
+from mfload.sources.base import Source
 
 BLOCK = 4 << 20
 """Bytes a read. Slots of this size stay in a processor's cache until they are looked at."""
@@ -28,7 +31,7 @@ Advance = Callable[[int], None] | None
 
 
 def scan(
-    sources: Sequence[LocalFile],
+    sources: Sequence[Source],
     blocks: Sequence[Block],
     observer: Observer,
     options: LoadOptions,
@@ -41,13 +44,14 @@ def scan(
     """
     sizes = total_sizes(blocks)
     route = choose_route(sources, sizes, options)
-    direct = any(leg.engine == "direct" for leg in route.values())
+    cold = any(leg.direct or leg.cold for leg in route.values())
+    concurrency = sources[0].costs.concurrency if sources else None
     notes = execute.run(
         Plan((), (), tuple(blocks), max((each.nbytes for each in blocks), default=0)),
         [],
         sources,
         route,
-        threads=options.threads or execute.reader_threads(direct),
+        threads=options.threads or execute.reader_threads(cold, concurrency=concurrency),
         deadline=options.deadline,
         advance=advance,
         observer=observer,
@@ -62,7 +66,7 @@ def in_turns(ranges: Iterable[Block], options: LoadOptions) -> list[Block]:
     As many files at once as there may be threads: each hashes another one, since threads can't
     share the SHA-256 of a file.
     """
-    lanes = options.threads or execute.reader_threads(direct=True)
+    lanes = options.threads or execute.reader_threads(cold=True)
     files = sorted(map(_cut, ranges), key=len, reverse=True)
     found: list[Block] = []
     for first in range(0, len(files), lanes):
@@ -88,20 +92,20 @@ def total_sizes(blocks: Iterable[Block]) -> dict[int, int]:
 
 
 def choose_route(
-    sources: Sequence[LocalFile], sizes: Mapping[int, int], options: LoadOptions
+    sources: Sequence[Source], sizes: Mapping[int, int], options: LoadOptions
 ) -> dict[int, Leg]:
     """The engine of each file, given the bytes to read of it by number."""
     wanted = [(sources[number], nbytes) for number, nbytes in sizes.items()]
-    choose = lambda: routing.choose(wanted, options.engine)  # noqa: E731
+    choose = lambda: routing.choose(wanted, options.engine, options.page_cache)  # noqa: E731
     return dict(zip(sizes, options.deadline.bound(choose, "opening the files"), strict=True))
 
 
 def check_unchanged(
-    sources: Sequence[LocalFile], numbers: Iterable[int], options: LoadOptions
+    sources: Sequence[Source], numbers: Iterable[int], options: LoadOptions
 ) -> None:
     """Raises SourceChangedError if a file is no longer the one whose header was read."""
-    for source in (sources[number] for number in numbers):
-        options.deadline.bound(source.check, "looking at the files again", source.path)
+    look = partial(together, methodcaller("check"), [sources[number] for number in numbers])
+    options.deadline.bound(look, "looking at the files again")
 
 
 def throughput(nbytes: int, seconds: float) -> str:

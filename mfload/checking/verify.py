@@ -15,14 +15,20 @@ from mfload.checking.compare import Comparison, Pair
 from mfload.checking.manifest import FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
 from mfload.checking.scan import Advance, in_turns, scan, throughput
-from mfload.formats.checkpoint import Headers, Problem
+from mfload.formats import base
+from mfload.formats.base import Checksum
+from mfload.formats.checkpoint import Headers
 from mfload.formats.discovery import Path
-from mfload.options import LoadOptions, Options, check_choice, started
+from mfload.formats.problems import Problem
+from mfload.load_options import LoadOptions, started
+from mfload.options import Options
 from mfload.planning.blocks import Block
 from mfload.progress import Progress, shown
 from mfload.report import Printable, counted, human
 from mfload.saving import targets
 from mfload.saving.save import Saved
+from mfload.sources import is_source
+from mfload.sources.base import Source
 
 Checksums = Literal["auto", "write", "check", "never"]
 CHECKSUMS = ("auto", "write", "check", "never")
@@ -37,7 +43,8 @@ class Verification(Printable):
     Attributes:
         problems: All that is wrong; each has `what`, `file`, `tensor`, `expected` and `found`.
         notes: What is worth knowing and not wrong.
-        checked: What was looked at: "headers", "index", "checksums", "sha256", "against".
+        checked: What was looked at: "headers", "index", "checksums", "crc32", "sha256",
+            "against".
         files: Number of files.
         tensors: Number of tensors.
         bytes: Bytes of the tensors.
@@ -45,6 +52,8 @@ class Verification(Printable):
         seconds: How long it took.
         manifest: Path of the manifest that was written or compared with; None if none was.
     """
+
+    DERIVED = ("ok", "data_checked")
 
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
@@ -64,20 +73,10 @@ class Verification(Printable):
     @property
     def data_checked(self) -> bool:
         """Whether the data was compared with anything, or the headers alone were looked at."""
-        return not {"checksums", "sha256", "against"}.isdisjoint(self.checked)
+        return not {"checksums", "crc32", "sha256", "against"}.isdisjoint(self.checked)
 
     def __bool__(self) -> bool:
         return self.ok
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain data: "ok", "data_checked" and all attributes by name.
-
-        Each problem has "what", "file", "tensor", "expected" and "found", null where not known.
-        """
-        fields = {name: getattr(self, name) for name in Verification.__slots__}
-        problems = [each._asdict() for each in self.problems]
-        lists = {"problems": problems, "notes": list(self.notes), "checked": list(self.checked)}
-        return {"ok": self.ok, "data_checked": self.data_checked, **fields, **lists}
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as they are printed."""
@@ -143,19 +142,22 @@ def verify(
     """
     start = time.perf_counter()
     how = started(options)
-    check_choice("checksums", checksums, CHECKSUMS)
-    seen = how.deadline.bound(lambda: headers.inspect(path), "reading headers")
-    beside = manifests.beside(seen.found.files, seen.found.index_file)
+    errors.check_choice("checksums", checksums, CHECKSUMS)
+    seen = how.deadline.bound(lambda: headers.inspect(path, how), "reading headers")
+    beside = _manifest_beside(seen)
     given = beside if manifest is None else manifest
     known = target = None
     writes = checksums == "write"
     if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not beside):
         wanted = "a manifest for checksums auto or check, the path of one for write"
         raise errors.UsageError("the manifest is not used", expected=wanted, found=repr(given))
+    if (writes and is_source(given)) or (given is None and checksums in ("write", "check")):
+        what = "no manifest can lie beside this checkpoint, or be written there"
+        raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
     if writes:
         target = manifests.text_path(given)
         manifests.check_target(target, overwrite=overwrite)
-    elif checksums != "never":
+    elif checksums != "never" and given is not None:
         required = checksums == "check" or manifest is not None
         known = _read_manifest(seen, given, required=required)
     expected = _expected(seen, known, sha256, hub=writes or known is not None)
@@ -163,10 +165,13 @@ def verify(
     for key in (*seen.tensors, *range(len(seen.sources))) if writes else expected:
         number = key if isinstance(key, int) else seen.tensors[key].pieces[0].source
         keys.setdefault(number, []).append(key)
+    sums = _own_sums(seen) if checksums != "never" else []
+    for number, each in sums:
+        keys.setdefault(number, []).append((number, each))
     total = read = sum(seen.sources[number].size for number in keys)
     other = comparison = None
     if against is not None:
-        other = how.deadline.bound(lambda: headers.inspect(against), "reading headers")
+        other = how.deadline.bound(lambda: headers.inspect(against, how), "reading headers")
         comparison = Comparison(seen.sources, other.sources, _pairs(seen, other), values=False)
         total += comparison.nbytes
         read += 2 * comparison.nbytes
@@ -177,8 +182,12 @@ def verify(
             if found != digest and isinstance(key, str):
                 seen.add("the tensor's bytes have changed", seen.tensors[key], digest, found)
             elif found != digest:
-                what, file = "the file's SHA-256 differs", seen.sources[key].path
+                what, file = "the file's SHA-256 differs", seen.sources[key].name
                 seen.problems.append(Problem(what, file, None, f"{digest} ({origin})", found))
+        for number, each in sums:
+            if (found := digests.get((number, each), each.crc32)) != each.crc32:
+                info = seen.tensors[each.tensor]
+                seen.add("the CRC-32 differs from the archive's", info, each.crc32, found)
         if other is not None and comparison is not None:
             _compare(seen, other, comparison, how, advance)
     if target is not None and seen.problems:
@@ -190,13 +199,17 @@ def verify(
         "headers": True,
         "index": seen.found.index_file is not None,
         "checksums": writes or known is not None,
+        "crc32": bool(sums),
         "sha256": any(isinstance(key, int) for key in expected),
         "against": other is not None,
     }
     if checksums == "auto" and not (digests or known or other or seen.problems):
+        where = "there is no manifest"
+        where += (
+            "" if beside is None else f" at {beside if isinstance(beside, str) else beside.name}"
+        )
         seen.notes.append(
-            f'there is no manifest at {beside}: checksums="write" makes one '
-            "(--checksums write on the command line)"
+            f'{where}: checksums="write" makes one (--checksums write on the command line)'
         )
     return Verification(
         tuple(seen.problems),
@@ -232,6 +245,18 @@ def with_manifest(saved: Saved, *, write: bool) -> Saved:
     return replace(saved, notes=(*saved.notes, note))
 
 
+def _manifest_beside(seen: Headers) -> str | Source | None:
+    """Where the manifest of a checkpoint lies; None if nothing lies beside it."""
+    path = manifests.beside(seen.found.names, seen.found.index_file)
+    files = [each for each in seen.found.files if not isinstance(each, str)]
+    if not files:
+        return path
+    try:
+        return files[0].beside(os.path.basename(path))
+    except errors.UsageError:
+        return None
+
+
 def _read_manifest(seen: Headers, given: Any, *, required: bool) -> Manifest | None:
     try:
         return given if isinstance(given, Manifest) else Manifest.read(given)
@@ -239,7 +264,9 @@ def _read_manifest(seen: Headers, given: Any, *, required: bool) -> Manifest | N
         # What is wrong with the checkpoint itself must not hide behind its manifest.
         if required and not seen.problems:
             raise
-        if required or not isinstance(error, errors.SourceNotFoundError):
+        # Some servers refuse access to what does not exist.
+        refused = is_source(given) and isinstance(error, errors.SourcePermissionError)
+        if required or not (refused or isinstance(error, errors.SourceNotFoundError)):
             seen.problems.append(Problem.of(error))
         return None
 
@@ -248,7 +275,7 @@ def _expected(
     seen: Headers, known: Manifest | None, sha256: Sums, *, hub: bool
 ) -> dict[Any, PublishedSum]:
     """Known digests, by name of tensor and number of file; what can't be right is a problem."""
-    files = seen.found.files
+    files = seen.found.names
     sums = published.expected(sha256, files)
     if sha256 is not None and not isinstance(sha256, Mapping):
         missing = [file for file in files if file not in sums]
@@ -279,9 +306,19 @@ def _expected(
         missing = [name for name in known.tensors if name not in seen.tensors]
         seen.problems += [Problem(what, None, name) for name in missing]
     for number, source in enumerate(seen.sources):
-        if source.path in sums:
-            expected[number] = sums[source.path]
+        if source.name in sums:
+            expected[number] = sums[source.name]
     return expected
+
+
+def _own_sums(seen: Headers) -> list[tuple[int, Checksum]]:
+    """The checksums in the files themselves, with the number of the file."""
+    found: list[tuple[int, Checksum]] = []
+    for number, source in enumerate(seen.sources):
+        of_format = getattr(base.find(source), "checksums", None)
+        if of_format is not None:
+            found += [(number, each) for each in of_format(source)]
+    return found
 
 
 def _hash(
@@ -295,6 +332,7 @@ def _hash(
         hasher = Hasher(
             [seen.tensors[key] for key in wanted if isinstance(key, str)],
             {key: seen.sources[key].size for key in wanted if isinstance(key, int)},
+            [key for key in wanted if isinstance(key, tuple)],
         )
         files = [Block(number, 0, seen.sources[number].size, ()) for number in numbers]
         try:
@@ -323,10 +361,14 @@ def _pairs(seen: Headers, other: Headers) -> list[Pair]:
             seen.add("the tensor is only here", info)
             continue
         forms = [f"{row.dtype} {list(row.shape)}" for row in (info, match)]
-        if forms[0] == forms[1] and info.nbytes == match.nbytes:
-            pairs.append(Pair(info, match))
+        pair = Pair(info, match)
+        same = forms[0] == forms[1] and info.nbytes == match.nbytes
+        if same and (info.dtype.known or pair.simple):
+            pairs.append(pair)
         else:
             what = "the tensors differ in dtype or shape"
+            if same:
+                what = "tensors of an unknown dtype that are not one raw range can't be compared"
             problems.append(Problem(what, other.file_of(match), name, *forms))
     for name, info in other.tensors.items():
         if name not in seen.tensors:
@@ -352,9 +394,9 @@ def _compare(
 
 
 def _write(seen: Headers, path: str, digests: Mapping[Any, str], *, overwrite: bool) -> None:
-    names = manifests.relative_names(seen.found.files, seen.found.index_file)
+    names = manifests.relative_names(seen.found.names, seen.found.index_file)
     entries = {
-        names[source.path]: FileEntry(source.size, digests[number])
+        names[source.name]: FileEntry(source.size, digests[number])
         for number, source in enumerate(seen.sources)
     }
     Manifest.of(seen.tensors, digests, entries).write(path, overwrite=overwrite)

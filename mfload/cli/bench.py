@@ -13,9 +13,8 @@ from mfload import errors
 from mfload.cli import failures, options
 from mfload.cli.options import flag, option, sized
 from mfload.cli.output import print_json, print_table, write
-from mfload.cli.terminal import bar, clean, say
+from mfload.cli.terminal import bar, say
 from mfload.formats import discovery
-from mfload.options import check_choice
 
 _QUICK_BYTES, _MOST_BYTES = 512 << 20, 4 << 30
 _RESERVED = (".safetensors", ".safetensors.index.json")
@@ -122,7 +121,7 @@ def _check_target(target: Path, path: str) -> None:
     there = target.exists()
     if target.is_dir() or not os.access(target if there else target.absolute().parent, os.W_OK):
         raise errors.TargetError("can't be written: no such directory, or no right to", file=target)
-    files = [file for file in discovery.find(path).files if there and os.path.exists(file)]
+    files = [file for file in discovery.find(path).names if there and os.path.exists(file)]
     # A link's own name may say less than that of what it leads to.
     names = [each.name.lower() for each in (target, target.resolve())]
     if any(map(target.samefile, files)) or any(name.endswith(_RESERVED) for name in names):
@@ -144,7 +143,7 @@ def _check_picture(target: Path) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())
-    check_choice("format of a picture", target.suffix[1:].lower(), tuple(known))
+    errors.check_choice("format of a picture", target.suffix[1:].lower(), tuple(known))
 
 
 def _draw(found: dict[str, Any], picture: Path) -> None:
@@ -160,9 +159,9 @@ def _print(found: dict[str, Any]) -> None:
         if rows:
             heads = [case, "best s", "median s", "÷ ceiling", "GB/s", "CPU s", "MiB beside"]
             print_table(heads, map(_cells, rows), right=range(1, 7))
-            said = (clean(f"{row['label']}: {row['explanation']}.") for row in rows)
+            said = (errors.printable(f"{row['label']}: {row['explanation']}.") for row in rows)
             write(["", *said, ""])
-    write(map(clean, found["conditions"]))
+    write(map(errors.printable, found["conditions"]))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mfload.cli import failures, options
-from mfload.cli.options import argument, flag, option, sized
+from mfload.cli import failures, ls as listing, options
+from mfload.cli.options import argument, command, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.terminal import bar
 from mfload.options import Options
@@ -19,76 +19,47 @@ from mfload.options import Options
 if TYPE_CHECKING:
     from mfload.report import Report
 
-_ONLY_DTYPE = "Only this dtype; may be given several times."
-_ORDERS = "offset (the order of the files), name, or size."
-_LIMIT = "Only the first N rows; totals of all."
-
-Only = Annotated[list[str] | None, option("DTYPE", _ONLY_DTYPE, "--dtype")]
-Shard = Annotated[str | None, option("FILE", "Only tensors of this file; * and ? match.")]
-Above = Annotated[int | None, sized("--larger-than", "Only tensors above this size.")]
-Below = Annotated[int | None, sized("--smaller-than", "Only tensors below this size.")]
-Sort = Annotated[str, option("KEY", _ORDERS, offers=("offset", "name", "size"))]
-Limit = Annotated[int | None, typer.Option(min=0, metavar="N", help=_LIMIT)]
-Tree = Annotated[bool, flag("Group by the dots in names.", "--tree")]
-Depth = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Levels of the tree. Default: all.")
-]
-Summary = Annotated[bool, flag("Totals only, of each file.", "--summary")]
-Metadata = Annotated[bool, flag("Show the metadata of the headers as well.", "--metadata")]
-Quiet = Annotated[bool, flag("Rows only: no head, no totals.", "--quiet", "-q")]
-Exact = Annotated[bool, flag("Sizes in bytes.", "--bytes", "-b")]
+ls = command()(listing.ls)
 
 
-def ls(
-    path: options.Checkpoint,
-    names: options.Names = None,
-    dtype: Only = None,
-    shard: Shard = None,
-    larger_than: Above = None,
-    smaller_than: Below = None,
-    sort: Sort = "offset",
-    limit: Limit = None,
-    tree: Tree = False,
-    depth: Depth = None,
-    summary: Summary = False,
-    metadata: Metadata = False,
-    quiet: Quiet = False,
-    exact: Exact = False,
-    as_json: options.Json = False,
-) -> None:
-    """List the tensors of a checkpoint; reads headers only.
-
-    Prints dtype, shape, bytes and name of each tensor, then totals by dtype and by file. Names
-    come last on their lines and are never cut; what can't be printed in them is escaped.
-    """
-    given = locals()
-    from mfload.cli import ls
-
-    ls.ls(**given)
-
-
-def plan(
+def request(
     path: options.Checkpoint,
     framework: options.Framework = "numpy",
     device: options.Device = None,
     names: options.Names = None,
     dtype: options.Dtypes = None,
     engine: options.Engine = "auto",
+    page_cache: options.PageCache = "auto",
     allocator: options.Allocator = "auto",
     max_host_overhead: options.HostOverhead = None,
     max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
-    as_json: options.Json = False,
-) -> None:
+) -> dict[str, Any]:
+    """What `mfload.plan` and `mfload.load` are called with."""
+    given = locals()
+    return {
+        **{name: given.pop(name) for name in ("path", "framework", "names")},
+        "device": options.by_name("--device", given.pop("device"), several=True),
+        "dtype": options.by_name("--dtype", given.pop("dtype")),
+        "options": Options(**given),
+    }
+
+
+def limits(threads: options.Threads = None, timeout: options.Timeout = None) -> Options:
+    """The limits of other commands."""
+    return Options(threads=threads, timeout=timeout)
+
+
+@command(given=request)
+def plan(given: dict[str, Any], as_json: options.Json = False) -> None:
     """Say what a load would do; reads headers only.
 
     Prints what would be read, how and into what memory, for this machine as it is now.
     """
-    request = _request(locals())
     from mfload import api
 
-    _print(api.plan(**request), as_json)
+    _print(api.plan(**given), as_json)
 
 
 _REPEAT = "Load that often, one after the other."
@@ -98,18 +69,9 @@ Repeat = Annotated[int, typer.Option(min=1, metavar="N", help=_REPEAT)]
 Manifest = Annotated[str | None, option("MANIFEST", _WHILE)]
 
 
+@command(given=request)
 def load(
-    path: options.Checkpoint,
-    framework: options.Framework = "numpy",
-    device: options.Device = None,
-    names: options.Names = None,
-    dtype: options.Dtypes = None,
-    engine: options.Engine = "auto",
-    allocator: options.Allocator = "auto",
-    max_host_overhead: options.HostOverhead = None,
-    max_device_overhead: options.DeviceOverhead = None,
-    threads: options.Threads = None,
-    timeout: options.Timeout = None,
+    given: dict[str, Any],
     repeat: Repeat = 1,
     verify: Manifest = None,
     as_json: options.Json = False,
@@ -120,7 +82,6 @@ def load(
     stage, and the engine of each file with the reason for it. With --repeat, the first load may
     read from the disk what the later ones find in the page cache.
     """
-    request = _request(locals())
     from mfload import api
     from mfload.report import Report
 
@@ -128,7 +89,7 @@ def load(
     for number in range(repeat):
         reports.append(Report())
         with bar("loading" if repeat == 1 else f"loading, {number + 1} of {repeat}") as progress:
-            api.load(**request, verify=verify, progress=progress, report=reports[-1])
+            api.load(**given, verify=verify, progress=progress, report=reports[-1])
     if as_json:
         print_json({"runs": [report.as_dict() for report in reports]})
         return
@@ -136,17 +97,6 @@ def load(
     if repeat > 1:
         write([""])
         _print_runs(reports)
-
-
-def _request(given: dict[str, Any]) -> dict[str, Any]:
-    """What `mfload.plan` and `mfload.load` are called with, from the parameters of a command."""
-    how = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
-    return {
-        **{name: given[name] for name in ("path", "framework", "names")},
-        "device": options.by_name("--device", given["device"], several=True),
-        "dtype": options.by_name("--dtype", given["dtype"]),
-        "options": Options(**how),
-    }
 
 
 def _print_runs(reports: list[Report]) -> None:
@@ -184,15 +134,16 @@ Sha256 = Annotated[str | None, option("auto|HEX|FILE", _SHA256)]
 Anew = Annotated[bool, flag("Replace a manifest.", "--overwrite")]
 
 
+@command(how=limits)
 def verify(
     path: options.Checkpoint,
+    *,
     against: Against = None,
     checksums: Way = "auto",
     manifest: Sums = None,
     sha256: Sha256 = None,
     overwrite: Anew = False,
-    threads: options.Threads = None,
-    timeout: options.Timeout = None,
+    how: Options,
     as_json: options.Json = False,
 ) -> int:
     """Check headers, index and checksums, or equality with another.
@@ -213,7 +164,7 @@ def verify(
             sha256=sha256,
             overwrite=overwrite,
             progress=progress,
-            options=Options(threads=threads, timeout=timeout),
+            options=how,
         )
     _print(found, as_json)
     return failures.FINE if found.ok else failures.DIFFERENT
@@ -223,13 +174,14 @@ Other = Annotated[str, argument("OTHER", "The checkpoint to compare with.")]
 Every = Annotated[bool, flag("Show the tensors that are the same, too.", "--all")]
 
 
+@command(how=limits)
 def diff(
     path: options.Checkpoint,
     other: Other,
+    *,
     names: options.Names = None,
     every: Every = False,
-    threads: options.Threads = None,
-    timeout: options.Timeout = None,
+    how: Options,
     as_json: options.Json = False,
 ) -> int:
     """Compare two checkpoints: names, dtypes, shapes, values.
@@ -241,7 +193,6 @@ def diff(
     """
     from mfload.checking.diff import HEADS, diff
 
-    how = Options(threads=threads, timeout=timeout)
     with bar("comparing") as progress:
         found = diff(path, other, names=names, progress=progress, options=how)
     shown = found.tensors if every else found.changed
@@ -264,14 +215,15 @@ Align = Annotated[int, sized("--align", _ALIGN)]
 ShardSize = Annotated[int | None, sized("--max-shard-size", _SHARD)]
 
 
+@command(how=limits)
 def align(
     source: options.Checkpoint,
     target: Target = None,
+    *,
     alignment: Align = 4096,
     max_shard_size: ShardSize = None,
     overwrite: options.Overwrite = False,
-    threads: options.Threads = None,
-    timeout: options.Timeout = None,
+    how: Options,
     as_json: options.Json = False,
 ) -> None:
     """Rewrite a checkpoint for zero-copy and direct reads.
@@ -289,7 +241,7 @@ def align(
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             progress=progress,
-            options=Options(threads=threads, timeout=timeout),
+            options=how,
         )
     _print(done, as_json)
 

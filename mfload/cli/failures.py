@@ -24,7 +24,6 @@ from typing import Any
 from mfload import errors
 from mfload.cli import terminal
 from mfload.cli.output import print_json
-from mfload.cli.terminal import clean
 
 FINE, DIFFERENT, USAGE = 0, 1, 2
 TRACEBACK = "MFLOAD_TRACEBACK"
@@ -105,14 +104,10 @@ def _lines(message: str, problems: list[str], **fields: object) -> list[str]:
     colour = terminal.fancy(sys.stderr) and not os.environ.get("NO_COLOR")
     word = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
     fields.pop("type")
-    lines = [f"mfload: {word} {_short(message)}"]
-    lines += [f"  {key}: {_short(value)}" for key, value in fields.items() if value is not None]
-    lines += [f"  - {_short(line)}" for line in problems[:_MOST_PROBLEMS]]
+    said = {key: value for key, value in fields.items() if value is not None}
+    lines = [f"mfload: {word} {errors.shown(message, _LONG)}"]
+    lines += [f"  {key}: {errors.shown(value, _LONG)}" for key, value in said.items()]
+    lines += [f"  - {errors.shown(line, _LONG)}" for line in problems[:_MOST_PROBLEMS]]
     if len(problems) > _MOST_PROBLEMS:
         lines.append(f"  … and {len(problems) - _MOST_PROBLEMS} more")
     return lines
-
-
-def _short(value: object) -> str:
-    text = clean(value)
-    return text if len(text) <= _LONG else f"{text[:_LONG]}… ({len(text)} characters)"

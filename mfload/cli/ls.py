@@ -12,17 +12,19 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.cli.output import print_json, print_table, write
-from mfload.cli.terminal import clean
+from mfload.errors import printable
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
-from mfload.options import check_choice
 from mfload.planning.selection import select
 from mfload.report import human
 from mfload.runtime import gc_paused
+
+if TYPE_CHECKING:
+    from mfload.cli import options
 
 _FEW_FILES = 16
 _DIGITS = re.compile(r"(\d+)")
@@ -63,24 +65,28 @@ def simple_arguments(words: Sequence[str]) -> dict[str, Any] | None:
 
 
 def ls(
-    path: str,
-    names: str | None = None,
-    dtype: Sequence[str] | None = None,
-    shard: str | None = None,
-    larger_than: int | None = None,
-    smaller_than: int | None = None,
-    sort: str = "offset",
-    limit: int | None = None,
-    tree: bool = False,
-    depth: int | None = None,
-    summary: bool = False,
-    metadata: bool = False,
-    quiet: bool = False,
-    exact: bool = False,
-    as_json: bool = False,
+    path: options.Checkpoint,
+    names: options.Names = None,
+    dtype: options.Only = None,
+    shard: options.Shard = None,
+    larger_than: options.Above = None,
+    smaller_than: options.Below = None,
+    sort: options.Sort = "offset",
+    limit: options.Limit = None,
+    tree: options.Tree = False,
+    depth: options.Depth = None,
+    summary: options.Summary = False,
+    metadata: options.Metadata = False,
+    quiet: options.Quiet = False,
+    exact: options.Exact = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Prints a listing; the options are those of the command."""
-    check_choice("order", sort, tuple(SORTS))
+    """List the tensors of a checkpoint; reads headers only.
+
+    Prints dtype, shape, bytes and name of each tensor, then totals by dtype and by file. Names
+    come last on their lines and are never cut; what can't be printed in them is escaped.
+    """
+    errors.check_choice("order", sort, tuple(SORTS))
     least = -1 if larger_than is None else larger_than
     most = math.inf if smaller_than is None else smaller_than
     shown = functools.cache(str if exact else human)
@@ -163,6 +169,7 @@ def _data(
             "bytes": row.nbytes,
             "file": index.files[row.pieces[0].source],
             "offset": row.pieces[0].offset,
+            **({} if row.simple else {"stored": _how(row)}),
         }
         for row in rows[:limit]
     ]
@@ -185,15 +192,42 @@ Listing = tuple[list[str], Sequence[Sequence[object]], list[int]]
 
 def _rows(index: Index, rows: Sequence[TensorInfo], shown: Callable[[int], str]) -> Listing:
     shape = functools.cache(lambda shape: str(list(shape)))
-    if len(index.files) == 1:
-        lines = [(row.dtype.name, shape(row.shape), shown(row.nbytes), row.name) for row in rows]
-        return ["dtype", "shape", "bytes", "name"], lines, [2]
-    files = [os.path.basename(file) for file in index.files]
-    lines = [
-        (row.dtype.name, shape(row.shape), shown(row.nbytes), files[_source(row)], row.name)
-        for row in rows
-    ]
-    return ["dtype", "shape", "bytes", "file", "name"], lines, [2]
+    heads, columns = (
+        ["dtype", "shape", "bytes"],
+        [
+            [row.dtype.name for row in rows],
+            [shape(row.shape) for row in rows],
+            [shown(row.nbytes) for row in rows],
+        ],
+    )
+    if len(index.files) > 1:
+        files = [os.path.basename(file) for file in index.files]
+        heads.append("file")
+        columns.append([files[_source(row)] for row in rows])
+    if not all(row.simple for row in rows):
+        heads.append("stored")
+        columns.append(list(map(_how, rows)))
+    names = [row.name for row in rows]
+    return [*heads, "name"], list(zip(*columns, names, strict=True)), [2]
+
+
+def _how(row: TensorInfo) -> str:
+    """How a tensor is stored, in a few words."""
+    words: dict[str, None] = {}
+    for piece in row.pieces:
+        stored = piece.stored
+        if stored is None:
+            continue
+        words |= dict.fromkeys(encoding.codec for encoding in stored.encodings)
+        also = {
+            "inline": stored.inline is not None,
+            "strided": stored.strides is not None,
+            "big-endian": stored.big_endian,
+        }
+        words |= dict.fromkeys(word for word, holds in also.items() if holds)
+    if len(row.pieces) > 1:
+        words[f"{len(row.pieces)} pieces"] = None
+    return ", ".join(words) or "raw"
 
 
 @dataclass(slots=True)
@@ -256,4 +290,4 @@ def _print_totals(
             lines = [(total["tensors"], shown(total["bytes"]), name) for name, total in found]
             print_table(["tensors", "bytes", of], lines, right=[0, 1])
     if index.notes:
-        write(["", *(f"note: {clean(note)}" for note in index.notes)])
+        write(["", *(f"note: {printable(note)}" for note in index.notes)])

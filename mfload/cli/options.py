@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from mfload import errors
-from mfload.options import ALLOCATORS, ENGINES, size
+from mfload.options import ALLOCATORS, ENGINES, PAGE_CACHES, size
 
 _MOST_NAMES = 200
 
@@ -73,7 +76,36 @@ def argument(metavar: str, text: str) -> Any:
     return typer.Argument(metavar=metavar, help=text, show_default=False)
 
 
-_PATH = "A .safetensors file, a directory, or a .safetensors.index.json."
+def command(**makers: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function a command, which has the parameters of makers in place of what they make."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        takes = {name: _parameters(maker) for name, maker in makers.items()}
+        shown: dict[str, inspect.Parameter] = {}
+        for name, each in _parameters(function).items():
+            shown |= takes.get(name, {name: each})
+
+        @functools.wraps(function)
+        def call(**given: Any) -> Any:
+            for name, maker in makers.items():
+                given[name] = maker(**{each: given.pop(each) for each in takes[name]})
+            return function(**given)
+
+        seen: Any = call  # By typer, which reads the signature.
+        seen.__signature__, seen.__annotations__ = inspect.Signature([*shown.values()]), {}
+        return seen
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    # `ls` names the options of this module without importing it, since typer takes long.
+    known = {**function.__globals__, "options": sys.modules[__name__]}
+    found = inspect.signature(function, globals=known, eval_str=True).parameters
+    return {name: each.replace(kind=each.KEYWORD_ONLY) for name, each in found.items()}
+
+
+_PATH = "A .safetensors, .npz or .npy file, a directory, an index, or a URL of a file or index."
 _FRAMEWORKS = ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
 _FRAMEWORK = "numpy, jax, torch, tensorflow, paddle or cupy."
 _DEVICE = (
@@ -86,6 +118,7 @@ _DTYPE = (
     "several times."
 )
 _ENGINE = "auto, pread, direct or mmap; onto GPUs pinned or gds as well."
+_PAGE_CACHE = "What is read from the disk is kept in the page cache or not: auto, keep or bypass."
 _ALLOCATOR = "Whose memory holds the arrays: auto, mfload or framework."
 _HOST = "Host memory beside the result, such as 256MiB."
 _GPU = "Memory of a GPU beside the result, such as 256MiB."
@@ -99,6 +132,7 @@ Dtypes = Annotated[
     list[str] | None, option("[REGEX=]DTYPE", _DTYPE, "--dtype", offers=_offered_dtypes)
 ]
 Engine = Annotated[str, option("NAME", _ENGINE, offers=ENGINES)]
+PageCache = Annotated[str, option("HOW", _PAGE_CACHE, "--page-cache", offers=PAGE_CACHES)]
 Allocator = Annotated[str, option("NAME", _ALLOCATOR, offers=ALLOCATORS)]
 HostOverhead = Annotated[int | None, sized("--max-host-overhead", _HOST)]
 DeviceOverhead = Annotated[int | None, sized("--max-device-overhead", _GPU)]
@@ -106,6 +140,25 @@ Threads = Annotated[int | None, option("N", _THREADS)]
 Timeout = Annotated[float | None, option("SECONDS", "Give up after that long.")]
 Overwrite = Annotated[bool, flag("Replace what is there already.", "--overwrite")]
 Json = Annotated[bool, flag("Print JSON for machines.", "--json")]
+
+# Of `ls` alone:
+_ONLY_DTYPE = "Only this dtype; may be given several times."
+_ORDERS = "offset (the order of the files), name, or size."
+_LIMIT = "Only the first N rows; totals of all."
+_DEPTH = "Levels of the tree. Default: all."
+
+Only = Annotated[list[str] | None, option("DTYPE", _ONLY_DTYPE, "--dtype")]
+Shard = Annotated[str | None, option("FILE", "Only tensors of this file; * and ? match.")]
+Above = Annotated[int | None, sized("--larger-than", "Only tensors above this size.")]
+Below = Annotated[int | None, sized("--smaller-than", "Only tensors below this size.")]
+Sort = Annotated[str, option("KEY", _ORDERS, offers=("offset", "name", "size"))]
+Limit = Annotated[int | None, typer.Option(min=0, metavar="N", help=_LIMIT)]
+Tree = Annotated[bool, flag("Group by the dots in names.", "--tree")]
+Depth = Annotated[int | None, typer.Option(min=1, metavar="N", help=_DEPTH)]
+Summary = Annotated[bool, flag("Totals only, of each file.", "--summary")]
+Metadata = Annotated[bool, flag("Show the metadata of the headers as well.", "--metadata")]
+Quiet = Annotated[bool, flag("Rows only: no head, no totals.", "--quiet", "-q")]
+Exact = Annotated[bool, flag("Sizes in bytes.", "--bytes", "-b")]
 
 
 def by_name(option: str, given: list[str] | None, *, several: bool = False) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mfload.cli import terminal
-from mfload.cli.terminal import cells, clean
+from mfload.cli.terminal import cells
+from mfload.errors import printable
 
 _PART = 16 << 10
 
@@ -42,7 +43,7 @@ def print_table(
     columns: list[list[str]] = []
     for n, column in enumerate(zip(*rows, strict=True)):
         # Most columns hold few different cells.
-        texts = list(map(functools.cache(clean), map(str, column)))
+        texts = list(map(functools.cache(printable), map(str, column)))
         if n < len(rows[0]) - 1 or n in right:
             texts = _padded(texts, right=n in right)
         if fancy and not headers and n == 0:

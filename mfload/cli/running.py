@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from mfload import errors
 from mfload.cli import failures, terminal
 
 
@@ -36,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _warn(message: object, *_: object) -> None:
-    terminal.say(f"mfload: warning: {terminal.clean(message)}")
+    terminal.say(f"mfload: warning: {errors.printable(message)}")
 
 
 def _dispatch(arguments: list[str]) -> int:

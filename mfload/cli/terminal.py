@@ -18,14 +18,6 @@ def fancy(stream: Any) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def clean(value: object) -> str:
-    """One line that moves no cursor and colours nothing: what can't be printed is escaped."""
-    text = str(value)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def cells(text: str) -> int:
     """Columns that a text takes on a terminal."""
     if text.isascii():

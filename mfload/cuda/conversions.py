@@ -10,7 +10,7 @@ import numpy as np
 
 from mfload.cuda.device import Device, Rows
 from mfload.io import buffers
-from mfload.planning.blocks import Copy
+from mfload.planning.steps import Copy
 
 _log = logging.getLogger("mfload")
 _SPREAD = 1 << 16

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from mfload.cuda.device import Device, Event, Rows, Stream
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io.pread import put
-from mfload.planning.blocks import Block, Copy, Segment
+from mfload.planning.blocks import Block, Segment
+from mfload.planning.steps import Copy
 
 Method = Rows | Literal["convert", "prepare"]
 """Rows to copy, or elements to convert on the device, or to prepare on the host."""

@@ -18,7 +18,7 @@ from mfload.cuda import discovery
 from mfload.cuda.device import CUDA, Device
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.blocks import Block
-from mfload.sources.local import LocalFile, OpenFile, shrunk
+from mfload.sources.base import Source, shrunk
 
 log = logging.getLogger("mfload")
 
@@ -69,12 +69,12 @@ class CufileReader:
     what runs on the device's legacy default stream.
     """
 
-    def __init__(self, source: LocalFile, device: Device) -> None:
-        self._path = source.path
+    def __init__(self, source: Source, device: Device) -> None:
+        self._path = source.name
         self._device = device
         self._handle: Any = None
         kvikio = _kvikio(device)
-        self._file = OpenFile(source)
+        self._file = source.open()
         try:
             with device.current():
                 # By descriptor: the path may lead to another file by now.

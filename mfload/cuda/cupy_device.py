@@ -16,8 +16,8 @@ from mfload import errors
 from mfload.cuda import conversions
 from mfload.cuda.device import CUDA, Device, MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
-from mfload.planning.blocks import Copy
 from mfload.planning.layout import DEVICE_ALIGNMENT
+from mfload.planning.steps import Copy
 
 # From the headers of the driver and the runtime; CuPy has no names for them.
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed

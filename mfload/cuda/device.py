@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from mfload.cuda.memory import DeviceBuffer
-from mfload.planning.blocks import Copy
+from mfload.planning.steps import Copy
 
 CUDA = 2
 """DLPack's device type of CUDA memory (kDLCUDA)."""

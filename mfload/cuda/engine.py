@@ -19,7 +19,7 @@ from mfload.cuda.staging import PinnedSlot, Ring, Staging
 from mfload.io.engine import Observer, Pool, Share
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, stored
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 
 
 class OpenReader:
@@ -53,7 +53,7 @@ class DeviceWorker:
         memory: list[Any],
         staging: Staging,
         open_reader: Callable[[int], PreadReader],
-        gds: Mapping[int, LocalFile],
+        gds: Mapping[int, Source],
         note: Callable[[str], None],
         observer: Observer | None,
         share: Share,
@@ -69,6 +69,8 @@ class DeviceWorker:
         self._ring = Ring(lambda: PinnedSlot(device, staging), staging.depth, share)
         self._cufile_readers = OpenReader(lambda n: CufileReader(gds[n], device))
         self._cufile_ring = Ring(lambda: CufileSlot(device, staging.block), staging.depth, share)
+        readers, rings = [self._cufile_readers, self._readers], [self._ring, self._cufile_ring]
+        self._open = [*readers, *rings, self._copier]  # The last is closed first.
 
     def run(self) -> None:
         """Fills the blocks of its share; slots are given back once no copy uses them."""
@@ -104,7 +106,7 @@ class DeviceWorker:
         except errors.MfloadError as error:
             if self._share.block is not block:
                 raise  # A copy of an earlier block failed.
-            path = self._gds.pop(block.source).path
+            path = self._gds.pop(block.source).name
             self._note(f"{path}: fell back from gds to pinned: {error}")
             if slot is not None:
                 self._cufile_ring.give(slot)
@@ -114,11 +116,14 @@ class DeviceWorker:
 
     def close(self) -> None:
         """Waits for the copies under way, and only then gives the slots back."""
-        self._copier.close()
-        self._cufile_ring.close()
-        self._ring.close()
-        self._readers.close()
-        self._cufile_readers.close()
+        try:
+            while self._open:
+                self._open[-1].close()
+                self._open.pop()
+        except BaseException:
+            # Ctrl-C: what it cut short is closed again, and then the rest.
+            self.close()
+            raise
 
 
 def onto_devices(
@@ -127,7 +132,7 @@ def onto_devices(
     staging: Staging,
     open_reader: Callable[[int], PreadReader],
     threads: int,
-    gds: Mapping[int, LocalFile],
+    gds: Mapping[int, Source],
     note: Callable[[str], None],
     observer: Observer | None = None,
 ) -> list[Pool]:
@@ -160,7 +165,7 @@ def onto_devices(
         near = [numa.cpus(device.pci) for device in group] if threads else [None]
         cores = None if None in near else frozenset().union(*(each for each in near if each))
         work = partial(_work, cores, group[0], memory, staging, open_reader, gds, note, observer)
-        pools.append(Pool(parts[number], work, threads // count + (number < threads % count)))
+        pools.append((parts[number], work, threads // count + (number < threads % count)))
     return pools
 
 

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mfload import sources
 from mfload.cuda import cufile, discovery
 from mfload.cuda.device import CUDA, Device
 from mfload.io import probes
 from mfload.io.subprocess_probe import ask
 from mfload.planning.blocks import Block
 from mfload.runtime import Deadline
-from mfload.sources.local import LocalFile, OpenFile
 
 TIMEOUT, LEAST = 20.0, 5.0
 """Seconds that the probe may take, at most and at least: it starts CUDA and imports kvikio."""
@@ -162,12 +162,12 @@ def _is_set(root: Path, name: str, variable: str) -> bool:
 
 def probe(path: str, device: Device) -> Verdict:
     """Reads a little of a file through cuFile, and looks at the bytes and at the page cache."""
-    source = LocalFile(path)
+    source = sources.find(path)
     # Whole units: the unaligned end of a file goes through host memory in any case.
     nbytes = min(_SAMPLE, source.size // cufile.UNIT * cufile.UNIT)
     found = np.empty(nbytes, np.uint8)
     with (
-        OpenFile(source) as opened,
+        source.open() as opened,
         closing(cufile.CufileSlot(device, nbytes)) as slot,
         closing(cufile.CufileReader(source, device)) as reader,
         closing(device.stream()) as stream,

@@ -139,9 +139,8 @@ class Ring:
         return over
 
     def close(self) -> None:
-        """Closes the slots; no copy out of any is under way."""
-        for slot in self._made:
-            slot.close()
-        self._made.clear()
+        """Closes the slots, also if Ctrl-C cut it short before; no copy out of any is under way."""
         self._free.clear()
         self._busy.clear()
+        while self._made:
+            self._made.pop().close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from collections.abc import Collection, Mapping
 from types import ModuleType
 
@@ -32,7 +31,8 @@ _INSTALL = {
 }
 
 NAMES = tuple(_INSTALL)
-_PATH = re.compile(r"[/\\]|\.safetensors")
+ON_MESHES = ("jax",)
+"""Frameworks that arrays can be sharded in: `mfload.mesh` has a backend for each."""
 
 
 def resolve(framework: str | ModuleType) -> str:
@@ -51,7 +51,7 @@ def resolve(framework: str | ModuleType) -> str:
     found = _ALIASES.get(name, name)
     if found not in _INSTALL:
         hint = errors.did_you_mean(name, {each: each for each in NAMES} | _ALIASES)
-        if _PATH.search(name):
+        if "/" in name or "\\" in name or ".safetensors" in name:
             hint += "; a path comes first: load(path, framework)"
         raise errors.UsageError(f"unknown framework{hint}", expected=" | ".join(NAMES), found=name)
     return found

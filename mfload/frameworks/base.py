@@ -6,17 +6,18 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from mfload import dtypes, errors
-from mfload.cuda.device import Device
-from mfload.cuda.memory import DeviceBuffer
 from mfload.dlpack import View, array_at
 from mfload.dtypes import DType
-from mfload.options import LoadOptions
+from mfload.load_options import LoadOptions
 from mfload.planning.request import Allocation, Owner, Request
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
 
 
 class Form(NamedTuple):
@@ -49,17 +50,19 @@ def forms(own: Mapping[str, str], copied: Collection[str] = ()) -> Mapping[str, 
     }
 
 
-class Lent(NamedTuple):
+class Lent:
     """An array of the framework's own allocator, to be filled in place.
 
     `memory` is its bytes, which keep it alive: a writable uint8 array or a `DeviceBuffer`.
     """
 
-    array: Any
-    memory: Any
+    __slots__ = ("array", "memory")
+
+    def __init__(self, array: Any, memory: Any) -> None:
+        self.array, self.memory = array, memory
 
 
-class Pool(NamedTuple):
+class Pool:
     """What a framework's allocator holds of a device.
 
     Attributes:
@@ -67,8 +70,10 @@ class Pool(NamedTuple):
         advice: What to do if a load does not fit, as the end of a sentence.
     """
 
-    free: int | None
-    advice: str
+    __slots__ = ("advice", "free")
+
+    def __init__(self, free: int | None, advice: str) -> None:
+        self.free, self.advice = free, advice
 
 
 class Adapter:
@@ -156,13 +161,15 @@ def lent_as(forms: Mapping[str, Form], request: Request) -> tuple[str, tuple[int
 def memory_at(owner: Any, address: int, nbytes: int, device: Device | None = None) -> Any:
     """The bytes of an array to be lent, which keep it alive (see `Lent.memory`)."""
     if device is not None:
+        from mfload.cuda.memory import DeviceBuffer
+
         return DeviceBuffer(device, address, nbytes, owner, own=False)
     return array_at(owner, address, (nbytes,))
 
 
 def on_device(view: View) -> bool:
     """Whether a view lies in the memory of a device."""
-    return isinstance(view.memory, DeviceBuffer)
+    return not isinstance(view.memory, np.ndarray)
 
 
 def host_array(view: View) -> Any:
@@ -224,7 +231,7 @@ def no_device(framework: str, device: object, there: object) -> errors.DeviceErr
 Span = tuple[int, int]
 
 
-class Exported(NamedTuple):
+class Exported:
     """What an adapter says of an array that is to be saved; its bytes are read later.
 
     Attributes:
@@ -234,10 +241,17 @@ class Exported(NamedTuple):
             if they lie on a device or in several pieces.
     """
 
-    dtype: DType
-    shape: tuple[int, ...]
-    read: Callable[[], Any]
-    span: Span | None = None
+    __slots__ = ("dtype", "read", "shape", "span")
+
+    def __init__(
+        self,
+        dtype: DType,
+        shape: tuple[int, ...],
+        read: Callable[[], Any],
+        span: Span | None = None,
+    ) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.read, self.span = read, span
 
 
 def refuse(framework: str, why: str | None, array: Any) -> None:

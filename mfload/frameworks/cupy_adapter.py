@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Generator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mfload.cuda import discovery
-from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.frameworks import base
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
 
 OLDEST = "14.2"  # The first whose streams leave those of others alone; bfloat16 came with 14.0.
 

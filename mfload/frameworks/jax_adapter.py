@@ -13,18 +13,20 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mfload import errors
-from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule
 from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_memory import NewArray, undisturbed
 from mfload.planning.request import Owner, Request
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
 
 OLDEST = "0.5.3"
 _OTHER_THREADS = 0.002  # Seconds in which they get their turn.
@@ -50,9 +52,9 @@ class JaxAdapter(base.Adapter):
         super().__init__(place, device, notes)
         self.on_host = place.platform == "cpu"
         # Takes views in host memory.
-        self._take: Callable[[View], Any] = self._send
+        self.take: Callable[[View], Any] = self._send
         if self.on_host:
-            self._take = private_api.jax_capsule_importer(place) or self._import
+            self.take = private_api.jax_capsule_importer(place) or self._import
 
     def owner(self, allocator: str) -> Owner:
         # The first answer for a device takes a trial on it, also for a plan.
@@ -75,7 +77,7 @@ class JaxAdapter(base.Adapter):
 
     def array(self, view: View) -> Any:
         """The `jax.Array` of one view; JAX may hold what it was copied from (`collect_copied`)."""
-        take = self._import if self.devices and base.on_device(view) else self._take
+        take = self._import if self.devices and base.on_device(view) else self.take
         if view.dtype.elements == 1:
             return take(view)
         # F4 takes a byte an element in JAX on the CPU: the one type that must be copied.

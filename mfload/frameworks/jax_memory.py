@@ -14,7 +14,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from jax import experimental
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
-from mfload.cuda.device import Device, Rows
-from mfload.cuda.memory import DeviceBuffer
 from mfload.frameworks import base, private_api
 from mfload.io import buffers
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
+    from mfload.cuda.memory import DeviceBuffer
 
 log = logging.getLogger("mfload")
 
@@ -164,7 +166,7 @@ def _problem(device: Any, there: Device) -> str:
         wanted = [np.arange(_TRIAL, dtype=np.int32) * -977 + first for first in (5, 1 << 30)]
         for array, each in zip(arrays, wanted, strict=True):
             address = private_api.jax_address(array)
-            _write(there, DeviceBuffer(there, address, each.nbytes, array, own=False), each)
+            _write(there, base.memory_at(array, address, each.nbytes, there), each)
         # What was written to the second must not be seen in the first.
         if all(np.array_equal(*pair) for pair in zip(map(np.asarray, arrays), wanted, strict=True)):
             return ""
@@ -176,6 +178,8 @@ def _problem(device: Any, there: Device) -> str:
 
 
 def _write(there: Device, target: DeviceBuffer, numbers: Any) -> None:
+    from mfload.cuda.device import Rows
+
     source = buffers.allocate(numbers.nbytes)
     source.view(numbers.dtype)[:] = numbers
     there.pin(source)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mfload import dtypes
-from mfload.dlpack import View
+from mfload.dlpack import View, Views
 from mfload.frameworks import base
 
 OLDEST = "2.0"
+_MOST_DIMS = 64
 _KINDS = {name: row.numpy for name, row in dtypes.TABLE.items()}
 
 
@@ -23,14 +25,48 @@ class NumpyAdapter(base.Adapter):
     forms = base.forms({name: kind.name for name, kind in _KINDS.items() if kind is not None})
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        make, kinds = np.ndarray, _KINDS
-        return [
-            make(shape, kinds[dtype.name], memory, at) for _, dtype, shape, memory, at, _ in views
-        ]
+        if isinstance(views, Views):
+            return _in_columns(views)
+        arrays: list[Any] = []
+        for _, dtype, shape, memory, at, _ in views:
+            arrays.append(np.ndarray(shape, _KINDS[dtype.name], memory, at))
+        return arrays
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         arrays = [np.empty(shape, kind) for kind, shape in wanted]
         return [(array, array.ctypes.data) for array in arrays]
+
+
+def _in_columns(views: Views) -> list[Any]:
+    """The arrays of many tensors.
+
+    To take alike ones that lie at equal distances out of an array of all of them is several times
+    as fast as to make one after the other.
+    """
+    kinds = [(_KINDS.get(dtype.name), shape) for dtype, shape in views.kinds]
+    like = np.asarray(views.kind) * len(views.memory) + views.buffers
+    order = np.argsort(like, kind="stable")
+    like, at = like[order], views.at[order]
+    step = np.diff(at)
+    breaks = np.diff(like) != 0
+    breaks[1:] |= ~breaks[:-1] & (np.diff(step) != 0)
+    firsts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+    arrays: list[Any] = []
+    for first, end in itertools.pairwise([*firsts, len(at)]):
+        kind, buffer = divmod(int(like[first]), len(views.memory))
+        dtype, shape = kinds[kind]
+        memory, places = views.memory[buffer], at[first:end].tolist()
+        alike = len(places) > 1 and step[first] > 0
+        if alike and shape and 0 not in shape and len(shape) < _MOST_DIMS:
+            one = np.ndarray(shape, dtype, memory, places[0])
+            strides = (int(step[first]), *one.strides)
+            arrays.extend(np.ndarray((len(places), *shape), dtype, memory, places[0], strides))
+        else:
+            arrays += [np.ndarray(shape, dtype, memory, place) for place in places]
+    made: list[Any] = [None] * len(arrays)
+    for number, array in zip(order.tolist(), arrays, strict=True):
+        made[number] = array
+    return made
 
 
 def make(device: object) -> NumpyAdapter:

@@ -11,15 +11,17 @@ through NumPy: tensors land in memory that Paddle lends, and in no other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
-from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.frameworks import base, private_api
 from mfload.planning.request import Owner
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
 
 OLDEST = "3.0"
 

@@ -34,8 +34,10 @@ def jax_capsule_importer(device: Any) -> Callable[[View], Any] | None:
     except (ImportError, AttributeError):
         return None
 
+    number = device.local_hardware_id
+
     def importer(view: View) -> Any:
-        return take(capsule(view, device_id=device.local_hardware_id), device, None)
+        return take(capsule(view, device_id=number), device, None)
 
     memory = buffers.allocate(64)
     memory[:8] = np.frombuffer(np.int64(-(2**40)).tobytes(), np.uint8)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from mfload import errors
 from mfload.dlpack import View
 from mfload.frameworks.base import Adapter, Lent, Pool
-from mfload.options import LoadOptions
+from mfload.load_options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.planning.selection import Rules
 

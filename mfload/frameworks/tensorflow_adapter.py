@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from mfload import errors
-from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule, data_address
 from mfload.frameworks import base
-from mfload.options import LoadOptions
+from mfload.load_options import LoadOptions
 from mfload.planning.request import Allocation, Owner, Request
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
 
 OLDEST = "2.19"
 

@@ -6,17 +6,19 @@ Versions that have an 8-bit type and don't import it get bytes and are told what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils import dlpack
 
 from mfload import errors
-from mfload.cuda.device import Device
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
 from mfload.frameworks import base
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
 
 OLDEST = "2.4"
 

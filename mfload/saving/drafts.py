@@ -19,14 +19,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mfload import errors
 from mfload.io import probes
-from mfload.io.buffers import PAGE, Bytes, WorkerSlot
+from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.io.pread import IOV_MAX
+
+if TYPE_CHECKING:
+    from mfload.io.buffers import Bytes
 
 fcntl: Any
 try:

@@ -107,7 +107,7 @@ def _any(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSav
             array = _unboxed(array)
             exporters.setdefault(type(array), _exporter(array))
         exported = exporters[type(array)](array)
-    row, shape, *_ = exported
+    row, shape = exported.dtype, exported.shape
     nbytes = row.size_of(shape)
     if nbytes is None:
         raise errors.UnsupportedArrayError(

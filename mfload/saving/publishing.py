@@ -291,7 +291,7 @@ def _make_directory(path: str) -> None:
         files.fsync(fd)
 
 
-_holders: set[tuple[int, int, str]] = set()
+_holders: set[tuple[object, ...]] = set()
 """Whose locks are held: process, thread and directory. A fork copies it to another process."""
 
 
@@ -301,12 +301,14 @@ def _locked(path: str) -> Generator[int]:
 
     The kernel drops the lock of a process that dies. Some file systems have no such locks.
     """
-    owner = os.getpid(), threading.get_ident(), path
-    if owner in _holders:  # In a handler of signals, say: to wait would be for ever.
-        raise errors.TargetError("this thread is already saving into this directory", file=path)
-    try:
-        _holders.add(owner)
-        with files.open_directory(path) as fd:
+    with files.open_directory(path) as fd:
+        # Not by its path: a directory may have several, through mounts or after a rename.
+        where = (path,) if fd < 0 else (os.fstat(fd).st_dev, os.fstat(fd).st_ino)
+        owner = os.getpid(), threading.get_ident(), *where
+        if owner in _holders:  # In a handler of signals, say: to wait would be for ever.
+            raise errors.TargetError("this thread is already saving into this directory", file=path)
+        try:
+            _holders.add(owner)
             try:
                 # In ticks, so that Ctrl-C gets through.
                 while files.lock(fd) is False:
@@ -314,5 +316,5 @@ def _locked(path: str) -> Generator[int]:
                 yield fd
             finally:
                 files.unlock(fd)
-    finally:
-        _holders.discard(owner)
+        finally:
+            _holders.discard(owner)

@@ -6,17 +6,16 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
-from mfload.io import probes
 from mfload.progress import Progress, shown
 from mfload.report import Printable, counted, human
-from mfload.runtime import gc_paused
+from mfload.runtime import cores, gc_paused
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import TensorToSave, export
@@ -45,6 +44,8 @@ class Saved(Printable):
         notes: What was decided without being asked for, and which tensors shared memory.
     """
 
+    DERIVED = ("gib_per_s",)
+
     files: tuple[str, ...]
     tensors: int
     bytes: int
@@ -55,10 +56,6 @@ class Saved(Printable):
     def gib_per_s(self) -> float:
         """GiB a second, from the call to the last name on disk."""
         return self.bytes / self.seconds / 2**30 if self.seconds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return asdict(self) | {"gib_per_s": self.gib_per_s}
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as they are printed."""
@@ -115,7 +112,7 @@ def _threads(size: int) -> int:
     if size <= _INLINE:
         return 0
     # Each needs a slot and a start: below two blocks a thread they are not worth that.
-    most = max(_THREADS, min(probes.cores(), 2 * _THREADS))
+    most = max(_THREADS, min(cores(), 2 * _THREADS))
     return max(1, min(most, size // (2 * BLOCK)))
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import encodable
 from mfload.saving.layout import REPLACED
-from mfload.sources.local import LocalFile, kind_of
+from mfload.sources.local import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def look(place: Location) -> Existing:
 def _leads_to(path: str) -> frozenset[str]:
     """Files to which an index leads, or that it says are to be removed; none if it is gone."""
     try:
-        table = read_index(LocalFile(path))
+        table = read_index(sources.find(path))
     except errors.SourceNotFoundError:
         return frozenset()
     metadata = table.get("metadata")

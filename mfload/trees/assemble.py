@@ -9,26 +9,26 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.cuda import memory
 from mfload.index import Index
 from mfload.io import buffers
+from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
-from mfload.mesh.base import TensorShares
+from mfload.mesh.base import Share, TensorShares, Whole
 from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives
-from mfload.options import OVERHEAD, LoadOptions
-from mfload.planning.request import Request, Share
+from mfload.planning.request import Request
+from mfload.planning.slicing import shape_of
 from mfload.report import Report
-from mfload.sources.local import LocalFile
+from mfload.sources.base import Source
 from mfload.trees import batches, jax_transforms
 from mfload.trees.batches import BatchItem, LeafPart
 from mfload.trees.recipe import Recipe
-from mfload.trees.transforms import Shape, Transform, sizes
+from mfload.trees.transforms import Shape, Transform
 
 # One in so many bytes of the overhead is for the readers' slots while transforms are under way;
 # the rest is for what waits for them.
@@ -66,7 +66,7 @@ class Assembly:
     def __init__(
         self,
         index: Index,
-        sources: Sequence[LocalFile],
+        sources: Sequence[Source],
         goals: Sequence[Goal],
         options: LoadOptions,
         backend: JaxBackend,
@@ -99,12 +99,12 @@ class Assembly:
             for batch in self._batches
         ]
         # Whole rows are read over rather than skipped, where a few are not wanted.
-        options = replace(options, merge_gap=base.MESH_GAP)
+        options = options.replace(merge_gap=base.MESH_GAP)
         self._loader = Loader(index, sources, adapter, options)
-        options = replace(options, allocator="mfload")
+        options = options.replace(allocator="mfload")
         if adapter.devices or adapter.on_host:
             # Elsewhere what waits is copied to its device, and slots are gone by then.
-            options = replace(options, **{overhead: slots})
+            options = options.replace(**{overhead: slots})
         self._waiting = Loader(index, sources, adapter, options)
 
     def _parts(self, goal: Goal) -> tuple[list[TensorShares], list[LeafPart]]:
@@ -184,13 +184,13 @@ class Assembly:
             took = time.perf_counter() - start
             report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
         report.framework, report.tensors, report.result_bytes = "jax", len(self._goals), 0
-        return [self._assemble(number, report) for number in range(len(self._goals))]
+        return self._backend.assemble(self._whole(n, report) for n in range(len(self._goals)))
 
     def _bytes(self, goal: Goal) -> int:
         """Bytes of a leaf that this process is to hold, those of replicas counted once."""
         shares = self._backend.shares(goal.sharding, goal.shape)
         boxes = {share.box for share in shares if share.process == self._backend.rank}
-        return sum(goal.recipe.dtype.size_of(sizes(box)) or 0 for box in boxes)
+        return sum(goal.recipe.dtype.size_of(shape_of(box)) or 0 for box in boxes)
 
     def _fetch(
         self, wanted: _Wanted, loader: Loader, group: Any, report: Report, advance: Advance
@@ -256,16 +256,15 @@ class Assembly:
         devices = tuple(map(self._backend.device, numbers))
         return dict(zip(numbers, jax_transforms.empty(devices, shape, dtype), strict=True))
 
-    def _assemble(self, number: int, report: Report) -> Any:
-        goal, device = self._goals[number], self._backend.device
+    def _whole(self, number: int, report: Report) -> Whole:
+        goal = self._goals[number]
         arrays, self._arrays[number] = self._arrays[number], {}
         if 0 in goal.shape and not arrays:
             shares = self._backend.shares(goal.sharding, goal.shape)
             mine = [share.device for share in shares if share.process == self._backend.rank]
             arrays = self._empty(goal, mine)
         report.result_bytes += sum(array.nbytes for array in arrays.values())
-        held = {device(n): array for n, array in arrays.items()}
-        return self._backend.assemble(goal.shape, goal.sharding, held, goal.recipe.dtype)
+        return Whole(goal.shape, goal.recipe.dtype, goal.sharding, arrays)
 
 
 def _sources(
@@ -282,14 +281,14 @@ def _sources(
 def _least_for_readers(
     requests: Sequence[Request],
     index: Index,
-    sources: Sequence[LocalFile],
+    sources: Sequence[Source],
     adapter: JaxMeshAdapter,
     options: LoadOptions,
 ) -> int:
     """The least overhead that leaves readers their slots beside what waits on this process."""
     if not requests:
         return 0
-    free = replace(options, allocator="mfload", max_host_overhead=None, max_device_overhead=None)
+    free = options.replace(allocator="mfload", max_host_overhead=None, max_device_overhead=None)
     found = Session(Loader(index, sources, adapter, free), requests).limits
     if adapter.devices:
         return found.least_on_device * _SLOTS

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mfload.index import Box, TensorInfo
-from mfload.planning.request import Share
+from mfload.mesh.base import Share
+from mfload.planning.slicing import shape_of
 from mfload.trees.recipe import Recipe
-from mfload.trees.transforms import Transform, sizes
+from mfload.trees.transforms import Transform
 
 _STRETCHES = 1 << 14  # Of a leaf; each is a call of a compiled function.
 
@@ -31,7 +32,7 @@ class LeafPart(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The same for all parts of a leaf: JAX shards evenly."""
-        return sizes(self.box)
+        return shape_of(self.box)
 
 
 class BatchItem(NamedTuple):
@@ -54,7 +55,7 @@ def parts(recipe: Recipe, held: Iterable[Share]) -> list[LeafPart]:
 def _part(recipe: Recipe, box: Box, holders: tuple[Share, ...]) -> LeafPart:
     transform, reads = recipe.transform.part(box)
     sources = tuple((recipe.tensors[number], read) for number, read in reads)
-    nbytes = sum(recipe.landed.size_of(sizes(read)) or 0 for _, read in sources)
+    nbytes = sum(recipe.landed.size_of(shape_of(read)) or 0 for _, read in sources)
     return LeafPart(recipe, box, holders, sources, transform, nbytes)
 
 
@@ -147,7 +148,7 @@ def _run(part: LeafPart) -> int:
     runs: list[int] = []
     for info, box in part.sources:
         run = 1
-        for whole, size in zip(reversed(info.shape), reversed(sizes(box)), strict=True):
+        for whole, size in zip(reversed(info.shape), reversed(shape_of(box)), strict=True):
             run *= size
             if size < whole:
                 break

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint
+from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading.session import let_go
-from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, check_choice, started
+from mfload.options import Options
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
+from mfload.sources import Location
 from mfload.trees import matching
 from mfload.trees.recipe import Leaf, brief
 
-Path = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Path = Location | Sequence[Location]
 
 
 def load_into(
@@ -86,12 +86,13 @@ def load_into(
     """
     frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
     from mfload.frameworks.jax_adapter import JaxAdapter
-    from mfload.mesh import base, load as mesh_load
+    from mfload.mesh import load as mesh_load
+    from mfload.mesh.jax_backend import JaxBackend
     from mfload.trees import assemble, jax_shardings, jax_trees
 
     tree: jax_trees.Tree | None = None
     how, wrong = LoadOptions(), None
-    backend = base.backend("jax")
+    backend = JaxBackend()
     try:
         tree = jax_trees.take_apart_target(target)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
@@ -108,14 +109,12 @@ def load_into(
         with mesh_load.together(backend, ranks, how.deadline) as group:
             if wrong is not None or tree is None:
                 raise wrong or AssertionError("a target without leaves")
-            check_choice("unmatched", unmatched, UNMATCHED)
+            errors.check_choice("unmatched", unmatched, UNMATCHED)
             if not isinstance(strict, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise errors.UsageError("strict is invalid", expected="a bool", found=repr(strict))
             leaves = tree.leaves
             start = time.perf_counter()
-            what = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-            read = functools.partial(checkpoint.read, path)
-            index, sources = how.deadline.bound(read, "reading headers", what)
+            index, sources = checkpoint.read(path, how)
             done.stages["headers"] = time.perf_counter() - start
             with gc_paused():
                 forms = JaxAdapter.forms.items()

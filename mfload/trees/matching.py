@@ -235,13 +235,20 @@ def _check_names(
     lacking = [leaf for leaf in leaves if leaf.held and filled.isdisjoint(leaf.names)]
     # The state of an optimizer may be missing as a whole.
     some = sum(leaf.optimizer for leaf in lacking) < sum(leaf.optimizer for leaf in leaves)
-    empty = [leaf for leaf in lacking if not leaf.optional and (some or not leaf.optimizer)]
+    empty: list[Leaf] = []
+    spare: list[str] = []  # Names of others, such as the step of a train state.
+    for leaf in lacking:
+        if leaf.optional or (leaf.optimizer and not some):
+            spare += leaf.names
+        else:
+            empty.append(leaf)
     given = [target or info.name for info, target in claims.stray]
     for at, leaf in enumerate(empty):
         text = f"{', which is also '.join(leaf.names)} {list(leaf.shape)}"
         hint = _meant(leaf.name, given, at)
         problems["missing"].append(f"{text}: nothing in the checkpoint goes there{hint}")
     wanted = [name for leaf in empty for name in leaf.names]
+    wanted += spare if len(wanted) + len(spare) <= _AMONG else []
     for at, (info, target) in enumerate(claims.stray):
         if target is None:
             reason, hint = "no rule matches", _meant(info.name, wanted, at)

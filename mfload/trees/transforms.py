@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from mfload import dtypes
 from mfload.index import Box
+from mfload.planning.slicing import shape_of
 
 Shape = tuple[int, ...]
 Step = tuple[Literal["slice", "transpose", "reshape"], Any]
@@ -118,16 +119,11 @@ class Transform(NamedTuple):
         return value
 
 
-def sizes(box: Box) -> Shape:
-    """Shape of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
 def _after(shape: Shape, step: Step) -> Shape:
     kind, how = step
     if kind == "reshape":
         return how
-    return sizes(how) if kind == "slice" else tuple(shape[axis] for axis in how)
+    return shape_of(how) if kind == "slice" else tuple(shape[axis] for axis in how)
 
 
 def _part_of_branch(branch: Branch, box: Box) -> tuple[Branch, Box]:
@@ -144,9 +140,9 @@ def _part_of_branch(branch: Branch, box: Box) -> tuple[Branch, Box]:
             if grown != box:
                 within = ((a - n, b - n) for (a, b), (n, _) in zip(box, grown, strict=True))
                 steps.append(("slice", tuple(within)))
-            steps.append((kind, sizes(grown)))
+            steps.append((kind, shape_of(grown)))
             box = inner
-    return Branch(sizes(box), tuple(reversed(steps))), box
+    return Branch(shape_of(box), tuple(reversed(steps))), box
 
 
 def through_reshape(given: Shape, wanted: Shape, box: Box) -> tuple[Box, Box]:

@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small = blocks.Costs(block=BLOCK)
-    monkeypatch.setattr("mfload.planning.memory.Costs", lambda **_: small)
+    monkeypatch.setattr("mfload.sources.local.LocalFile.costs", small)
     monkeypatch.setattr("mfload.loading.execute._MAPPED_BLOCK", BLOCK)
 
 
@@ -270,11 +270,11 @@ def test_nobody_waits_for_a_reader_that_hangs_or_fails(
 
 INTERRUPTED = """
     import os, sys, threading, time
-    import mfload, mfload.planning.memory
+    import mfload, mfload.sources.local
     from mfload.planning import blocks
 
     path = sys.argv[1]
-    mfload.planning.memory.Costs = lambda **_: blocks.Costs(block=64 << 10)
+    mfload.sources.local.LocalFile.costs = blocks.Costs(block=64 << 10)
     real, lock, reads = os.preadv, threading.Lock(), 0
 
     def slow(*args):

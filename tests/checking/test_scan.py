@@ -15,7 +15,7 @@ from mfload import errors
 from mfload.checking import scan as scanning
 from mfload.checking.scan import in_turns, scan
 from mfload.io import buffers
-from mfload.options import started
+from mfload.load_options import started
 from mfload.planning.blocks import Block
 from mfload.sources.local import LocalFile
 

@@ -20,6 +20,7 @@ import samples
 from mfload.bench import machine, measuring, results
 from mfload.cli import bench
 from mfload.cli.running import run
+from mfload.io.subprocess_probe import Answer
 
 QUICK = ("--quick", "--rounds", "1", "--frameworks", "numpy")
 
@@ -35,15 +36,16 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures that no process was started for."""
 
-    def run_child(job: dict[str, Any], timeout: float) -> dict[str, Any]:
-        ours = job["name"].startswith("mfload-")
+    def ask(*_: str, given: dict[str, Any], **__: object) -> Answer:
+        ours = given["name"].startswith("mfload-")
         legs = {"route": [("pread", "small read", 1)], "threads": 1, "notes": []}
-        return {
+        found = {
             "load_s": 0.25, "touch_s": 0.25, "seconds": 0.5, "cpu_s": 0.5, "peak_over": 1 << 20,
             "explained": legs if ours else None,
         }  # fmt: skip
+        return Answer(found)
 
-    monkeypatch.setattr(measuring, "run_child", run_child)
+    monkeypatch.setattr(measuring, "ask", ask)
 
 
 @pytest.fixture
@@ -105,7 +107,10 @@ def _check_schema(found: dict[str, Any]) -> None:
         "schema", "machine", "run", "checkpoint", "conditions", "impossible", "rows", "samples",
         "failed",
     ]  # fmt: skip
-    assert found["schema"] == 1
+    assert found["schema"] == 2
+    assert {"processor", "kernel", "cores", "memory", "file system", "numpy"} < set(
+        found["machine"]
+    )
     assert found["failed"] == []
     assert found["checkpoint"]["whole"] is True
     cases = {"warm", "cold"} - found["impossible"].keys()
@@ -174,8 +179,8 @@ def test_a_framework_that_fails_is_a_row(
     said = {name: row["explanation"] for (_, name), row in rows.items() if not row["measured"]}
     assert said.pop("mfload-cupy")
     assert said == {
-        "mfload-torch": "RuntimeError: a broken build",
-        "mfload-jax": "ended by SIGABRT",
+        "mfload-torch": "ended with 1: RuntimeError: a broken build",
+        "mfload-jax": "crashed with SIGABRT: 1",
         "mfload-paddle": "no answer within 6 s",
         "mfload-tensorflow": "not installed: tensorflow",
     }
@@ -267,7 +272,7 @@ def test_what_is_no_earlier_result_is_kept(model: Path, tmp_path: Path) -> None:
     link = tmp_path / "fine.json"
     link.symlink_to(tmp_path / "gone.safetensors")
     assert run(["bench", str(model), *QUICK, "--out", str(link)]) == 2
-    for fine in (b"", b'{\n "schema": 1,\n "machine": {}\n}'):
+    for fine in (b"", b'{\n "schema": 2,\n "machine": {}\n}'):
         other.write_bytes(fine)
         bench._check_earlier(other)
     bench._check_earlier(Path("/dev/null"))

@@ -43,7 +43,7 @@ def test_fields_are_documented(run: Run, model: Path, tmp_path: Path, name: str)
 
 
 def test_rows_of_a_bench_are_documented() -> None:
-    assert set(results._row("warm", "mfload-numpy", {})) == _documented("`bench`")
+    assert set(results._row({}, "warm", "mfload-numpy")) == _documented("`bench`")
 
 
 def test_errors_are_documented(run: Run, model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import struct
 import time
@@ -14,7 +13,7 @@ import pytest
 import samples
 from conftest import Run, process
 
-from mfload.cli import app, commands, ls
+from mfload.cli import app, ls
 from mfload.formats import checkpoint
 
 
@@ -236,19 +235,20 @@ def test_1000_shards_are_all_there_and_quick(tmp_path: Path) -> None:
     [
         ["a"],
         ["a", "-q", "--tree", "--summary", "--metadata", "--bytes", "--json"],
-        ["--names", "x.*", "a", "--sort", "size", "--shard", "b*", "-b"],
+        ["--names", "l.*", "a", "--sort", "size", "--shard", "m*", "-b"],
     ],
 )
 def test_plain_words_mean_what_they_mean_to_typer(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = [str(model) if word == "a" else word for word in words]
     given = ls.simple_arguments(words)
     assert given is not None
-    called: list[dict[str, object]] = []
-    monkeypatch.setattr(ls, "ls", lambda **each: called.append(each))
+    ls.ls(**given)
+    printed = capsys.readouterr().out
+    assert printed
     assert app.call(["ls", *words]) == 0
-    unset = inspect.signature(commands.ls).parameters
-    assert called == [{name: each.default for name, each in unset.items()} | given]
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(
@@ -268,3 +268,20 @@ def test_plain_words_mean_what_they_mean_to_typer(
 )
 def test_all_other_words_are_left_to_typer(line: str) -> None:
     assert ls.simple_arguments(line.split()) is None
+
+
+def test_says_how_tensors_of_other_formats_are_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    c = np.arange(6.0).reshape(2, 3)
+    np.savez_compressed(tmp_path / "x.npz", c=c, f=np.asfortranarray(c).astype(">f4", order="F"))
+    np.savez(tmp_path / "y.npz", c=c, f=np.asfortranarray(c))
+    ls.ls(str(tmp_path / "x.npz"))
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[-2:] == ["deflate", "c"]
+    assert "deflate, strided, big-endian  f" in out
+    ls.ls(str(tmp_path / "y.npz"), as_json=True)
+    first, second = json.loads(capsys.readouterr().out)["tensors"]
+    assert "stored" not in first
+    assert second["stored"] == "strided"

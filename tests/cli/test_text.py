@@ -55,7 +55,7 @@ def test_one_harmless_line_a_tensor(names: list[str]) -> None:
         assert len(lines) == len(names)
         assert printed.replace("\n", "").isprintable()
         for line, name in zip(lines, names, strict=True):
-            assert line == f"U8  [1]  1 B  {terminal.clean(name)}".rstrip()
+            assert line == f"U8  [1]  1 B  {errors.printable(name)}".rstrip()
         assert _run("ls", path, "--tree").replace("\n", "").isprintable()
         data = json.loads(_run("ls", path, "--json"))
         assert [each["name"] for each in data["tensors"]] == names
@@ -82,12 +82,12 @@ def test_a_drawn_table_is_as_harmless(name: str) -> None:
                 os.environ[key] = value
     drawn = re.sub(r"\x1b\[\d*m", "", screen.getvalue())
     assert drawn.replace("\n", "").isprintable()
-    assert terminal.clean(name).strip() in drawn
+    assert errors.printable(name).strip() in drawn
 
 
 @given(st.text())
 def test_clean_leaves_what_is_harmless(value: str) -> None:
-    cleaned = terminal.clean(value)
+    cleaned = errors.printable(value)
     assert cleaned.isprintable()
     if value.isprintable():
         assert cleaned == value

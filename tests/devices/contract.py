@@ -18,8 +18,8 @@ from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import TABLE
 from mfload.io import buffers
-from mfload.planning.blocks import Copy
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
+from mfload.planning.steps import Copy
 
 NUMPY = [row.numpy for row in TABLE.values() if row.numpy is not None]
 drawn = settings(

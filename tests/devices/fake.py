@@ -17,8 +17,8 @@ from devices.queues import Mark, Mode, Queue, Queues, Span
 from mfload import errors
 from mfload.cuda.device import MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
-from mfload.planning.blocks import Copy
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
+from mfload.planning.steps import Copy
 
 _PAGE = 4096
 _lock = threading.RLock()

@@ -25,7 +25,7 @@ from mfload.cuda import memory as counted
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.device import Rows
 from mfload.io import buffers
-from mfload.planning.blocks import Copy
+from mfload.planning.steps import Copy
 
 F4, F2 = np.dtype("f4"), np.dtype("f2")
 

@@ -17,7 +17,7 @@ from mfload import errors
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io import buffers
-from mfload.planning.blocks import Copy
+from mfload.planning.steps import Copy
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -11,9 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import samples
+import serving
 from calls import as_options
 from devices import arrays
-from devices.fake import FakeDevice, FakeEvent
+from devices.fake import FakeDevice, FakeEvent, FakeStream
 from devices.queues import MODES
 from hypothesis import given, strategies as st
 
@@ -21,13 +23,14 @@ import mfload
 from mfload import errors
 from mfload.cuda import memory, numa, staging
 from mfload.cuda.engine import DeviceWorker
-from mfload.cuda.staging import Ring
+from mfload.cuda.staging import PinnedSlot, Ring
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Pool
 from mfload.io import buffers
+from mfload.load_options import LoadOptions
 from mfload.loading import session
-from mfload.options import LoadOptions
-from mfload.planning.request import Request, select
+from mfload.planning.request import Request
+from mfload.planning.slicing import select
 
 MODEL = samples.model()
 
@@ -42,7 +45,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SLOT", 64 << 10)
 
 
-def _load(path: Path, **how: Any) -> dict[str, Any]:
+def _load(path: Any, **how: Any) -> dict[str, Any]:
     return mfload.load(path, framework="numpy", **as_options(how))
 
 
@@ -74,6 +77,29 @@ def test_bit_for_bit(
     assert device.nbytes["copy_in"] == report.read_bytes
     if allocator != "framework":
         assert report.device_peak_bytes >= report.result_bytes
+    del found
+    _settled(device)
+
+
+@pytest.mark.parametrize("engine", ["auto", "pinned", "direct", "gds", "mmap"])
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
+def test_what_is_not_one_raw_range_lands_through_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_slots: None, engine: Any, allocator: Any
+) -> None:
+    """Beside tensors that do not, whose slots hold no encoded block."""
+    array = np.random.default_rng(0).normal(size=(500, 700))
+    forms = {"c": array, "f": np.asfortranarray(array), "b": array.astype(">f8")}
+    np.savez(tmp_path / "plain.npz", **forms)
+    np.savez_compressed(tmp_path / "packed.npz", **{f"{n}2": each for n, each in forms.items()})
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    report = mfload.Report()
+    files: Any = [tmp_path / "plain.npz", tmp_path / "packed.npz"]
+    found = _load(files, engine=engine, allocator=allocator, threads=3, report=report)
+    names = ["c", "f", "b", "c2", "f2", "b2"]
+    samples.assert_same(found, dict.fromkeys(names, array))
+    if engine != "mmap":
+        assert any("in host memory" in note for note in report.notes)
     del found
     _settled(device)
 
@@ -111,6 +137,19 @@ def test_every_tensor_lies_on_256_bytes(path: Path, monkeypatch: pytest.MonkeyPa
     arrays.take(monkeypatch, arrays.Arrays(device))
     found = _load(path)
     assert {a.ctypes.data % 256 for a in found.values() if a.nbytes} == {0}
+
+
+def test_a_url(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no local file goes through page-locked memory."""
+    device, report = FakeDevice(), mfload.Report()
+    expected = {name: a.copy() for name, a in mfload.load(path, framework="numpy").items()}
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    with serving.serving({"/m.safetensors": path.read_bytes()}) as served:
+        samples.assert_same(_load(served.url("/m.safetensors"), report=report), expected)
+        with pytest.raises(errors.UsageError, match="reads local files alone"):
+            _load(served.url("/m.safetensors"), engine="gds")
+    assert [leg[1] for leg in report.route] == ["pinned"]
+    _settled(device)
 
 
 @st.composite
@@ -337,7 +376,7 @@ def test_what_processes_exchange_is_reported_as_copied(path: Path) -> None:
         for request, buffer, at in plan.places:
             stored = np.ascontiguousarray(MODEL[request.info.name])
             memory[buffer][at : at + request.nbytes] = stored.reshape(-1).view(np.uint8)
-        return session.Filled([plan], (), 5)
+        return [plan], (), 5
 
     index, sources = checkpoint.read(path)
     requests = [Request(info, info.dtype) for info in index.tensors.values()]
@@ -352,6 +391,29 @@ def test_what_processes_exchange_is_reported_as_copied(path: Path) -> None:
         assert report.exchanged_bytes == (5 if fill else 0)
         del found
         device.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("where", "late"), [(FakeStream, False), (FakeStream, True), (Ring, True), (PinnedSlot, True)]
+)
+def test_an_interrupt_of_the_end_gives_back_all_page_locks(
+    path: Path, monkeypatch: pytest.MonkeyPatch, small_slots: None, where: Any, late: bool
+) -> None:
+    device = FakeDevice(mode="lazy")
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    real, calls = where.close, itertools.count()
+
+    def close(self: Any) -> None:
+        first = next(calls) == 0
+        if late or not first:
+            real(self)
+        if first:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        _load(path, threads=1)
+    _settled(device)
 
 
 class TestTheSuiteSees:

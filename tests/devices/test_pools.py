@@ -20,9 +20,10 @@ import mfload
 from mfload.checking.checksums import ManifestCheck
 from mfload.cuda import engine, staging
 from mfload.formats import checkpoint
+from mfload.load_options import LoadOptions
 from mfload.loading import session
-from mfload.options import LoadOptions
-from mfload.planning.request import Request, select
+from mfload.planning.request import Request
+from mfload.planning.slicing import select
 
 
 @pytest.fixture(autouse=True)

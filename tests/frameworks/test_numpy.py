@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import samples
 from conformance.export import ExportConformance, give, read
 from conformance.material import BITS, COMMON, FLOATS8, Stored
 from conformance.suite import ENGINES, WritableConformance
@@ -52,6 +53,15 @@ class TestNumpy(WritableConformance):
             ).values():
                 assert array.flags.c_contiguous
                 assert array.flags.aligned
+
+    def test_many_empty_arrays_of_huge_dims(self, tmp_path: Path) -> None:
+        """All of them together would be more than NumPy can count."""
+        rows: list[Any] = []
+        for number in range(300):
+            shape, raw = ((8,), bytes(8)) if number % 2 else ((0, 2**62), b"")
+            rows.append((str(number), "U8", shape, raw))
+        loaded = mfload.load(samples.save_raw(tmp_path / "a.safetensors", rows), "numpy")
+        assert [loaded[row[0]].shape for row in rows] == [row[2] for row in rows]
 
     def test_unknown_framework(self, aligned: Any) -> None:
         with pytest.raises(errors.UsageError, match="unknown framework"):

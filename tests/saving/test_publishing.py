@@ -21,8 +21,8 @@ import scenarios
 from test_saving_kill import memory
 
 import mfload
-from mfload import dtypes, errors
-from mfload.formats import checkpoint, safetensors
+from mfload import dtypes, errors, sources
+from mfload.formats import safetensors
 from mfload.index import TensorInfo
 from mfload.saving import drafts, publishing
 from mfload.saving.drafts import Draft
@@ -539,6 +539,16 @@ class TestNotOurs:
             mfload.save(NEW, tmp_path)
         mfload.save(NEW, tmp_path)
 
+    def test_a_directory_is_known_by_more_than_its_path(self, tmp_path: Path) -> None:
+        first, second = tmp_path / "first", tmp_path / "second"
+        first.mkdir()
+        with publishing._locked(os.path.realpath(first)):
+            first.rename(second)
+            with pytest.raises(errors.TargetError, match="already saving"):
+                mfload.save(NEW, second)
+            mfload.save(NEW, first)  # Another directory by now.
+        mfload.save(NEW, second)
+
     def test_names_are_on_disk_before_what_leads_to_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -586,7 +596,7 @@ class TestReaders:
         read: list[str] = []
 
         def between(file: Any, source: int = 0) -> Any:
-            read.append(file.path)
+            read.append(file.name)
             if len(read) == at:
                 with way():
                     scenario.save(folder, NEW)
@@ -620,7 +630,7 @@ class TestReaders:
                 mfload.save(new, memory, max_shard_size=72, overwrite=True)
             return LocalFile(path)
 
-        monkeypatch.setattr(checkpoint, "LocalFile", between)
+        monkeypatch.setattr(sources, "local_file", between)
         assert scenarios.found(memory, {"old": old, "new": new}) == "new"
 
     def test_a_checkpoint_that_never_rests(

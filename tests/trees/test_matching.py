@@ -484,3 +484,18 @@ def test_a_stored_tensor_for_a_typed_prng_key_is_told_of() -> None:
     note = match(index, leaves, strict=False).notes[-1]
     assert note.startswith("rng was not loaded; it is a typed PRNG key: put jax.random.key_data")
     assert match(_index(a=(2,)), leaves).notes == ()
+
+
+def test_leaves_that_may_stay_are_hinted_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the step of a train state; required ones alone if there are too many."""
+    step = Leaf(("step",), (), None, 0, optional=True)
+    leaves = [*_leaves({"params.w": (2,)}), step]
+    index = _index(**{"params.w": (2,), "steps": ((), "I32")})
+    with pytest.raises(errors.MappingError) as info:
+        match(index, leaves)
+    text = "extra: steps []: the target has no 'steps'"
+    assert info.value.problems == (f"{text}, did you mean 'step'?",)
+    monkeypatch.setattr(matching, "_AMONG", 0)
+    with pytest.raises(errors.MappingError) as info:
+        match(index, leaves)
+    assert info.value.problems == (text,)
