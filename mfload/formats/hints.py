@@ -105,8 +105,6 @@ def explain_path(error: errors.SourceNotFoundError, asked: object) -> errors.Sou
 
 
 def _near(path: str, asked: str) -> str:
-    if re.match(r"[A-Za-z][\w+.-]*://", asked):
-        return "; mfload loads local files, http:// and https://: download it first"
     if asked.startswith("~"):
         return "; only a shell expands ~: use os.path.expanduser"
     if os.path.islink(path):

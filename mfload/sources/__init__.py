@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
@@ -30,13 +31,19 @@ def find(where: Location, options: LoadOptions | None = None) -> Source:
 
     Raises:
         UsageError: A URL is malformed, or the engine asked for reads local files alone.
-        SourceError: A file can't be opened, or is not a regular file.
+        SourceError: A file can't be opened, is not a regular file, or the URL's scheme is unknown.
     """
     if isinstance(where, str | os.PathLike):
         if not is_url(where):
             return local_file(os.fspath(where))
-        module = importlib.import_module(SCHEMES[where.partition("://")[0].lower()])
-        source = module.open_url(where, options or LoadOptions())
+        scheme = where.partition("://")[0].lower()
+        if scheme not in SCHEMES:
+            raise errors.SourceNotFoundError(
+                f"mfload reads no {scheme}:// URLs: download it first",
+                file=redacted(where),
+                expected=f"a path, or a URL of {', '.join(SCHEMES)}",
+            )
+        source = importlib.import_module(SCHEMES[scheme]).open_url(where, options or LoadOptions())
     elif isinstance(where, bytes | bytearray | memoryview):
         from mfload.sources.memory import MemorySource
 
@@ -54,8 +61,9 @@ def is_source(where: object) -> TypeGuard[Source]:
 
 
 def is_url(where: object) -> TypeGuard[str]:
-    """Whether it is a URL of a scheme that is registered."""
-    return isinstance(where, str) and where.partition("://")[0].lower() in SCHEMES
+    """Whether it is a URL, of any scheme."""
+    scheme, mark, _ = where.partition("://") if isinstance(where, str) else ("", "", "")
+    return bool(mark) and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", scheme) is not None
 
 
 def shown(where: Any) -> str | None:

@@ -435,16 +435,7 @@ class HttpHandle:
 
     def _end(self, response: http.client.HTTPResponse) -> None:
         """Ends an answer whose bytes have all come, so that its connection can be used again."""
-        more = b""
-        if response.chunked and not response.isclosed():
-            try:
-                more = response.read(1)
-            except _BROKEN:  # What lacks is the mark of the end alone.
-                self._drop()
-        if more:
-            what = "the server sends more bytes than its range has"
-            raise errors.ReadError(what, file=self._source.name)
-        if not response.isclosed():
+        if not response.isclosed():  # What follows the last chunk is not waited for.
             self._drop()
 
     def _drop(self) -> None:

@@ -209,7 +209,7 @@ def test_close_names_are_suggested(tmp_path: Path) -> None:
 def test_paths_that_are_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("s3://bucket/x", "hf://org/model"):
-        assert "local files, http:// and https://: download it first" in _missing(path)
+        assert "URLs: download it first" in _missing(path)
     assert "os.path.expanduser" in _missing("~/model.safetensors")
     assert "run `hf download org/model` first" in _missing("org/model")
     for path in ("a/b/c", "org", "./org/model.safetensors", "org/"):
