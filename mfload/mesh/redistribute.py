@@ -30,8 +30,7 @@ from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, first_element, intersection, shape_of
 from mfload.report import Report
 
-# Of each parcel in its row, which begins with a header: the round, and the bytes of the error that
-# follows if the sender failed.
+# Of parcels in a row, which begins with a header: the round, and the bytes of the sender's error.
 ALIGNMENT, _HEADER = 64, struct.Struct("<QQ")
 # Tensors are cut where the parts of processes end, unless the pieces are smaller than this.
 _APART = 16 << 10
@@ -270,18 +269,19 @@ def run(
 
     failed: BaseException | None = None
     for number, parcels in enumerate(schedule.rounds):
-        came = None
-        failed = failed or _attempt(read_round, parcels)
+        came, failed = None, failed or _attempt(read_round, parcels)
         if rows is not None:
             text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
             header = _HEADER.pack(number, len(text)) + text
             rows[:, : len(header)] = memoryview(header)
-            came, interrupted = link.swap(rows, lambda: group.check("exchange"))
+            try:
+                came, interrupted = link.swap(rows, lambda: group.check("exchange"))
+            except errors.ProcessError as error:  # Others may have failed with this one already.
+                raise failed or error  # noqa: B904 - either as it is
             for other, row in zip(ranks, came, strict=True):
                 theirs, length = _HEADER.unpack(row[: _HEADER.size].tobytes())
                 if theirs != number:
-                    found = f"round {theirs}, not {number}"
-                    raise errors.ProcessError("the processes are out of step", found=found)
+                    raise errors.ProcessError(f"process {other} is at round {theirs}, not {number}")
                 if length:
                     text = json.loads(row[_HEADER.size : _HEADER.size + length].tobytes())
                     raise failed or agree.failed(other, text)

@@ -281,6 +281,24 @@ class TestRun:
         assert "ReadError: the disk is gone" in str(other)
         assert calls == [3, 3]
 
+    def test_its_own_error_counts_where_the_others_failed_with_it(self) -> None:
+        class Late(stores.MemoryLink):
+            def swap(self, rows: Any, check: Any) -> Any:
+                raise errors.ProcessError("process 0 failed, and this load with it")
+
+        def read(wanted: Any, given: Any, memory: Any) -> None:
+            raise errors.ReadError("the disk is gone")
+
+        requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2)
+        backend: Any = stores.Backend(1, None, swaps)
+        group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
+        memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
+        places = [Place(request, n, 0) for n, request in enumerate(requests[1])]
+        link: Any = Late(1, [0, 1], 4096, swaps)
+        schedule = redistribute.schedule(requests, 4096)
+        with pytest.raises(errors.ReadError, match="the disk is gone"):
+            redistribute.run(schedule, group, link, read, places, memory, None)
+
 
 class TestChoosing:
     def columns(self) -> dict[int, list[Request]]:
