@@ -179,7 +179,7 @@ def _whole(sources: Sequence[Source], info: TensorInfo, options: LoadOptions) ->
     plan = make_plan([Request(info, info.dtype)], alignment=1)
     memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
     route = choose_route(sources, {each.source: each.nbytes for each in info.pieces}, options)
-    threads = options.threads or execute.reader_threads(cold=True)
+    threads = options.threads or execute.reader_threads(direct=True)
     execute.run(plan, memory, sources, route, threads=threads, deadline=options.deadline)
     _, buffer, at = plan.places[0]
     return memory[buffer][at : at + info.nbytes]

@@ -44,14 +44,14 @@ def scan(
     """
     sizes = total_sizes(blocks)
     route = choose_route(sources, sizes, options)
-    cold = any(leg.direct or leg.cold for leg in route.values())
+    direct = any(leg.direct for leg in route.values())
     concurrency = sources[0].costs.concurrency if sources else None
     notes = execute.run(
         Plan((), (), tuple(blocks), max((each.nbytes for each in blocks), default=0)),
         [],
         sources,
         route,
-        threads=options.threads or execute.reader_threads(cold, concurrency=concurrency),
+        threads=options.threads or execute.reader_threads(direct, concurrency=concurrency),
         deadline=options.deadline,
         advance=advance,
         observer=observer,
@@ -66,7 +66,7 @@ def in_turns(ranges: Iterable[Block], options: LoadOptions) -> list[Block]:
     As many files at once as there may be threads: each hashes another one, since threads can't
     share the SHA-256 of a file.
     """
-    lanes = options.threads or execute.reader_threads(cold=True)
+    lanes = options.threads or execute.reader_threads(direct=True)
     files = sorted(map(_cut, ranges), key=len, reverse=True)
     found: list[Block] = []
     for first in range(0, len(files), lanes):

@@ -29,22 +29,22 @@ Advance = Callable[[int], None]
 INLINE = 1 << 20
 """Bytes up to which the loading thread reads by itself."""
 _MAPPED_BLOCK = 8 << 20
-# As many as there are cores, up to this number; readers of cold files wait for the disk and not for
-# a core, so they are that many: it stays busy while some fault pages in or copy.
+# As many as there are cores, up to this number. Direct readers wait for the disk, not for a core,
+# so they are that many. Of readers through the page cache, more only disturb its reading ahead.
 _MOST_THREADS = 8
 _A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
 _DIRECT, _COLD, _NBYTES = map(attrgetter, ("direct", "cold", "nbytes"))
 
 
-def reader_threads(cold: bool, devices: int = 0, *, concurrency: int | None = None) -> int:
-    """Readers at once, if no number is asked for; `cold`: some files come from a disk.
+def reader_threads(direct: bool, devices: int = 0, *, concurrency: int | None = None) -> int:
+    """Readers at once, if no number is asked for; `direct`: some files are read past the cache.
 
     `concurrency` is that of the sources' costs.
     """
     if concurrency is not None:
         return max(concurrency, _A_DEVICE * devices)
     most = max(_MOST_THREADS, _A_DEVICE * devices)
-    return max(min(cores(), most), _MOST_THREADS if cold else 1)
+    return max(min(cores(), most), _MOST_THREADS if direct else 1)
 
 
 def run(

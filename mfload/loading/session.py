@@ -200,7 +200,8 @@ class Session:
             if leg.engine == "mmap":
                 self._mapped[number] = sources[number].size
         costs = sources[used[0]].costs if used else Costs()
-        chosen = execute.reader_threads(cold, len(self._devices), concurrency=costs.concurrency)
+        count, concurrency = len(self._devices), costs.concurrency
+        chosen = execute.reader_threads(self._direct, count, concurrency=concurrency)
         self.threads = options.threads or chosen
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
@@ -276,7 +277,7 @@ class Session:
 
         options, against = self._options, None
         limit = options.max_device_overhead
-        threads = options.threads or execute.reader_threads(cold=True)
+        threads = options.threads or execute.reader_threads(direct=True)
         least = limits.least_past_host(threads, staging.DEPTH, cufile.slot_bytes(0))
         if self._observer is not None:
             against = "verify= sees the bytes on the host"
@@ -569,7 +570,7 @@ def check(requests: Sequence[Request], index: Index) -> None:
 
 def least_overhead(options: LoadOptions) -> int:
     """The least `max_host_overhead` for readers onto the host, whatever files there are."""
-    return limits.least(options.threads or execute.reader_threads(cold=True))
+    return limits.least(options.threads or execute.reader_threads(direct=True))
 
 
 def let_go(error: BaseException) -> None:
