@@ -24,6 +24,8 @@ UNMATCHED = ("replicate", "error")
 class LoadOptions:
     """Options of one call: the fields of `Options`, and three more. They don't change.
 
+    They are written twice, since `Options` is a dataclass, which takes long to import.
+
     Attributes:
         deadline: When `timeout` has run out.
         merge_gap: Unwanted bytes that are read over rather than skipped. Default: the source's.
@@ -44,6 +46,8 @@ class LoadOptions:
     by_host: bool = False
 
     def __init__(self, **given: Any) -> None:
+        if unknown := [name for name in given if not hasattr(LoadOptions, name)]:
+            raise TypeError(f"no such options: {', '.join(unknown)}")
         vars(self).update(given)
 
     def replace(self, **changes: Any) -> LoadOptions:

@@ -283,3 +283,15 @@ def test_the_names_of_the_package_are_the_public_ones() -> None:
 def test_a_tree_as_path_names_load_into(tree: Any, framework: Any) -> None:
     with pytest.raises(errors.UsageError, match=r"load_into\(target, path\) fills a tree"):
         mfload.load(tree, framework)
+
+
+def test_options_of_a_call_have_the_fields_of_options() -> None:
+    from mfload.load_options import LoadOptions, started
+
+    for name in mfload.Options.__dataclass_fields__:
+        assert getattr(LoadOptions(), name) == getattr(mfload.Options(), name), name
+    given = {"threads": 3, "max_host_overhead": "1KiB", "page_cache": "keep"}
+    made = started(mfload.Options(**given))  # type: ignore[arg-type]
+    assert (made.threads, made.max_host_overhead, made.page_cache) == (3, 1024, "keep")
+    with pytest.raises(TypeError, match="thread"):
+        LoadOptions(thread=3)

@@ -234,7 +234,7 @@ _MOST_KEPT = 1024
 
 def _most_kept() -> int:
     """The most files that are kept open: at most a quarter of the process's descriptors."""
-    import resource  # Not on Windows, where none is kept.
+    import resource  # Windows lacks it, and keeps no file open.
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_KEPT if limit < 0 else max(1, min(_MOST_KEPT, limit // 4))
