@@ -15,7 +15,7 @@ from typing import Any
 from mfload.io import probes
 from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.io.pread import PreadReader, place
-from mfload.planning.blocks import Block
+from mfload.planning.blocks import Block, Rows
 from mfload.sources.base import Handle, Source
 
 log = logging.getLogger("mfload")
@@ -30,7 +30,7 @@ class DirectReader(PreadReader):
     """Reads blocks of one file with O_DIRECT; `note` is told if it falls back to the page cache."""
 
     def __init__(self, source: Source, note: Callable[[str], None] = log.warning) -> None:
-        super().__init__(source)
+        super().__init__(source, cold=True)
         self._note, self._name = note, source.name
         self._direct: Handle | None = None
         self._memory_unit, self._file_unit = probes.direct_alignment(self._file.fd) or (PAGE, PAGE)
@@ -47,9 +47,10 @@ class DirectReader(PreadReader):
 
     def fill(self, block: Block, memory: list[Any], slot: WorkerSlot) -> Any | None:
         """Reads a block into its places (see `PreadReader`)."""
-        if self._direct is not None and self._filled_in_place(block, memory, self._direct):
+        once = block.rows is None
+        if once and self._direct is not None and self._filled_in_place(block, memory, self._direct):
             return None
-        if self._direct is None:
+        if self._direct is None or not once:
             return super().fill(block, memory, slot)
         landed = self.land(block, slot)
         place(landed, block.offset, block, memory)
@@ -57,7 +58,7 @@ class DirectReader(PreadReader):
 
     def land(self, block: Block, slot: WorkerSlot) -> Any:
         """Reads a block into a slot, and returns its bytes there."""
-        if self._direct is not None:
+        if self._direct is not None and block.rows is None:  # Rows that lie apart are short.
             start = block.offset // self._file_unit * self._file_unit
             end = block.offset + block.nbytes
             length = -(-(end - start) // self._file_unit) * self._file_unit
@@ -69,6 +70,16 @@ class DirectReader(PreadReader):
             else:
                 return landed[block.offset - start : end - start]
         return super().land(block, slot)
+
+    def _take_rows(self, block: Block, rows: Rows, memory: Any) -> None:
+        """Reads rows through the page cache, side by side, and takes their pages out of it."""
+        super()._take_rows(block, rows, memory)
+        if self._direct is None or not hasattr(os, "posix_fadvise"):
+            return
+        for n in rows.numbers:
+            start = block.offset + n * rows.stride
+            first, end = start // PAGE * PAGE, -(-(start + rows.nbytes) // PAGE) * PAGE
+            os.posix_fadvise(self._file.fd, first, end - first, os.POSIX_FADV_DONTNEED)
 
     def _filled_in_place(self, block: Block, memory: list[Any], direct: Handle) -> bool:
         """Reads a block whose inner part has the same alignment in memory as in the file."""

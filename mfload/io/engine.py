@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 from mfload.io.buffers import WorkerSlot
-from mfload.planning.blocks import Block, stored
+from mfload.planning.blocks import Block, cut, stored
 from mfload.runtime import Deadline
 
 # Small blocks are reported together: a queue costs more than a small read.
@@ -197,11 +197,12 @@ def fill(
                     _decode(block, reader, memory, (slot, window), observer, share)
                     share.done(block)
                     continue
-                landed = reader.fill(block, memory, slot)
-                if observer is not None:
-                    for offset, data in stored(block, memory, landed):
-                        observer.saw(source, offset, data, share.stopped)
-                landed = data = None  # A longer slot replaces this one.
+                for part in (block,) if observer is None else cut(block):
+                    landed = reader.fill(part, memory, slot)
+                    if observer is not None:
+                        for offset, data in stored(part, memory, landed):
+                            observer.saw(source, offset, data, share.stopped)
+                    landed = data = None  # A longer slot replaces this one.
                 share.done(block)
         finally:
             if reader is not None:

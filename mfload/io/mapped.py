@@ -6,12 +6,13 @@ pages in during the load reports it as an error; later it is a risk of this engi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from mfload.sources.base import Source, shrunk
 # A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _PART = 64 << 20
+_F_SETSIG = 10  # Linux's, which `fcntl` does not name.
 _MOST_SHARED = 64  # Before Python 3.13 each holds a descriptor.
 
 
@@ -53,6 +55,37 @@ def map_file(
     for start, size in ranges:
         _bring_in(address, start, size, source)
     return array
+
+
+@contextlib.contextmanager
+def held_still(fd: int) -> Generator[bool]:
+    """Whether an open file can't be cut short meanwhile, so that a map of it is safe to touch.
+
+    A read lease of the kernel's: a process that opens the file for writing, or truncates it, waits
+    until the context ends. False if the kernel refuses it: another process has the file open for
+    writing already, it belongs to another user, or its file system or this system has no leases.
+    """
+    own = -1
+    try:
+        try:
+            import fcntl
+            from _signal import SIGURG  # That of `signal`, which takes longer to import.
+
+            # A lease belongs to what was opened once, and `fd` may be that of many threads.
+            own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            # The signal of a process that waits: by default it would end this one.
+            fcntl.fcntl(own, _F_SETSIG, SIGURG)
+            fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        except (ImportError, AttributeError, OSError):
+            yield False
+            return
+        try:
+            yield True
+        finally:  # Also of a child that was forked meanwhile, which has the descriptor.
+            fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    finally:
+        if own >= 0:
+            os.close(own)
 
 
 MapRange = Callable[[Source, int, int], tuple[Any, int]]

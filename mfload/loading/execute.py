@@ -14,7 +14,7 @@ from mfload.io import buffers
 from mfload.io.engine import Engine, Observer, Pool, Share, fill
 from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
-from mfload.planning.blocks import Block, Segment
+from mfload.planning.blocks import Block, Costs, Segment
 from mfload.planning.plan import Places, Plan
 from mfload.runtime import Deadline, cores
 from mfload.sources import together
@@ -33,7 +33,8 @@ _MAPPED_BLOCK = 8 << 20
 # so they are that many. Of readers through the page cache, more only disturb its reading ahead.
 _MOST_THREADS = 8
 _A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
-_DIRECT, _COLD, _NBYTES = map(attrgetter, ("direct", "cold", "nbytes"))
+_WORTH_A_THREAD = 64 << 10  # Bytes a block.
+_DIRECT, _COLD, _NBYTES, _ROWS = map(attrgetter, ("direct", "cold", "nbytes", "rows"))
 
 
 def reader_threads(direct: bool, devices: int = 0, *, concurrency: int | None = None) -> int:
@@ -58,13 +59,15 @@ def run(
     advance: Advance | None = None,
     observer: Observer | None = None,
     staging: Staging | None = None,
+    window: int = Costs().span,
 ) -> tuple[str, ...]:
     """Fills the buffers of a plan, and returns notes, such as on a fall-back.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
-    `staging` has the slots of what lands on devices. If bytes can't be read or the files change,
-    the readers are stopped and SourceError is raised.
+    `staging` has the slots of what lands on devices. Rows that lie apart are mapped where they
+    reach over `window` bytes at most. If bytes can't be read or the files change, the readers are
+    stopped and SourceError is raised.
     """
     notes: list[str] = []
 
@@ -78,27 +81,37 @@ def run(
     def open_reader(number: int) -> PreadReader:
         leg = route.get(number)
         if leg is None or not leg.direct:
-            return PreadReader(sources[number])
+            cold = leg is not None and leg.cold
+            # What an observer sees must not change under its eyes.
+            most = window if observer is None else 0
+            return PreadReader(sources[number], cold=cold, window=most)
         from mfload.io.direct import DirectReader
 
         return DirectReader(sources[number], note)
 
+    kept: list[Source] = []
     if any(map(_COLD, route.values())):
         cold = [sources[number] for number, leg in route.items() if leg.cold]
-        deadline.bound(partial(read_ahead, cold), "opening the files")
+        kept = deadline.bound(partial(read_ahead, cold), "opening the files")
     mapped = _mapped_blocks(plan) if observer is not None else []
     # A small load is over before a second thread has started, and one block occupies one thread.
     nbytes = sum(map(_NBYTES, plan.blocks)) + sum(map(_NBYTES, mapped))
+    if plan.decoding:
+        nbytes += sum(block.filled - block.nbytes for block in plan.blocks)
     alone = len(plan.blocks) + len(mapped) == 1 or (threads == 1 and advance is None)
-    small = nbytes <= INLINE or alone
+    waits = any(map(_DIRECT, route.values())) or any(map(_COLD, route.values()))
+    # Of rows in the page cache, mostly only what is wanted is touched.
+    rows = any(map(_ROWS, plan.blocks)) and not waits
+    small = (plan.wanted_bytes if rows else nbytes) <= INLINE or alone
     if small and not alone:
         # Short reads that are waited for are worth their threads.
         small = not plan.blocks or sources[plan.blocks[0].source].costs.concurrency is None
     inline = small and deadline.seconds is None
+    if nbytes < len(plan.blocks) * _WORTH_A_THREAD and not waits and staging is None:
+        # Threads that share the interpreter take turns. A server is waited for, as a disk is.
+        threads = threads if sources[plan.blocks[0].source].costs.concurrency else 1
     rounds: list[list[Pool]] = []
     blocks = plan.blocks
-    if plan.decoding:
-        nbytes += sum(block.filled - block.nbytes for block in blocks)
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
         from mfload.cuda.engine import onto_devices
 
@@ -129,6 +142,9 @@ def run(
             if block is None:
                 raise
             _name(plan, block, error, sources)
+        finally:
+            for source in kept:
+                source.keep(False)
     if inline and advance is not None and nbytes:
         advance(nbytes)
     deadline.bound(partial(_check, plan, sources), "looking at the files again")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, frameworks
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from mfload.options import Options
 
 _SMALL = execute.INLINE
-# Rows apart that are read one by one: the plan reads over the gaps between shorter ones.
-_LONG_ROW, _FEW_ROWS = 512, 16
+_FEW_ROWS = 256  # To read them one by one takes less time than a plan.
+_SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
 
 class LazyCheckpoint:
@@ -46,6 +48,7 @@ class LazyCheckpoint:
         options: Options | None,
     ) -> None:
         self._index, self._sources, self._adapter = index, sources, adapter
+        self._sliced = functools.lru_cache(_SLICED)(index.__getitem__)
         self._arguments = (device, options)
         self._closed = False
         how = started(options)
@@ -74,7 +77,7 @@ class LazyCheckpoint:
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
-        return sorted(self._opened().tensors)
+        return sorted(self._opened().names)
 
     def offset_keys(self) -> list[str]:
         """Names of the tensors in the order in which the files hold them."""
@@ -114,9 +117,13 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: A name is missing.
         """
-        columns = self._opened().columns
-        if names is not None:
-            columns = Columns.of(map(self.info, dict.fromkeys(names)))
+        index = self._opened()
+        if names is None:
+            columns = index.columns
+        else:
+            names = list(dict.fromkeys(names))
+            index.take([name for name in names if name in index.names])  # Reads headers together.
+            columns = Columns.of(map(self.info, names))
         arrays = self._load(whole(columns))
         return dict(zip(columns.names, arrays, strict=True))
 
@@ -126,7 +133,11 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        return TensorSlice(self, self.info(name))
+        self._opened()
+        try:
+            return TensorSlice(self, self._sliced(name))
+        except TypeError:  # Such as a list: not a name, which the index says.
+            return TensorSlice(self, self.info(name))
 
     def _get(self, row: TensorInfo, index: Any) -> Any:
         """The part of a tensor that an index takes."""
@@ -142,7 +153,7 @@ class LazyCheckpoint:
         request = Request(row, row.dtype, selection)
         if self._reads_small and self._reads_rows and _is_small(row, request.nbytes):
             apart = whole_rows(request)
-            if apart is not None and (apart[1] >= _LONG_ROW or len(apart[0]) <= _FEW_ROWS):
+            if apart is not None and len(apart[0]) <= _FEW_ROWS:
                 return self._read_small(row, request.shape, *apart)
         return self._load([request])[0]
 
@@ -203,7 +214,7 @@ class LazyCheckpoint:
         return len(self._opened())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._opened().tensors
+        return name in self._opened().names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -229,7 +240,8 @@ class LazyCheckpoint:
         return f"<mfload checkpoint: {count} tensors in {where}, for {framework}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._sources, self._adapter.name, self._arguments, self._closed)
+        origin = getattr(self._index, "found", self._sources)
+        return _reopen, (origin, self._adapter.name, self._arguments, self._closed)
 
 
 def _is_small(row: TensorInfo, nbytes: int) -> bool:
@@ -240,10 +252,10 @@ def _is_small(row: TensorInfo, nbytes: int) -> bool:
 
 
 def _reopen(
-    sources: list[Source], framework: str, arguments: tuple[Any, Options], closed: bool
+    origin: Any, framework: str, arguments: tuple[Any, Options], closed: bool
 ) -> LazyCheckpoint:
     device, options = arguments
-    index, _ = checkpoint.read(sources, started(options))
+    _, index, sources = checkpoint.choose(origin, started(options), attrgetter("names"))
     adapter = frameworks.get(framework, device)
     opened = LazyCheckpoint(index, sources, adapter, device=device, options=options)
     if closed:

@@ -32,11 +32,12 @@ class Preview(Printable):
             (`Report.peak_bytes` says what a load held). Maps of files and the framework's own
             memory are not counted.
         device_overhead_bytes: The most that would be held beside the result in the memory of any
-            device: slots of reads past the host, elements that wait to be converted, or tensors
-            that wait to be copied there.
+            device: slots of reads past the host, or tensors that wait to be copied there.
         exchanged_bytes: Bytes that would come from other processes.
         processes: How many would load together.
     """
+
+    DERIVED = ("tensors", "over_read_bytes")
 
     plan: Plan
     route: tuple[Leg, ...]
@@ -64,28 +65,16 @@ class Preview(Printable):
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
-        plan = self.plan
-        return {
-            "framework": self.framework,
-            "tensors": self.tensors,
+        plan, data = self.plan, Printable.as_dict(self)
+        del data["plan"], data["wanted_bytes"]
+        return data | {
             "parts": len(plan.places),
             "result_bytes": plan.result_bytes,
-            "read_bytes": self.read_bytes,
-            "over_read_bytes": self.over_read_bytes,
-            "exchanged_bytes": self.exchanged_bytes,
-            "copied_bytes": self.copied_bytes,
             "mapped_bytes": plan.mapped_bytes,
             "buffers": len(plan.buffers),
             "buffer_bytes": plan.buffer_bytes,
             "blocks": len(plan.blocks),
-            "overhead_bytes": self.overhead_bytes,
-            "peak_bytes": self.peak_bytes,
             "device_bytes": sum(plan.device_bytes.values()),
-            "device_overhead_bytes": self.device_overhead_bytes,
-            "processes": self.processes,
-            "threads": self.threads,
-            "route": [leg._asdict() for leg in self.route],
-            "notes": list(self.notes),
         }
 
     def rows(self) -> list[tuple[str, str]]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
+_new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
 
@@ -186,7 +187,7 @@ class Session:
         used = sorted(wanted)
         files: list[tuple[Source, int]] = []
         for number in used:
-            files.append((sources[number], wanted[number]))
+            files.append((sources[number], min(wanted[number], sources[number].size)))
         how = options.engine, options.page_cache
         choose = functools.partial(routing.choose, files, *how)
         if self._devices:
@@ -226,6 +227,8 @@ class Session:
 
     def _allocation(self, request: Request) -> Allocation:
         by_host = bool(self.adapter.devices) and not request.info.simple
+        if self.adapter.devices and request.selection is not None:
+            by_host |= any(axis.picks for axis in request.selection[1:])  # Columns of a list.
         key = request.dtype.name, request.devices, by_host
         found = self._known.get(key)
         if found is None:
@@ -339,7 +342,7 @@ class Session:
         raw = [block for block in plan.blocks if block.decode is None]
         made.staging = staging = slots.staging(raw, methods, most)
         past = staging.depth * cufile.slot_bytes(staging.block) if self._gds else 0
-        held = self.threads * (staging.scratch + past)
+        held = self.threads * past
         made.device_overhead = {n: max(held, copied.get(n, 0)) for n in plan.device_bytes}
         made.slots = self.threads * (staging.pinned + plan.decoding)
         made.overhead = max(made.slots, copied.get(None, 0))
@@ -436,6 +439,7 @@ class Session:
                 advance=advance,
                 observer=self._observer,
                 staging=planned.staging,
+                window=self.limits.costs.span,
             )
             filled = [plan], notes, 0
         times.append(time.perf_counter())
@@ -457,12 +461,11 @@ def _arrays(plan: Plan, held: list[Any], lent: Mapping[int, Lent], adapter: Adap
     if isinstance(plan.places, Places):
         return adapter.wrap(_views(plan.places, held, adapter))
     views: list[View] = []
-    for request, buffer, at in plan.places:
+    for (info, dtype, selection, _, devices), buffer, at in plan.places:
         if buffer in lent:
             continue
-        dtype = request.dtype
-        shape = request.info.shape if request.selection is None else request.selection.shape
-        view = View(request.info.name, dtype, shape, held[buffer], at, request.devices)
+        shape = info.shape if selection is None else selection.shape
+        view = _new(View, (info.name, dtype, shape, held[buffer], at, devices))
         views.append(view.as_bytes() if forms[dtype.name].how == "bytes" else view)
     arrays = adapter.wrap(views)
     if not lent:
@@ -515,15 +518,22 @@ def _wanted(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]:
         columns = requests.columns
         sums = np.bincount(columns.sources, columns.nbytes)  # Floats, exact up to 2**53 bytes.
         return {number: int(sums[number]) for number in set(columns.sources)}, apart
+    spans: dict[Any, int] = {}  # Of parts that tensors which are cut alike share.
     for request in requests:
-        info = request.info
+        info, _, selection, _, _ = request
         source, _, nbytes, stored = info.pieces[0]
         if stored is not None or len(info.pieces) > 1:
             apart.add(info.name)
             for source, _, nbytes, _ in info.pieces:
                 wanted[source] = wanted.get(source, 0) + nbytes
             continue
-        nbytes = nbytes if request.selection is None else request.nbytes
+        if selection is not None:
+            key = id(selection), info.shape, info.dtype.name
+            if key not in spans:
+                from mfload.planning import boxes  # Whole tensors do without it.
+
+                spans[key] = boxes.span(request)  # What lies between may be read over.
+            nbytes = spans[key]
         wanted[source] = wanted.get(source, 0) + nbytes
     return wanted, apart
 

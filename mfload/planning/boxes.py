@@ -1,9 +1,9 @@
 """Boxes: which bytes of the file hold the parts of a tensor, and how they are read together. Pure.
 
 The edges of all parts cut a dim into intervals; within one, the same parts want the same rows.
-Rows that they want whole are a run. Other rows are read as one span if little of it is unwanted,
-and picked apart in memory while they are in the processor's cache. Rows that lie further apart, or
-of which one is longer than a slot, are cut along the next dim in the same way.
+Rows that they want whole are a run. Other rows are one cell, however many they are: they are read
+as spans if little lies between them, or each by itself, and picked apart in memory. Rows of which
+one is longer than a slot, or has long gaps itself, are cut along the next dim in the same way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mfload.index import TensorInfo
-from mfload.planning.blocks import LONG, Costs
+from mfload.planning.blocks import LONG, Costs, Rows
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, Selection
 from mfload.planning.steps import Copy
 
 _NARROW = 64  # Bytes up to which a run is copied as one element.
-_APART = 1 << 62  # A gap that is never read over.
+# Rows a cell that are read one by one, at most: readers share them, and a map may hold them.
+_MOST_APART, _LEAST_APART = 4096, 256
 
 
 class Part(NamedTuple):
@@ -42,13 +43,14 @@ class Part(NamedTuple):
 class Cell(NamedTuple):
     """A range that is read at once, and its parts in file order; `wanted` bytes of it are wanted.
 
-    A single part without a copy may be of any length; other cells fit in a slot.
+    A single part without a copy may be of any length; other cells fit in a slot, or have rows.
     """
 
     offset: int
     nbytes: int
     wanted: int
     parts: tuple[Part, ...]
+    rows: Rows | None = None
 
 
 def contiguous(request: Request) -> int | None:
@@ -58,22 +60,33 @@ def contiguous(request: Request) -> int | None:
         return None
     ahead = 0
     if selection is not None and request.nbytes:
-        ahead = _ahead(selection, info.shape, dtype.elements, dtype.nbytes)
+        ahead, _ = _extent(selection, info.shape, dtype.elements, dtype.nbytes)
     return None if ahead is None else info.pieces[0].offset + ahead
 
 
+def span(request: Request) -> int:
+    """Bytes of the file from the first that a request wants to the last."""
+    info, _, selection, *_ = request
+    if selection is None or not request.nbytes or not info.simple:
+        return info.nbytes if selection is None else request.nbytes
+    return _extent(selection, info.shape, info.dtype.elements, info.dtype.nbytes)[1]
+
+
 @functools.lru_cache(4096)  # Layers of a model are alike.
-def _ahead(selection: Selection, shape: tuple[int, ...], elements: int, unit: int) -> int | None:
-    """How far behind the tensor's first byte a contiguous part begins."""
-    start, reach = 0, unit
+def _extent(
+    selection: Selection, shape: tuple[int, ...], elements: int, unit: int
+) -> tuple[int | None, int]:
+    """How far behind the tensor's first byte a contiguous part begins, and the span of any."""
+    start, reach, ahead = 0, unit, True
     shape = (*shape[:-1], shape[-1] // elements)
     axes = stored_axes(selection, elements)
     for axis, stride in zip(axes, c_strides(shape, unit), strict=True):
-        if axis.picks or axis.step < 0:
-            return None
-        start += axis.start * stride
-        reach += (axis.size - 1) * axis.step * stride
-    return start if reach == math.prod(axis.size for axis in axes) * unit else None
+        picks = axis.picks
+        steps = max(picks) - min(picks) if picks else abs(axis.step) * (axis.size - 1)
+        start, reach = start + axis.start * stride, reach + steps * stride
+        ahead = ahead and not picks and axis.step > 0
+    ahead = ahead and reach == math.prod(axis.size for axis in axes) * unit
+    return start if ahead else None, reach
 
 
 def cells(requests: Sequence[Request], costs: Costs) -> list[Cell]:
@@ -82,6 +95,27 @@ def cells(requests: Sequence[Request], costs: Costs) -> list[Cell]:
     Cells come in file order and don't overlap, except those of a list of integers.
     """
     return _Tensor(requests, costs).cells(0, tuple(range(len(requests))))
+
+
+def joined(parts: tuple[Part, ...], starts: Sequence[int]) -> tuple[Part, ...]:
+    """Parts as one copy, if they lie at equal distances in the file and in memory.
+
+    `starts` are the places of the results, by number of the request. One copy of many short rows
+    takes a fraction of the time of many.
+    """
+    first, last, copy = parts[0], parts[-1], parts[0].copy
+    places = [starts[part.request] + part.at for part in parts]
+    if copy is None or len(parts) < 2 or any(part.copy != copy for part in parts):
+        return parts
+    step, pace = parts[1].offset - first.offset, places[1] - places[0]
+    for n, (part, place) in enumerate(zip(parts, places, strict=True)):
+        if (part.offset - first.offset, place - places[0]) != (n * step, n * pace):
+            return parts
+    into = copy.into or c_strides(copy.shape, copy.target.itemsize)
+    shape, strides = (len(parts), *copy.shape), (step, *copy.strides)
+    every = copy._replace(shape=shape, strides=strides, into=(pace, *into))
+    reach = last.offset + last.nbytes - first.offset
+    return (first._replace(nbytes=reach, copy=every),)
 
 
 class _Box(NamedTuple):
@@ -119,11 +153,14 @@ class _Tensor:
 
     def __init__(self, requests: Sequence[Request], costs: Costs) -> None:
         self._gap = max(1, costs.merge_gap)
-        self._slot = costs.slot
+        self._slot, self._span = costs.slot, max(costs.span, costs.slot)
+        # Rows that a server is asked for are requests of their own, under way at once.
+        self._apart = 1 if costs.concurrency else _MOST_APART
         self._lengths, self._strides, self._boxes = _fold(requests)
         self._whole = tuple(Axis(0, length) for length in self._lengths)
         self._cells: dict[tuple[int, tuple[int, ...]], list[Cell]] = {}
         self._reaches: dict[tuple[int, tuple[int, ...]], _Reach] = {}
+        self._made: dict[tuple[int, tuple[int, ...], int, int], tuple[Part, ...]] = {}
 
     def cells(self, dim: int, boxes: tuple[int, ...]) -> list[Cell]:
         """Cells of one row of the dim before, for boxes that want some of it.
@@ -137,9 +174,12 @@ class _Tensor:
         found: list[Cell] = []
         first = self._boxes[boxes[0]].axes[dim]
         if first.picks:
-            row = self._row(dim, boxes)
-            for place, n in enumerate(first.picks):
-                found += self._moved(row, dim, n, place)
+            if self._gathers(dim, boxes):
+                found += self._gathered(dim, first.picks, boxes)
+            else:
+                row = self._row(dim, boxes)
+                for place, n in enumerate(first.picks):
+                    found += self._moved(row, dim, n, place)
         else:
             for rows, here in self._intervals(dim, boxes):
                 found += self._interval(dim, rows, here)
@@ -152,8 +192,10 @@ class _Tensor:
         if together and self._takes_all(dim + 1, boxes):
             run = self._run(len(rows) * self._strides[dim], boxes)
             return self._moved(run, dim, rows[0])
-        if self._spans(dim, rows, boxes):
-            return self._spanned(dim, rows, boxes)
+        if self._gathers(dim, boxes):
+            if self._longest_gap(dim, rows, self._reach(dim + 1, boxes)) < self._gap:
+                return self._spanned(dim, rows, boxes)
+            return self._gathered(dim, rows, boxes)
         row = self._row(dim, boxes)
         return [cell for n in rows for cell in self._moved(row, dim, n)]
 
@@ -196,9 +238,13 @@ class _Tensor:
         length = self._strides[dim - 1]
         if self._takes_all(dim, boxes):
             return _Reach(0, length, 0, length, length if self._alone(boxes) else 0)
-        if self._boxes[boxes[0]].axes[dim].picks:
-            return _Reach(0, length, _APART, length, 0)
         stride = self._strides[dim]
+        if picks := self._boxes[boxes[0]].axes[dim].picks:
+            row, each = self._reach(dim + 1, boxes), sorted(set(picks))
+            steps = (b - a for a, b in itertools.pairwise(each))
+            gap = max(row.gap, max(steps, default=0) * stride - (row.stop - row.start))
+            start, stop = each[0] * stride + row.start, each[-1] * stride + row.stop
+            return _Reach(start, stop, gap, len(each) * row.wanted, row.run)
         start = cursor = -1
         gap = wanted = 0
         shortest = length
@@ -219,11 +265,11 @@ class _Tensor:
         between = rows.step * self._strides[dim] - (row.stop - row.start)
         return max(row.gap, between) if len(rows) > 1 else row.gap
 
-    def _spans(self, dim: int, rows: range, boxes: tuple[int, ...]) -> bool:
-        """Whether rows are read as spans and picked apart in memory."""
+    def _gathers(self, dim: int, boxes: tuple[int, ...]) -> bool:
+        """Whether a row of a dim is read at once, and short enough to pass through a slot."""
         row = self._reach(dim + 1, boxes)
         fits = row.stop - row.start <= self._slot and row.run < LONG
-        return fits and self._longest_gap(dim, rows, row) < self._gap
+        return fits and row.gap < self._gap
 
     def _run(self, nbytes: int, boxes: tuple[int, ...]) -> list[Cell]:
         """Bytes that lie together, for one box or several."""
@@ -241,46 +287,94 @@ class _Tensor:
         return found
 
     def _spanned(self, dim: int, rows: range, boxes: tuple[int, ...]) -> list[Cell]:
-        """Rows whose spans are read at once, as many as fit in a slot."""
+        """Rows that are read with what lies between them."""
         stride = rows.step * self._strides[dim]
         row = self._reach(dim + 1, boxes)
-        most = (self._slot - (row.stop - row.start)) // stride + 1
-        made: dict[int, tuple[Part, ...]] = {}
+        reach = row.stop - row.start
+        together = (self._slot - reach) // stride + 1
+        most = max(together, (self._span - reach) // stride + 1)
         found: list[Cell] = []
         for first in range(0, len(rows), most):
             count = min(most, len(rows) - first)
-            if count not in made:
-                parts = [self._part(n, dim, count) for n in boxes]
-                made[count] = tuple(sorted(parts, key=lambda part: part.offset))
-            nbytes = (count - 1) * stride + row.stop - row.start
-            cell = Cell(row.start, nbytes, count * row.wanted, made[count])
+            parts = self._parts(dim, boxes, count, stride)
+            reads = -(-count // together)
+            nbytes = (count - reads) * stride + reads * reach
+            some = Rows(range(count), stride, reach, together) if reads > 1 else None
+            cell = Cell(row.start, nbytes, count * row.wanted, parts, some)
             found += self._moved([cell], dim, rows[first])
         return found
 
-    def _part(self, n: int, dim: int, count: int) -> Part:
-        """What a box takes of rows of a dim, counted from the first in the file."""
-        box, unit = self._boxes[n], self._strides[-1]
-        step = box.axes[dim].step
+    def _gathered(self, dim: int, rows: Sequence[int], boxes: tuple[int, ...]) -> list[Cell]:
+        """Rows of which each is read by itself: a range in file order, or the numbers of a list."""
+        row = self._reach(dim + 1, boxes)
+        reach = row.stop - row.start
+        stride = self._strides[dim] * (rows.step if isinstance(rows, range) else 1)
+        most = max(_LEAST_APART, self._span // stride)  # A map may hold so many.
+        most = min(most, self._slot // reach, self._apart)
+        found: list[Cell] = []
+        for first in range(0, len(rows), most):
+            some = rows[first : first + most]
+            low, count = min(some), len(some)
+            parts = self._parts(dim, boxes, count, reach)
+            numbers = range(count) if isinstance(some, range) else [n - low for n in some]
+            apart = Rows(numbers, stride, reach, 0) if count > 1 else None
+            cell = Cell(row.start, count * reach, count * row.wanted, parts, apart)
+            place = first if self._boxes[boxes[0]].axes[dim].picks else None
+            found += self._moved([cell], dim, low, place)
+        return found
+
+    def _parts(self, dim: int, boxes: tuple[int, ...], count: int, pitch: int) -> tuple[Part, ...]:
+        """What boxes take of rows of a dim that land `pitch` bytes apart, counted from the first.
+
+        In file order, and layers of blocks are alike, so they are kept.
+        """
+        key = dim, boxes, count, pitch
+        if key not in self._made:
+            parts: list[Part] = []
+            for n in boxes:
+                axes = self._boxes[n].axes
+                listed = [d for d in range(dim + 1, len(axes)) if axes[d].picks]
+                if not listed:
+                    parts.append(self._part(n, dim, count, pitch))
+                for d in listed:  # One at most: each number is a copy of its own.
+                    for place, number in enumerate(axes[d].picks or ()):
+                        box = self._boxes[n]._replace(
+                            axes=(*axes[:d], Axis(number, 1), *axes[d + 1 :])
+                        )
+                        part = self._part(n, dim, count, pitch, box)
+                        parts.append(part._replace(at=part.at + place * box.rows[d]))
+            self._made[key] = tuple(sorted(parts, key=lambda part: part.offset))
+        return self._made[key]
+
+    def _part(self, n: int, dim: int, count: int, pitch: int, listed: _Box | None = None) -> Part:
+        box, unit = listed or self._boxes[n], self._strides[-1]
         # A dim that is taken backwards ends in the result where it begins in the file.
-        first, at = (0, 0) if step > 0 else ((1 - count) * step, (1 - count) * box.rows[dim])
-        axes = Axis(first, count, step), *box.axes[dim + 1 :]
-        shape = tuple(axis.size for axis in axes)
-        steps: list[int] = []
-        offset, begin, nbytes = 0, 0, unit
-        for (start, size, step, *_), stride in zip(axes, self._strides[dim:], strict=True):
-            offset += min(start, start + (size - 1) * step) * stride
-            begin += start * stride
-            nbytes += (size - 1) * abs(step) * stride
-            steps.append(step * stride)
+        back = box.axes[dim].step < 0
+        shape, steps = [count], [-pitch if back else pitch]
+        offset, nbytes = 0, (count - 1) * pitch + unit
+        start, at = (count - 1) * pitch * back, (1 - count) * box.rows[dim] * back
+        for axis, stride in zip(box.axes[dim + 1 :], self._strides[dim + 1 :], strict=True):
+            step, reach = axis.step * stride, (axis.size - 1) * abs(axis.step) * stride
+            offset += axis.start * stride - (reach if step < 0 else 0)
+            start += reach if step < 0 else 0
+            nbytes += reach
+            shape.append(axis.size)
+            steps.append(step)
         copy = None
-        if box.converts or min(steps) < 0 or nbytes != math.prod(shape) * unit:
-            copy = box.copy(shape, tuple(steps), begin - offset)
+        if listed or box.converts or min(steps) < 0 or nbytes != math.prod(shape) * unit:
+            copy = box.copy(tuple(shape), tuple(steps), start)
+            if listed:
+                copy = copy._replace(into=box.rows[dim:])
             run = shape[-1] * unit
             if not box.converts and len(shape) > 1 and steps[-1] == unit < run <= _NARROW:
                 # NumPy copies short runs two to three times as fast as if they were elements.
                 kind = np.dtype(f"V{run}")
                 copy = copy._replace(
-                    shape=shape[:-1], strides=tuple(steps[:-1]), source=kind, target=kind
+                    shape=copy.shape[:-1],
+                    strides=copy.strides[:-1],
+                    source=kind,
+                    target=kind,
+                    into=copy.into and copy.into[:-1],
                 )
         return Part(n, offset, nbytes, at, copy)
 
@@ -288,14 +382,14 @@ class _Tensor:
         """Cells of a row, moved to row `n` of a dim; `place` is its number in the results."""
         ahead = n * self._strides[dim]
         moved: list[Cell] = []
-        for offset, nbytes, wanted, parts in cells:
+        for offset, nbytes, wanted, parts, rows in cells:
             there: list[Part] = []
             for number, first, length, at, copy in parts:
                 box = self._boxes[number]
                 axis = box.axes[dim]
                 row = (n - axis.start) // axis.step if place is None else place
                 there.append(Part(number, first + ahead, length, at + row * box.rows[dim], copy))
-            moved.append(Cell(offset + ahead, nbytes, wanted, tuple(there)))
+            moved.append(Cell(offset + ahead, nbytes, wanted, tuple(there), rows))
         return moved
 
 

@@ -10,11 +10,14 @@ so that one read fills them all. Small tensors are only aligned: padding would o
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from mfload.dtypes import DType
 from mfload.planning.request import Allocation, Request
+from mfload.runtime import NamedTuple
 
 BUFFER = 64 << 20
 """Bytes a buffer at most, so that no small tensor keeps much memory alive; a page that leads
@@ -36,6 +39,14 @@ class BufferSpec(NamedTuple):
     nbytes: int
     source: int | None = None
     device: int | None = None
+
+
+class Packed(NamedTuple):
+    """Small results that lie one behind the other: where each begins behind the first."""
+
+    starts: Sequence[int]
+    nbytes: int
+    alignment: int
 
 
 class Layout:
@@ -74,6 +85,24 @@ class Layout:
             # The host's kernel copies nothing here, so no place suits the file better.
             offset, align, follows = 0, DEVICE_ALIGNMENT, True
         return self._next(offset, nbytes, align, follows, (device, copied))
+
+    def packed(self, dtype: DType, lengths: Sequence[int]) -> Packed | None:
+        """How results of a tensor are placed together; None if each has a place of its own."""
+        align, starts, cursor = self._alignment or max(1, dtype.nbytes // dtype.elements), [], 0
+        for nbytes in lengths:
+            starts.append(-(-cursor // align) * align)
+            cursor = starts[-1] + nbytes
+        return Packed(starts, cursor, align) if max(lengths) < _SMALL and cursor < BUFFER else None
+
+    def place_packed(
+        self, packed: Packed, source: int, offset: int, allocation: Allocation
+    ) -> list[tuple[int, int]]:
+        """Buffer and first byte of each; nothing if they have to be placed one by one."""
+        device, owner, copied = allocation
+        if device is not None or owner == "framework" or source in self._mapped:
+            return []
+        buffer, at = self._next(offset, packed.nbytes, packed.alignment, True, (device, copied))
+        return [(buffer, at + start) for start in packed.starts]
 
     def place_all(self, sources: Any, offsets: Any, sizes: Any, aligns: Any) -> tuple[Any, Any]:
         """The same for whole tensors in mfload's memory on the host, in columns."""

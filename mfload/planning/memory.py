@@ -93,33 +93,29 @@ class Limits:
         if readers.decodes:
             count += _DECODING * threads
         self.least = count * _LEAST_SLOTS * (1 + self.growth)
-        self.costs = readers.costs._replace(block=block)
+        self.costs = readers.costs
+        if there or block != self.costs.block:
+            # Rows are copied on to devices slot by slot, and read from a disk block by block.
+            span = min(self.costs.span, 0 if there else block)
+            self.costs = self.costs._replace(block=block, span=span)
         if limit is not None:
             most = limit // count // (1 + self.growth) // _PAGE * _PAGE - _ROUNDED
             # Of mapped files mostly nothing is read: see `slots`.
             if most < _LEAST_BLOCK and not readers.mapped:
                 raise _too_small("max_host_overhead", self.least, limit)
-            self.costs = self.costs._replace(block=min(block, max(_LEAST_BLOCK, most)))
-        if options.merge_gap is not None:
-            gap = max(options.merge_gap, self.costs.merge_gap)
-            self.costs = self.costs._replace(merge_gap=gap)
-        if there:
-            converts = any(request.dtype is not request.info.dtype for request in there)
-            slots = threads * ((0 if readers.gds is None else readers.depth) + converts)
-            self.least_on_device = slots * _least_on_device(readers.gds)
-            if slots:
-                self._keep_to_devices(slots, options.max_device_overhead)
-
-    def _keep_to_devices(self, slots: int, limit: int | None) -> None:
-        """Makes reads small enough for the limit on devices."""
-        gds, costs = self._readers.gds, self.costs
-        limit = OVERHEAD if limit is None else limit
-        block = limit // slots // _PAGE * _PAGE - (gds or 0)
-        if block < _LEAST_BLOCK:
-            raise _too_small("max_device_overhead", self.least_on_device, limit)
-        staged = min(costs.staged, block)
-        block = costs.block if gds is None else min(costs.block, block)
-        self.costs = costs._replace(block=block, staged=staged)
+            block = min(block, max(_LEAST_BLOCK, most))
+            # A map of rows is no memory of its own, but tools count it as this process's.
+            self.costs = self.costs._replace(block=block, span=min(self.costs.span, max(0, most)))
+        if there and readers.gds is not None:
+            # Reads are small enough for the limit on devices.
+            self.least_on_device = least_past_host(threads, readers.depth, readers.gds)
+            limit = options.max_device_overhead
+            limit = OVERHEAD if limit is None else limit
+            block = limit // (threads * readers.depth) // _PAGE * _PAGE - readers.gds
+            if block < _LEAST_BLOCK:
+                raise _too_small("max_device_overhead", self.least_on_device, limit)
+            staged, block = min(self.costs.staged, block), min(self.costs.block, block)
+            self.costs = self.costs._replace(block=block, staged=staged)
 
     def slots(self, read_bytes: int, staged: int, decoding: int = 0) -> int:
         """The most bytes of slots of a plan of which nothing lands on a device.
@@ -195,11 +191,7 @@ def least(count: int) -> int:
 
 def least_past_host(threads: int, depth: int, gds: int) -> int:
     """The least `max_device_overhead` that leaves room for slots past host memory."""
-    return threads * (depth + 1) * _least_on_device(gds)
-
-
-def _least_on_device(gds: int | None) -> int:
-    return _LEAST_BLOCK + _PAGE + (gds or 0)
+    return threads * depth * (_LEAST_BLOCK + _PAGE + gds)
 
 
 def _too_small(name: str, least: int, limit: int) -> errors.UsageError:

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
 from mfload.planning.blocks import Block, Costs
-from mfload.planning.layout import BufferSpec, Layout
-from mfload.planning.reads import Reads, Wanted
+from mfload.planning.layout import BufferSpec, Layout, Packed
+from mfload.planning.reads import Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
+from mfload.runtime import NamedTuple
 
 _NBYTES = attrgetter("nbytes")
-_TENSOR = itemgetter(0, 1)  # Of a key of the file's order: source and first byte.
+_PLACE = itemgetter(0, 1)  # Source and first byte.
+_new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 
 
 class Place(NamedTuple):
@@ -136,7 +138,7 @@ class Plan(NamedTuple):
 
     def tensors_of(self, block: Block) -> list[str]:
         """Names of the tensors that a block holds bytes of."""
-        end = block.offset + block.nbytes
+        end = block.offset + block.span
         names: dict[str, None] = {}
         for place in self.places:
             for source, offset, nbytes, *_ in place.request.info.pieces:
@@ -170,48 +172,108 @@ def make_plan(
     if isinstance(requests, WholeTensors) and requests and not allocations and given is None:
         return _in_columns(requests, alignment, layout, reads)
     places: list[Any] = [None] * len(requests)
-    offsets: list[int | None] = []
-    lengths: list[int] = []
-    keys: list[tuple[int, int, int]] = []
-    for request in requests:
-        info, dtype, selection, *_ = request
-        source, start, nbytes, stored = info.pieces[0]
+    tensors: dict[tuple[int, int, str], list[int]] = {}
+    last, numbers = None, list[int]()
+    for number, request in enumerate(requests):
+        info = request[0]
+        if info is not last:
+            source, start, *_ = info.pieces[0]
+            numbers, last = tensors.setdefault((source, start, info.name), []), info
+        numbers.append(number)
+    kinds: dict[Any, _Kind] = {}
+    # Where all results land, if they do so in one way.
+    alike = HOST if not allocations else allocations[0] if len(set(allocations)) == 1 else None
+    for tensor in sorted(tensors, key=_PLACE):
+        (source, start, _), numbers = tensor, tensors[tensor]
+        wanted = list(map(requests.__getitem__, numbers))
+        info, dtype, selection, *_ = wanted[0]
+        _, _, nbytes, stored = info.pieces[0]
         plain = selection is None and dtype is info.dtype
-        plain = plain and stored is None and len(info.pieces) == 1
-        offset: int | None = start
+        plain = plain and stored is None and len(info.pieces) == len(wanted) == 1
+        kind = None
+        offsets: list[int | None] = [start]
+        lengths: Sequence[int] = (nbytes,)
         if not plain:
-            from mfload.planning import boxes  # Whole tensors do without it.
-
-            offset, nbytes = boxes.contiguous(request), request.nbytes
-        lengths.append(nbytes)
-        offsets.append(offset)
-        keys.append((source, start, start if offset is None else offset))
-    once = len(set(map(_TENSOR, keys))) == len(keys)
-    together: list[Wanted] = []  # Parts of the current tensor.
-    for number in sorted(range(len(requests)), key=keys.__getitem__):
-        request, contiguous, nbytes = requests[number], offsets[number], lengths[number]
-        if given is None:
-            allocation = allocations[number] if allocations else HOST
-            buffer, at = layout.place(request, nbytes, contiguous, allocation)
-            read = nbytes and layout.specs[buffer].source is None
-        else:
-            buffer, at = given[number]
-            read = nbytes
-        places[number] = Place(request, buffer, at)
-        if not read:
+            kind = _kind(wanted, layout, kinds)
+            numbers = [numbers[n] for n in kind.order]
+            wanted = [requests[number] for number in numbers]
+            offsets = [None if ahead is None else start + ahead for ahead in kind.ahead]
+            lengths = kind.lengths
+        spots, starts = list[tuple[int, int]](), None
+        if given is not None:
+            spots = [given[number] for number in numbers]
+        elif kind is not None and kind.packed is not None and alike is not None:
+            spots = layout.place_packed(kind.packed, source, start, alike)
+            starts = kind.packed.starts if spots else None
+        if not spots:
+            for number, request, nbytes, offset in zip(
+                numbers, wanted, lengths, offsets, strict=True
+            ):
+                where = allocations[number] if allocations else HOST
+                spots.append(layout.place(request, nbytes, offset, where))
+        for number, request, (buffer, at) in zip(numbers, wanted, spots, strict=True):
+            places[number] = _new(Place, (request, buffer, at))
+        if kind is None:
+            buffer, at = spots[0]
+            if lengths[0] and (given is not None or layout.specs[buffer].source is None):
+                reads.run(source, start, lengths[0], buffer, at)
             continue
-        if together and together[0].request.info != request.info:
-            reads.parts(together)
-            together = []
-        if once and contiguous is not None:
-            reads.run(keys[number][0], contiguous, nbytes, buffer, at)
-        else:
-            together.append(Wanted(request, contiguous, buffer, at))
-    if together:
-        reads.parts(together)
+        number = kind.number
+        if mapped or 0 in lengths:
+            # Maps bring some of them, and of others there is nothing to read.
+            read = [
+                n
+                for n, (buffer, _) in enumerate(spots)
+                if lengths[n] and (given is not None or layout.specs[buffer].source is None)
+            ]
+            wanted, spots = [wanted[n] for n in read], [spots[n] for n in read]
+            offsets, number = [offsets[n] for n in read], None
+        if wanted:
+            reads.parts(wanted, offsets, spots, number, starts)
     blocks = reads.end()
     buffers = layout.end() if given is None else tuple(specs)
     return Plan(tuple(places), buffers, blocks, reads.staged, tuple(allocations), reads.decoding)
+
+
+class _Kind(NamedTuple):
+    """What the parts of a tensor have in common with those of tensors that are cut alike.
+
+    Attributes:
+        number: Tells it from other kinds; None if nothing is kept of its reads.
+        order: Positions of the parts in the order of the file.
+        ahead: Bytes from the tensor's first to a part that lies there as it is wanted, else None.
+        lengths: Bytes of each result.
+        packed: Where the results lie behind the first, if they are placed together.
+    """
+
+    number: int | None
+    order: Sequence[int]
+    ahead: Sequence[int | None]
+    lengths: Sequence[int]
+    packed: Packed | None
+
+
+def _kind(wanted: Sequence[Request], layout: Layout, known: dict[Any, _Kind]) -> _Kind:
+    """The kind of a tensor's parts; layers of a model are alike, and share it."""
+    from mfload.planning import boxes  # Whole tensors do without it.
+
+    info = wanted[0].info
+    # Selections live as long as the requests, and tensors that are alike share them.
+    cut = [(id(selected), dtype.name, checked) for _, dtype, selected, checked, _ in wanted]
+    key = info.dtype.name, info.shape, info.simple, *cut
+    if key not in known:
+        start, count = info.pieces[0].offset, len(wanted)
+        found = [boxes.contiguous(request) for request in wanted]
+        keys = [start if at is None else at for at in found]
+        order = sorted(range(count), key=keys.__getitem__)
+        ahead = [None if (at := found[n]) is None else at - start for n in order]
+        lengths = [wanted[n].nbytes for n in order]
+        # An error about a value names the tensor, so the copies of these are its own.
+        number = None if any(request.checked for request in wanted) else len(known)
+        same = len({request.dtype for request in wanted}) == 1
+        packed = layout.packed(wanted[0].dtype, lengths) if same else None
+        known[key] = _Kind(number, order, ahead, lengths, packed)
+    return known[key]
 
 
 def _in_columns(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mfload.planning.blocks import LONG, Block, Costs, Segment
 from mfload.planning.request import Request
@@ -14,15 +14,7 @@ if TYPE_CHECKING:
 # Segments of several buffers are read at once up to so many bytes. Beyond, a read of its own
 # costs little, and one that has a single place needs no slot, whatever the engine.
 _MIXED = 1 << 20
-
-
-class Wanted(NamedTuple):
-    """A request, its file offset if it lies there as it is wanted, and where its result goes."""
-
-    request: Request
-    contiguous: int | None
-    buffer: int
-    at: int
+_new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 
 
 class Reads:
@@ -38,7 +30,7 @@ class Reads:
         self._costs = costs
         self._gap = max(1, costs.merge_gap)
         self._blocks: list[Block] = []
-        self._known: dict[Any, list[boxes.Cell]] = {}
+        self._known: dict[int | None, list[boxes.Cell]] = {}
         self._source = -1
         # Bytes that follow each other in the file and in memory: offset, bytes, buffer, place.
         self._run = (0, 0, -1, 0)
@@ -57,34 +49,56 @@ class Reads:
             self._end_run(source)
             self._run = offset, nbytes, buffer, at
 
-    def parts(self, wanted: Sequence[Wanted]) -> None:
-        """Takes parts of one tensor; bytes that several want are read once, except with steps."""
-        request, contiguous, buffer, at = wanted[0]
-        if not request.info.simple:
-            self._pieces(wanted)
-            return
-        if len(wanted) == 1 and contiguous is not None:
-            source = request.info.pieces[0].source
-            self.run(source, contiguous, request.nbytes, buffer, at)
-            return
-        together: list[Wanted] = []
-        for each in wanted:
-            selection = each.request.selection
-            if selection is None or selection.simple:
-                together.append(each)
-            else:
-                self._together([each])
-        if together:
-            self._together(together)
+    def parts(
+        self,
+        wanted: Sequence[Request],
+        offsets: Sequence[int | None],
+        spots: Sequence[tuple[int, int]],
+        kind: int | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        """Takes parts of one tensor; bytes that several want are read once, except with steps.
 
-    def _pieces(self, wanted: Sequence[Wanted]) -> None:
+        `offsets` are those in the file of parts that lie there as they are wanted, and `spots` say
+        where results go: buffer and first byte. Tensors of one kind, unless it is None, share what
+        is computed for the first of them; with `starts`, all of them are placed alike.
+        """
+        info = wanted[0].info
+        if not info.simple:
+            self._pieces([(r, *spot) for r, spot in zip(wanted, spots, strict=True)])
+            return
+        source, base, *_ = info.pieces[0]
+        if len(wanted) == 1 and offsets[0] is not None:
+            self.run(source, offsets[0], wanted[0].nbytes, *spots[0])
+            return
+        for offset, nbytes, asked, parts, rows in self._cells(wanted, kind, starts):
+            plain = len(parts) == 1 and parts[0].copy is None
+            if plain and rows is None:
+                buffer, at = spots[parts[0].request]
+                self.run(source, base + offset, nbytes, buffer, at + parts[0].at)
+                continue
+            segments: list[Segment] = []
+            for n, first, length, ahead, copy in parts:
+                buffer, at = spots[n]
+                segments.append(_new(Segment, (base + first, length, buffer, at + ahead, copy)))
+            self._end_run(source)
+            if rows is None:
+                self._add(base + offset, nbytes, asked, segments, slotted=True)
+                continue
+            self._end_block()
+            shared = None if plain else asked
+            block = Block(source, base + offset, nbytes, tuple(segments), shared, rows=rows)
+            self._blocks.append(block)
+            if not plain:
+                held = (rows.together - 1) * rows.stride + rows.nbytes if rows.together else nbytes
+                self.staged = max(self.staged, held)
+
+    def _pieces(self, wanted: Sequence[tuple[Request, int, int]]) -> None:
         """Takes parts of a tensor that is not one raw range."""
         from mfload.planning import pieces  # Late: most tensors are.
 
         self._end_run(-1)
-        for block in pieces.blocks(
-            [(each.request, each.buffer, each.at) for each in wanted], self._costs
-        ):
+        for block in pieces.blocks(wanted, self._costs):
             if block.decode is not None:
                 self.decoding = max(self.decoding, block.decode.held)
             elif block.staged:
@@ -96,34 +110,26 @@ class Reads:
         self._end_run(-1)
         return tuple(self._blocks)
 
-    def _together(self, wanted: Sequence[Wanted]) -> None:
-        piece = wanted[0].request.info.pieces[0]
-        source, base = piece.source, piece.offset
-        for offset, nbytes, asked, parts in self._cells([each.request for each in wanted]):
-            if len(parts) == 1 and parts[0].copy is None:
-                _, _, buffer, at = wanted[parts[0].request]
-                self.run(source, base + offset, nbytes, buffer, at + parts[0].at)
-                continue
-            segments = [
-                Segment(base + first, length, wanted[n].buffer, wanted[n].at + at, copy)
-                for n, first, length, at, copy in parts
-            ]
-            self._end_run(source)
-            self._add(base + offset, nbytes, asked, segments, slotted=True)
-
-    def _cells(self, requests: Sequence[Request]) -> list[boxes.Cell]:
-        """Cells of a tensor; layers of a model are alike, so they are kept."""
+    def _cells(
+        self, wanted: Sequence[Request], kind: int | None, starts: Sequence[int] | None
+    ) -> list[boxes.Cell]:
+        """Cells of a tensor: of each part with steps or lists, and of the others together."""
+        if kind in self._known:
+            return self._known[kind]
         from mfload.planning import boxes
 
-        if any(request.checked for request in requests):
-            # An error about a value names the tensor, so these are its own.
-            return boxes.cells(requests, self._costs)
-        info = requests[0].info
-        asked = tuple((request.selection, request.dtype.name) for request in requests)
-        key = info.dtype.name, info.shape, asked
-        if key not in self._known:
-            self._known[key] = boxes.cells(requests, self._costs)
-        return self._known[key]
+        simple = [n for n, r in enumerate(wanted) if r.selection is None or r.selection.simple]
+        alone = [[n] for n in range(len(wanted)) if n not in simple]
+        found: list[boxes.Cell] = []
+        for numbers in [*alone, simple] if simple else alone:
+            for cell in boxes.cells([wanted[n] for n in numbers], self._costs):
+                parts = tuple([part._replace(request=numbers[part.request]) for part in cell.parts])
+                if starts is not None and kind is not None and cell.rows is None:
+                    parts = boxes.joined(parts, starts)
+                found.append(cell._replace(parts=parts))
+        if kind is not None:
+            self._known[kind] = found
+        return found
 
     def _end_run(self, source: int) -> None:
         """Adds the run to the blocks, cut at multiples of a block's size; turns to a source."""

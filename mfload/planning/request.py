@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from mfload.dtypes import DType
 from mfload.index import Box, Columns, TensorInfo
+from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.planning.slicing import Selection
@@ -96,6 +97,15 @@ def whole(columns: Columns) -> Sequence[Request]:
     return made
 
 
+def compact(requests: Sequence[Request]) -> Sequence[Request]:
+    """The same in columns, if they are many, and all for whole tensors as they are stored."""
+    if len(requests) < _MANY:
+        return requests
+    if any(s is not None or d is not i.dtype or not i.simple for i, d, s, *_ in requests):
+        return requests
+    return WholeTensors(Columns.of(request.info for request in requests))
+
+
 def names(requests: Sequence[Request]) -> Sequence[str]:
     """The name of the tensor of each request."""
     if isinstance(requests, WholeTensors):
@@ -131,7 +141,7 @@ HOST = Allocation(None, "mfload", copied=False)
 """mfload's buffers in host memory, which the arrays alias."""
 
 
-def whole_rows(request: Request) -> tuple[list[int], int] | None:
+def whole_rows(request: Request) -> tuple[Sequence[int], int] | None:
     """Where rows of the first dim begin in the tensor, and the bytes of one.
 
     None if a request takes anything but such rows, or all of them as they lie.
@@ -144,9 +154,10 @@ def whole_rows(request: Request) -> tuple[list[int], int] | None:
         if axis.size != length or axis.step != 1 or axis.drop or axis.picks is not None:
             return None
     nbytes = math.prod(info.shape[1:]) * dtype.nbytes
-    stop = first.start + first.size * first.step
-    numbers = range(first.start, stop, first.step) if first.picks is None else first.picks
-    return [number * nbytes for number in numbers], nbytes
+    if first.picks is not None:
+        return [number * nbytes for number in first.picks], nbytes
+    start, step = first.start * nbytes, first.step * nbytes
+    return range(start, start + first.size * step, step) if step else [start], nbytes
 
 
 def box_of(request: Request) -> Box:

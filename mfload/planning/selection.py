@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -25,34 +26,32 @@ def select(index: Index, names: Names) -> Columns:
     None for all; a regex that is searched for; a list of exact names; or a function from a name to
     a bool. Raises TensorNotFoundError if a name or every match is missing, or UsageError.
     """
-    columns = index.columns
     if names is None:
-        return columns
+        return index.columns
     if callable(names):
-        return columns.take([n for n, name in enumerate(columns.names) if names(name)])
+        return index.take(list(filter(names, index.names)))
     if isinstance(names, str | re.Pattern):
         pattern = compiled(names)
-        found = [n for n, name in enumerate(columns.names) if pattern.search(name)]
+        found = list(filter(pattern.search, index.names))
         if not found:
             raise errors.TensorNotFoundError(
                 "no tensor matches",
                 expected=f"a name with {pattern.pattern!r}{_hint(pattern, index)}",
-                found=", ".join(columns.names[:5]) or "no tensors at all",
+                found=", ".join(itertools.islice(index.names, 5)) or "no tensors at all",
             )
-        return columns.take(found)
+        return index.take(found)
     try:
         wanted = list(dict.fromkeys(names))
     except TypeError:
         expected = "a regular expression, a list of names, or a function"
         raise errors.UsageError("invalid names", expected=expected, found=repr(names)) from None
     for name in wanted:
-        if name not in index.tensors:
+        if name not in index.names and name not in index.tensors:
             if _PATTERN.search(str(name)):
                 text = "no such tensor; names=[…] takes exact names, names='…' a regular expression"
                 raise errors.TensorNotFoundError(text, tensor=name, expected="exact names")
             index[name]
-    chosen = set(wanted)
-    return columns.take([n for n, name in enumerate(columns.names) if name in chosen])
+    return index.take(wanted)
 
 
 def _hint(pattern: re.Pattern[str], index: Index) -> str:

@@ -15,7 +15,7 @@ from calls import as_options
 
 import mfload
 from mfload import errors
-from mfload.io import pread
+from mfload.io import convert, pread
 from mfload.io.buffers import WorkerSlot
 from mfload.planning.blocks import Block, Segment
 from mfload.planning.steps import Copy
@@ -200,10 +200,10 @@ def test_one_bad_value_among_many_is_found() -> None:
 def test_checking_takes_little_memory() -> None:
     import tracemalloc
 
-    values = np.ones(4 << 20, ml_dtypes.float8_e4m3fn)
+    values, made = np.ones(4 << 20, ml_dtypes.float8_e4m3fn), np.empty(4 << 20, np.int8)
     tracemalloc.start()
     try:
-        pread._check_range(values, np.dtype(np.int8))
+        convert.convert(values, made, checked=True)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -225,5 +225,7 @@ def test_reading_ahead_in_a_file_that_is_not_kept(
         sources[0].keep(True)
         with sources[0].open() as opened:
             assert opened.fd >= 0
-    pread.read_ahead(sources[1:])
+    assert pread.read_ahead(sources[1:]) == sources[1:]
+    assert pread.read_ahead(sources) == []
+    del asked[2:]
     assert asked == [os.path.realpath(source.name) for source in sources[1:]]

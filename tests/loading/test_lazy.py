@@ -102,6 +102,8 @@ def test_a_missing_name_is_an_error(path: Path, take: str) -> None:
         with pytest.raises(errors.TensorNotFoundError, match="embed") as info:
             getattr(opened, take)("embde")
         assert info.value.tensor == "embde"
+        with pytest.raises(errors.TensorNotFoundError, match="no such tensor"):
+            getattr(opened, take)(["embed"])
         with pytest.raises(KeyError):
             opened.get_tensors(["odd", "embde"])
 
@@ -332,14 +334,14 @@ def test_opening_reads_headers_alone(path: Path, monkeypatch: pytest.MonkeyPatch
     part = opened.get_slice("embed")
     assert part.get_shape() == [700, 129]
     mfload.plan(path)
-    assert 0 < read <= 2 * (path.stat().st_size - sum(a.nbytes for a in MODEL.values()))
+    assert 0 < read <= 2 * 4096  # A short header is one read.
 
 
 @pytest.mark.parametrize("engine", ["pread", "direct"])
 @pytest.mark.parametrize(
     "index",
     [
-        (slice(None), slice(8, 16)), (slice(3, 500, 50), slice(None)), (5, 7), (-1,),
+        (slice(None), slice(None, 2500)), (slice(3, 500, 50), slice(None)), (5, 7), (-1,),
         (slice(None, None, -100), slice(100, 2, -9)), (slice(10, 20), slice(1000, 3000)),
     ],
     ids=str,
@@ -361,6 +363,7 @@ def test_a_slice_reads_no_page_that_it_does_not_need(
         return got
 
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr("mfload.io.pread._WORTH_MAPPING", 1 << 60)
     with mfload.open(path, options=mfload.Options(engine=engine)) as opened:
         assert samples.same(opened.get_slice("a")[index], np.asarray(array[index]))
     assert seen == pages
@@ -487,9 +490,7 @@ def test_a_list_of_rows_needs_no_session(path: Path, monkeypatch: pytest.MonkeyP
             assert samples.same(part[index], np.asarray(array[index]))
             assert {read.nbytes for read in reads} == {array[0].nbytes}
         with pytest.raises(AssertionError, match="session"):
-            opened.get_slice("layer.0.norm")[
-                ::2
-            ]  # Its elements are closer together than reads should be.
+            part[::2]  # So many are read by a plan.
 
 
 def test_what_is_asked_for_otherwise_takes_the_long_way(

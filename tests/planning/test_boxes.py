@@ -10,7 +10,7 @@ import pytest
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
 from mfload.planning import boxes
-from mfload.planning.blocks import Costs
+from mfload.planning.blocks import Costs, Rows, cut
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
@@ -75,28 +75,52 @@ def test_a_conversion_is_never_contiguous() -> None:
     assert (copy.source, copy.target) == (np.dtype("f4"), np.dtype("f8"))
 
 
-def test_columns_far_apart_are_read_one_by_one() -> None:
-    # Rows of 8 KiB: the gap between the columns is more than a page.
-    request = _need((50, 2048), (slice(None), slice(8, 16)))
-    assert _ranges(request) == [(1000 + row * 8192 + 32, 32) for row in range(50)]
-    assert all(cell.parts[0].copy is None for cell in boxes.cells([request], COSTS))
+def test_columns_far_apart_are_read_row_by_row() -> None:
+    request = _need((50, 32_000), (slice(None), slice(8, 16)))
+    (cell,) = boxes.cells([request], COSTS)
+    assert cell == boxes.Cell(
+        32, 50 * 32, 50 * 32, (boxes.Part(0, 32, 50 * 32, 0),), Rows(range(50), 128_000, 32, 0)
+    )
 
 
-def test_columns_within_a_page_are_read_over() -> None:
+def test_columns_that_lie_closer_than_the_gap_are_read_over() -> None:
     request = _need((50, 512), (slice(None), slice(8, 16)))
     assert _ranges(request) == [(1000 + 32, 49 * 2048 + 32)]
-    # One byte less than the gap, and they are read apart.
-    assert len(_ranges(request, Costs(merge_gap=2048 - 32))) == 50
-    assert len(_ranges(request, Costs(merge_gap=2048 - 32 + 1))) == 1
+    apart, over = (boxes.cells([request], Costs(merge_gap=2048 - 32 + more))[0] for more in (0, 1))
+    assert (apart.nbytes, apart.wanted) == (50 * 32, 50 * 32)
+    assert (over.nbytes, over.rows) == (49 * 2048 + 32, None)
+
+
+def test_many_rows_are_shared_out_and_rows_of_a_server_are_requests_of_their_own() -> None:
+    request = _need((9000, 32_000), (slice(None), slice(8, 16)))
+    counts = [len(cell.rows.numbers) for cell in boxes.cells([request], COSTS) if cell.rows]
+    assert counts == [524] * 17 + [92]  # A map holds so many.
+    assert len(boxes.cells([request], Costs(concurrency=8))) == 9000
+
+
+def test_columns_of_a_list_are_not_a_cell_a_row() -> None:
+    request = _need((3000, 4000), (slice(None), [7, 3, 3, 900]))
+    (cell,) = boxes.cells([request], COSTS)
+    assert (cell.offset, cell.wanted, len(cell.parts)) == (12, 3000 * 3 * 4, 4)
+
+
+def test_rows_of_a_list_are_numbered_from_the_first_in_the_file() -> None:
+    request = _need((5000, 32_000), ([7, 3, 3, 4000], slice(8, 16)))
+    (cell,) = boxes.cells([request], COSTS)
+    assert (cell.offset, cell.rows) == (3 * 128_000 + 32, Rows([4, 0, 0, 3997], 128_000, 32, 0))
+    assert cell.parts == (boxes.Part(0, 3 * 128_000 + 32, 128, 0),)
 
 
 def test_a_span_longer_than_a_block_is_cut_by_rows() -> None:
     request = _need((1000, 512), (slice(None), slice(8, 16)))
-    ranges = _ranges(request, Costs(block=10_000))
+    (block,) = make_plan([request], costs=Costs(block=10_000)).blocks
+    ranges = [(part.offset, part.nbytes) for part in cut(block)]
     assert all(length <= 10_000 for _, length in ranges)
     # Five rows: 4 * 2048 + 32 bytes.
     assert ranges[0] == (1032, 4 * 2048 + 32)
     assert len(ranges) == 200
+    assert block.nbytes == sum(length for _, length in ranges)
+    assert len(_ranges(request, Costs(block=10_000, span=20_000))) == 100
 
 
 def test_a_row_longer_than_a_block_is_cut_within() -> None:

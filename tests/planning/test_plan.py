@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
+from samples import whereabouts
 
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
 from mfload.io.pread import place as put
 from mfload.planning import layout
-from mfload.planning.blocks import Costs
+from mfload.planning.blocks import Costs, cut
+from mfload.planning.boxes import c_strides
 from mfload.planning.plan import Plan, make_plan
 from mfload.planning.request import HOST, Allocation, Request
 from mfload.planning.slicing import select
@@ -105,7 +108,11 @@ def cases(draw: Any) -> Case:
     mapped = draw(st.sets(st.integers(0, len(files) - 1)))
     options = {
         "alignment": draw(st.sampled_from([None, 1, 16, 64, 256])),
-        "costs": Costs(block=draw(st.integers(16, 300)), merge_gap=draw(st.integers(0, 64))),
+        "costs": Costs(
+            block=draw(st.integers(16, 300)),
+            merge_gap=draw(st.integers(0, 64)),
+            span=draw(st.integers(16, 900)),
+        ),
         "allocations": [draw(st.sampled_from(_LANDED)) for _ in requests],
         "mapped": {n: len(files[n]) for n in mapped},
     }
@@ -129,18 +136,21 @@ def carry_out(plan: Plan, files: list[bytes]) -> Done:
         else:
             done.memory.append(np.frombuffer(files[spec.source], np.uint8))
         done.writes.append(np.zeros(spec.nbytes, np.int32))
-    for block in plan.blocks:
+    for block in itertools.chain.from_iterable(map(cut, plan.blocks)):
         assert block.offset >= 0
-        assert block.offset + block.nbytes <= len(files[block.source])
-        landed = np.frombuffer(files[block.source], np.uint8)
-        put(landed[block.offset : block.offset + block.nbytes], block.offset, block, done.memory)
+        assert block.offset + block.span <= len(files[block.source])
+        landed = np.frombuffer(files[block.source], np.uint8)[whereabouts(block)]
+        put(landed, block.offset, block, done.memory)
         for segment in block.segments:
             assert block.offset <= segment.offset
             assert segment.offset + segment.nbytes <= block.offset + block.nbytes
+            writes, copy, shape, steps = done.writes[segment.buffer], segment.copy, (), ()
             length = segment.nbytes
-            if segment.copy is not None:
-                length = math.prod(segment.copy.shape) * segment.copy.target.itemsize
-            done.writes[segment.buffer][segment.at : segment.at + length] += 1
+            if copy is not None:
+                shape, length = copy.shape, copy.target.itemsize
+                steps = copy.into or c_strides(shape, length)
+            where = [4 * step for step in (*steps, 1)]  # Of counts, which have four bytes.
+            np.ndarray((*shape, length), np.int32, writes, 4 * segment.at, where)[...] += 1
     return done
 
 
@@ -166,7 +176,7 @@ def test_a_plan_gives_what_numpy_gives_and_writes_each_byte_once(case: Case) -> 
 def test_blocks_are_bounded_and_skip_long_gaps(case: Case) -> None:
     plan = make_plan(case.requests, **case.options)
     costs = case.options["costs"]
-    for block in plan.blocks:
+    for block in itertools.chain.from_iterable(map(cut, plan.blocks)):
         assert 0 < block.nbytes <= costs.block
         cursor = block.offset
         for segment in block.segments:
@@ -176,8 +186,9 @@ def test_blocks_are_bounded_and_skip_long_gaps(case: Case) -> None:
             assert segment.offset >= cursor or block.shared is not None
             cursor = max(cursor, segment.offset + segment.nbytes)
         assert cursor == block.offset + block.nbytes
-        assert 0 < block.wanted <= block.nbytes
-    assert plan.staged == max((b.nbytes for b in plan.blocks if b.staged), default=0)
+        assert 0 < block.wanted <= block.nbytes or block.shared
+    parts = itertools.chain.from_iterable(map(cut, plan.blocks))
+    assert plan.staged == max((part.nbytes for part in parts if part.staged), default=0)
 
 
 @given(cases())
@@ -296,11 +307,12 @@ def test_no_page_is_read_that_holds_nothing_asked_for(
     case: tuple[Request, Any, int], block: int
 ) -> None:
     request, wanted, _ = case
-    plan = make_plan([request], costs=Costs(block=block))
+    plan = make_plan([request], costs=Costs(block=block, merge_gap=4096))
     seen = np.zeros_like(wanted)
-    for each in plan.blocks:
-        seen[each.offset : each.offset + each.nbytes] = True
-        for page in range(each.offset // 4096, -(-(each.offset + each.nbytes) // 4096)):
+    for each in itertools.chain.from_iterable(map(cut, plan.blocks)):
+        places = whereabouts(each)
+        seen[places] = True
+        for page in set((places // 4096).tolist()):
             assert wanted[page * 4096 : (page + 1) * 4096].any()
     assert not (wanted & ~seen).any()
     assert plan.wanted_bytes == request.nbytes == wanted.sum()

@@ -14,15 +14,15 @@ from unittest import mock
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from samples import whereabouts
 
 from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
-from mfload.io import buffers, route
+from mfload.io import buffers, pread, route
 from mfload.io.pread import place as put
 from mfload.loading import execute
-from mfload.mesh.base import MESH_GAP
 from mfload.planning import boxes
-from mfload.planning.blocks import Costs, stored
+from mfload.planning.blocks import Costs, cut, stored
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan, make_plan
 from mfload.planning.request import Allocation, Request
@@ -119,6 +119,7 @@ def cases(draw: Any, most: int = 12) -> Case:
         block=draw(st.integers(16, 400)),
         merge_gap=draw(st.sampled_from([0, 1, 2, 5, 17, 60, 10_000])),
         staged=draw(st.integers(16, 400)),
+        span=draw(st.integers(16, 2000)),
     )
     flags = np.zeros(len(data), np.bool_)
     flags[wanted] = True
@@ -150,11 +151,14 @@ def test_each_byte_is_read_once_and_all_come_right(case: Case) -> None:
     memory = [np.full(spec.nbytes, 0xAA, np.uint8) for spec in plan.buffers]
     read = np.zeros(len(case.file), np.int32)
     for block in plan.blocks:
-        assert 0 < block.nbytes <= (case.costs.slot if block.staged else case.costs.block)
-        read[block.offset : block.offset + block.nbytes] += 1
-        landed = np.frombuffer(case.file, np.uint8)[block.offset : block.offset + block.nbytes]
-        assert block.wanted == case.wanted[block.offset : block.offset + block.nbytes].sum()
-        put(landed, block.offset, block, memory)
+        wanted, data = 0, np.frombuffer(case.file, np.uint8)
+        for part in cut(block):
+            assert 0 < part.nbytes <= (case.costs.slot if block.staged else case.costs.block)
+            places = whereabouts(part)
+            read[places] += 1
+            wanted += case.wanted[places].sum()
+            put(data[places], part.offset, part, memory)
+        assert block.wanted == wanted
     _hold(case, plan, memory)
     assert read.max(initial=0) <= 1
     assert read[case.wanted].all()
@@ -193,7 +197,8 @@ def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
             return done
 
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-        with mock.patch.object(os, "preadv", preadv):
+        never = mock.patch.object(pread, "_WORTH_MAPPING", 1 << 60)
+        with mock.patch.object(os, "preadv", preadv), never:
             execute.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
         _hold(case, plan, memory)
         if engine == "pread":
@@ -204,7 +209,7 @@ def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
 @pytest.mark.parametrize("engine", ["pread", "direct"])
 @pytest.mark.parametrize(
     ("rows", "columns", "gap"),
-    [(1, 8, 4096), (2, 4, 4096), (8, 1, 4096), (1, 2, 4096), (1, 2, MESH_GAP)],
+    [(1, 8, 4096), (2, 4, 4096), (8, 1, 4096), (1, 2, 4096), (1, 2, 64 << 10)],
 )
 def test_shards_of_some_megabytes(
     tmp_path: Path, engine: Any, rows: int, columns: int, gap: int
@@ -242,10 +247,34 @@ def _need(
 def test_columns_are_few_blocks_and_not_a_segment_a_row() -> None:
     requests = [_need((5000, 800), ((0, 5000), (n * 100, n * 100 + 100))) for n in range(8)]
     plan = make_plan(requests)
-    assert len(plan.blocks) == 4
-    assert all(len(block.segments) == 8 for block in plan.blocks)
+    (block,) = plan.blocks
+    assert len(block.segments) == 8
+    assert len(list(cut(block))) == 4
     assert plan.staged <= Costs().staged
     assert plan.tensors_of(plan.blocks[0]) == ["w"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (0, 1, 3)])
+def test_columns_at_equal_distances_are_one_copy(order: tuple[int, ...]) -> None:
+    """Of tensors that are cut alike, all of which lie in one file one behind the other."""
+    parts = [
+        _need((6, 40), ((1, 6), (n * 10, n * 10 + 10)), at=480 * tensor)
+        for tensor in range(5)
+        for n in order
+    ]
+    plan = make_plan(parts, alignment=64)
+    (block,) = plan.blocks
+    assert len(block.segments) == {(0, 2, 1, 3): 20, (0, 1, 3): 15}.get(order, 5)
+    data = np.arange(5 * 240, dtype=np.uint16)
+    memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
+    put(data.view(np.uint8)[block.offset :], block.offset, block, memory)
+    for number, (request, buffer, at) in enumerate(plan.places):
+        tensor, n = data.reshape(5, 6, 40)[number // len(order)], order[number % len(order)]
+        found = memory[buffer][at : at + request.nbytes].view(np.uint16).reshape(5, 10)
+        assert np.array_equal(found, tensor[1:, n * 10 : n * 10 + 10])
+    # Where each has a place of its own, none is joined.
+    lent = [Allocation(None, "framework", copied=False)] * len(parts)
+    assert len(make_plan(parts, allocations=lent).blocks[0].segments) == len(parts)
 
 
 def test_long_runs_go_straight_unless_several_want_them() -> None:
@@ -322,6 +351,16 @@ def test_a_value_that_does_not_fit_names_its_tensor() -> None:
     with pytest.raises(errors.LossyCastError) as info:
         put(data, 0, block, memory)
     assert info.value.tensor == "w"
+
+
+def test_values_are_checked_where_a_tensor_that_is_alike_is_not() -> None:
+    free, checked = _need((10, 10), ((0, 10), (0, 5)), "I8", 0), _need((10, 10), at=200)
+    free = free._replace(checked=False)
+    plan = make_plan([free, Request(checked.info, free.dtype, free.selection, checked=True)])
+    memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
+    data, (block,) = np.full(200, 200, np.uint16).view(np.uint8), plan.blocks
+    with pytest.raises(errors.LossyCastError):
+        put(data, 0, block, memory)
 
 
 def test_tensors_of_one_shape_are_not_mixed_up() -> None:

@@ -1,0 +1,258 @@
+"""Rows of a tensor: what each way of reading them gives is what NumPy gives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import samples
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra import numpy as hnp
+
+import mfload
+from mfload import dtypes, errors
+from mfload.index import Piece, TensorInfo
+from mfload.io import buffers, mapped, pread, probes, route
+from mfload.loading import execute
+from mfload.planning.blocks import Costs
+from mfload.planning.plan import make_plan
+from mfload.planning.request import Request
+from mfload.planning.slicing import select
+from mfload.runtime import Deadline
+from mfload.sources.local import LocalFile
+
+COLUMNS = np.s_[:, 8:16]
+
+
+@contextmanager
+def _way(name: str) -> Generator[str]:
+    """One way of reading rows, for tensors of any size; the engine that it belongs to."""
+    with mock.patch.object(pread, "_WORTH_MAPPING", 0 if name == "map" else 1 << 60):
+        yield "direct" if name == "direct" else "pread"
+
+
+@st.composite
+def parts(draw: Any) -> tuple[Any, Any, Costs]:
+    """An array, an index of it, and costs that cut what it takes in many ways."""
+    shape = draw(hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=30))
+    dtype = draw(st.sampled_from([np.uint8, np.int16, np.float32, np.complex64]))
+    index = draw(hnp.basic_indices(shape, allow_ellipsis=False))
+    index = index if isinstance(index, tuple) else (index,)
+    if draw(st.booleans()):
+        dim = draw(st.integers(0, len(index) - 1)) if index else 0
+        numbers = draw(st.lists(st.integers(-shape[dim], shape[dim] - 1), min_size=1, max_size=40))
+        # NumPy moves the dims of a list that lies apart from integers.
+        rest = [slice(None) if isinstance(each, int) else each for each in index]
+        index = (*rest[:dim], numbers, *rest[dim + 1 :])
+    costs = Costs(
+        block=draw(st.integers(16, 400)),
+        merge_gap=draw(st.sampled_from([0, 5, 17, 60, 10_000])),
+        staged=draw(st.integers(16, 400)),
+        span=draw(st.integers(16, 5000)),
+    )
+    return samples.numbers(shape, dtype), index, costs
+
+
+@pytest.mark.parametrize("way", ["map", "pread", "direct"])
+@given(parts(), st.integers(1, 3))
+@settings(max_examples=150)
+def test_parts_are_what_numpy_gives(way: str, case: tuple[Any, Any, Costs], threads: int) -> None:
+    array, index, costs = case
+    names = {np.uint8: "U8", np.int16: "I16", np.float32: "F32", np.complex64: "C64"}
+    dtype = dtypes.TABLE[names[array.dtype.type]]
+    info = TensorInfo("w", dtype, array.shape, (Piece(0, 13, array.nbytes),))
+    with tempfile.TemporaryDirectory() as folder, _way(way) as engine:
+        path = Path(folder) / "file"
+        path.write_bytes(b"x" * 13 + array.tobytes() + b"end")
+        source = LocalFile(path)
+        plan = make_plan([Request(info, dtype, select(info, index))], costs=costs)
+        legs = dict(enumerate(route.choose([(source, source.size)], engine)))
+        memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
+        execute.run(plan, memory, [source], legs, threads=threads, deadline=Deadline(None))
+        (place,) = plan.places
+        taken = np.ascontiguousarray(array[index])
+        assert memory[place.buffer][place.at :][: taken.nbytes].tobytes() == taken.tobytes()
+        assert plan.wanted_bytes <= plan.read_bytes
+        if not any(isinstance(each, list) for each in index):  # It may name an element twice.
+            assert plan.wanted_bytes == taken.nbytes
+        del memory
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[Path, Any]:
+    """A file whose columns are worth a map."""
+    array = samples.numbers((512, 2048), np.float32)
+    return samples.save(tmp_path / "a.safetensors", {"a": array}), array
+
+
+def _maps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each block was copied out of a map, from now on."""
+    seen: list[bool] = []
+    real = pread.PreadReader._copied  # pyright: ignore[reportPrivateUsage]
+
+    def copied(reader: Any, block: Any, memory: Any) -> bool:
+        seen.append(real(reader, block, memory))
+        return seen[-1]
+
+    monkeypatch.setattr(pread.PreadReader, "_copied", copied)
+    return seen
+
+
+def test_columns_are_copied_out_of_a_map(
+    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path, array), seen = large, _maps(monkeypatch)
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
+        assert samples.same(opened.get_slice("a")[::-3, ::2], array[::-3, ::2])
+    assert seen == [True, True]
+    with path.open("r+b"):  # No lease is left behind.
+        pass
+
+
+def test_steps_within_long_rows_are_copied_out_of_a_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array, seen = samples.numbers((8, 1 << 18), np.float32), _maps(monkeypatch)
+    path = samples.save(tmp_path / "a.safetensors", {"a": array})
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[:, ::3000], array[:, ::3000])
+    assert seen == [True]
+
+
+def test_a_file_that_is_open_for_writing_is_read_without_a_map(
+    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path, array), seen = large, _maps(monkeypatch)
+    with path.open("r+b"), mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("error", [OSError(22, "no leases"), AttributeError("F_SETLEASE")])
+def test_a_system_without_leases_reads_without_a_map(
+    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    (path, array), seen = large, _maps(monkeypatch)
+    monkeypatch.setattr(fcntl, "fcntl", mock.Mock(side_effect=error))
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
+    assert seen == [False]
+
+
+def test_where_a_map_is_refused_rows_are_read(
+    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path, array), seen = large, _maps(monkeypatch)
+    refuse = mock.Mock(side_effect=errors.MemoryLimitError("no room"))
+    monkeypatch.setattr(mapped, "map_range", refuse)
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
+    assert (seen, refuse.call_count) == ([False], 1)
+
+
+def test_a_process_that_cuts_the_file_waits_for_the_copy(
+    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, array = large
+    cutting = "import os, sys; os.truncate(sys.argv[1], 100)"
+    real, started = mapped.map_range, list[subprocess.Popen[bytes]]()
+
+    def map_range(*given: Any) -> Any:
+        made = real(*given)
+        started.append(subprocess.Popen([sys.executable, "-c", cutting, str(path)]))
+        with pytest.raises(subprocess.TimeoutExpired):
+            started[0].wait(1)
+        return made
+
+    monkeypatch.setattr(mapped, "map_range", map_range)
+    with mfload.open(path) as opened:
+        # Not killed by a signal. Whether it is cut before the last look at it, is a matter of time.
+        with suppress(errors.SourceChangedError):
+            assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
+        assert started[0].wait(10) == 0
+        with pytest.raises(errors.SourceChangedError):
+            opened.get_slice("a")[COLUMNS]
+    assert path.stat().st_size == 100
+
+
+def test_threads_of_one_process_hold_a_lease_each(large: tuple[Path, Any]) -> None:
+    fd = os.open(large[0], os.O_RDONLY)
+    with mapped.held_still(fd) as first:
+        with mapped.held_still(fd) as second:
+            assert first
+            assert second
+        waits = threading.Thread(target=lambda: os.close(os.open(large[0], os.O_RDWR)))
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive()
+    waits.join(10)
+    assert not waits.is_alive()
+    os.close(fd)
+
+
+def test_many_small_blocks_have_one_reader(tmp_path: Path) -> None:
+    arrays = {f"t{n}": samples.numbers((2, 600, 60), np.float32) for n in range(40)}
+    path = samples.save(tmp_path / "a.safetensors", arrays)
+    seen = set[int]()
+    real = pread.PreadReader.fill
+
+    def fill(reader: Any, *given: Any) -> Any:
+        seen.add(threading.get_ident())
+        return real(reader, *given)
+
+    with mfload.open(path) as opened, mock.patch.object(pread.PreadReader, "fill", fill):
+        infos = [opened.info(name) for name in opened.offset_keys()]
+        requests = [Request(i, i.dtype, select(i, (0, slice(200)))) for i in infos]
+        plan = make_plan(requests, costs=Costs(merge_gap=0))
+        assert plan.read_bytes > execute.INLINE
+        memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
+        execute.run(plan, memory, [LocalFile(path)], {}, threads=4, deadline=Deadline(None))
+    assert len(seen) == 1
+
+
+def test_a_map_of_rows_stays_within_the_overhead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = samples.numbers((1200, 25_000), np.float32)
+    path, lengths = samples.save(tmp_path / "a.safetensors", {"a": array}), list[int]()
+    real = mapped.map_range
+
+    def map_range(source: Any, offset: int, nbytes: int) -> Any:
+        lengths.append(nbytes)
+        return real(source, offset, nbytes)
+
+    monkeypatch.setattr(mapped, "map_range", map_range)
+    for limit in (None, 4 << 20):
+        options = mfload.Options(max_host_overhead=limit)
+        with mfload.open(path, options=options) as opened:
+            assert samples.same(opened.get_slice("a")[::-1, 8:16], array[::-1, 8:16])
+    assert len(lengths) == 2  # With the limit, each row is read.
+    assert max(lengths) <= Costs().span
+
+
+def test_rows_past_the_page_cache_leave_nothing_there(tmp_path: Path) -> None:
+    array = samples.numbers((300, 50_000), np.float32)
+    path = samples.save(tmp_path / "a.safetensors", {"a": array})
+    fd = os.open(path, os.O_RDONLY)
+    if probes.direct_alignment(fd) is None or probes.cached_share(fd, path.stat().st_size) is None:
+        pytest.skip("needs O_DIRECT and cachestat")
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with mfload.open(path, options=mfload.Options(page_cache="bypass")) as opened:
+        assert samples.same(opened.get_slice("a")[:, 5000:5100], array[:, 5000:5100])
+    cached = probes.cached_share(fd, path.stat().st_size)
+    os.close(fd)
+    assert cached is not None
+    assert cached * path.stat().st_size <= 16 << 10  # The header.
