@@ -28,31 +28,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Aligned": "mfload.checking.align",
-    "Diagnosis": "mfload.diagnostics.findings",
-    "Difference": "mfload.checking.diff",
-    "Manifest": "mfload.checking.manifest",
-    "MfloadError": "mfload.errors",
-    "Options": "mfload.options",
-    "Report": "mfload.report",
-    "Saved": "mfload.saving.save",
-    "Verification": "mfload.checking.verify",
-    "abstract": "mfload.api",
-    "align": "mfload.checking.align",
-    "diff": "mfload.checking.diff",
-    "doctor": "mfload.diagnostics.doctor",
-    "errors": "mfload.errors",
-    "live_bytes": "mfload.cuda.memory",
-    "load": "mfload.api",
-    "load_into": "mfload.trees.load_into",
-    "open": "mfload.api",
-    "plan": "mfload.api",
-    "rule": "mfload.trees.keymap",
-    "save": "mfload.api",
-    "unpack": "mfload.packed",
-    "verify": "mfload.checking.verify",
+_NAMES = {
+    "api": "abstract load open plan save",
+    "checking.align": "Aligned align",
+    "checking.diff": "Difference diff",
+    "checking.manifest": "Manifest",
+    "checking.verify": "Verification verify",
+    "cuda.memory": "live_bytes",
+    "diagnostics.doctor": "doctor",
+    "diagnostics.findings": "Diagnosis",
+    "errors": "MfloadError errors",
+    "options": "Options",
+    "packed": "unpack",
+    "report": "Report",
+    "saving.save": "Saved",
+    "trees.keymap": "rule",
+    "trees.load_into": "load_into",
 }
+_WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Aligned", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options", "Report", "Saved",

@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
-from mfload.index import Index, TensorInfo
+from mfload.index import Columns, Index, TensorInfo
 from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading.session import Loader
 from mfload.planning import request as requesting
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, gc_paused
 from mfload.sources import Location
+from mfload.sources.base import Source
 
 # What only some calls need is imported where it is used: or else the first load of a process would
 # spend most of its time on imports.
 if TYPE_CHECKING:
     from mfload.checking.checksums import ManifestCheck
-    from mfload.checking.manifest import Manifest
+    from mfload.checking.manifest import Algorithm, Manifest
     from mfload.loading.lazy import LazyCheckpoint
     from mfload.loading.preview import Preview
     from mfload.mesh.load import Chosen
@@ -118,7 +120,7 @@ def load(
             how = started(options, deadline)
             discovery.check_path(path)
             _check(framework, device, mesh, shardings, unmatched)
-            return _choose(path, names, dtype, how)
+            return mesh_load.Chosen(*_choose(path, names, dtype, how), how)
 
         return mesh_load.load(
             choose,
@@ -139,12 +141,10 @@ def load(
     how = started(options)
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, unmatched)
-    with gc_paused():
-        index, sources = checkpoint.read(path, how)
-        requests = _requests(index, names, dtype)
+    index, sources, requests = _choose(path, names, dtype, how)
     headers = time.perf_counter() - start
     start = time.perf_counter()
-    adapter = frameworks.get(framework, device, index.tensors)
+    adapter = frameworks.get(framework, device, index.names)
     loader = Loader(index, sources, adapter, how)
     check = observer = None
     if verify is not None:
@@ -173,6 +173,9 @@ def open(
 ) -> LazyCheckpoint:
     """Opens a checkpoint to take tensors and slices from; reads headers only.
 
+    If an index file says which shard holds each tensor, a shard's header is read when it is needed,
+    and what is wrong with it is found then.
+
     Takes the place of `safetensors.safe_open`, for whole checkpoints too. The arguments are those
     of `load`; the timeout is for the headers, and for each request.
 
@@ -186,9 +189,8 @@ def open(
     from mfload.loading.lazy import LazyCheckpoint
 
     how = started(options)
-    with gc_paused():
-        index, sources = checkpoint.read(path, how)
-    adapter = frameworks.get(framework, device, index.tensors)
+    _, index, sources = checkpoint.choose(path, how, attrgetter("names"))
+    adapter = frameworks.get(framework, device, index.names)
     return LazyCheckpoint(index, sources, adapter, device=device, options=options)
 
 
@@ -223,12 +225,12 @@ def plan(
     if sharded:
         from mfload.mesh import load as mesh_load
 
-        chosen = _choose(path, names, dtype, how)
+        chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
         return mesh_load.preview(chosen, name, mesh, shardings, unmatched)
     with gc_paused():
-        index, sources = checkpoint.read(path, how)
-        loader = Loader(index, sources, frameworks.get(framework, device, index.tensors), how)
-        return loader.preview(_requests(index, names, dtype))
+        index, sources, requests = _choose(path, names, dtype, how)
+        adapter = frameworks.get(framework, device, index.names)
+        return Loader(index, sources, adapter, how).preview(requests)
 
 
 def abstract(
@@ -255,7 +257,8 @@ def abstract(
     from mfload.mesh import load as mesh_load
 
     name = _check(frameworks.ON_MESHES[0], None, mesh, shardings, unmatched)
-    chosen = _choose(path, names, dtype, started(options))
+    how = started(options)
+    chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
     return mesh_load.abstract(chosen, name, mesh, shardings, unmatched)
 
 
@@ -266,7 +269,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     align: int | str = 4096,
     max_shard_size: int | str | None = None,
-    checksums: bool = False,
+    checksums: bool | Algorithm = False,
     overwrite: bool = False,
     progress: Progress = False,
 ) -> Saved:
@@ -290,7 +293,7 @@ def save(
             files named as in `model-00001-of-00003.safetensors`, with an index beside them. A
             larger tensor has a file of its own.
         checksums: Whether to read the files back and write a manifest of checksums beside them,
-            as `mfload.verify(path, checksums="write")` does.
+            as `mfload.verify(path, checksums="write")` does; or which: "xxh3", "sha256" or "both".
         overwrite: Whether an existing checkpoint is replaced: the file, the index, and the
             shards that it names (without an index, one complete set of them). Other files
             are never touched; the notes name those that were removed.
@@ -309,7 +312,7 @@ def save(
     from mfload.saving import save as saving
 
     if checksums:
-        checking.check_save_target(path, overwrite=overwrite)
+        checking.check_save_target(path, checksums, overwrite=overwrite)
     saved = saving.save(
         arrays,
         path,
@@ -355,30 +358,32 @@ def _meant(framework: Any, imported: Sequence[str]) -> str:
     return name if name in frameworks.ON_MESHES else imported[0]
 
 
-def _choose(path: Path, names: Names, dtype: Dtypes, options: LoadOptions) -> Chosen:
-    from mfload.mesh.load import Chosen
+def _choose(
+    path: Path, names: Names, dtype: Dtypes, options: LoadOptions
+) -> tuple[Index, list[Source], Sequence[Request]]:
+    """The index, its sources, and what is requested; reads the headers that it takes."""
+    select: Callable[[Index], Columns] = attrgetter("columns")
+    if names is not None:
+        from mfload.planning import selection
 
-    index, sources = checkpoint.read(path, options)
-    return Chosen(index, sources, _requests(index, names, dtype), options)
+        if isinstance(names, Iterator):
+            names = list(names)  # They may be gone through again.
+        select = partial(selection.select, names=names)
+    with gc_paused():
+        infos, index, sources = checkpoint.choose(path, options, select)
+        if dtype is None:
+            return index, sources, requesting.whole(infos)
+        from mfload.planning import selection
 
-
-def _requests(index: Index, names: Names, dtype: Dtypes) -> Sequence[Request]:
-    if names is None and dtype is None:
-        return requesting.whole(index.columns)
-    from mfload.planning import selection
-
-    infos = selection.select(index, names)
-    if dtype is None:
-        return requesting.whole(infos)
-    wish = selection.read_dtype(dtype)
-    if isinstance(wish, selection.Rules):
-        wish.warn_of_unmatched(index.tensors)
-    requests: list[Request] = []
-    for info in infos:
-        with errors.about(file=index.files[info.pieces[0].source]):
-            wanted, checked = selection.target(info, wish)
-        requests.append(Request(info, wanted, None, checked))
-    return requests
+        wish = selection.read_dtype(dtype)
+        if isinstance(wish, selection.Rules):
+            wish.warn_of_unmatched([*index.names, *infos.names])
+        requests: list[Request] = []
+        for info in infos:
+            with errors.about(file=index.files[info.pieces[0].source]):
+                wanted, checked = selection.target(info, wish)
+            requests.append(Request(info, wanted, None, checked))
+        return index, sources, requests
 
 
 def _manifest_check(

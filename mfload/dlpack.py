@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
 from mfload.dtypes import TABLE, DType
+from mfload.runtime import NamedTuple
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
@@ -28,8 +29,15 @@ _DEVICE = 8
 _TYPE = 20
 _BYTE_OFFSET = 40
 
-_Device = ctypes.c_int32 * 2
+_Device, _Type = ctypes.c_int32 * 2, ctypes.c_uint32
 _UNITS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
+_HOST = (1, 0)  # kDLCPU
+# What NumPy has itself, it exports as what it is.
+_OWN = {
+    name: np.dtype(row.numpy_name)
+    for name, row in TABLE.items()
+    if row.numpy_name is not None and hasattr(np, row.numpy_name)
+}
 
 
 class View(NamedTuple):
@@ -100,22 +108,24 @@ def capsule(view: View, *, device_id: int = 0) -> Any:
     Packed types have their storage shape. Host memory appears on the framework's CPU device of
     number `device_id`.
     """
-    dtype = view.dtype
-    lanes = 1
-    if dtype.elements == 1:
-        unit, shape = _UNITS[dtype.nbytes], view.shape
-    else:
+    _, dtype, shape, memory, at, _ = view
+    unit, lanes, device = _OWN.get(dtype.name), 1, (1, device_id)
+    exact = unit is not None
+    if dtype.elements > 1:
         # Two F4 in a byte are one element of two lanes, as dlpack.h asks.
-        unit, shape, lanes = _UNITS[1], dtype.storage_shape(view.shape), dtype.elements
-    memory, device = view.memory, (1, device_id)  # kDLCPU
+        unit, shape, lanes = _UNITS[1], dtype.storage_shape(shape), dtype.elements
+    elif unit is None:
+        unit = _UNITS[dtype.nbytes]
     if not isinstance(memory, np.ndarray):
         device = memory.__dlpack_device__()
         memory = array_at(memory, memory.address, (memory.nbytes,))
-    made = np.ndarray(shape, unit, memory, view.at).__dlpack__()
+    made = np.ndarray(shape, unit, memory, at).__dlpack__()
+    if exact and device == _HOST:
+        return made
     start = _get_pointer(made, b"dltensor")
-    word = dtype.code | dtype.bits << 8 | lanes << 16
-    ctypes.c_uint32.from_address(start + _TYPE).value = word
-    _Device.from_address(start + _DEVICE)[:] = device
+    _Type.from_address(start + _TYPE).value = dtype.code | dtype.bits << 8 | lanes << 16
+    if device != _HOST:
+        _Device.from_address(start + _DEVICE)[:] = device
     return made
 
 

@@ -214,6 +214,7 @@ _E = TypeVar("_E", SourceError, TargetError)
 _SOURCE_KINDS: dict[int | None, type[SourceError]] = {
     errno.ENOENT: SourceNotFoundError,
     errno.ENOTDIR: SourceNotFoundError,
+    errno.ENAMETOOLONG: SourceNotFoundError,
     errno.EACCES: SourcePermissionError,
     errno.EPERM: SourcePermissionError,
     errno.EIO: ReadError,

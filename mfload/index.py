@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections.abc import (
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
+from typing import TYPE_CHECKING, Any, overload
 
 from mfload import errors
 from mfload.dtypes import DType
+from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.stored import Stored
@@ -82,9 +91,12 @@ class Columns(Sequence[TensorInfo]):
         kind: Of each tensor, by its number in `kinds`.
         sources, offsets, nbytes: Of its piece; of a tensor that is not simple, of its first.
         others: Rows of the tensors that are not simple, by their numbers.
+        numbers: The number of each name, if it is known.
     """
 
-    __slots__ = ("_known", "kind", "kinds", "names", "nbytes", "offsets", "others", "sources")
+    __slots__ = (
+        "_known", "kind", "kinds", "names", "nbytes", "numbers", "offsets", "others", "sources"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -95,11 +107,12 @@ class Columns(Sequence[TensorInfo]):
         offsets: array[int] | None = None,
         nbytes: array[int] | None = None,
         others: dict[int, TensorInfo] | None = None,
+        numbers: dict[str, int] | None = None,
     ) -> None:
         self.names, self.kinds = names or [], kinds or []
         self.kind, self.sources = kind or array("q"), sources or array("q")
         self.offsets, self.nbytes = offsets or array("q"), nbytes or array("q")
-        self.others = others or {}
+        self.others, self.numbers = others or {}, numbers
         # Numbers of kinds, once tensors were added.
         self._known: dict[Any, int] | None = None if self.kinds else {}
 
@@ -144,7 +157,7 @@ class Columns(Sequence[TensorInfo]):
 
     def extend(self, more: Columns) -> None:
         """Adds tensors behind those there."""
-        numbers = [self._number(dtype, shape) for dtype, shape in more.kinds]
+        numbers, self.numbers = [self._number(*each) for each in more.kinds], None
         for number, row in more.others.items():
             self.others[len(self.names) + number] = row
         self.names += more.names
@@ -165,8 +178,8 @@ class Columns(Sequence[TensorInfo]):
             if number in self.others:
                 return self.others[number]
         dtype, shape = self.kinds[self.kind[number]]
-        piece = Piece(self.sources[number], self.offsets[number], self.nbytes[number])
-        return TensorInfo(self.names[number], dtype, shape, (piece,))
+        where = self.sources[number], self.offsets[number], self.nbytes[number], None
+        return _new(TensorInfo, (self.names[number], dtype, shape, (_new(Piece, where),)))
 
     def __iter__(self) -> Iterator[TensorInfo]:
         if self.others:
@@ -193,7 +206,9 @@ class Table(Mapping[str, TensorInfo]):
         """Adds tensors behind those there; returns those whose name is there already."""
         columns = rows if isinstance(rows, Columns) else Columns.of(rows)
         start, count = len(self.numbers), len(columns.names)
-        more = dict(zip(columns.names, range(start, start + count), strict=True))
+        more = None if start else columns.numbers
+        if more is None:
+            more = dict(zip(columns.names, range(start, start + count), strict=True))
         if len(more) < count or not self.numbers.keys().isdisjoint(more):
             first: dict[str, TensorInfo] = {}
             twice: list[TensorInfo] = []
@@ -251,11 +266,12 @@ class Index:
         files: Path of each source; pieces refer to them by number.
         tensors: Rows by name, in file order, then by offset.
         columns: The tensors, in columns.
+        names: Their names.
         metadata: Free-form strings of the headers, merged in file order.
         notes: Remarks for the user that are not errors.
     """
 
-    __slots__ = ("columns", "files", "metadata", "notes", "tensors")
+    __slots__ = ("columns", "files", "metadata", "names", "notes", "tensors")
 
     def __init__(
         self,
@@ -264,12 +280,14 @@ class Index:
         metadata: Mapping[str, str] | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.files, self.tensors = files, tensors
+        table = tensors if isinstance(tensors, Table) else Table(Columns.of(tensors.values()))
+        self.files, self.tensors, self.columns = files, table, table.columns
+        self.names: Collection[str] = table
         self.metadata, self.notes = metadata, notes
-        if isinstance(tensors, Table):
-            self.columns = tensors.columns
-        else:
-            self.columns = Columns.of(tensors.values())
+
+    def take(self, names: Collection[str]) -> Columns:
+        """Some of the tensors, in the index's order."""
+        return self.columns.take(sorted(map(self.tensors.numbers.__getitem__, names)))
 
     def __getitem__(self, name: str) -> TensorInfo:
         """The row of a name; raises TensorNotFoundError with close names if there is none."""
@@ -285,7 +303,7 @@ class Index:
             ) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self.names)

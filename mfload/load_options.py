@@ -22,13 +22,12 @@ UNMATCHED = ("replicate", "error")
 
 
 class LoadOptions:
-    """Options of one call: the fields of `Options`, and three more. They don't change.
+    """Options of one call: the fields of `Options`, and two more. They don't change.
 
     They are written twice, since `Options` is a dataclass, which takes long to import.
 
     Attributes:
         deadline: When `timeout` has run out.
-        merge_gap: Unwanted bytes that are read over rather than skipped. Default: the source's.
         by_host: Whether all arrays pass through host memory.
     """
 
@@ -42,7 +41,6 @@ class LoadOptions:
     max_device_overhead: int | None = None
     headers: tuple[tuple[str, str], ...] | None = None
     deadline: Deadline = Deadline(None)
-    merge_gap: int | None = None
     by_host: bool = False
 
     def __init__(self, **given: Any) -> None:

@@ -110,6 +110,7 @@ class TestFromOs:
     KINDS: ClassVar[dict[int, type[errors.SourceError]]] = {
         errno.ENOENT: errors.SourceNotFoundError,
         errno.ENOTDIR: errors.SourceNotFoundError,
+        errno.ENAMETOOLONG: errors.SourceNotFoundError,
         errno.EACCES: errors.SourcePermissionError,
         errno.EPERM: errors.SourcePermissionError,
     }

@@ -1,22 +1,28 @@
-"""The headers of all files of a checkpoint, as one index."""
+"""The headers of the files of a checkpoint, as one index.
+
+If an index file says which shard holds each tensor, a shard's header is read when it is needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mfload import errors, sources
 from mfload.formats import discovery, safetensors, strict_json
 from mfload.formats.discovery import CheckpointFiles, Path
-from mfload.index import Index, Table, TensorInfo
+from mfload.index import Columns, Index, Table, TensorInfo
 from mfload.load_options import LoadOptions
+from mfload.runtime import Deadline, gc_paused
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.formats.problems import Problem
+
+T = TypeVar("T")
 
 _TRIES = 5
 _NAME = attrgetter("name")
@@ -57,10 +63,111 @@ class Headers:
         self.problems.append(Problem(*fields))
 
 
+class ShardedIndex(Index):
+    """The index of shards of which an index file says what they hold.
+
+    Only the headers of shards that are asked for are read. Tensors, columns and metadata are those
+    of all headers, which are read when one of the three is needed first.
+
+    Attributes:
+        found: The files, as sources.
+    """
+
+    __slots__ = ("_left", "_numbers", "_seen", "_timeout", "found")
+
+    def __init__(self, found: CheckpointFiles, timeout: float | None) -> None:
+        files: list[Any] = list(found.files)
+        for number, file in enumerate(files):
+            if isinstance(file, str):  # Something is wrong with it: here it raises.
+                files[number] = sources.local_file(file)
+        found.files = files
+        self.found, self._timeout = found, timeout
+        self.files, self.notes = tuple(map(_NAME, found.files)), ()
+        self._left = found.placed or {}  # Files of the tensors; empty once all headers were read.
+        self.names = self._left.keys()
+        self._numbers = dict(zip(self.files, range(len(self.files)), strict=True))
+        self._seen: dict[int, Table] = {}  # The headers that were read, by number of the file.
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Index.__slots__:
+            raise AttributeError(name)
+        whole = self._bounded(partial(_whole, self.found))  # The field is not set yet.
+        # `names` stay those of the index file; other threads may be going through them.
+        self.tensors, self.columns = whole.tensors, whole.columns
+        self.metadata, self.notes, self._left = whole.metadata, whole.notes, {}
+        return getattr(whole, name)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        """The row of a name; reads the header of its shard."""
+        file = self._left.get(name) if type(name) is str else None
+        if file is not None:
+            number = self._numbers[file]
+            self._read([number])
+            if name in self._seen[number]:
+                return self._seen[number][name]
+        return super().__getitem__(name)  # All headers tell what is wrong.
+
+    def take(self, names: Collection[str]) -> Columns:
+        """Some of the tensors, in the index's order; reads the headers of their shards."""
+        shards: dict[int, list[str]] = {}
+        for name in names:
+            file = self._left.get(name)
+            if file is None:
+                return super().take(names)
+            shards.setdefault(self._numbers[file], []).append(name)
+        self._read(shards)
+        taken = Columns()
+        for number in sorted(shards):
+            there = self._seen[number].numbers
+            if not there.keys() >= set(shards[number]):
+                return super().take(names)
+            places = sorted(map(there.__getitem__, shards[number]))
+            taken.extend(self._seen[number].columns.take(places))
+        return taken
+
+    def _read(self, numbers: Iterable[int]) -> None:
+        """Reads headers, unless they were read."""
+        new = [number for number in numbers if number not in self._seen]
+        if new:
+            self._bounded(partial(self._read_new, new))
+
+    def _read_new(self, numbers: Sequence[int]) -> None:
+        files: list[Any] = [self.found.files[number] for number in numbers]
+        if len(files) > 1:
+            _ask_ahead(files)
+        for number, source in zip(numbers, files, strict=True):
+            self._seen[number] = read_headers(CheckpointFiles([source]), number).tensors
+            source.keep(True)  # Behind a URL: forgets the bytes of the header.
+        if len(files) > 1:
+            _check_unchanged(files)
+
+    def _bounded(self, call: Callable[[], T]) -> T:
+        name = self.found.name
+        with gc_paused():
+            try:
+                return Deadline(self._timeout).bound(call, "reading headers", name)
+            except MemoryError as error:
+                raise _no_memory(error, name) from None
+
+
 def read(
     path: Path | Sequence[Path], options: LoadOptions | None = None
 ) -> tuple[Index, list[Source]]:
     """Reads the headers of a checkpoint; returns the index, and the source of each of its files.
+
+    Raises as `choose` does.
+    """
+    _, index, files = choose(path, options, attrgetter("tensors"))
+    return index, files
+
+
+def choose(
+    path: Path | Sequence[Path], options: LoadOptions | None, ask: Callable[[Index], T]
+) -> tuple[T, Index, list[Source]]:
+    """Opens a checkpoint, and asks its index for something, for which it may read headers.
+
+    Returns the answer, the index, and the source of each file. The index may read more headers
+    when it is asked again. Without an index file, all headers are read first.
 
     They are read again if a writer replaced the checkpoint meanwhile: half of the shards may have
     been looked at before and half after. Sources notice that, and so do names that do not fit the
@@ -74,36 +181,19 @@ def read(
         MemoryLimitError: The headers do not fit in memory.
         LoadTimeoutError: The timeout of the options passed.
     """
-    if options is None or options.deadline.seconds is None:
-        return _read(path, options)
-    call, name = partial(_read, path, options), sources.shown(path)
-    return options.deadline.bound(call, "reading headers", name)
-
-
-def _read(path: Path | Sequence[Path], options: LoadOptions | None) -> tuple[Index, list[Source]]:
+    if options is not None and options.deadline.seconds is not None:
+        call = partial(choose, path, options.replace(deadline=Deadline(None)), ask)
+        return options.deadline.bound(call, "reading headers", sources.shown(path))
     for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
-            seen = read_headers(discovery.find(path, options))
-            # The first may have been replaced while the last was read.
-            for source in seen.sources[:-1]:
-                if source.file is not None:  # Other sources compare versions with each answer.
-                    source.check()
-            missing = seen.found.missing
-            if seen.problems:
-                what = "the files of the checkpoint disagree"
-                problems = (*missing, *map(str, seen.problems))
-                raise errors.CheckpointError(what, file=seen.found.name, problems=problems)
-            if missing:
-                what = "shards are missing"
-                raise errors.ShardNotFoundError(what, file=seen.found.name, problems=missing)
-            if seen.unnamed:
-                count = len(seen.unnamed)
-                seen.notes.append(f"{count} tensors are in the shards but not in the index")
-            index = Index(
-                tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes)
-            )
-            return index, seen.sources
+            found = discovery.find(path, options)
+            if found.placed is None or found.missing or len(found.files) == 1:
+                index = _whole(found)
+            else:
+                index = ShardedIndex(found, options and options.timeout)
+            files: Any = found.files
+            return ask(index), index, files
         except (errors.SourceError, errors.FormatError) as error:
             if left and discovery.state(path) != before:
                 continue
@@ -113,31 +203,65 @@ def _read(path: Path | Sequence[Path], options: LoadOptions | None) -> tuple[Ind
                 hints.explain_path(error, path)
             raise
         except MemoryError as error:
-            if isinstance(error, errors.MfloadError):
-                raise
-            what, name = "the headers do not fit in memory", sources.shown(path)
-            raise errors.MemoryLimitError(what, file=name) from None
+            raise _no_memory(error, sources.shown(path)) from None
     raise AssertionError("unreachable")
 
 
-def read_headers(found: CheckpointFiles, *, every: bool = False) -> Headers:
+def _no_memory(error: MemoryError, name: str | None) -> MemoryError:
+    if isinstance(error, errors.MfloadError):
+        return error
+    return errors.MemoryLimitError("the headers do not fit in memory", file=name)
+
+
+def _whole(found: CheckpointFiles) -> Index:
+    """The index of all headers; the files become sources."""
+    seen = read_headers(found)
+    if len(seen.sources) > 1:
+        _check_unchanged(seen.sources)
+    found.files = seen.sources
+    if seen.problems:
+        what = "the files of the checkpoint disagree"
+        problems = (*found.missing, *map(str, seen.problems))
+        raise errors.CheckpointError(what, file=found.name, problems=problems)
+    if found.missing:
+        raise errors.ShardNotFoundError(
+            "shards are missing", file=found.name, problems=found.missing
+        )
+    if seen.unnamed:
+        count = len(seen.unnamed)
+        seen.notes.append(f"{count} tensors are in the shards but not in the index")
+    return Index(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
+
+
+def _check_unchanged(read: Sequence[Source]) -> None:
+    """The first may have been replaced while the last was read."""
+    for source in read[:-1]:
+        if source.file is not None:  # Other sources compare versions with each answer.
+            source.check()
+
+
+def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False) -> Headers:
     """Reads the header of each file and compares them with the index.
+
+    `first` is the number of the first file in its index.
 
     `every`: a file that can't be read is a problem, and the others are read; by default it raises.
     """
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
     if len(found.files) > 1:
-        _ask_ahead(found)
+        _ask_ahead(found.files)
     for file in found.files:
         try:
             source = sources.local_file(file) if isinstance(file, str) else file
+            if source is not file and len(found.files) > 1:
+                source.keep(True)  # To open it once more takes as long as to read a header.
             reader = safetensors
             if not source.name.endswith(discovery.SUFFIX):
                 from mfload.formats import base
 
                 reader = base.find(source)
-            rows, strings = reader.read(source, len(seen.sources))
+            rows, strings = reader.read(source, first + len(seen.sources))
         except (errors.SourceError, errors.FormatError) as error:
             alone = len(found.files) == 1 and isinstance(error, errors.SourceNotFoundError)
             if alone or not every:
@@ -157,14 +281,14 @@ def read_headers(found: CheckpointFiles, *, every: bool = False) -> Headers:
     return seen
 
 
-def _ask_ahead(found: CheckpointFiles) -> None:
+def _ask_ahead(files: Collection[str | Source]) -> None:
     """Sends the first requests to servers at once; a failure is met again where it is handled."""
 
     def ask(source: Source) -> None:
         with suppress(errors.SourceError):
             source.identity  # noqa: B018
 
-    sources.together(ask, (each for each in found.files if not isinstance(each, str)))
+    sources.together(ask, (each for each in files if not isinstance(each, str)))
 
 
 def _compare_index(seen: Headers, placed: dict[str, str]) -> None:

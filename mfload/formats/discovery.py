@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import operator
 import os
 import re
@@ -32,6 +31,7 @@ _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
 
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _ONE_ARRAY = ".npy"
+_PLAIN_NAME = re.compile(r"[\w-][\w.-]*")
 _SHARD = r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?"
 
 
@@ -77,6 +77,8 @@ def find(path: Path | Sequence[Path], options: LoadOptions | None = None) -> Che
         CheckpointError: Several checkpoints lie side by side, or the index leads out of its
             directory.
     """
+    if isinstance(path, CheckpointFiles):
+        return path
     if isinstance(path, _SINGLE) or sources.is_source(path):
         place = _located(path, options)
         if not isinstance(place, str):
@@ -122,12 +124,15 @@ def state(path: Path | Sequence[Path]) -> object:
 
 
 def _names(directory: str) -> tuple[list[str], list[str]]:
-    """Names of the indexes and of the files in a directory that a load looks at."""
+    """Names of the indexes in a directory that a load looks at, or else of the files."""
     # Copies by other systems leave hidden files that are not part of a checkpoint.
-    names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    listed = os.listdir(directory)
+    indexes = sorted(n for n in listed if n.endswith(INDEX_SUFFIX) and not n.startswith("."))
+    if indexes:
+        return indexes, []
+    names = sorted(name for name in listed if not name.startswith("."))
     files = [name for name in names if name.endswith(SUFFIX)]
-    if not indexes and not files:
+    if not files:
         from mfload.formats import base, hints
 
         # What lies beside weights that mfload doesn't load is not taken for them.
@@ -149,6 +154,8 @@ def _located(path: Any, options: LoadOptions | None) -> str | Source:
         name = os.fsdecode(path)
     except TypeError:
         raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
+    if ":/" in name:
+        sources.check_path(name)
     # Joined, not normalised: what `..` means depends on the links before it. An empty path stays
     # empty, and in a deleted directory a path stays as it is.
     with contextlib.suppress(OSError):
@@ -235,34 +242,45 @@ def _from_index(index: Source) -> CheckpointFiles:
     weights: dict[str, str] = table["weight_map"]
     if not weights:
         raise errors.CheckpointError("the index names no file", file=path)
-    directory = os.path.dirname(path)
+    directory = os.path.join(os.path.dirname(path), "")
     held = collections.Counter(weights.values())
-    first = {shard: name for name, shard in reversed(weights.items())}
+    first: dict[str, str] = {}
     places: dict[str, str] = {}
     files: dict[str, str | Source] = {}
     problems: list[str] = []
     outside = False
     for shard in sorted(held):
-        problem, file = _outside(shard), None
-        if problem is None and index.file is None:
-            try:
-                file = index.beside(shard)
-            except errors.UsageError as error:
-                problem = error.message
-        outside = outside or problem is not None
-        # One shard may be spelled in several ways (x, ./x) and is still one file.
-        place = os.path.join(directory, os.path.normpath(shard)) if file is None else file.name
-        if file is None and problem is None:
-            problem = _absent(place)
+        problem, place = None, shard
+        if _PLAIN_NAME.fullmatch(shard) is None:  # Of many shards, to take names apart adds up.
+            problem = _outside(shard)
+            outside = outside or problem is not None
+            # One shard may be spelled in several ways (x, ./x) and is still one file.
+            place = os.path.normpath(shard)
+        place = directory + place
         if problem is None:
-            places[shard], files[place] = place, file or place
-        else:
+            try:
+                if index.file is None:
+                    file = index.beside(shard)
+                else:
+                    file = sources.local_file(place)
+                    file.keep(True)  # To open it once more takes as long as to read a header.
+                places[shard], files[file.name] = file.name, file
+            except errors.UsageError as error:
+                problem, outside = error.message, True
+            except errors.SourceNotFoundError:
+                problem = "is a broken link" if os.path.islink(place) else "does not exist"
+            except errors.SourceError:
+                places[shard] = files[place] = place  # To read it tells what is wrong.
+        if problem is not None:
+            first = first or {file: name for name, file in reversed(weights.items())}
             count = f"{held[shard]} tensors, {brief(first[shard])} among them"
             problems.append(f"{brief(shard)} is named by the index and {problem} ({count})")
     if outside:
         raise errors.CheckpointError(
             "the index names files outside its directory", file=path, problems=tuple(problems)
         )
+    if index.file is not None:
+        index.check()  # Its shards may have been replaced with it meanwhile.
     metadata = table.get("metadata")
     return CheckpointFiles(
         [files[place] for place in sorted(files)],
@@ -294,7 +312,7 @@ def read_index(source: Source) -> dict[str, Any]:
 
         raise hints.explain_file(error, source) from None
     weights = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(x, str) for x in weights.values()):
+    if not isinstance(weights, dict) or not {*map(type, weights.values())} <= {str}:
         raise errors.HeaderError(
             "not a checkpoint index",
             file=source.name,
@@ -313,16 +331,4 @@ def _outside(name: str) -> str | None:
     # Absolute paths begin with a separator or a drive, whatever the system is.
     if ".." in parts or not parts[0] or ":" in parts[0]:
         return "leads out of the directory"
-    return None
-
-
-def _absent(path: str) -> str | None:
-    """Says why a file does not exist; None if it exists, or if opening it gives a better error."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
-            return "is a broken link" if os.path.islink(path) else "does not exist"
-    except ValueError:  # The locale's encoding has no such name.
-        return "does not exist"
     return None

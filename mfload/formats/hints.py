@@ -53,6 +53,7 @@ _NAMES = (
     (re.compile(r".*\.(bin|pt|pth|ckpt)"), f"PyTorch files: {_TORCH}"),
     (re.compile(r".*\.gguf"), "GGUF files: look for the model's safetensors"),
 )
+_WEIGHTS = (".safetensors", ".index.json", ".npz")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -83,7 +84,8 @@ def of_directory(directory: str, names: Sequence[str]) -> str:
     for pattern, what in _NAMES:
         if any(map(pattern.fullmatch, names)):
             return f"; it holds {what}"
-    below = [name for name in names if _holds(os.path.join(directory, name))]
+    inside = {name: listed(os.path.join(directory, name)) for name in names}
+    below = [name for name in names if any(each.endswith(_WEIGHTS) for each in inside[name])]
     if "snapshots" in names:  # A repository of the Hugging Face cache.
         snapshots = listed(os.path.join(directory, "snapshots"))
         below += [os.path.join("snapshots", name) for name in snapshots]
@@ -119,10 +121,6 @@ def _near(path: str, asked: str) -> str:
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):
         return f"; if this is a model of the Hugging Face Hub, run `hf download {asked}` first"
     return ""
-
-
-def _holds(directory: str) -> bool:
-    return any(name.endswith((".safetensors", ".index.json", ".npz")) for name in listed(directory))
 
 
 def listed(directory: str) -> list[str]:

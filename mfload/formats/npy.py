@@ -300,20 +300,15 @@ def _tensor(file: Source, source: int, member: Member) -> TensorInfo:
         raise _bad(file, what, name, f"as many bytes as {dtype} {brief(shape)} takes", size - ahead)
     if method == _STORED:
         offset, nbytes = offset + ahead, needed
-    stored = Stored(
-        # Where a single dim is longer than 1, both orders are the same.
-        strides=_fortran(shape) if fortran and sum(n != 1 for n in shape) > 1 else None,
-        big_endian=big and dtype.bits > 8,
-        encodings=tuple(each._replace(start=ahead) for each in _encodings(member)),
-    )
+    strides = None
+    if fortran and sum(n != 1 for n in shape) > 1:  # Else both orders are the same.
+        strides = tuple(math.prod(shape[:dim]) for dim in range(len(shape)))
+    encodings = () if method == _STORED else (Encoding("deflate", size, ahead),)
+    stored = Stored(strides=strides, big_endian=big and dtype.bits > 8, encodings=encodings)
     piece = Piece(source, offset, nbytes, None if stored == Stored() else stored)
     if not needed:
         piece = Piece(source, offset, 0)
     return TensorInfo(name, dtype, shape, (piece,))
-
-
-def _fortran(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[:dim]) for dim in range(len(shape)))
 
 
 def _parse(file: Source, name: str, raw: bytes) -> tuple[DType, tuple[int, ...], bool, bool]:
@@ -353,12 +348,6 @@ def _parse(file: Source, name: str, raw: bytes) -> tuple[DType, tuple[int, ...],
 def _malformed(file: Source, name: str, text: str) -> errors.HeaderError:
     expected = "{'descr': …, 'fortran_order': …, 'shape': (…)}"
     return _bad(file, "malformed header of a NumPy array", name, expected, text[:200])
-
-
-def _encodings(member: Member) -> tuple[Encoding, ...]:
-    if member.method == _STORED:
-        return ()
-    return (Encoding("deflate", member.size),)
 
 
 def _bad(

@@ -20,6 +20,7 @@ import operator
 import re
 import struct
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from mfload.sources.base import Source
 MAX_HEADER = 100_000_000
 """Longest header in bytes that the reference reader takes."""
 
+_HEAD = 4096  # Bytes that are read at once; most headers of many shards are shorter.
 _MAX_SIZE = 2**64 - 1
 _FIELDS = ("dtype", "shape", "data_offsets")
 _RANGE = operator.itemgetter(0, 1)  # Of what `_row` returns: offset and bytes.
@@ -54,14 +56,18 @@ def read(file: Source, source: int = 0) -> tuple[Sequence[TensorInfo], dict[str,
     try:
         if file.size < 8:
             raise _misfit(file, "too short for a safetensors file", "8 bytes or more", file.size)
-        (length,) = struct.unpack("<Q", file.read(0, 8))
+        head = file.read(0, min(file.size, _HEAD))
+        (length,) = struct.unpack("<Q", head[:8])
         if length > MAX_HEADER:
             what = "the header's length is over the format's limit; not a safetensors file"
             raise _misfit(file, what, f"at most {MAX_HEADER} bytes", length)
         if length > file.size - 8:
             most = file.size - 8
             raise _misfit(file, "the file ends within its header", f"at most {most} bytes", length)
-        return parse(file.read(8, length), size=file.size, path=file.name, source=source)
+        raw = head[8 : 8 + length]
+        if len(raw) < length:
+            raw = file.read(8, length)
+        return parse(raw, size=file.size, path=file.name, source=source)
     except errors.HeaderError as error:
         from mfload.formats import hints  # Here and elsewhere: only errors need it.
 
@@ -79,29 +85,23 @@ def parse(
 
     `size` is that of the whole file.
     """
-    found = None
-    if len(raw) >= _LONG:
-        found = _in_columns(raw, size, path, source)
-    return found or _row_by_row(raw, size, path, source)
+    return _in_columns(raw, size, path, source) or _row_by_row(raw, size, path, source)
 
 
-_LONG = 16 << 10  # Bytes of a header; for a shorter one it doesn't pay to compile an expression.
+_COLUMNS = [slice(n, None, 5) for n in range(5)]
 _FEW = 64  # Dims; the product of a million takes minutes.
-_DIM = "0|[1-9][0-9]{0,17}"  # Fits 64 bits.
-_STRINGS = r'\{"__metadata__": ?(\{[^{}]*\}), ?'
+_OFFSET = "0|[1-9][0-9]{0,17}+"  # Fits 64 bits.
 
 
 @functools.cache
-def _entry(gap: str) -> tuple[re.Pattern[str], int]:
-    """The pattern of an entry with `gap` behind commas and colons; its length beside its groups."""
-    colon, comma, dim = f":{gap}", f",{gap}", _DIM
-    pattern = (
-        rf'"([^"\\\x00-\x1f]*)"{colon}\{{"dtype"{colon}'
-        rf'"([A-Z0-9_]+"{comma}"shape"{colon}\[[0-9,{gap}]*)'
-        rf'\]{comma}"data_offsets"{colon}\[({dim}){comma}({dim})\]\}}(?:{comma}|\Z)'
+def _entry(gap: str) -> re.Pattern[str]:
+    """The pattern of an entry and the comma behind it; with `gap` behind commas and colons."""
+    colon, comma = f":{gap}", f",{gap}"
+    return re.compile(
+        rf'"([^"\\\x00-\x1f]*+)"{colon}\{{"dtype"{colon}'
+        rf'"([A-Z0-9_]++"{comma}"shape"{colon}\[[0-9,{gap}]*+)'
+        rf'\]{comma}"data_offsets"{colon}\[({_OFFSET}){comma}({_OFFSET})\]\}}{comma}'
     )
-    around = f'""{colon}{{"dtype"{colon}"]{comma}"data_offsets"{colon}[{comma}]}}{comma}'
-    return re.compile(pattern), len(around)
 
 
 def _in_columns(
@@ -110,52 +110,55 @@ def _in_columns(
     """What `parse` returns, of a plain header without a fault; None of any other."""
     try:
         text = raw.decode("utf-8")
-        end = len(text.rstrip(" ")) - 1
-        strings, start, metadata = re.match(_STRINGS, text), 1, None
-        if strings is not None:
-            start = strings.end()
-            metadata = strict_json.loads(strings[1].encode(), path)
-            _check_metadata(metadata, path)
+        end, start, metadata = len(text.rstrip(" ")) - 1, 1, None
+        gap = " " if text.startswith(" ", text.find('":') + 2) else ""
+        opening = f'{{"__metadata__":{gap}{{'
+        if text.startswith(opening):
+            strings = text[len(opening) :].partition(f"}},{gap}")[0]
+            start = len(opening) + len(strings) + 2 + len(gap)
+            metadata = _strings(strings, gap, path)
     except (UnicodeDecodeError, errors.HeaderError):
         return None
-    gap = " " if text.startswith(" ", text.find('":') + 2) else ""
-    entry, around = _entry(gap)
-    if text[:1] != "{" or text[end:][:1] != "}" or not entry.match(text, start, end):
+    entry, entries = _entry(gap), text[start:end] + f",{gap}"
+    if text[:1] != "{" or text[end:][:1] != "}" or not entry.match(entries):
         return None
     data_start = 8 + len(raw)
-    found = entry.findall(text, start, end)
-    names, spelled, begins, ends = zip(*found, strict=True)
-    if begins[1:] != ends[:-1]:
-        found.sort(key=lambda each: (int(each[2]), int(each[3])))
-        names, spelled, begins, ends = zip(*found, strict=True)
-    # The matches, one after the other, are all of the text; there is no comma behind the last.
-    length = sum(map(len, itertools.chain(names, spelled, begins, ends))) + around * len(names)
-    tiled = begins[0] == "0" and begins[1:] == ends[:-1] and int(ends[-1]) == size - data_start
-    once = len(set(names)) == len(names) and "__metadata__" not in names
-    if length != end - start + 1 + len(gap) or not tiled or not once:
+    # What is between the matches, and four groups of each. There must be nothing between them.
+    parts = entry.split(entries)
+    between, names, spelled, begins, ends = map(parts.__getitem__, _COLUMNS)
+    if any(between):
         return None
-    numbers: dict[str, int] = {}
+    if begins[1:] != ends[:-1]:
+        order = sorted(range(len(names)), key=lambda n: (int(begins[n]), int(ends[n])))
+        names, spelled, begins, ends = (
+            list(map(each.__getitem__, order)) for each in (names, spelled, begins, ends)
+        )
+    tiled = begins[0] == "0" and begins[1:] == ends[:-1] and int(ends[-1]) == size - data_start
+    numbers = dict(zip(names, range(len(names)), strict=True))
+    if not tiled or len(numbers) < len(names) or "__metadata__" in numbers:
+        return None
+    positions: defaultdict[str, int] = defaultdict(itertools.count().__next__)
+    kind = array("q", map(positions.__getitem__, spelled))
     kinds: list[Kind] = []
     sizes: list[int] = []
-    for number, each in enumerate(dict.fromkeys(spelled)):
-        kind = _kind(each, gap)
-        if kind is None:
+    for each in positions:
+        known = _kind(each, gap)
+        if known is None:
             return None
-        numbers[each] = number
-        kinds.append(kind)
-        sizes.append(kind[0].size_of(kind[1]) or 0)
-    kind = array("q", map(numbers.__getitem__, spelled))
+        kinds.append(known)
+        sizes.append(known[0].size_of(known[1]) or 0)
     offsets = list(map(int, begins))
     nbytes = list(map(operator.sub, [*offsets[1:], int(ends[-1])], offsets))
     if nbytes != list(map(sizes.__getitem__, kind)):
         return None
     columns = Columns(
-        list(names),
+        names,
         kinds,
         kind,
         array("q", [source]) * len(names),
         array("q", map(data_start.__add__, offsets)),
         array("q", nbytes),
+        numbers=numbers,
     )
     return columns, metadata
 
@@ -165,11 +168,27 @@ def _kind(spelled: str, gap: str) -> Kind | None:
     name, _, rest = spelled.partition('"')
     text = rest[rest.index("[") + 1 :]
     dtype, dims = dtypes.TABLE.get(name), text.split(f",{gap}") if text else []
-    if dtype is None or len(dims) > _FEW or not all(re.fullmatch(_DIM, dim) for dim in dims):
+    try:
+        shape = tuple(map(int, dims))
+    except ValueError:
         return None
-    shape = tuple(map(int, dims))
-    fits = max(itertools.accumulate(shape, operator.mul), default=0) <= _MAX_SIZE
-    return (dtype, shape) if fits and dtype.size_of(shape) is not None else None
+    # No zero is before a dim.
+    if dtype is None or len(dims) > _FEW or list(map(str, shape)) != dims:
+        return None
+    most = max((*shape, *itertools.accumulate(shape, operator.mul)), default=0)
+    return (dtype, shape) if most <= _MAX_SIZE and dtype.size_of(shape) is not None else None
+
+
+def _strings(text: str, gap: str, path: str) -> dict[str, str]:
+    """The metadata, of what is between its braces (errors: see `read`)."""
+    parts = text.split('"')
+    found = dict(zip(parts[1::4], parts[3::4], strict=False))
+    spelled = f",{gap}".join(f'"{key}":{gap}"{value}"' for key, value in found.items())
+    if spelled == text and text.isprintable() and "\\" not in text:
+        return found  # The import of `json` takes as long as a small load.
+    metadata = strict_json.loads(b"{%b}" % text.encode(), path)
+    _check_metadata(metadata, path)
+    return metadata
 
 
 def _row_by_row(

@@ -66,6 +66,15 @@ def is_url(where: object) -> TypeGuard[str]:
     return bool(mark) and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", scheme) is not None
 
 
+def check_path(path: str) -> None:
+    """Raises UsageError for a URL that was made a path and so lost a slash: `Path("https://…")`."""
+    scheme, mark, rest = path.partition(":/")
+    url = f"{scheme}://{rest.lstrip('/')}"
+    if mark and is_url(url) and not os.path.lexists(path):
+        what = "a URL must be given as text, not as a path"
+        raise errors.UsageError(what, expected="'https://host/…'", found=redacted(url))
+
+
 def shown(where: Any) -> str | None:
     """The name of a path or URL for messages, without its secrets; None for everything else."""
     if not isinstance(where, str | os.PathLike):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from mfload import errors
+from mfload.runtime import NamedTuple
 
 _HOST = r"(\[[0-9a-fA-F:.]*\]|[^:\[\]]*)(:\d*)?"
 
@@ -115,15 +116,17 @@ class Costs(NamedTuple):
     Attributes:
         merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
         staged: Bytes a read, at most, that is picked apart in a slot.
+        span: Bytes that a block of rows reaches over, at most; it is mapped, or cut to a slot.
         concurrency: Reads that are worth having under way at once, for a source that is waited
             for, such as a server. Default: as many as suit the cores and the engine.
     """
 
     block: int = 16 << 20
-    # A gap shorter than a page holds no whole page, so reading over it costs the disk nothing.
-    merge_gap: int = 4096
+    # A call takes about as long as to read so much from the page cache, or from a fast disk.
+    merge_gap: int = 64 << 10
     # Copied out while it is in the processor's cache.
     staged: int = 2 << 20
+    span: int = 64 << 20
     concurrency: int | None = None
 
     @property

@@ -32,7 +32,7 @@ from mfload.sources.base import Costs, redacted, shrunk
 T = TypeVar("T")
 
 # A round trip takes as long as a megabyte or so. So reads are long, and gaps are read over.
-COSTS = Costs(block=8 << 20, merge_gap=256 << 10, staged=8 << 20, concurrency=8)
+COSTS = Costs(block=8 << 20, merge_gap=256 << 10, staged=8 << 20, span=8 << 20, concurrency=8)
 
 STALLED = 30.0
 """Seconds without a byte after which a connection is given up."""
@@ -55,6 +55,16 @@ _SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
 _BROKEN = (OSError, http.client.HTTPException, ValueError)
 _PLAIN_BODY = ("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")
 _PORTS = {"http": 80, "https": 443}
+_NO_RANGES = "the server does not answer requests for ranges: download the file first"
+_NO_ACCESS = "the server refuses access; credentials go into Options(headers=…) or ~/.netrc"
+_NO_FILE = "no such file on the server"
+_REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
+    200: (errors.SourceError, _NO_RANGES),
+    401: (errors.SourcePermissionError, _NO_ACCESS),
+    403: (errors.SourcePermissionError, _NO_ACCESS),
+    404: (errors.SourceNotFoundError, _NO_FILE),
+    410: (errors.SourceNotFoundError, _NO_FILE),
+}
 
 
 class Version(NamedTuple):
@@ -78,25 +88,20 @@ class Target(NamedTuple):
     @staticmethod
     def of(url: str) -> Target:
         """Takes a URL apart; raises UsageError for one that is malformed."""
-        what = None
-        try:
+        what = "the URL is malformed"
+        with suppress(ValueError):
             parts = urlsplit(url)
-            scheme, host, port = parts.scheme.lower(), parts.hostname, parts.port
-            (host or "").encode("idna")  # As `socket` does.
-        except ValueError:
-            parts, scheme, host, port, what = urlsplit(""), "", "", 0, "the URL is malformed"
-        if "@" in parts.netloc:
-            what = "a URL holds no user or password: use Options(headers=…) or ~/.netrc"
-        elif not _PLAIN.fullmatch(url):
-            what = "the URL has characters that must be percent-encoded"
-        elif scheme not in _PORTS or not host:
-            what = what or "the URL is malformed"
-        if what is not None or not host:
-            raise errors.UsageError(
-                what or "", expected="https://host/path/model.safetensors", found=redacted(url)
-            )
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        return Target(scheme, host, _PORTS[scheme] if port is None else port, path)
+            scheme, host, port = parts.scheme.lower(), parts.hostname or "", parts.port
+            host.encode("idna")  # As `socket` does.
+            if "@" in parts.netloc:
+                what = "a URL holds no user or password: use Options(headers=…) or ~/.netrc"
+            elif not _PLAIN.fullmatch(url):
+                what = "the URL has characters that must be percent-encoded"
+            elif scheme in _PORTS and host:
+                path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+                return Target(scheme, host, _PORTS[scheme] if port is None else port, path)
+        expected = "https://host/path/model.safetensors"
+        raise errors.UsageError(what, expected=expected, found=redacted(url))
 
     @property
     def url(self) -> str:
@@ -155,6 +160,7 @@ class HttpSource:
             self.headers |= _from_netrc(self.first.host)
         self.pool = _pools.setdefault(self.first[:3], _Pool())
         self._given, self._version, self._head = (url, headers, stalled), version, b""
+        self.unchecked = False  # Whether the file may have changed within an answer.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HttpSource) and self._given == other._given
@@ -202,8 +208,12 @@ class HttpSource:
             self.pool.close()
 
     def check(self) -> None:
-        """Asks for a byte, so that the answer names the version."""
-        if self.size:
+        """Asks for a byte, so that the answer names the version.
+
+        Every answer does, before its bytes: only one that takes a while may end in another.
+        """
+        if self.unchecked:
+            self.unchecked = False
             with self.open() as opened:
                 opened.read([memoryview(bytearray(1))], 0)
 
@@ -218,20 +228,18 @@ class HttpSource:
 
     def follow(self, target: Target, location: str | None) -> Target:
         """Where a redirect leads; raises SourceError if it must not be followed."""
-        what, made, url = None, target, ""
+        what, url = "without saying where to", ""
         try:
             url = urljoin(target.url, location or "")
             made = Target.of(url)
+            if location is not None and (target.scheme, made.scheme) != ("https", "http"):
+                self.target = made
+                return made
+            what = what if location is None else "from https to http"
         except ValueError as error:  # A UsageError is one.
-            what = f"the server redirects, but {getattr(error, 'message', 'the URL is malformed')}"
-        if location is None:
-            what = "the server redirects without saying where to"
-        elif target.scheme == "https" and made.scheme == "http":
-            what = "the server redirects from https to http"
-        if what is not None:
-            raise errors.SourceError(what, file=self.name, found=redacted(url) if url else None)
-        self.target = made
-        return made
+            what = f"to where it can't be followed: {getattr(error, 'message', 'malformed URL')}"
+        what, found = f"the server redirects {what}", redacted(url) if url else None
+        raise errors.SourceError(what, file=self.name, found=found)
 
 
 class HttpHandle:
@@ -269,6 +277,7 @@ class HttpHandle:
 
         if stop > offset:
             self._persist(step)
+        self._source.unchecked |= stop - offset > _HEAD
         return stop - offset
 
     def first_answer(self) -> tuple[Version, bytes]:
@@ -301,7 +310,10 @@ class HttpHandle:
             except _BROKEN as error:
                 self._drop()
                 tries = 1 if self._came - came >= _PROGRESS else tries + 1
-                if tries >= TRIES or _is_final(error):
+                final = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL)
+                if isinstance(error, socket.gaierror):
+                    final = error.errno != socket.EAI_AGAIN
+                if tries >= TRIES or final:
                     raise errors.ReadError(
                         f"could not read from the server: {self._reason(error)}",
                         file=self._source.name,
@@ -360,17 +372,15 @@ class HttpHandle:
         headers = {"User-Agent": "mfload", "Range": f"bytes={first}-{last}"}
         if source.first.same_server(target):
             headers |= source.headers
-        kept = connection.sock is not None
-        try:
-            connection.request("GET", target.path, headers=headers)
-            return connection.getresponse()
-        except ConnectionError:
-            if not kept:
-                raise
-        # The server closed a connection that was kept.
-        connection.close()
-        connection.request("GET", target.path, headers=headers)
-        return connection.getresponse()
+        while True:
+            kept = connection.sock is not None
+            try:
+                connection.request("GET", target.path, headers=headers)
+                return connection.getresponse()
+            except ConnectionError:
+                if not kept:  # Else the server may have closed it meanwhile.
+                    raise
+                connection.close()
 
     def _version(
         self, response: http.client.HTTPResponse, first: int, last: int
@@ -410,28 +420,15 @@ class HttpHandle:
 
     def _refuse(self, response: http.client.HTTPResponse, opening: bool) -> NoReturn:
         """Raises the error of an answer without the bytes."""
-        status, name = response.status, self._source.name
+        status = response.status
         found = f"{status} {http.client.responses.get(status, '')}".rstrip()
         if status in _BUSY:
             raise _BusyError(found, response.getheader("Retry-After", ""))
-        if status == 200:
-            raise errors.SourceError(
-                "the server does not answer requests for ranges: download the file first",
-                file=name,
-                expected="206 Partial Content",
-                found=found,
-            )
         if status == 416 and not opening:
             self._changed(f"an end before that range ({found})")
-        if status in (401, 403):
-            raise errors.SourcePermissionError(
-                "the server refuses access; credentials go into Options(headers=…) or ~/.netrc",
-                file=name,
-                found=found,
-            )
-        if status in (404, 410):
-            raise errors.SourceNotFoundError("no such file on the server", file=name, found=found)
-        raise errors.SourceError("the server refuses the request", file=name, found=found)
+        kind, what = _REFUSALS.get(status, (errors.SourceError, "the server refuses the request"))
+        expected = "206 Partial Content" if status == 200 else None
+        raise kind(what, file=self._source.name, expected=expected, found=found)
 
     def _end(self, response: http.client.HTTPResponse) -> None:
         """Ends an answer whose bytes have all come, so that its connection can be used again."""
@@ -514,20 +511,11 @@ def _connection(target: Target) -> http.client.HTTPConnection:
     return http.client.HTTPSConnection(host, port, context=_tls())
 
 
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
+_tls = functools.cache(ssl.create_default_context)
 
 
 def _validator(response: http.client.HTTPResponse) -> str | None:
     return response.getheader("ETag") or response.getheader("Last-Modified")
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether another try can't end otherwise."""
-    if isinstance(error, socket.gaierror):
-        return error.errno != socket.EAI_AGAIN
-    return isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL)
 
 
 def _from_netrc(host: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 A load opens a file once a worker. An opened checkpoint keeps its files open from their first use
 on. Each opening checks that the file is still the one whose header was read; a file that is kept
 can only change, and `check` sees that, and what takes its place. Pickles hold no descriptor, a
-forked child opens its own, and of thousands of shards those that were not used for long are closed.
+forked child opens its own, and of thousands of shards those that were opened first are closed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LocalFile:
     `identity`: that of the version which was seen before. Default: of what lies at the path now.
 
     Raises:
-        SourceError: It can't be opened, or is not a regular file.
+        SourceError: There is no file, or not a regular one.
     """
 
     costs, engine = Costs(), "pread"
@@ -53,22 +53,16 @@ class LocalFile:
     def __init__(self, path: str | os.PathLike[str], identity: Identity | None = None) -> None:
         self.name = self.file = os.fspath(path)
         if identity is None:
-            fd, identity = _open(self.name, 0)
-            os.close(fd)
+            _, identity = _open(self.name, None)
         self.identity, self.size = identity, identity.size
-        self._keeps = False
+        self.keeps = False
         self.kept: _Kept | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalFile, (self.name, self.identity)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Reads exactly that range.
-
-        Raises:
-            SourceChangedError: The file is no longer the same, or ends before.
-            ReadError: The read failed.
-        """
+        """Reads exactly that range (see `Source`)."""
         # `pread` makes the bytes itself: no buffer is cleared first and copied after.
         parts: list[bytes] = []
         opened = self.open()
@@ -90,16 +84,14 @@ class LocalFile:
 
     def open(self, flags: int = 0) -> OpenFile:
         """Opens it for one thread (see `OpenFile`)."""
-        if flags or not self._keeps:
+        if flags or not self.keeps:
             return OpenFile(self, flags)
         kept = self.kept
         if kept is None:
             kept = self.kept = _Kept(self)
             _limit_kept(self)
-            if not self._keeps:  # Another thread said so meanwhile.
+            if not self.keeps:  # Another thread said so meanwhile.
                 self.kept = None
-        else:
-            kept.used = True
         return kept
 
     def keep(self, keeps: bool) -> None:
@@ -108,8 +100,8 @@ class LocalFile:
         Of all files in the process, no more are kept than `_most_kept`; a fork closes them in the
         child. What was opened before stays usable until it is closed.
         """
-        self._keeps = keeps and hasattr(os, "preadv")  # What has no offset is for one thread.
-        if not self._keeps:
+        self.keeps = keeps and hasattr(os, "preadv")  # What has no offset is for one thread.
+        if not self.keeps:
             self.kept = None
 
     def beside(self, name: str) -> LocalFile:
@@ -142,15 +134,7 @@ class LocalFile:
 
 
 class OpenFile:
-    """A file while it is open; a context manager.
-
-    Args:
-        flags: Added to the flags it is opened with, such as `os.O_DIRECT`.
-
-    Raises:
-        SourceError: It can't be opened, or is not a regular file.
-        SourceChangedError: It is no longer the one that `source` stands for.
-    """
+    """A file while it is open (see `Handle`); `flags` are added to those it is opened with."""
 
     def __init__(self, source: LocalFile, flags: int = 0) -> None:
         self.name = source.name
@@ -163,16 +147,7 @@ class OpenFile:
                 raise
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
-        """Fills the buffers of a vector; short reads are continued.
-
-        Args:
-            vector: Buffers of bytes that have `nbytes`: uint8 arrays or memoryviews.
-            least: Bytes that will do where the file ends early. Default: all.
-
-        Raises:
-            SourceChangedError: The file ended before.
-            OSError: The system call failed; the caller knows what it means.
-        """
+        """Fills the buffers of a vector (see `Handle`); short reads are continued."""
         wanted: int = vector[0].nbytes
         if len(vector) > 1:
             wanted = sum(part.nbytes for part in vector)
@@ -216,7 +191,7 @@ class _Kept(OpenFile):
     So a number that a thread reads from can't become that of another file.
     """
 
-    fd, used = -1, False
+    fd = -1
 
     def close(self) -> None:
         """Does nothing: other threads may read, and references are counted."""
@@ -234,27 +209,19 @@ _MOST_KEPT = 1024
 
 def _most_kept() -> int:
     """The most files that are kept open: at most a quarter of the process's descriptors."""
-    import resource  # Windows lacks it, and keeps no file open.
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = os.sysconf("SC_OPEN_MAX")
     return _MOST_KEPT if limit < 0 else max(1, min(_MOST_KEPT, limit // 4))
 
 
 def _limit_kept(newest: LocalFile) -> None:
-    """Counts a file that is kept from now on, and closes those that were not used for long."""
+    """Counts a file that is kept from now on, and closes the oldest of too many."""
     most = _most_kept()
     _keepers.append(weakref.ref(newest))
     while len(_keepers) > most:
         with suppress(IndexError):  # Another thread took the last.
-            oldest = _keepers.popleft()
-            source = oldest()
-            held = None if source is None else source.kept
-            if source is not None and held is not None:
-                if held.used:  # It gets a second turn.
-                    held.used = False
-                    _keepers.append(oldest)
-                else:
-                    source.kept = None
+            source = _keepers.popleft()()
+            if source is not None:
+                source.kept = None
 
 
 def _close_kept() -> None:
@@ -271,17 +238,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_kept)
 
 
-def _open(path: str, flags: int) -> tuple[int, Identity]:
+def _open(path: str, flags: int | None) -> tuple[int, Identity]:
+    """Opens a regular file; without flags it only looks at it, and the descriptor is -1."""
     fd = -1
     try:
-        try:
-            fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
-        except OSError as error:
-            if error.errno != errno.EMFILE or not _keepers:
-                raise
-            _close_kept()
-            fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
-        status = os.fstat(fd)
+        if flags is None:
+            status = os.stat(path)
+        else:
+            try:
+                fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
+            except OSError as error:
+                if error.errno != errno.EMFILE or not _keepers:
+                    raise
+                _close_kept()
+                fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
+            status = os.fstat(fd)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
@@ -290,7 +261,8 @@ def _open(path: str, flags: int) -> tuple[int, Identity]:
         raise errors.SourceNotFoundError(str(error), file=path) from error
     if stat.S_ISREG(status.st_mode):
         return fd, Identity(*_IDENTITY(status))
-    os.close(fd)
+    if fd >= 0:
+        os.close(fd)
     raise errors.SourceError(
         "not a regular file",
         file=path,

@@ -50,7 +50,12 @@ def test_columns_hold_what_rows_hold_or_nothing(
 
 def test_headers_of_the_reference_writer_go_through_columns() -> None:
     tensors = {f"a.{n}é": reference.Tensor("F16", (n, 2), bytes(4 * n)) for n in range(9)}
-    for strings in (None, {"format": "pt", "k": 'a "quoted" text'}):
+    for strings in (
+        None,
+        {"format": "pt"},
+        {},
+        {"format": "pt", "k": 'a "quoted" text', "é": "\x01"},
+    ):
         quick, slow = _both(reference.write(tensors, strings))
         assert quick is not None
         assert quick == slow
@@ -90,6 +95,13 @@ def test_entries_in_another_order_are_sorted_by_offset() -> None:
         ['"__metadata__":{"a":1}', ENTRY.format("a", "U8", 4, 0, 4)],
         ['"__metadata__":{"a":"b","a":"c"}', ENTRY.format("a", "U8", 4, 0, 4)],
         ['"__metadata__":{"a":"\\ud800"}', ENTRY.format("a", "U8", 4, 0, 4)],
+        ['"__metadata__":{"a":"\x01"}', ENTRY.format("a", "U8", 4, 0, 4)],
+        ['"__metadata__":{"a":"b",}', ENTRY.format("a", "U8", 4, 0, 4)],
+        ['"__metadata__":{"a":"b"x}', ENTRY.format("a", "U8", 4, 0, 4)],
+        ['"__metadata__":{"a":"b""c":"d"}', ENTRY.format("a", "U8", 4, 0, 4)],
+        ['"__metadata__":{"a":"b"}'],
+        ['"__metadata__":{"a":"b"', ENTRY.format("a", "U8", 4, 0, 4)],
+        [ENTRY.format("a", "U8", f"0,{2**64}", 0, 0)],
         ["x" + ENTRY.format("a", "U8", 4, 0, 4)],
         [ENTRY.format("a", "U8", 4, 0, 4) + "x"],
         [ENTRY.format("a", "U8", 2, 0, 2) + "}", ENTRY.format("b", "U8", 2, 2, 4)],

@@ -306,7 +306,7 @@ def device_in_place(root: Path) -> Path:
     return root / "x.safetensors"
 
 
-@refused(errors.SourceError, "could not open")
+@refused(errors.SourceError, "not a regular file", "a socket")
 def socket_in_place(root: Path) -> Path:
     here = os.getcwd()
     os.chdir(root)  # A socket's path has 107 bytes at most.

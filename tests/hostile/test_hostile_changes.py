@@ -81,14 +81,14 @@ def test_between_header_and_data(
     change: Callable[[Path], None], engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "f.safetensors")
-    true = checkpoint.read
+    true = checkpoint.choose
 
-    def read(*args: Any) -> Any:
+    def choose(*args: Any) -> Any:
         found = true(*args)
         change(path)
         return found
 
-    monkeypatch.setattr(checkpoint, "read", read)
+    monkeypatch.setattr(checkpoint, "choose", choose)
     report = mfload.Report()
     with pytest.raises(errors.SourceError) as caught:
         mfload.load(path, framework="numpy", report=report, options=mfload.Options(engine=engine))

@@ -210,6 +210,19 @@ class TestReads:
                 opened.get_slice("w")[n]
         assert len({each.connection for each in server.asked}) == 1
 
+    def test_a_small_read_is_one_request(self, server: Server) -> None:
+        with mfload.open(server.url()) as opened:
+            rows = opened.get_slice("w")
+            server.asked.clear()
+            assert np.array_equal(rows[200], MODEL["w"][200])
+            assert len(server.asked) == 1
+            # A long answer may end in another version than it began with.
+            assert np.array_equal(rows[100:200], MODEL["w"][100:200])
+            assert len(server.asked) == 3
+            server.etags["/model.safetensors"] = '"other"'
+            with pytest.raises(errors.SourceChangedError):
+                rows[200]
+
     def test_a_fork_has_its_own(self, server: Server) -> None:
         with mfload.open(server.url()) as opened:
             row = opened.get_slice("w")
@@ -353,16 +366,18 @@ class TestFaults:
             assert seen
             assert all(each.isclosed() for each in seen)
 
-    def test_a_kept_connection_has_the_patience_of_its_reader(self, server: Server) -> None:
+    def test_a_kept_connection_has_the_patience_of_its_reader(
+        self, server: Server, raw: bytes
+    ) -> None:
         first = http.HttpSource(server.url(), stalled=0.05)
         second = http.HttpSource(server.url(), stalled=5.0)
         assert first.size == second.size
         server.always = lambda each: stall_briefly(0.2)
-        second.check()
+        assert second.read(70_000, 1) == raw[70_000:70_001]
         assert len({each.connection for each in server.asked}) == 1
         first.stalled = second.stalled = 0.05
         with pytest.raises(errors.ReadError, match=r"no byte came for 0\.05 s"):
-            second.check()
+            second.read(70_000, 1)
 
     def test_nothing_listens(self, server: Server) -> None:
         server.port = 1
@@ -679,6 +694,22 @@ class TestWhatIsRefused:
             mfload.load("s3://key:secret@bucket/model.safetensors", "numpy")
         assert "s3://bucket/model.safetensors" in str(caught.value)
         assert "secret" not in str(caught.value)
+
+    @pytest.mark.parametrize("url", [
+        "https://user:secret@host/m.safetensors", "s3://key:secret@bucket/m.safetensors",
+        "http://host/m.safetensors?sig=secret",
+    ])  # fmt: skip
+    def test_urls_that_became_paths(self, url: str) -> None:
+        for path in (Path(url), [Path(url)], os.fspath(Path(url))):
+            with pytest.raises(errors.UsageError, match="as text") as caught:
+                mfload.load(path, "numpy")
+            assert "secret" not in str(caught.value)
+            assert "m.safetensors" in str(caught.value)
+
+    def test_paths_with_colons(self, raw: bytes, tmp_path: Path) -> None:
+        (tmp_path / "https:").mkdir()
+        (tmp_path / "https:" / "m.safetensors").write_bytes(raw)
+        samples.assert_same(mfload.load(tmp_path / "https:/m.safetensors", "numpy"), MODEL)
 
     def test_names_beside_it(self) -> None:
         source = http.HttpSource("https://host/a/m.safetensors.index.json")

@@ -1,0 +1,229 @@
+"""An index file says which shard to look at: the headers of the others are not read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import serving
+from hypothesis import strategies as st
+from reference import Tensor, write
+
+import mfload
+from mfload import errors
+from mfload.formats import safetensors
+
+INDEX = "model.safetensors.index.json"
+
+
+def lay(root: Path, shards: dict[str, list[str]], placed: dict[str, str] | None = None) -> Path:
+    """Writes shards of small tensors, each with a value of its own, and an index."""
+    root.mkdir(parents=True, exist_ok=True)
+    number = 0
+    for file, names in shards.items():
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            number += 1
+            tensors[name] = Tensor("U8", (3,), bytes([number] * 3))
+        (root / file).write_bytes(write(tensors))
+    placed = placed or {name: file for file, names in shards.items() for name in names}
+    (root / INDEX).write_text(json.dumps({"weight_map": placed}))
+    return root
+
+
+SHARDS = {f"{n}.safetensors": [f"{n}.b", f"{n}.a"] for n in "312"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return lay(tmp_path / "model", SHARDS)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose headers are read, in order."""
+    seen: list[str] = []
+    true = safetensors.read
+
+    def header(source: Any, number: int) -> Any:
+        seen.append(os.path.basename(source.name))
+        return true(source, number)
+
+    monkeypatch.setattr(safetensors, "read", header)
+    return seen
+
+
+def test_a_name_reads_the_header_of_its_shard(model: Path, read: list[str]) -> None:
+    whole = mfload.load(model, "numpy")
+    assert sorted(read) == ["1.safetensors", "2.safetensors", "3.safetensors"]
+    for names in (["2.a"], r"^2\.a$", lambda name: name == "2.a", iter(["2.a"])):
+        read.clear()
+        (found,) = mfload.load(model, "numpy", names=names).items()  # type: ignore[arg-type]
+        assert found[0] == "2.a"
+        np.testing.assert_array_equal(found[1], whole["2.a"])
+        assert read == ["2.safetensors"]
+    read.clear()
+    assert mfload.plan(model, names=["3.b"]).tensors == 1
+    assert read == ["3.safetensors"]
+
+
+def test_an_opened_checkpoint_reads_headers_as_they_are_needed(
+    model: Path, read: list[str]
+) -> None:
+    with mfload.open(model) as opened:
+        assert opened.keys() == sorted(name for names in SHARDS.values() for name in names)
+        assert len(opened) == 6
+        assert "1.b" in opened
+        assert "x" not in opened
+        assert read == []
+        opened.get_tensor("3.a")
+        opened.get_slice("3.b")
+        assert read == ["3.safetensors"]
+        assert list(opened.get_tensors(["2.a", "3.a", "2.b"])) == ["2.a", "3.a", "2.b"]
+        assert read == ["3.safetensors", "2.safetensors"]
+        again = pickle.loads(pickle.dumps(opened))
+        read.clear()
+        assert again.get_tensor("1.b").tobytes() == opened.get_tensor("1.b").tobytes()
+        assert read == ["1.safetensors"] * 2
+        # Of all headers from here on.
+        assert opened.offset_keys() == ["1.a", "1.b", "2.a", "2.b", "3.a", "3.b"]
+        read.clear()
+        assert len(opened.get_tensors()) == 6
+        assert opened.metadata() is None
+        with pytest.raises(errors.TensorNotFoundError, match=r"1\.b"):
+            opened.get_tensor("1.bb")
+        assert read == []
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**32), count=st.integers(1, 6))
+def test_any_subset_is_that_of_all_headers(
+    seed: int, count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = random.Random(seed)
+    shards = {
+        f"{n}.safetensors": [f"{n}.{k}" for k in rng.sample(range(9), rng.randint(1, 5))]
+        for n in range(count)
+    }
+    path = lay(tmp_path_factory.mktemp("any"), shards)
+    whole = mfload.load(path, "numpy")
+    wanted = rng.sample(list(whole), rng.randint(0, len(whole)))
+    pattern = rng.choice("123")
+    for names, chosen in (
+        (wanted, set(wanted)),
+        (lambda name: name in wanted, set(wanted)),
+        (f"[{pattern}0]$", {name for name in whole if name[-1] in f"{pattern}0"}),
+    ):
+        if not chosen and isinstance(names, str):
+            continue
+        found = mfload.load(path, "numpy", names=names)  # type: ignore[arg-type]
+        assert list(found) == [name for name in whole if name in chosen]
+        for name, array in found.items():
+            assert array.tobytes() == whole[name].tobytes()
+        plan = mfload.plan(path, names=names)  # type: ignore[arg-type]
+        assert plan.tensors == len(chosen)
+
+
+class TestWhatIsWrong:
+    def test_of_another_shard_is_found_when_it_is_needed(self, model: Path) -> None:
+        (model / "3.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+        assert list(mfload.load(model, "numpy", names=["1.a"])) == ["1.a"]
+        with mfload.open(model) as opened:
+            assert opened.get_tensor("2.a").shape == (3,)
+            with pytest.raises(errors.HeaderError) as caught:
+                opened.get_tensor("3.a")
+            assert caught.value.file == str(model / "3.safetensors")
+            with pytest.raises(errors.HeaderError):
+                opened.offset_keys()
+            assert opened.get_tensor("1.a").shape == (3,)
+        with pytest.raises(errors.HeaderError):
+            mfload.load(model, "numpy")
+        assert not mfload.verify(model).ok
+
+    @pytest.mark.parametrize("names", [["1.a"], r"1\.a"])
+    def test_a_shard_without_the_tensor(self, tmp_path: Path, names: Any) -> None:
+        placed = {name: file for file, names in SHARDS.items() for name in names}
+        lay(tmp_path, SHARDS, placed | {"1.a": "2.safetensors"})
+        with mfload.open(tmp_path) as opened:
+            assert opened.get_tensor("3.a").shape == (3,)
+            for call in (
+                lambda: opened.get_tensor("1.a"),
+                lambda: opened.get_tensors(["3.a", "1.a"]),
+                lambda: mfload.load(tmp_path, "numpy", names=names),
+                lambda: mfload.load(tmp_path, "numpy"),
+            ):
+                with pytest.raises(errors.CheckpointError, match="not where the index") as caught:
+                    call()
+                (line,) = caught.value.problems
+                assert "1.a" in line
+                assert str(tmp_path / "2.safetensors") in line
+                assert str(tmp_path / "1.safetensors") in line
+
+    def test_a_tensor_that_the_index_leaves_out(self, tmp_path: Path) -> None:
+        placed = {name: file for file, names in SHARDS.items() for name in names}
+        del placed["3.a"]
+        lay(tmp_path, SHARDS, placed)
+        assert list(mfload.load(tmp_path, "numpy", names=["3.a"])) == ["3.a"]
+        assert list(mfload.load(tmp_path, "numpy", names=r"3\.")) == ["3.b"]
+        # No warning of a rule that matches no tensor.
+        assert mfload.load(tmp_path, "numpy", dtype={"3.a": "int32"})["3.a"].dtype == np.int32
+        with mfload.open(tmp_path) as opened:
+            assert opened.get_tensor("3.a").shape == (3,)
+
+    def test_a_missing_shard_is_missed_at_once(self, model: Path) -> None:
+        (model / "3.safetensors").unlink()
+        for call in (mfload.open, lambda path: mfload.load(path, "numpy", names=["1.a"])):
+            with pytest.raises(errors.ShardNotFoundError):
+                call(model)
+
+    def test_a_shard_that_changed_since_it_was_opened(self, model: Path) -> None:
+        with mfload.open(model) as opened:
+            file = model / "2.safetensors"
+            other = write({"2.a": Tensor("U8", (3,), b"abc"), "2.b": Tensor("U8", (3,), b"abc")})
+            (model / "new").write_bytes(other)
+            os.replace(model / "new", file)
+            with pytest.raises(errors.SourceChangedError) as caught:
+                opened.get_tensor("2.a")
+            assert caught.value.file == str(file)
+            assert opened.get_tensor("1.a").shape == (3,)
+
+
+def test_names_are_tried_again_while_a_writer_replaces_the_checkpoint(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true, times = safetensors.read, 0
+
+    def header(source: Any, number: int) -> Any:
+        nonlocal times
+        times += 1
+        if times == 1:
+            lay(model, {f"{n}.safetensors": [f"{n}.a"] for n in "45"} | SHARDS)
+        return true(source, number)
+
+    monkeypatch.setattr(safetensors, "read", header)
+    found = mfload.load(model, "numpy", names=iter(["1.a"]))
+    assert found["1.a"].tolist() == [6] * 3
+    assert times > 1
+
+
+def test_behind_a_url_a_shard_is_one_request(model: Path) -> None:
+    files = {f"/m/{path.name}": path.read_bytes() for path in model.iterdir()}
+    with serving.serving(files) as server:
+        index = server.url(f"/m/{INDEX}")
+        with mfload.open(index) as opened:
+            assert len(opened.keys()) == 6
+            assert [asked.path for asked in server.asked] == [f"/m/{INDEX}"]
+            opened.info("2.a")
+            assert [asked.path for asked in server.asked[1:]] == ["/m/2.safetensors"]
+            assert opened.get_tensor("2.a").tolist() == mfload.load(model, "numpy")["2.a"].tolist()
+        server.asked.clear()
+        mfload.plan(index, names=["3.a", "1.a"])
+        assert len(server.asked) == 3
+        assert {asked.path for asked in server.asked[1:]} == {f"/m/{n}.safetensors" for n in "13"}
