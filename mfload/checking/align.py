@@ -1,7 +1,9 @@
 """`align`: rewrites a checkpoint so that it suits zero-copy and direct reads.
 
-Bytes are streamed from the old files to drafts of the new ones, cut where a draft's blocks end so
-that writes go past the page cache. Memory held is a part a reader, and a table of the parts.
+Bytes are streamed from the old files, in their order, to drafts of the new ones: parts that stay
+together, cut where a draft's blocks end so that writes go past the page cache. Each write is
+hashed, and compared when the drafts are read back. Memory held is a block a reader, and a table of
+the parts.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +19,13 @@ import numpy as np
 
 from mfload import errors, sources
 from mfload.checking import manifest, published
-from mfload.checking.checksums import Hasher, Stopped
+from mfload.checking.checksums import Hasher, Stopped, tensor_hash
 from mfload.checking.manifest import FileEntry, Manifest
-from mfload.checking.scan import Advance, in_turns, scan
+from mfload.checking.scan import Advance, cut, in_turns, joined, scan
+from mfload.checking.verify import verify
 from mfload.formats import base, checkpoint, discovery, safetensors
 from mfload.formats.discovery import CheckpointFiles, Path
-from mfload.index import Index, TensorInfo
+from mfload.index import Index, Piece
 from mfload.load_options import LoadOptions, started
 from mfload.options import Options
 from mfload.planning.blocks import Block
@@ -111,17 +114,20 @@ def align(
     known = Manifest.read(old) if os.path.exists(old) else None
     if known is not None:
         manifest.check_target(new, overwrite=overwrite or same)
+    if known is not None and not known.hashed:
+        for problem in verify(source, manifest=known, options=options).problems:
+            given = problem._asdict()
+            raise errors.ChecksumError(given.pop("what"), **given)
     size = sum(made.size for made in layouts)
+    hasher = Hasher(rows.values() if known is not None and known.hashed else ())
     with place.drafts(layouts) as drafts:
         # Both passes tell of the same bytes, but for the headers.
-        with shown(progress, size + sum(row.nbytes for row in rows.values())) as advance:
-            copier = _Copier(rows, drafts, layouts)
-            for draft, made in zip(drafts, layouts, strict=True):
-                draft.write(0, [np.frombuffer(made.header, np.uint8)])
-            scan(sources, sorted(copier.places), copier, how, advance)
+        with shown(progress, size + sum(index.columns.nbytes)) as advance:
+            copier = _Copier(drafts, layouts, sources, hasher)
+            scan(sources, copier.blocks, copier, how, advance)
             for draft in drafts:
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
-            digests = copier.digests()
+            digests = hasher.digests() or None
             for info, expected, got in known.differences(rows.values(), digests) if known else ():
                 raise errors.ChecksumError(
                     "the tensor differs from the manifest",
@@ -130,8 +136,9 @@ def align(
                     expected=f"{expected} ({old})",
                     found=got,
                 )
-            sums = _read_back(drafts, layouts, digests, how, advance, sums=known is not None)
-        if known is not None and same:
+            wants_sums = known is not None and bool(known.files)
+            sums = _read_back(copier, how, advance, sums=wants_sums)
+        if same and digests is not None:
             # Files change when the drafts get their names; tensors are the same before and after.
             Manifest.of(rows, digests).write(new, overwrite=True)
         elif known is not None and os.path.lexists(new):
@@ -182,7 +189,7 @@ def _own_place(files: Sequence[str], found: CheckpointFiles) -> str:
 def _layouts(
     index: Index, sources: Sequence[Source], limit: int | None, align: int
 ) -> list[Layout]:
-    if limit is not None:
+    if limit is not None or len(sources) == 1:
         parts = layout.split(index.tensors.values(), limit)
         return [layout.lay_out(rows, index.metadata, align) for rows in parts]
     # Each file keeps metadata of its own.
@@ -190,79 +197,114 @@ def _layouts(
     return [layout.lay_out(rows, metadata, align) for rows, metadata in headers]
 
 
-class _Copier(Hasher):
-    """Observer that writes the tensors that it is shown to drafts, and hashes them."""
+class _Copier:
+    """Observer that writes what it is shown to drafts, and hashes each write.
+
+    Attributes:
+        blocks: What it is to be shown.
+        written: The hash of each range of a draft; `source` is the number of the draft.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, TensorInfo], drafts: Sequence[Draft], layouts: Sequence[Layout]
+        self,
+        drafts: Sequence[Draft],
+        layouts: Sequence[Layout],
+        sources: Sequence[Source],
+        hasher: Hasher,
     ) -> None:
-        super().__init__(tensors.values())
-        self.places = {
-            block: (draft, at)
-            for draft, made in zip(drafts, layouts, strict=True)
-            for block, at in _parts(made, tensors)
-        }
+        self.drafts, self.layouts = drafts, layouts
+        self.written: dict[Block, str] = {}
+        self._hasher, self._hash = hasher, tensor_hash()
+        for number, made in enumerate(layouts):
+            header = np.frombuffer(made.header, np.uint8)
+            for block in cut(Block(number, 0, header.size, ())):
+                self._write(block, [header[block.offset :][: block.nbytes]])
+        parts = [part for number, made in enumerate(layouts) for part in _parts(number, made)]
+        gap = sources[0].costs.merge_gap if sources else 0
+        self.blocks: list[Block] = []
+        self._parts: dict[tuple[int, int], list[tuple[Piece, Piece]]] = {}
+        for block, numbers in joined([old for old, _ in parts], gap, BLOCK):
+            self.blocks.append(block)
+            self._parts[block.source, block.offset] = [parts[n] for n in numbers]
 
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
-        """Takes the next part."""
-        super().saw(source, offset, data, stopped)
-        draft, at = self.places[Block(source, offset, data.size, ())]
-        draft.write(at, [data])
+        """Takes the next block; parts that become neighbours are written together."""
+        self._hasher.saw(source, offset, data, stopped)
+        parts = self._parts[source, offset]
+        pieces = [data[old.offset - offset :][: old.nbytes] for old, _ in parts]
+        for block, numbers in joined([new for _, new in parts], 0, BLOCK):
+            self._write(block, [pieces[n] for n in numbers])
+
+    def _write(self, block: Block, pieces: list[Any]) -> None:
+        hashed = self._hash()
+        for piece in pieces:
+            hashed.update(piece)
+        self.drafts[block.source].write(block.offset, pieces)
+        self.written[block] = hashed.hexdigest()
 
 
-def _parts(made: Layout, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[Block, int]]:
+def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Piece]]:
     """Parts of the old files, and where each goes: cut where the blocks of the new file end.
 
     Tensors that stay neighbours go together.
     """
+    at = len(made.header)
     runs: list[tuple[int, int, int, int]] = []  # Source, offset, bytes, and where they go.
-    for row in made.tensors:
-        piece = tensors[row.name].pieces[0]
-        source, offset, nbytes, at = runs[-1] if runs else (-1, 0, 0, 0)
+    for row in made.entries:
+        piece: Piece = row.pieces[0]
+        source, offset, nbytes, start = runs[-1] if runs else (-1, 0, 0, 0)
         if (source, offset + nbytes) == (piece.source, piece.offset):
-            runs[-1] = source, offset, nbytes + piece.nbytes, at
+            runs[-1] = source, offset, nbytes + piece.nbytes, start
         else:
-            runs.append((piece.source, piece.offset, piece.nbytes, row.pieces[0].offset))
+            runs.append((piece.source, piece.offset, piece.nbytes, at))
+        at += piece.nbytes
     for source, offset, nbytes, at in runs:
         end = at + nbytes
         while at < end:
             stop = min(end, (at // BLOCK + 1) * BLOCK)
-            yield Block(source, offset, stop - at, ()), at
+            yield Piece(source, offset, stop - at), Piece(number, at, stop - at)
             offset, at = offset + stop - at, stop
 
 
-def _read_back(
-    drafts: Sequence[Draft],
-    layouts: Sequence[Layout],
-    digests: Mapping[str, str],
-    how: LoadOptions,
-    advance: Advance,
-    *,
-    sums: bool,
-) -> list[str]:
+class _Reader:
+    """Observer of the drafts that compares each range with what was written there."""
+
+    def __init__(self, copier: _Copier, files: Hasher) -> None:
+        self._copier, self._files, self._hash = copier, files, tensor_hash()
+
+    def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
+        """Takes the next range."""
+        wanted = self._copier.written[Block(source, offset, data.size, ())]
+        found = self._hash(data).hexdigest()
+        if found != wanted:
+            what, tensor = "the header read back differs from the one written", None
+            made = self._copier.layouts[source]
+            if offset >= len(made.header):
+                what = "the disk gave back other bytes than were written"
+                ends = ((row.name, row.pieces[0]) for row in made.tensors)
+                tensor = next(name for name, each in ends if each.offset + each.nbytes > offset)
+            where = f"in bytes {offset} to {offset + data.size}"
+            raise errors.WriteError(
+                what,
+                file=self._copier.drafts[source].shown,
+                tensor=tensor,
+                expected=f"XXH3 {wanted} {where}",
+                found=found,
+            )
+        self._files.saw(source, offset, data, stopped)
+
+
+def _read_back(copier: _Copier, how: LoadOptions, advance: Advance, *, sums: bool) -> list[str]:
     """Compares what was written, read past the page cache; returns the SHA-256 of each file."""
-    files = [sources.find(draft.path) for draft in drafts]
-    rows: list[TensorInfo] = []
-    for number, (file, draft, made) in enumerate(zip(files, drafts, layouts, strict=True)):
+    files = [sources.find(draft.path) for draft in copier.drafts]
+    rows: list[list[Block]] = [[] for _ in files]
+    for block in sorted(copier.written):
+        rows[block.source].append(block)
+    for draft in copier.drafts:
         if hasattr(os, "posix_fadvise"):
             with open(draft.path, "rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if file.read(0, len(made.header)) != made.header:
-            what = "the header read back differs from the one written"
-            raise errors.WriteError(what, file=draft.shown)
-        for row in made.tensors:
-            rows.append(row._replace(pieces=(row.pieces[0]._replace(source=number),)))
-    hasher = Hasher(rows, {number: file.size for number, file in enumerate(files)} if sums else {})
-    ranges = [Block(number, 0, file.size, ()) for number, file in enumerate(files)]
-    scan(files, in_turns(ranges, how), hasher, how.replace(engine="direct"), advance)
-    back = hasher.digests()
-    for row in rows:
-        if back[row.name] != digests[row.name]:
-            raise errors.WriteError(
-                "the disk gave back other bytes than were written",
-                file=drafts[row.pieces[0].source].shown,
-                tensor=row.name,
-                expected=digests[row.name],
-                found=back[row.name],
-            )
-    return [back[number] for number in range(len(files))] if sums else []
+    hasher = Hasher(files={number: file.size for number, file in enumerate(files)} if sums else {})
+    reader = _Reader(copier, hasher)
+    scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+    return [hasher.digests()[number] for number in range(len(files))] if sums else []

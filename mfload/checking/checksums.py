@@ -14,7 +14,7 @@ import operator
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -123,12 +123,15 @@ class Hasher:
         tensors = list(tensors)
         self._new = new = tensor_hash() if tensors else hashlib.sha256
         self._several = {info.name: len(info.pieces) for info in tensors if len(info.pieces) > 1}
-        streams = [
-            _Stream(*piece[:3], (info.name, n) if info.name in self._several else info.name, new)
-            for info in tensors
-            for n, piece in enumerate(info.pieces)
-            if piece.stored is None or piece.stored.inline is None
-        ]
+        self._digests: dict[Any, str] = {}
+        streams: list[_Stream] = []
+        for info in tensors:
+            for n, piece in enumerate(info.pieces):
+                key = (info.name, n) if info.name in self._several else info.name
+                if piece.stored is None or piece.stored.inline is None:
+                    streams.append(_Stream(*piece[:3], key, new))
+                else:
+                    self._digests[key] = new(piece.stored.inline).hexdigest()
         crcs = [
             _Stream(key[0], each.offset, each.nbytes, key, partial(_Crc32, inflated=each.inflated))
             for key in sums
@@ -146,46 +149,30 @@ class Hasher:
                     raise errors.UsageError(
                         "tensors that share bytes have no checksums of their own",
                         tensor=str(each.key),
-                        expected="checksums='never', and no manifest",
+                        expected="algorithm='sha256', or checksums='never'",
                     )
                 if each.start < each.stop:
                     mine.append(each)
+                else:
+                    self._digests[each.key] = each.new(b"").hexdigest()
             if held:
                 self._streams.append(held)
-        every = (*streams, *crcs, *whole)
-        self._wanted = len(every)
-        self._digests: dict[Any, str] = {
-            each.key: each.new(b"").hexdigest() for each in every if each.start == each.stop
-        }
-        for info in tensors:
-            for n, (*_, stored) in enumerate(info.pieces):
-                if stored is not None and stored.inline is not None:
-                    key = (info.name, n) if info.name in self._several else info.name
-                    self._digests[key] = new(stored.inline).hexdigest()
-                    self._wanted += 1
+        self._wanted = sum(len(info.pieces) for info in tensors) + len(crcs) + len(whole)
 
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
         """Takes the next bytes."""
         stop = offset + data.size
-        for stream in self._within(source, offset, stop):
-            first, last = max(stream.start, offset), min(stream.stop, stop)
-            part = data[first - offset : last - offset]
-            if (first, last) == (stream.start, stream.stop):
-                self._digests[stream.key] = stream.new(part).hexdigest()
-            else:
-                self._take(stream, first, part, stopped)
-
-    def _within(self, source: int, start: int, stop: int) -> Iterator[_Stream]:
-        """The streams that share a byte with a range: tensors in file order, then the file."""
         for held in self._streams:
             streams = held.get(source, ())
-            first = max(0, bisect.bisect_right(streams, start, key=_START) - 1)
-            for number in range(first, len(streams)):
-                stream = streams[number]
-                if stream.start >= stop:
-                    break
-                if stream.stop > start:
-                    yield stream
+            number = max(0, bisect.bisect_right(streams, offset, key=_START) - 1)
+            while number < len(streams) and (stream := streams[number]).start < stop:
+                number += 1
+                first, last = max(stream.start, offset), min(stream.stop, stop)
+                part = data[first - offset : last - offset]
+                if first == stream.start and last == stream.stop:
+                    self._digests[stream.key] = stream.new(part).hexdigest()
+                elif first < last:
+                    self._take(stream, first, part, stopped)
 
     def _take(self, stream: _Stream, offset: int, part: Any, stopped: Stopped) -> None:
         """Waits for the turn of a part and hashes it, unless the load was given up meanwhile."""
@@ -232,6 +219,13 @@ class ManifestCheck:
         self._files = index.files
         self._tensors = tensors
         self._manifest = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
+        if not self._manifest.hashed:
+            raise errors.UsageError(
+                "the manifest has no checksums of tensors",
+                file=self._manifest.path,
+                expected="algorithm='xxh3' or 'both' when it is written; mfload.verify compares "
+                "the SHA-256 of files",
+            )
         self._refuse(list(self._manifest.differences(tensors)))
         for info in tensors:
             if not info.simple and not all(_is_read(info, piece) for piece in info.pieces):

@@ -1,23 +1,26 @@
 """Compares two checkpoints tensor by tensor, however each of them is sharded and ordered.
 
-The left side is scanned in parts, and for each the same elements of the right side are read. Memory
-held is a part of each side for each reader, and some 400 bytes for each part. A tensor that is not
-one raw range on both sides is loaded whole on both.
+The left side is scanned in file order, in blocks that hold many small tensors or a part of a large
+one. For each block the same elements of the right side are read, neighbours together. Memory held
+is a block of each side for each reader, and some 400 bytes for each part. A tensor that is not one
+raw range on both sides is loaded whole on both.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload import errors, packed
-from mfload.checking import numeric_diff
-from mfload.checking.numeric_diff import NumericDiff
-from mfload.checking.scan import Advance, check_unchanged, choose_route, scan, total_sizes
-from mfload.index import TensorInfo
+from mfload.checking import numeric_diff, scan as scanning
+from mfload.checking.numeric_diff import SAME, NumericDiff
+from mfload.checking.scan import Advance, check_unchanged, choose_route, joined, scan, total_sizes
+from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
 from mfload.io.direct import DirectReader
 from mfload.io.pread import PreadReader
@@ -28,19 +31,14 @@ from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
 from mfload.sources.base import Source
 
-PART = 4 << 20
-"""Bytes of the larger of two parts that are compared at once."""
-
 # Packed elements come in blocks of up to four: parts of so many begin and end with whole blocks.
 _WHOLE = 8
+# Bytes that are compared sooner as `bytes` than by NumPy, whose calls take some microseconds.
+_SMALL = 16 << 10
 
 
 class Pair(NamedTuple):
-    """A tensor of both checkpoints that can be compared element by element.
-
-    Both have one shape, and dtypes that are known; or one unknown dtype and as many bytes, which
-    then count as its elements.
-    """
+    """A tensor of both checkpoints."""
 
     left: TensorInfo
     right: TensorInfo
@@ -53,28 +51,53 @@ class Pair(NamedTuple):
     @property
     def same_dtype(self) -> bool:
         """Whether equal values are equal bytes."""
-        return self.left.dtype.name == self.right.dtype.name
+        return self.left.dtype is self.right.dtype or self.left.dtype.name == self.right.dtype.name
 
-    def parts(self) -> Iterator[tuple[int, Block, Block]]:
-        """The first element of each part, and its bytes on either side."""
+    @property
+    def comparable(self) -> bool:
+        """Whether the elements can be compared. Those of an unknown dtype are bytes."""
+        left, right = self
+        if left.shape != right.shape:
+            return False
+        known = left.dtype.known and right.dtype.known
+        return known or (self.same_dtype and self.simple and left.nbytes == right.nbytes)
+
+    def parts(self) -> Iterator[Part]:
+        """The pair in parts, the larger side of which has at most the bytes of a block."""
         bits = [element_bits(info) for info in self]
         count = self.left.nbytes * 8 // bits[0]
-        step = max(_WHOLE, PART * 8 // max(bits) // _WHOLE * _WHOLE)
+        step = max(_WHOLE, scanning.BLOCK * 8 // max(bits) // _WHOLE * _WHOLE)
         for first in range(0, count, step):
-            sides: list[Block] = []
+            sides: list[Piece] = []
             for info, width in zip(self, bits, strict=True):
                 start, stop = first * width // 8, min(count, first + step) * width // 8
                 piece = info.pieces[0]
-                sides.append(Block(piece.source, piece.offset + start, stop - start, ()))
-            yield first, sides[0], sides[1]
+                sides.append(Piece(piece.source, piece.offset + start, stop - start))
+            yield Part(self, first, *sides)
+
+
+def pairs(left: Iterable[TensorInfo], right: Iterable[TensorInfo]) -> Iterator[Pair]:
+    """The tensors whose names both sides have, in the order of the left one."""
+    others = {info.name: info for info in right}
+    return (Pair(info, other) for info in left if (other := others.get(info.name)) is not None)
+
+
+class Part(NamedTuple):
+    """Elements of a pair from `first` on, and where their bytes lie."""
+
+    pair: Pair
+    first: int
+    left: Piece
+    right: Piece
 
 
 class Comparison:
-    """Compares pairs of tensors, part by part (a `io.engine.Observer` of the left side).
+    """Compares the pairs of tensors that are comparable (an `io.engine.Observer` of the left).
 
     Attributes:
         first: First block of elements that differs, for each pair of one dtype that is not equal,
             by name: its number, and its bytes on either side.
+        nbytes: Bytes of the left side; `read_bytes` are those of both.
         values: How far the values differ, for each pair that is not equal, by name.
     """
 
@@ -82,52 +105,88 @@ class Comparison:
         self,
         left: Sequence[Source],
         right: Sequence[Source],
-        pairs: list[Pair],
+        pairs: Iterable[Pair],
         *,
         values: bool,
     ) -> None:
-        self.pairs = pairs
+        self.pairs = [pair for pair in pairs if pair.comparable]
         self.first: dict[str, tuple[int, bytes, bytes]] = {}
         self.values: dict[str, NumericDiff] = {}
-        self.nbytes = sum(pair.left.nbytes for pair in pairs)
+        self.nbytes = self.read_bytes = 0
         self._left, self._right, self._by_value = left, right, values
         self._lock, self._mine = threading.Lock(), threading.local()
-        # By the place of the left side. What is not one raw range on both sides comes on its own.
-        self._apart = [pair for pair in pairs if not pair.simple]
-        simple = (pair for pair in pairs if pair.simple)
-        self._parts = {part[1]: (pair, *part) for pair in simple for part in pair.parts()}
+        self._parts: list[Part] = []
+        self._apart: list[Pair] = []
+        for pair in self.pairs:
+            nbytes, others = pair.left.nbytes, pair.right.nbytes
+            self.nbytes += nbytes
+            self.read_bytes += nbytes + others
+            if not pair.simple:
+                self._apart.append(pair)
+            elif 0 < nbytes <= scanning.BLOCK and others <= scanning.BLOCK:
+                self._parts.append(Part(pair, 0, pair.left.pieces[0], pair.right.pieces[0]))
+            else:
+                self._parts += pair.parts()
+        self._blocks: dict[tuple[int, int], list[Part]] = {}  # By the place of the left side.
         self._direct: set[int] = set()
 
     def run(self, options: LoadOptions, advance: Advance) -> tuple[str, ...]:
         """Reads both sides once; tells `advance` the bytes of the left one, returns notes."""
-        sizes = total_sizes(right for *_, right in self._parts.values())
+        sizes = total_sizes(part.right for part in self._parts)
         route = choose_route(self._right, sizes, options)
         self._direct = {number for number, leg in route.items() if leg.engine == "direct"}
-        notes = scan(self._left, sorted(self._parts), self, options, advance)
+        blocks: list[Block] = []
+        ranges = [part.left for part in self._parts]
+        for block, numbers in joined(ranges, _gap(self._left), scanning.BLOCK):
+            blocks.append(block)
+            self._blocks[block.source, block.offset] = [self._parts[n] for n in numbers]
+        notes = scan(self._left, blocks, self, options, advance)
         check_unchanged(self._right, sizes, options)
         for pair in self._apart:
             left = _whole(self._left, pair.left, options)
             right = _whole(self._right, pair.right, options)
-            for first, mine, other in pair.parts():
-                here = left[mine.offset - pair.left.pieces[0].offset :][: mine.nbytes]
-                there = right[other.offset - pair.right.pieces[0].offset :][: other.nbytes]
-                self._compare(pair, first, here, there)
+            base = [info.pieces[0].offset for info in pair]
+            for part in pair.parts():
+                self._compare(
+                    part, _cut(left, part.left, base[0]), _cut(right, part.right, base[1])
+                )
             if advance is not None:
                 advance(pair.left.nbytes)
         return notes
 
     def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
-        """Compares a part with the same elements of the right side."""
-        pair, element, _, right = self._parts[Block(source, offset, data.size, ())]
-        self._compare(pair, element, data, self._read(right))
+        """Compares a block with the same elements of the right side."""
+        parts = self._blocks[source, offset]
+        if not hasattr(self._mine, "slot"):
+            self._mine.slot = buffers.WorkerSlot()
+        blocks = joined([part.right for part in parts], _gap(self._right), scanning.BLOCK)
+        for number, some in groupby(blocks, lambda each: each[0].source):
+            file = self._right[number]
+            try:
+                # Opened here, so that nothing has to be closed under a reader that hangs.
+                reader = DirectReader(file) if number in self._direct else PreadReader(file)
+                with closing(reader):
+                    for block, members in some:
+                        other = reader.land(block, self._mine.slot)
+                        for part in map(parts.__getitem__, members):
+                            mine = _cut(data, part.left, offset)
+                            self._compare(part, mine, _cut(other, part.right, block.offset))
+            except OSError as error:
+                raise errors.from_os(error, file.name, "read") from error
 
-    def _compare(self, pair: Pair, element: int, data: Any, other: Any) -> None:
-        name, dtype = pair.left.name, pair.left.dtype
-        first, found = None, NumericDiff()
-        if pair.same_dtype:
+    def _compare(self, part: Part, data: Any, other: Any) -> None:
+        pair, element = part.pair, part.first
+        same_dtype = pair.same_dtype
+        if same_dtype and data.size <= _SMALL:
+            if data.tobytes() == other.tobytes():
+                return
+        elif same_dtype:
             word = np.uint64 if data.size % 8 == 0 else np.uint8
             if np.array_equal(data.view(word), other.view(word)):
                 return
+        name, dtype = pair.left.name, pair.left.dtype
+        first, found = None, SAME
+        if same_dtype:
             differ = data != other
             before = element * element_bits(pair.left) // 8
             at, width = int(differ.argmax()), dtype.nbytes or 1
@@ -138,23 +197,9 @@ class Comparison:
         if self._by_value and dtype.known:
             found = numeric_diff.between(dtype, data, pair.right.dtype, other, element)
         with self._lock:
-            self.values[name] = self.values.get(name, NumericDiff()).joined(found)
+            self.values[name] = self.values.get(name, SAME).joined(found)
             if first is not None:
                 self.first[name] = min(first, self.first.get(name, first))
-
-    def _read(self, part: Block) -> Any:
-        file = self._right[part.source]
-        if not hasattr(self._mine, "slot"):
-            self._mine.slot = buffers.WorkerSlot()
-        try:
-            # Opened for each part, so that nothing has to be closed under a reader that hangs.
-            reader = DirectReader(file) if part.source in self._direct else PreadReader(file)
-            try:
-                return reader.fill(part, [], self._mine.slot)
-            finally:
-                reader.close()
-        except OSError as error:
-            raise errors.from_os(error, file.name, "read") from error
 
     def first_difference(self, info: TensorInfo) -> tuple[str, str, str]:
         """The place of the first element that differs, and its value on either side.
@@ -174,11 +219,22 @@ class Comparison:
         return str(list(place)), texts[0], texts[1]
 
 
+def _gap(sources: Sequence[Source]) -> int:
+    """Bytes that are cheaper read over than skipped."""
+    return sources[0].costs.merge_gap if sources else 0
+
+
+def _cut(data: Any, piece: Piece, origin: int) -> Any:
+    """The bytes of a piece, given those of its source from `origin` on."""
+    _, offset, nbytes, _ = piece
+    return data[offset - origin : offset - origin + nbytes]
+
+
 def _whole(sources: Sequence[Source], info: TensorInfo, options: LoadOptions) -> Any:
     """The bytes of a whole tensor in C order, however it is stored."""
     plan = make_plan([Request(info, info.dtype)], alignment=1)
     memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-    route = choose_route(sources, {each.source: each.nbytes for each in info.pieces}, options)
+    route = choose_route(sources, total_sizes(info.pieces), options)
     threads = options.threads or execute.reader_threads(direct=True)
     execute.run(plan, memory, sources, route, threads=threads, deadline=options.deadline)
     _, buffer, at = plan.places[0]

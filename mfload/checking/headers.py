@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from mfload import errors
 from mfload.formats import base, checkpoint, discovery, hints, safetensors
 from mfload.formats.checkpoint import Headers
@@ -39,13 +41,16 @@ def inspect(path: Path | Sequence[Path], options: LoadOptions | None = None) -> 
     name, missing = seen.found.name, seen.found.missing
     seen.problems[:0] = [Problem(line, file=name) for line in missing]
     if not missing:  # Else an unnamed tensor may be one of the missing files.
-        for info in seen.tensors.values():
-            if info.name in seen.unnamed:
-                seen.add("the index does not name the tensor", info)
+        for info in map(seen.tensors.__getitem__, filter(seen.unnamed.__contains__, seen.tensors)):
+            seen.add("the index does not name the tensor", info)
     seen.notes += _other_files(seen)
-    unknown = Counter(row.dtype.name for row in seen.tensors.values() if not row.dtype.known)
-    for dtype, count in unknown.items():
-        seen.notes.append(f"{count} tensors have a dtype that mfload does not know: {brief(dtype)}")
+    columns = seen.tensors.columns
+    unknown = Counter[str]()
+    for kind, count in Counter(columns.kind).items():
+        if not (dtype := columns.kinds[kind][0]).known:
+            unknown[dtype.name] += count
+    for name, count in unknown.items():
+        seen.notes.append(f"{count} tensors have a dtype that mfload does not know: {brief(name)}")
     seen.notes += _alignment(seen)
     return seen
 
@@ -67,20 +72,23 @@ def _other_files(seen: Headers) -> list[str]:
 
 def _alignment(seen: Headers) -> list[str]:
     """A note about how the tensors lie in the files."""
-    pieces = [row.pieces[0] for row in seen.tensors.values() if row.nbytes and row.simple]
-    if not pieces or any(base.find(source) is not safetensors for source in seen.sources):
+    columns = seen.tensors.columns
+    if any(base.find(source) is not safetensors for source in seen.sources):
         return []
-    starts: dict[int, int] = {}
-    for piece in pieces:
-        starts.setdefault(piece.source, piece.offset)
-    aligned = sum(piece.offset % _ALIGNED == 0 for piece in pieces)
-    suited = sum(start % _DIRECT == 0 for start in starts.values())
+    sources, starts, sizes = map(np.asarray, (columns.sources, columns.offsets, columns.nbytes))
+    filled = sizes > 0
+    sources, starts, sizes = sources[filled], starts[filled], sizes[filled]
+    if not starts.size:
+        return []
+    _, first = np.unique(sources, return_index=True)
+    aligned = starts % _ALIGNED == 0
+    suited = np.count_nonzero(starts[first] % _DIRECT == 0)
     note = (
-        f"{aligned} of {len(pieces)} tensors begin on a multiple of {_ALIGNED} bytes, "
-        f"and the data of {suited} of {len(starts)} files on one of {_DIRECT}"
+        f"{np.count_nonzero(aligned)} of {starts.size} tensors begin on a multiple of {_ALIGNED} "
+        f"bytes, and the data of {suited} of {first.size} files on one of {_DIRECT}"
     )
     # After a tensor whose size is no multiple, no layout can align the next one.
-    improvable = any(p.offset % _ALIGNED and p.nbytes % _ALIGNED == 0 for p in pieces)
-    if suited < len(starts) or improvable:
+    improvable = np.any(~aligned & (sizes % _ALIGNED == 0))
+    if suited < first.size or improvable:
         note += "; `mfload align` rewrites them for zero-copy and direct reads"
     return [note]

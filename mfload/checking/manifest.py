@@ -8,8 +8,9 @@
     }
 
 The digest of a tensor is of its stored bytes alone: it holds wherever the tensor lies, after other
-shards are cut or the file is aligned. The SHA-256 of a file holds for this very file. Names are
-sorted and each has a line, so that two manifests can be compared as text.
+shards are cut or the file is aligned. The SHA-256 of a file holds for this very file. A manifest
+may have one of them alone: it then has no files, or no "algorithm" and no digests. Names are sorted
+and each has a line, so that two manifests can be compared as text.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from json.encoder import encode_basestring_ascii as _quoted
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -31,6 +33,9 @@ from mfload.formats.strict_json import brief, encodable
 from mfload.index import TensorInfo
 from mfload.saving.drafts import Draft
 from mfload.sources.base import Source
+
+Algorithm = Literal["xxh3", "sha256", "both"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 VERSION = 1
 ALGORITHM = "xxh3_128"
@@ -42,7 +47,7 @@ _MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
 _FORMAT = (
     '{"mfload_checksums": 1, "algorithm": "xxh3_128", '
     '"tensors": {name: {"dtype", "shape", "digest": 32 digits}}, '
-    '"files": {path: {"size", "sha256": 64 digits}}}'
+    '"files": {path: {"size", "sha256": 64 digits}}}, or without algorithm and digests'
 )
 
 
@@ -51,7 +56,7 @@ class TensorEntry(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    digest: str
+    digest: str | None
 
 
 class FileEntry(NamedTuple):
@@ -66,8 +71,10 @@ class Manifest:
     """Checksums of a checkpoint.
 
     Attributes:
-        tensors: Dtype, shape and digest of each tensor, by name.
-        files: Size and SHA-256 of each file, by path relative to the checkpoint's directory.
+        tensors: Dtype, shape and digest of each tensor, by name; all digests are None if the
+            manifest has checksums of files alone.
+        files: Size and SHA-256 of each file, by path relative to the checkpoint's directory; empty
+            if the manifest has checksums of tensors alone.
         path: Where it was read from; None if it was made here.
     """
 
@@ -78,12 +85,12 @@ class Manifest:
     @staticmethod
     def of(
         tensors: Mapping[str, TensorInfo],
-        digests: Mapping[str, str],
+        digests: Mapping[str, str] | None,
         files: Mapping[str, FileEntry] | None = None,
     ) -> Manifest:
         """A manifest of tensors and files; files whose names are not text are left out."""
         return Manifest(
-            {name: TensorEntry(info.dtype.name, info.shape, digests[name])
+            {name: TensorEntry(info.dtype.name, info.shape, digests[name] if digests else None)
              for name, info in tensors.items()},
             {name: entry for name, entry in (files or {}).items() if encodable(name)},
         )  # fmt: skip
@@ -104,6 +111,11 @@ class Manifest:
         table = strict_json.loads(source.read(0, source.size), source.name, "manifest")
         return _parse(table, source.name)
 
+    @property
+    def hashed(self) -> bool:
+        """Whether it has checksums of tensors."""
+        return all(entry.digest is not None for entry in self.tensors.values())
+
     def differences(
         self, tensors: Iterable[TensorInfo], digests: Mapping[str, str] | None = None
     ) -> Iterator[tuple[TensorInfo, str, str]]:
@@ -118,13 +130,16 @@ class Manifest:
             elif (entry.dtype, entry.shape) != (info.dtype.name, info.shape):
                 yield info, f"{entry.dtype} {list(entry.shape)}", f"{info.dtype} {list(info.shape)}"
             elif digests is not None and entry.digest != digests[info.name]:
-                yield info, entry.digest, digests[info.name]
+                yield info, entry.digest or "a digest in the manifest", digests[info.name]
 
     def text(self) -> str:
         """The JSON as it is written."""
+        hashed = f' "algorithm": "{ALGORITHM}",\n' if self.hashed else ""
+        tensors = _lines(self.tensors, _tensor_text)
+        files = _lines(self.files, lambda entry: json.dumps(entry._asdict()))
         return (
-            f'{{\n "mfload_checksums": {VERSION},\n "algorithm": "{ALGORITHM}",\n'
-            f' "tensors": {_lines(self.tensors)},\n "files": {_lines(self.files)}\n}}\n'
+            f'{{\n "mfload_checksums": {VERSION},\n{hashed}'
+            f' "tensors": {tensors},\n "files": {files}\n}}\n'
         )
 
     def write(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -218,8 +233,14 @@ def _directory(files: Sequence[str], index: str | None) -> str:
     return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
 
-def _lines(table: Mapping[str, Any]) -> str:
-    rows = (f"  {json.dumps(name)}: {json.dumps(table[name]._asdict())}" for name in sorted(table))
+def _tensor_text(entry: TensorEntry) -> str:
+    # By hand: `json` takes ten times as long, and there may be very many.
+    digest = "" if entry.digest is None else f', "digest": "{entry.digest}"'
+    return f'{{"dtype": {_quoted(entry.dtype)}, "shape": {list(entry.shape)}{digest}}}'
+
+
+def _lines(table: Mapping[str, Any], text: Callable[[Any], str]) -> str:
+    rows = (f"  {_quoted(name)}: {text(table[name])}" for name in sorted(table))
     return "{\n" + ",\n".join(rows) + "\n }" if table else "{}"
 
 
@@ -229,24 +250,26 @@ def _parse(table: Any, path: str) -> Manifest:
         and table.keys() <= {"mfload_checksums", "algorithm", "tensors", "files"}
         and type(table.get("mfload_checksums")) is int
         and table["mfload_checksums"] == VERSION
-        and table.get("algorithm") == ALGORITHM
+        and table.get("algorithm", ALGORITHM) == ALGORITHM
         and type(table.get("tensors")) is dict
         and type(table.get("files", {})) is dict
     )
     if not sound:
         raise _malformed(path, table)
+    hashed = "algorithm" in table
     return Manifest(
-        {name: _tensor(entry, name, path) for name, entry in table["tensors"].items()},
+        {name: _tensor(entry, name, path, hashed) for name, entry in table["tensors"].items()},
         {name: _file(entry, name, path) for name, entry in table.get("files", {}).items()},
         path,
     )
 
 
-def _tensor(entry: Any, name: str, path: str) -> TensorEntry:
-    if type(entry) is dict and entry.keys() == {"dtype", "shape", "digest"}:
-        dtype, shape, digest = entry["dtype"], entry["shape"], entry["digest"]
+def _tensor(entry: Any, name: str, path: str, hashed: bool) -> TensorEntry:
+    keys = {"dtype", "shape", "digest"} if hashed else {"dtype", "shape"}
+    if type(entry) is dict and entry.keys() == keys:
+        dtype, shape, digest = entry["dtype"], entry["shape"], entry.get("digest")
         counts = type(shape) is list and all(_is_count(dim, 64) for dim in shape)
-        if counts and type(dtype) is str and _is_hex(digest, 32):
+        if counts and type(dtype) is str and (not hashed or _is_hex(digest, 32)):
             return TensorEntry(dtype, tuple(shape), digest)
     raise _malformed(path, entry, name)
 

@@ -41,9 +41,12 @@ class NumericDiff(NamedTuple):
         return NumericDiff(differing, nans, worst.max_abs, max_rel, worst.at)
 
 
+SAME = NumericDiff()
+
+
 def between(left: DType, ours: Any, right: DType, theirs: Any, first: int = 0) -> NumericDiff:
     """Compares as many elements of two known dtypes, given as bytes, counted from `first`."""
-    total = NumericDiff()
+    total = SAME
     count = ours.size * 8 // left.bits
     for start in range(0, count, _CHUNK):
         stop = min(count, start + _CHUNK)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 
+from mfload.index import Piece
 from mfload.io import route as routing
 from mfload.io.engine import Observer
 from mfload.io.route import Leg
@@ -23,8 +24,8 @@ from mfload.report import human
 from mfload.sources import together
 from mfload.sources.base import Source
 
-BLOCK = 4 << 20
-"""Bytes a read. Slots of this size stay in a processor's cache until they are looked at."""
+BLOCK = 1 << 20
+"""Bytes a read. Two slots of this size stay in a core's cache until they are looked at."""
 
 
 Advance = Callable[[int], None] | None
@@ -60,14 +61,37 @@ def scan(
     return notes
 
 
-def in_turns(ranges: Iterable[Block], options: LoadOptions) -> list[Block]:
-    """Cuts a range of each file into blocks and takes files in turns.
+def joined(ranges: Sequence[Piece], gap: int, most: int) -> Iterator[tuple[Block, list[int]]]:
+    """Joins ranges that lie next to each other, in file order, to blocks of up to `most` bytes.
 
-    As many files at once as there may be threads: each hashes another one, since threads can't
-    share the SHA-256 of a file.
+    Each block comes with the numbers of its ranges. Gaps of up to `gap` bytes are read over, and a
+    longer range is a block of its own.
+    """
+    numbers: list[int] = []
+    source = start = end = -1
+    places = [piece.source << 64 | piece.offset for piece in ranges]
+    for number in sorted(range(len(ranges)), key=places.__getitem__):
+        piece = ranges[number]
+        stop = piece.offset + piece.nbytes
+        if piece.source == source and piece.offset - end <= gap and stop - start <= most:
+            end = max(end, stop)
+        else:
+            if numbers:
+                yield Block(source, start, end - start, ()), numbers
+            numbers, source, start, end = [], piece.source, piece.offset, stop
+        numbers.append(number)
+    if numbers:
+        yield Block(source, start, end - start, ()), numbers
+
+
+def in_turns(rows: Iterable[list[Block]], options: LoadOptions) -> list[Block]:
+    """Takes blocks from rows of them, each of a file or a part of one, in turns.
+
+    As many rows at once as there may be threads: each hashes another one, since threads can't
+    share the hash of a tensor or a file.
     """
     lanes = options.threads or execute.reader_threads(direct=True)
-    files = sorted(map(_cut, ranges), key=len, reverse=True)
+    files = sorted(rows, key=len, reverse=True)
     found: list[Block] = []
     for first in range(0, len(files), lanes):
         for row in itertools.zip_longest(*files[first : first + lanes]):
@@ -75,7 +99,7 @@ def in_turns(ranges: Iterable[Block], options: LoadOptions) -> list[Block]:
     return found
 
 
-def _cut(part: Block) -> list[Block]:
+def cut(part: Block) -> list[Block]:
     """A range cut at offsets that are multiples of the block size."""
     end = part.offset + part.nbytes
     inner = range((part.offset // BLOCK + 1) * BLOCK, end, BLOCK)
@@ -83,11 +107,11 @@ def _cut(part: Block) -> list[Block]:
     return [Block(part.source, a, b - a, ()) for a, b in itertools.pairwise(edges)]
 
 
-def total_sizes(blocks: Iterable[Block]) -> dict[int, int]:
+def total_sizes(ranges: Iterable[Block | Piece]) -> dict[int, int]:
     """The bytes to read of each source, by number."""
     sizes = collections.Counter[int]()
-    for block in blocks:
-        sizes[block.source] += block.nbytes
+    for source, _, nbytes, *_ in ranges:
+        sizes[source] += nbytes
     return sizes
 
 

@@ -6,32 +6,33 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mfload import errors
-from mfload.checking import headers, manifest as manifests, published
+from mfload.checking import headers, manifest as manifests, published, scan as scanning
 from mfload.checking.checksums import Hasher
-from mfload.checking.compare import Comparison, Pair
-from mfload.checking.manifest import FileEntry, Manifest
+from mfload.checking.compare import Comparison, Pair, pairs
+from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
-from mfload.checking.scan import Advance, in_turns, scan, throughput
+from mfload.checking.scan import Advance, cut, in_turns, joined, scan, throughput
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers
 from mfload.formats.discovery import Path
 from mfload.formats.problems import Problem
 from mfload.load_options import LoadOptions, started
+from mfload.loading.execute import reader_threads
 from mfload.options import Options
 from mfload.planning.blocks import Block
 from mfload.progress import Progress, shown
 from mfload.report import Printable, counted, human
+from mfload.runtime import gc_paused
 from mfload.saving import targets
 from mfload.saving.save import Saved
 from mfload.sources import is_source
 from mfload.sources.base import Source
 
 Checksums = Literal["auto", "write", "check", "never"]
-CHECKSUMS = ("auto", "write", "check", "never")
 
 _SHOWN = 50
 
@@ -103,6 +104,7 @@ def verify(
     *,
     against: Path | Sequence[Path] | None = None,
     checksums: Checksums = "auto",
+    algorithm: Algorithm = "both",
     manifest: str | os.PathLike[str] | Manifest | None = None,
     sha256: Sums = None,
     overwrite: bool = False,
@@ -120,11 +122,14 @@ def verify(
         against: Another checkpoint, however it is sharded: every tensor must have the same bits.
         checksums: "auto" compares with the manifest if there is one, "check" requires one,
             "write" makes one, "never" ignores it.
+        algorithm: Which checksums are written, or compared with a manifest: "xxh3" of each tensor,
+            "sha256" of each file, or "both". XXH3 is hashed as fast as memory is read, SHA-256
+            several times slower. "both" compares what the manifest has.
         manifest: Path of the manifest, or one that was read. Default: `<name>.checksums.json`
             beside the checkpoint.
         sha256: The SHA-256 of the files: 64 digits for one file, the path of a list as `sha256sum`
             writes it, `{file: digits}`, or "auto" for what the cache of the Hugging Face client
-            says. The cache also counts wherever checksums are written or compared.
+            says. The cache also counts wherever SHA-256 sums are written or compared.
         overwrite: Whether "write" may replace a manifest.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         options: Engine, threads and timeout; see `mfload.Options`.
@@ -133,7 +138,7 @@ def verify(
         What was found. Damage is a problem in it, not an error.
 
     Raises:
-        UsageError: An argument is invalid.
+        UsageError: An argument is invalid, or the manifest has no checksums of the algorithm.
         SourceError: Nothing is at the path, or the manifest or the list can't be read.
         FormatError: Several checkpoints are at the path, or the manifest or the list is malformed.
         TargetError: The manifest can't be written, or is there already.
@@ -142,7 +147,9 @@ def verify(
     """
     start = time.perf_counter()
     how = started(options)
-    errors.check_choice("checksums", checksums, CHECKSUMS)
+    errors.check_choice("checksums", checksums, get_args(Checksums))
+    errors.check_choice("algorithm", algorithm, ALGORITHMS)
+    of_tensors, of_files = algorithm != "sha256", algorithm != "xxh3"
     seen = how.deadline.bound(lambda: headers.inspect(path, how), "reading headers")
     beside = _manifest_beside(seen)
     given = beside if manifest is None else manifest
@@ -160,23 +167,39 @@ def verify(
     elif checksums != "never" and given is not None:
         required = checksums == "check" or manifest is not None
         known = _read_manifest(seen, given, required=required)
-    expected = _expected(seen, known, sha256, hub=writes or known is not None)
+    if known is not None and {"xxh3": not known.hashed, "sha256": not known.files}.get(algorithm):
+        raise errors.UsageError(
+            "the manifest has no checksums of this algorithm",
+            file=known.path,
+            expected="algorithm='both', which compares what there is",
+            found=algorithm,
+        )
+    of_tensors &= known is None or known.hashed
+    by_file = of_files and (writes or known is not None)
+    expected = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
+    hashed: dict[Any, None] = dict.fromkeys(expected)
+    if writes:
+        hashed |= dict.fromkeys(seen.tensors if of_tensors else ())
+        hashed |= dict.fromkeys(range(len(seen.sources)) if of_files else ())
     keys: dict[int, list[Any]] = {}  # What is hashed of each file, by its number.
-    for key in (*seen.tensors, *range(len(seen.sources))) if writes else expected:
+    for key in hashed:
         number = key if isinstance(key, int) else seen.tensors[key].pieces[0].source
         keys.setdefault(number, []).append(key)
     sums = _own_sums(seen) if checksums != "never" else []
     for number, each in sums:
         keys.setdefault(number, []).append((number, each))
-    total = read = sum(seen.sources[number].size for number in keys)
+    ranges = {number: _ranges(seen, number, keys[number], how) for number in keys}
+    total = read = sum(part.nbytes for parts in ranges.values() for part in parts)
     other = comparison = None
     if against is not None:
         other = how.deadline.bound(lambda: headers.inspect(against, how), "reading headers")
-        comparison = Comparison(seen.sources, other.sources, _pairs(seen, other), values=False)
+        with gc_paused():
+            both = _pairs(seen, other)
+            comparison = Comparison(seen.sources, other.sources, both, values=False)
         total += comparison.nbytes
         read += 2 * comparison.nbytes
     with shown(progress, total) as advance:
-        digests = _hash(seen, keys, how, advance)
+        digests = _hash(seen, keys, ranges, how, advance)
         for key, (digest, origin) in expected.items():
             found = digests.get(key, digest)
             if found != digest and isinstance(key, str):
@@ -194,47 +217,57 @@ def verify(
         seen.notes.append("no manifest was written, since there are problems")
         target = None
     elif target is not None:
-        _write(seen, target, digests, overwrite=overwrite)
+        names = manifests.relative_names(seen.found.names, seen.found.index_file)
+        entries = {
+            names[source.name]: FileEntry(source.size, digests[number])
+            for number, source in enumerate(seen.sources)
+            if of_files
+        }
+        made = Manifest.of(seen.tensors, digests if of_tensors else None, entries)
+        made.write(target, overwrite=overwrite)
     checked = {
         "headers": True,
         "index": seen.found.index_file is not None,
-        "checksums": writes or known is not None,
+        "checksums": writes or (known is not None and of_tensors),
         "crc32": bool(sums),
         "sha256": any(isinstance(key, int) for key in expected),
         "against": other is not None,
     }
     if checksums == "auto" and not (digests or known or other or seen.problems):
-        where = "there is no manifest"
-        where += (
-            "" if beside is None else f" at {beside if isinstance(beside, str) else beside.name}"
-        )
-        seen.notes.append(
-            f'{where}: checksums="write" makes one (--checksums write on the command line)'
-        )
+        at = "" if beside is None else f" at {getattr(beside, 'name', beside)}"
+        how_to = 'checksums="write" makes one (--checksums write on the command line)'
+        seen.notes.append(f"there is no manifest{at}: {how_to}")
+    columns = seen.tensors.columns
+    others = columns.others.values()  # Of these, the column has the bytes of the first piece.
     return Verification(
         tuple(seen.problems),
         tuple(dict.fromkeys(seen.notes)),
         tuple(what for what, done in checked.items() if done),
         len(seen.found.files),
         len(seen.tensors),
-        sum(info.nbytes for info in seen.tensors.values()),
+        sum(columns.nbytes) + sum(info.nbytes - info.pieces[0].nbytes for info in others),
         read,
         time.perf_counter() - start,
         target if known is None else known.path,
     )
 
 
-def check_save_target(path: str | os.PathLike[str], *, overwrite: bool) -> None:
+def check_save_target(
+    path: str | os.PathLike[str], checksums: bool | Algorithm, *, overwrite: bool
+) -> None:
     """Raises what `with_manifest` would raise after a save to a path, before it."""
+    if checksums is not True:
+        errors.check_choice("checksums", checksums, ALGORITHMS)
     place = targets.resolve(path).path
     manifests.check_target(manifests.beside([place]), overwrite=overwrite)
 
 
-def with_manifest(saved: Saved, *, write: bool) -> Saved:
+def with_manifest(saved: Saved, *, write: bool | Algorithm) -> Saved:
     """Reads back what was saved and writes a manifest beside it, or warns of one that is there."""
     path, at = saved.files[-1], manifests.beside(saved.files)
     if write:
-        found = verify(path, checksums="write", overwrite=True)
+        algorithm = "both" if write is True else write
+        found = verify(path, checksums="write", algorithm=algorithm, overwrite=True)
         if not found.ok:
             raise errors.WriteError(f"what was saved is damaged: {found.problems[0]}", file=path)
         note = f"checksums written to {at}"
@@ -248,7 +281,8 @@ def with_manifest(saved: Saved, *, write: bool) -> Saved:
 def _manifest_beside(seen: Headers) -> str | Source | None:
     """Where the manifest of a checkpoint lies; None if nothing lies beside it."""
     path = manifests.beside(seen.found.names, seen.found.index_file)
-    files = [each for each in seen.found.files if not isinstance(each, str)]
+    known = (each for each in seen.found.files if not isinstance(each, str))
+    files = [each for each in known if each.file is None]
     if not files:
         return path
     try:
@@ -272,7 +306,7 @@ def _read_manifest(seen: Headers, given: Any, *, required: bool) -> Manifest | N
 
 
 def _expected(
-    seen: Headers, known: Manifest | None, sha256: Sums, *, hub: bool
+    seen: Headers, known: Manifest | None, sha256: Sums, *, of_tensors: bool, of_files: bool
 ) -> dict[Any, PublishedSum]:
     """Known digests, by name of tensor and number of file; what can't be right is a problem."""
     files = seen.found.names
@@ -280,25 +314,26 @@ def _expected(
     if sha256 is not None and not isinstance(sha256, Mapping):
         missing = [file for file in files if file not in sums]
         seen.problems += [Problem("no SHA-256 is known of the file", file) for file in missing]
-    if hub:
+    if of_files:
         # What the user gave counts most, then the cache of the hub.
         sums = published.expected("auto", files) | sums
     expected: dict[Any, PublishedSum] = {}
     if known is not None:
         names = manifests.relative_names(files, seen.found.index_file)
         for file, name in names.items():
-            if name in known.files:
+            if of_files and name in known.files:
                 sums.setdefault(file, PublishedSum(known.files[name].sha256, "the manifest"))
-        others = len(known.files.keys() ^ {*names.values()})
-        if known.files and others:
+        others = known.files.keys() ^ {*names.values()}
+        if not of_tensors:
+            what = "the file is in the manifest or in the checkpoint, and not in both"
+            seen.problems += [Problem(what, name) for name in sorted(others)]
+        elif known.files and others:
             seen.notes.append(
-                f"the manifest knows other files than these ({others}); tensors were compared"
+                f"the manifest knows other files than these ({len(others)}); tensors were compared"
             )
-        expected = {
-            name: PublishedSum(known.tensors[name].digest, "the manifest")
-            for name in seen.tensors
-            if name in known.tensors
-        }
+        for name in seen.tensors if of_tensors else ():
+            if name in known.tensors and (digest := known.tensors[name].digest) is not None:
+                expected[name] = PublishedSum(digest, "the manifest")
         for info, wanted, found in known.differences(seen.tensors.values()):
             seen.add("the tensor is not as in the manifest", info, wanted, found)
             expected.pop(info.name, None)
@@ -321,8 +356,30 @@ def _own_sums(seen: Headers) -> list[tuple[int, Checksum]]:
     return found
 
 
+def _ranges(seen: Headers, number: int, keys: list[Any], how: LoadOptions) -> list[Block]:
+    """What is read of a file: all of it, or ranges of whole tensors, as many as there are readers.
+
+    A tensor is hashed by one thread after the other, and so is a file.
+    """
+    if not all(isinstance(key, str) for key in keys):
+        return [Block(number, 0, seen.sources[number].size, ())]
+    pieces = [
+        piece
+        for key in keys
+        for piece in seen.tensors[key].pieces
+        if piece.stored is None or piece.stored.inline is None
+    ]
+    threads = how.threads or reader_threads(direct=False)
+    most = max(scanning.BLOCK, sum(piece.nbytes for piece in pieces) // threads + 1)
+    return [block for block, _ in joined(pieces, seen.sources[number].costs.merge_gap, most)]
+
+
 def _hash(
-    seen: Headers, keys: Mapping[int, list[Any]], how: LoadOptions, advance: Advance
+    seen: Headers,
+    keys: Mapping[int, list[Any]],
+    ranges: Mapping[int, list[Block]],
+    how: LoadOptions,
+    advance: Advance,
 ) -> dict[Any, str]:
     """Digests by name of tensor and number of file; what can't be read is a problem."""
     digests: dict[Any, str] = {}
@@ -334,9 +391,9 @@ def _hash(
             {key: seen.sources[key].size for key in wanted if isinstance(key, int)},
             [key for key in wanted if isinstance(key, tuple)],
         )
-        files = [Block(number, 0, seen.sources[number].size, ()) for number in numbers]
+        blocks = in_turns([cut(part) for number in numbers for part in ranges[number]], how)
         try:
-            seen.notes += scan(seen.sources, in_turns(files, how), hasher, how, advance)
+            seen.notes += scan(seen.sources, blocks, hasher, how, advance)
         except errors.LoadTimeoutError:
             raise
         except errors.SourceError as error:
@@ -354,26 +411,25 @@ def _pairs(seen: Headers, other: Headers) -> list[Pair]:
     """The tensors of both checkpoints; what differs in the headers is a problem."""
     problems = seen.problems
     problems += [each._replace(what=f"the other one: {each.what}") for each in other.problems]
-    pairs: list[Pair] = []
-    for name, info in seen.tensors.items():
-        match = other.tensors.get(name)
-        if match is None:
-            seen.add("the tensor is only here", info)
-            continue
-        forms = [f"{row.dtype} {list(row.shape)}" for row in (info, match)]
-        pair = Pair(info, match)
-        same = forms[0] == forms[1] and info.nbytes == match.nbytes
-        if same and (info.dtype.known or pair.simple):
-            pairs.append(pair)
+    found: list[Pair] = []
+    for pair in pairs(seen.tensors.values(), other.tensors.values()):
+        info, match = pair
+        if pair.same_dtype and pair.comparable:
+            found.append(pair)
         else:
             what = "the tensors differ in dtype or shape"
-            if same:
+            if pair.same_dtype and info.shape == match.shape and info.nbytes == match.nbytes:
                 what = "tensors of an unknown dtype that are not one raw range can't be compared"
-            problems.append(Problem(what, other.file_of(match), name, *forms))
-    for name, info in other.tensors.items():
+            forms = [f"{row.dtype} {list(row.shape)}" for row in pair]
+            problems.append(Problem(what, other.file_of(match), info.name, *forms))
+    for name in seen.tensors:
+        if name not in other.tensors:
+            seen.add("the tensor is only here", seen.tensors[name])
+    for name in other.tensors:
         if name not in seen.tensors:
-            problems.append(Problem("the tensor is only there", other.file_of(info), name))
-    return pairs
+            file = other.file_of(other.tensors[name])
+            problems.append(Problem("the tensor is only there", file, name))
+    return found
 
 
 def _compare(
@@ -391,12 +447,3 @@ def _compare(
             place, expected, found = comparison.first_difference(info)
             what, file = f"the tensors differ from {place} on", other.file_of(info)
             seen.problems.append(Problem(what, file, info.name, expected, found))
-
-
-def _write(seen: Headers, path: str, digests: Mapping[Any, str], *, overwrite: bool) -> None:
-    names = manifests.relative_names(seen.found.names, seen.found.index_file)
-    entries = {
-        names[source.name]: FileEntry(source.size, digests[number])
-        for number, source in enumerate(seen.sources)
-    }
-    Manifest.of(seen.tensors, digests, entries).write(path, overwrite=overwrite)

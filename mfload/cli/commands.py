@@ -121,6 +121,10 @@ _CHECKSUMS = (
     "auto: compare with the manifest if there is one. write: hash every tensor and file into a "
     "manifest. check: fail without a manifest. never: ignore it."
 )
+_ALGORITHM = (
+    "xxh3: the hash of each tensor, as fast as memory is read. sha256: that of each file. both: "
+    "write both, or compare what the manifest has."
+)
 _SUMS = "The manifest. Default: NAME.checksums.json beside the checkpoint."
 _SHA256 = (
     "What the files' SHA-256 must be: the digits for one file, a list as sha256sum writes it, or "
@@ -129,6 +133,7 @@ _SHA256 = (
 
 Against = Annotated[str | None, option("OTHER", _AGAINST)]
 Way = Annotated[str, option("WAY", _CHECKSUMS, offers=("auto", "write", "check", "never"))]
+Algorithm = Annotated[str, option("NAME", _ALGORITHM, offers=("xxh3", "sha256", "both"))]
 Sums = Annotated[str | None, option("FILE", _SUMS)]
 Sha256 = Annotated[str | None, option("auto|HEX|FILE", _SHA256)]
 Anew = Annotated[bool, flag("Replace a manifest.", "--overwrite")]
@@ -140,6 +145,7 @@ def verify(
     *,
     against: Against = None,
     checksums: Way = "auto",
+    algorithm: Algorithm = "both",
     manifest: Sums = None,
     sha256: Sha256 = None,
     overwrite: Anew = False,
@@ -155,11 +161,13 @@ def verify(
     from mfload.checking.verify import verify
 
     way: Any = checksums
+    hashes: Any = algorithm
     with bar("verifying") as progress:
         found = verify(
             path,
             against=against,
             checksums=way,
+            algorithm=hashes,
             manifest=manifest,
             sha256=sha256,
             overwrite=overwrite,

@@ -5,13 +5,13 @@ Nothing here needs typer, whose start takes longer than listing 20,000 tensors.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mfload.cli import options
 
 _FEW_FILES = 16
+_DTYPE: Callable[[TensorInfo], str] = attrgetter("dtype.name")
 _DIGITS = re.compile(r"(\d+)")
 _DEEPEST = 64
 """Levels of a tree; a name made of a million dots has no more."""
@@ -46,7 +47,7 @@ SORTS: dict[str, Callable[[TensorInfo], Any]] = {
 }
 _FLAGS = {"--tree": "tree", "--summary": "summary", "--metadata": "metadata", "--json": "as_json",
           "--quiet": "quiet", "-q": "quiet", "--bytes": "exact", "-b": "exact"}  # fmt: skip
-_VALUES = ("--names", "--shard", "--sort")
+_VALUES = ("--names", "--sort")
 
 
 def simple_arguments(words: Sequence[str]) -> dict[str, Any] | None:
@@ -68,7 +69,6 @@ def ls(
     path: options.Checkpoint,
     names: options.Names = None,
     dtype: options.Only = None,
-    shard: options.Shard = None,
     larger_than: options.Above = None,
     smaller_than: options.Below = None,
     sort: options.Sort = "offset",
@@ -93,13 +93,10 @@ def ls(
     with gc_paused():
         index, sources = checkpoint.read(path)
         dtypes = {_dtype_name(each, index) for each in dtype or ()}
-        files = _files(shard, index)
         rows = [
             row
             for row in select(index, names)
-            if least < row.nbytes < most
-            and (not dtypes or row.dtype.name in dtypes)
-            and row.pieces[0].source in files
+            if least < row.nbytes < most and (not dtypes or row.dtype.name in dtypes)
         ]
         rows.sort(key=SORTS[sort])
         if as_json:
@@ -127,18 +124,6 @@ def _dtype_name(name: str, index: Index) -> str:
     return dtypes.resolve(name).name
 
 
-def _files(shard: str | None, index: Index) -> set[int]:
-    names = [os.path.basename(file) for file in index.files]
-    if shard is None:
-        return set(range(len(names)))
-    found = {n for n, name in enumerate(names) if shard in (name, index.files[n])}
-    found = found or {n for n, name in enumerate(names) if fnmatch.fnmatchcase(name, shard)}
-    if not found:
-        there = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
-        raise errors.UsageError("no such shard", expected=there, found=shard)
-    return found
-
-
 def totals(rows: Iterable[TensorInfo], key: Callable[[TensorInfo], Any]) -> dict[Any, Any]:
     """Tensors and bytes by a key, the most bytes first."""
     sums: dict[Any, dict[str, int]] = {}
@@ -149,18 +134,10 @@ def totals(rows: Iterable[TensorInfo], key: Callable[[TensorInfo], Any]) -> dict
     return dict(sorted(sums.items(), key=lambda item: -item[1]["bytes"]))
 
 
-def _source(row: TensorInfo) -> int:
-    return row.pieces[0].source
-
-
-def _dtype(row: TensorInfo) -> str:
-    return row.dtype.name
-
-
 def _data(
     index: Index, rows: Sequence[TensorInfo], limit: int | None, sizes: Sequence[int], summary: bool
 ) -> dict[str, Any]:
-    by_file = totals(rows, _source)
+    by_file = totals(rows, lambda row: row.pieces[0].source)
     tensors = [
         {
             "name": row.name,
@@ -176,7 +153,7 @@ def _data(
     return {
         **({} if summary else {"tensors": tensors}),
         "total": {"tensors": len(rows), "bytes": sum(row.nbytes for row in rows)},
-        "dtypes": totals(rows, _dtype),
+        "dtypes": totals(rows, _DTYPE),
         "files": [
             {"file": file, "size": sizes[n], **by_file.get(n, {"tensors": 0, "bytes": 0})}
             for n, file in enumerate(index.files)
@@ -192,18 +169,13 @@ Listing = tuple[list[str], Sequence[Sequence[object]], list[int]]
 
 def _rows(index: Index, rows: Sequence[TensorInfo], shown: Callable[[int], str]) -> Listing:
     shape = functools.cache(lambda shape: str(list(shape)))
-    heads, columns = (
-        ["dtype", "shape", "bytes"],
-        [
-            [row.dtype.name for row in rows],
-            [shape(row.shape) for row in rows],
-            [shown(row.nbytes) for row in rows],
-        ],
-    )
+    heads = ["dtype", "shape", "bytes"]
+    columns = [list(map(_DTYPE, rows)), [shape(row.shape) for row in rows]]
+    columns.append([shown(row.nbytes) for row in rows])
     if len(index.files) > 1:
         files = [os.path.basename(file) for file in index.files]
         heads.append("file")
-        columns.append([files[_source(row)] for row in rows])
+        columns.append([files[row.pieces[0].source] for row in rows])
     if not all(row.simple for row in rows):
         heads.append("stored")
         columns.append(list(map(_how, rows)))
@@ -275,13 +247,13 @@ def _print_totals(
 ) -> None:
     files = len(index.files)
     size = shown(sum(row.nbytes for row in rows))
-    by_file = sorted(totals(rows, _source).items())
+    by_file = sorted(totals(rows, lambda row: row.pieces[0].source).items())
     if len(rows) == len(index):
         line = f"{len(rows)} tensors, {size}, in {files} file{'s' if files > 1 else ''}"
     else:
         line = f"{len(rows)} of {len(index)} tensors, {size}, in {len(by_file)} of {files} files"
     write([*([""] if gap else []), line])
-    sums = {"dtype": list(totals(rows, _dtype).items())}
+    sums = {"dtype": list(totals(rows, _DTYPE).items())}
     if files > 1 and (summary or files <= _FEW_FILES):
         sums["file"] = [(os.path.basename(index.files[n]), total) for n, total in by_file]
     for of, found in sums.items():

@@ -1,12 +1,9 @@
-"""The options that commands share, and what a shell offers for them when the tab key is pressed."""
+"""The options that commands share."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
-import re
-import shlex
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -15,36 +12,6 @@ import typer
 
 from mfload import errors
 from mfload.options import ALLOCATORS, ENGINES, PAGE_CACHES, size
-
-_MOST_NAMES = 200
-
-
-def offered(*choices: str) -> Callable[[str], list[str]]:
-    """Completes one of a few words."""
-    return lambda incomplete: [each for each in choices if each.startswith(incomplete)]
-
-
-def _offered_dtypes(incomplete: str) -> list[str]:
-    from mfload.dtypes import TABLE
-
-    before, equals, begun = incomplete.rpartition("=")
-    names = sorted({alias for row in TABLE.values() for alias in row.aliases[:1]})
-    return [before + equals + name for name in names if name.startswith(begun)]
-
-
-def _offered_names(incomplete: str) -> list[str]:
-    from mfload.formats import checkpoint
-
-    # The parser gives up on an option without its value, so it knows no path by now. These are
-    # the variables in which shells hand over the line.
-    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
-    try:
-        path = next(word for word in shlex.split(line)[2:] if os.path.exists(word))
-        index, _ = checkpoint.read(path)
-    except Exception:  # noqa: BLE001  A shell that waits for the tab key wants no error.
-        return []
-    names = (name for name in index if name.startswith(incomplete) and name.isprintable())
-    return [re.escape(name) for name in names][:_MOST_NAMES]
 
 
 def _size(value: Any) -> int:
@@ -55,9 +22,12 @@ def _size(value: Any) -> int:
         raise typer.BadParameter(f"{error.found!r} is no size: {error.expected}") from None
 
 
-def option(metavar: str, text: str, *names: str, offers: Any = None) -> Any:
-    """An option with a value; `offers` has what the tab key completes."""
-    complete = offered(*offers) if isinstance(offers, tuple) else offers
+def option(metavar: str, text: str, *names: str, offers: tuple[str, ...] = ()) -> Any:
+    """An option with a value; `offers` are words that the tab key completes."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [each for each in offers if each.startswith(incomplete)]
+
     return typer.Option(*names, metavar=metavar, help=text, autocompletion=complete)
 
 
@@ -127,10 +97,8 @@ _THREADS = "Number of reader threads. Default: chosen."
 Checkpoint = Annotated[str, argument("PATH", _PATH)]
 Framework = Annotated[str, option("NAME", _FRAMEWORK, "--framework", "-f", offers=_FRAMEWORKS)]
 Device = Annotated[list[str] | None, option("[REGEX=]DEVICE", _DEVICE, "--device")]
-Names = Annotated[str | None, option("REGEX", _NAMES, offers=_offered_names)]
-Dtypes = Annotated[
-    list[str] | None, option("[REGEX=]DTYPE", _DTYPE, "--dtype", offers=_offered_dtypes)
-]
+Names = Annotated[str | None, option("REGEX", _NAMES)]
+Dtypes = Annotated[list[str] | None, option("[REGEX=]DTYPE", _DTYPE, "--dtype")]
 Engine = Annotated[str, option("NAME", _ENGINE, offers=ENGINES)]
 PageCache = Annotated[str, option("HOW", _PAGE_CACHE, "--page-cache", offers=PAGE_CACHES)]
 Allocator = Annotated[str, option("NAME", _ALLOCATOR, offers=ALLOCATORS)]
@@ -148,7 +116,6 @@ _LIMIT = "Only the first N rows; totals of all."
 _DEPTH = "Levels of the tree. Default: all."
 
 Only = Annotated[list[str] | None, option("DTYPE", _ONLY_DTYPE, "--dtype")]
-Shard = Annotated[str | None, option("FILE", "Only tensors of this file; * and ? match.")]
 Above = Annotated[int | None, sized("--larger-than", "Only tensors above this size.")]
 Below = Annotated[int | None, sized("--smaller-than", "Only tensors below this size.")]
 Sort = Annotated[str, option("KEY", _ORDERS, offers=("offset", "name", "size"))]

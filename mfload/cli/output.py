@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mfload.cli import terminal
-from mfload.cli.terminal import cells
 from mfload.errors import printable
 
 _PART = 16 << 10
@@ -45,27 +44,16 @@ def print_table(
         # Most columns hold few different cells.
         texts = list(map(functools.cache(printable), map(str, column)))
         if n < len(rows[0]) - 1 or n in right:
-            texts = _padded(texts, right=n in right)
+            width = max(map(len, texts))
+            texts = [each.rjust(width) if n in right else each.ljust(width) for each in texts]
         if fancy and not headers and n == 0:
             texts = list(map(_bold, texts))
         columns.append(texts)
     lines = [line.rstrip() for line in map("  ".join, zip(*columns, strict=True))]
     if fancy and headers:
-        width = min(max(map(cells, lines)), shutil.get_terminal_size().columns)
+        width = min(max(map(len, lines)), shutil.get_terminal_size().columns)
         lines[:1] = [_bold(lines[0]), "─" * width]
     write(lines)
-
-
-def _padded(texts: list[str], *, right: bool) -> list[str]:
-    width = max(map(functools.cache(cells), texts))
-
-    @functools.cache
-    def padded(text: str) -> str:
-        # Format codes pad by characters, and a wide character takes two columns.
-        gap = " " * (width - cells(text))
-        return gap + text if right else text + gap
-
-    return list(map(padded, texts))
 
 
 def _bold(text: str) -> str:

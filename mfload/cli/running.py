@@ -23,7 +23,9 @@ def run(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = lambda message, *_: terminal.say(
+                f"mfload: warning: {errors.printable(message)}"
+            )
             code = _dispatch([each for each in arguments if each != "--traceback"])
             sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  The one place where errors end.
@@ -34,10 +36,6 @@ def run(arguments: Sequence[str]) -> int:
         except OSError:
             terminal.mute(stream)
     return code
-
-
-def _warn(message: object, *_: object) -> None:
-    terminal.say(f"mfload: warning: {errors.printable(message)}")
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -18,15 +18,6 @@ def fancy(stream: Any) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def cells(text: str) -> int:
-    """Columns that a text takes on a terminal."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
 def open_streams() -> None:
     """Opens the null device in the place of standard streams that are closed.
 

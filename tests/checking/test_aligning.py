@@ -248,6 +248,48 @@ def test_a_manifest_goes_along(source: Path, target: Path) -> None:
     assert Manifest.read(source.with_name("model.checksums.json")) == made
 
 
+@pytest.mark.parametrize("algorithm", ["xxh3", "sha256"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_manifest_of_one_algorithm(
+    algorithm: Any, in_place: bool, source: Path, target: Path
+) -> None:
+    mfload.verify(source, checksums="write", algorithm=algorithm)
+    raw = bytearray(source.read_bytes())
+    options: dict[str, Any] = {"overwrite": True} if in_place else {"target": target}
+    source.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(errors.ChecksumError) as info:
+        mfload.align(source, **options)
+    assert info.value.file == os.fspath(source)
+    source.write_bytes(raw)
+    (path, *_) = mfload.align(source, **options).files
+    made = Manifest.read(Path(path).with_name("model.checksums.json"))
+    assert (made.hashed, bool(made.files)) == (algorithm == "xxh3", algorithm == "sha256")
+    assert mfload.verify(path, checksums="check").data_checked
+
+
+def test_small_tensors_are_written_together(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aligning, "BLOCK", 1 << 20)
+    rows = [(f"t{n}", "U8", (64 - n % 2,), bytes([n % 251]) * (64 - n % 2)) for n in range(2000)]
+    source = samples.save_raw(tmp_path / "a.safetensors", rows)
+    writes: list[int] = []
+    real = Draft.write
+
+    def count(draft: Draft, offset: int, pieces: Any) -> int:
+        writes.append(offset)
+        return real(draft, offset, pieces)
+
+    monkeypatch.setattr(Draft, "write", count)
+    mfload.align(source, target)
+    # The header, and all tensors.
+    assert len(writes) == 2
+    found = mfload.load(target, "numpy")
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: raw for name, _, _, raw in rows
+    }
+
+
 def test_shards_with_a_manifest(shards: Path) -> None:
     mfload.verify(shards, checksums="write")
     for options in ({}, {"max_shard_size": "300kB"}, {"max_shard_size": "1GB"}):
@@ -280,7 +322,7 @@ def test_what_the_disk_gives_back_is_compared(
     before = source.read_bytes()
 
     def flip(draft: Draft, offset: int, pieces: Any) -> int:
-        copy = pieces[0].copy()
+        copy = np.concatenate(pieces)
         if offset > 100_000:
             copy[0] ^= 1
         return real(draft, offset, [copy])
@@ -300,7 +342,7 @@ def test_a_header_that_was_not_written(
     real = Draft.write
 
     def swap(draft: Draft, offset: int, pieces: Any) -> int:
-        raw = pieces[0].tobytes()
+        raw = np.concatenate(pieces).tobytes()
         raw = raw.replace(b'"embed"', b'"embad"') if offset == 0 else raw
         return real(draft, offset, [np.frombuffer(raw, np.uint8)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import samples
+from hypothesis import given, settings, strategies as st
 
 import mfload
 from mfload import dtypes, errors
@@ -22,7 +24,7 @@ MODEL = samples.model()
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mfload.checking.compare.PART", 10_000)
+    monkeypatch.setattr("mfload.checking.scan.BLOCK", 10_000)
 
 
 @pytest.fixture
@@ -107,6 +109,59 @@ def test_the_largest_change_comes_first(tmp_path: Path) -> None:
     assert [each.name for each in found.changed] == ["c", "d", "b", "e"]
 
 
+@given(data=st.data())
+@settings(max_examples=40)
+def test_small_tensors_in_any_order(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("any")
+    sizes = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=25))
+    ours = {f"t{n}": np.arange(size, dtype=np.int16) for n, size in enumerate(sizes)}
+    theirs = {name: array.copy() for name, array in ours.items()}
+    filled = sorted(name for name in ours if ours[name].size)
+    for name in data.draw(st.lists(st.sampled_from(filled), unique=True)) if filled else ():
+        theirs[name][data.draw(st.integers(0, theirs[name].size - 1))] += 7
+    files = [ours, theirs]
+    for n, side in enumerate(files):
+        order = data.draw(st.permutations(list(side)))
+        rows = [(name, "I16", side[name].shape, side[name].tobytes()) for name in order]
+        samples.save_raw(directory / f"{n}.safetensors", rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mfload.checking.scan.BLOCK", data.draw(st.integers(16, 4000)))
+        options = mfload.Options(threads=data.draw(st.integers(1, 3)))
+        names = data.draw(st.lists(st.sampled_from(sorted(ours)), min_size=1, unique=True))
+        paths = [directory / f"{n}.safetensors" for n in range(2)]
+        found = mfload.diff(*paths, names=names, options=options)
+    told = {each.name: (each.max_abs, each.differing, each.equal) for each in found.tensors}
+    wanted = {}
+    for name in names:
+        changed = int(np.count_nonzero(ours[name] != theirs[name]))
+        wanted[name] = (7 if changed else 0, changed, not changed)
+    assert told == wanted
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_files_are_opened_once_a_block(
+    shuffled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for each tensor."""
+    names = [f"t{n}" for n in range(1000)]
+    orders = [names, random.Random(0).sample(names, 1000) if shuffled else names]
+    paths = [
+        samples.save_raw(
+            tmp_path / f"{n}.safetensors", [(name, "U8", (8,), b"8" * 8) for name in o]
+        )
+        for n, o in enumerate(orders)
+    ]
+    monkeypatch.setattr("mfload.checking.scan.BLOCK", 4000)
+    opened: list[Any] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda *args: opened.append(args) or real(*args))
+    assert mfload.diff(*paths, options=mfload.Options(threads=2)).same
+    # Headers, a reader a thread, and the other side for each of two blocks.
+    assert len(opened) < 20
+
+
 def test_packed_and_unknown_dtypes(tmp_path: Path) -> None:
     rows = [("f4", "F4", (3, 2), b"\x21\x43\x65"), ("new", "F5", (3,), b"xyz"),
             ("f8", "F8_E4M3", (2,), b"\x38\x40"), ("to", "F4", (2,), b"\x24")]  # fmt: skip
@@ -180,11 +235,11 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ours = np.zeros(4 << 20, np.uint8)
     a = samples.save(tmp_path / "a.safetensors", {"w": ours.view(ml_dtypes.float8_e4m3fn)})
     b = samples.save(tmp_path / "b.safetensors", {"w": ours.astype(np.float32)})
-    monkeypatch.setattr("mfload.checking.compare.PART", 1 << 20)
+    monkeypatch.setattr("mfload.checking.scan.BLOCK", 1 << 20)
     buffers.peak_bytes(reset=True)
     assert mfload.diff(a, b, options=mfload.Options(threads=2)).tensors[0].max_abs == 0
-    # Two slots a reader: the larger of a part of each, and pages for what is not aligned.
-    assert buffers.peak_bytes() <= 2 * ((1 << 20) + (1 << 18) + 4 * 4096)
+    # Two slots a reader: a block of each, and pages for what is not aligned.
+    assert buffers.peak_bytes() <= 2 * 2 * ((1 << 20) + 2 * 4096)
 
 
 def test_what_can_t_be_read_is_an_error(one: Path, tmp_path: Path) -> None:

@@ -23,8 +23,13 @@ _tensors = st.builds(
     st.lists(st.integers(0, 2**64 - 1), max_size=4).map(tuple),
     st.text(_hex, min_size=32, max_size=32),
 )
+_unhashed = st.builds(lambda entry: entry._replace(digest=None), _tensors)
 _files = st.builds(FileEntry, st.integers(0, 2**63 - 1), st.text(_hex, min_size=64, max_size=64))
-_manifests = st.builds(Manifest, st.dictionaries(_names, _tensors), st.dictionaries(_names, _files))
+_manifests = st.builds(
+    Manifest,
+    st.dictionaries(_names, _tensors) | st.dictionaries(_names, _unhashed),
+    st.dictionaries(_names, _files),
+)
 
 GOOD = {
     "mfload_checksums": 1,
@@ -51,6 +56,10 @@ def test_the_text_is_the_one_that_is_documented(tmp_path: Path) -> None:
     assert json.loads(made.text()) == GOOD
     assert made.text().splitlines()[4].startswith('  "w": {"dtype": "F32"')
     assert json.loads(Manifest({}).text())["tensors"] == {}
+    bare = Manifest({"w": TensorEntry("F32", (2,), None)}, made.files)
+    assert (made.hashed, bare.hashed) == (True, False)
+    wanted = {k: v for k, v in GOOD.items() if k != "algorithm"}
+    assert json.loads(bare.text()) == {**wanted, "tensors": {"w": {"dtype": "F32", "shape": [2]}}}
     (tmp_path / "m").write_text(json.dumps({k: v for k, v in GOOD.items() if k != "files"}))
     assert Manifest.read(tmp_path / "m").files == {}
 
@@ -94,7 +103,7 @@ _BAD: dict[str, Any] = {
         for key, value in [
             ("dtype", 5), ("shape", 5), ("shape", [-1]), ("shape", [True]), ("shape", [2**64]),
             ("shape", [1.0]), ("digest", "a" * 31), ("digest", "A" * 32), ("digest", 5),
-            ("digest", "a" * 32 + "\n"), ("other", 1),
+            ("digest", "a" * 32 + "\n"), ("digest", None), ("other", 1),
         ]
     },
     **{

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,18 @@ def test_what_was_saved_verifies(limit: int | None, tmp_path: Path) -> None:
     assert found.checked[-2:] == ("checksums", "sha256")
     assert mfload.verify(tmp_path).manifest == os.fspath(at)
     assert mfload.load(tmp_path, "numpy", verify=at).keys() == MODEL.keys()
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "sha256", "both"])
+def test_which_algorithm(algorithm: Any, tmp_path: Path) -> None:
+    path, at = tmp_path / "model.safetensors", tmp_path / "model.checksums.json"
+    mfload.save(MODEL, path, checksums=algorithm)
+    made = Manifest.read(at)
+    assert (made.hashed, bool(made.files)) == (algorithm != "sha256", algorithm != "xxh3")
+    assert mfload.verify(path, checksums="check").ok
+    with pytest.raises(errors.UsageError, match="did you mean 'xxh3'"):
+        mfload.save(MODEL, tmp_path / "other.safetensors", checksums="xxh")  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "other.safetensors").exists()
 
 
 def test_saved_again(tmp_path: Path) -> None:

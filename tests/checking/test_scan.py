@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
 from mfload.checking import scan as scanning
-from mfload.checking.scan import in_turns, scan
+from mfload.checking.scan import cut, in_turns, joined, scan
+from mfload.index import Piece
 from mfload.io import buffers
 from mfload.load_options import started
 from mfload.planning.blocks import Block
@@ -25,7 +27,7 @@ def look(
     threads: int | None = None, engine: Any = "auto", advance: Any = None,
 ) -> tuple[str, ...]:  # fmt: skip
     how = started(mfload.Options(engine=engine, threads=threads, timeout=deadline))
-    blocks = in_turns(ranges, how) if turns else ranges
+    blocks = in_turns(map(cut, ranges), how) if turns else ranges
     return scan(sources, blocks, observer, how, advance)
 
 
@@ -81,7 +83,31 @@ def test_files_are_read_in_turns(
     ranges = [part(n, 0, source.size) for n, source in enumerate(files[0])]
     for threads, order in ((1, [0, 0, 0, 0, 1, 1, 1, 2]), (2, [0, 1, 0, 1, 0, 1, 0, 2])):
         how = started(mfload.Options(threads=threads))
-        assert [block.source for block in in_turns(ranges, how)] == order
+        assert [block.source for block in in_turns(map(cut, ranges), how)] == order
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300), st.integers(0, 90)), max_size=30),
+    st.integers(0, 40),
+    st.integers(90, 200),
+)
+def test_neighbours_are_read_together(
+    given: list[tuple[int, int, int]], gap: int, most: int
+) -> None:
+    ranges = [Piece(*each) for each in given]
+    found = list(joined(ranges, gap, most))
+    assert sorted(n for _, numbers in found for n in numbers) == list(range(len(ranges)))
+    assert [block[:2] for block, _ in found] == sorted({block[:2] for block, _ in found})
+    for block, numbers in found:
+        assert block.nbytes <= most
+        mine = sorted(ranges[n] for n in numbers)
+        assert (mine[0].source, mine[0].offset) == block[:2]
+        end = block.offset
+        for source, offset, nbytes, _ in mine:
+            assert source == block.source
+            assert offset - end <= gap
+            end = max(end, offset + nbytes)
+        assert end == block.offset + block.nbytes
 
 
 def test_blocks_as_they_are(files: tuple[list[LocalFile], list[bytes]]) -> None:

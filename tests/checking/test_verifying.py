@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 import mfload
 from mfload import errors
+from mfload.checking import verify as verifying
 from mfload.checking.manifest import Manifest
 
 MODEL = samples.model()
@@ -49,7 +51,6 @@ def shards(tmp_path: Path) -> Path:
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mfload.checking.scan.BLOCK", 64 << 10)
-        patch.setattr("mfload.checking.compare.PART", 64 << 10)
         yield
 
 
@@ -95,6 +96,79 @@ def test_a_manifest_written_and_checked(threads: int, shards: Path) -> None:
     assert found.checked == ("headers", "checksums")
     assert "other files" in found.notes[-1]
     assert list(mfload.load(one, framework="numpy", verify=at)) != []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("algorithm", ["xxh3", "sha256"])
+def test_one_algorithm(algorithm: Any, threads: int, shards: Path) -> None:
+    options = mfload.Options(threads=threads)
+    written = mfload.verify(shards, checksums="write", algorithm=algorithm, options=options)
+    both = mfload.verify(shards, checksums="write", manifest=shards / "both.json", options=options)
+    made, whole = Manifest.read(written.manifest or ""), Manifest.read(both.manifest or "")
+    hashed = algorithm == "xxh3"
+    assert made.tensors == {
+        name: entry if hashed else entry._replace(digest=None)
+        for name, entry in whole.tensors.items()
+    }
+    assert made.files == ({} if hashed else whole.files)
+    what = "checksums" if hashed else "sha256"
+    # Whichever is asked for, what the manifest has is compared.
+    for asked in ("both", algorithm):
+        for known in ({}, {"manifest": shards / "both.json"}):
+            found = mfload.verify(shards, algorithm=asked, options=options, **known)
+            assert found.ok
+            if asked == algorithm or not known:
+                assert found.checked == ("headers", "index", what)
+    data = sum(array.nbytes for array in MODEL.values())
+    sizes = sum(file.stat().st_size for file in shards.glob("*.safetensors"))
+    assert found.read_bytes == (data if hashed else sizes)
+    file = shards / "model-00002-of-00003.safetensors"
+    _flip(file, file.stat().st_size - 1)
+    for asked in ("both", algorithm):
+        (problem,) = mfload.verify(shards, algorithm=asked, options=options).problems
+        assert problem.file == os.fspath(file)
+        assert (problem.tensor is not None) == hashed
+    other: Any = "sha256" if hashed else "xxh3"
+    for checksums in ("auto", "check"):
+        with pytest.raises(errors.UsageError, match="no checksums of this algorithm"):
+            mfload.verify(shards, checksums=checksums, algorithm=other)
+
+
+def test_sums_of_files_alone_know_every_file(path: Path, shards: Path) -> None:
+    mfload.verify(path, checksums="write", algorithm="sha256")
+    at = path.with_name("model.checksums.json")
+    found = mfload.verify(shards, checksums="check", manifest=at)
+    files = {each.file for each in found.problems}
+    assert len(files) == 4
+    assert "not in both" in found.problems[0].what
+    samples.save(path, {**MODEL, "new": np.zeros(2)})
+    told = [(each.tensor, each.what) for each in mfload.verify(path).problems]
+    assert [name for name, _ in told] == ["new", None]
+    # A load compares tensors, and finds none to compare with.
+    with pytest.raises(errors.UsageError, match="no checksums of tensors"):
+        mfload.load(path, "numpy", verify=at)
+    # What is published counts, whatever is compared beside it.
+    for algorithm in ("xxh3", "sha256"):
+        manifest = path.with_name(f"{algorithm}.json")
+        again = mfload.verify(
+            path, checksums="write", algorithm=algorithm, manifest=manifest, sha256="0" * 64
+        )
+        assert ["SHA-256" in each.what for each in again.problems] == [True]
+
+
+def test_tensors_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ranges of whole tensors, of which readers take turns."""
+    monkeypatch.setattr("mfload.checking.scan.BLOCK", 4096)
+    arrays = {f"t{n}": np.full(10_000, n, np.uint8) for n in range(10)}
+    path = samples.save(tmp_path / "many.safetensors", arrays)
+    seen: list[Any] = []
+    real = verifying.scan
+    monkeypatch.setattr(verifying, "scan", lambda *args: seen.extend(args[1]) or real(*args))
+    options = mfload.Options(threads=2)
+    assert mfload.verify(path, checksums="write", algorithm="xxh3", options=options).ok
+    gaps = [b.offset - a.offset for a, b in itertools.pairwise(seen)]
+    assert max(gaps) >= 50_000 - 4096
+    assert sum(block.nbytes for block in seen) == 100_000
 
 
 def test_every_byte_is_read_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +464,7 @@ def test_progress_ends_at_the_total(shards: Path, path: Path) -> None:
 def test_arguments_that_make_no_sense(path: Path, tmp_path: Path) -> None:
     bad: list[dict[str, Any]] = [
         {"checksums": "read"}, {"checksums": True}, {"threads": 0},
+        {"algorithm": "md5"}, {"algorithm": None},
         {"checksums": "never", "manifest": "x"}, {"checksums": None},
         {"timeout": -1}, {"checksums": "write", "manifest": Manifest({})},
         {"checksums": "check", "manifest": 5}, {"sha256": 5}, {"sha256": {"x": "y"}},

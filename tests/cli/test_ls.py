@@ -77,14 +77,6 @@ def test_filters(run: Run, model: Path, options: list[str], names: set[str]) -> 
     assert set(_names(run, model, *options)) == names
 
 
-def test_a_shard_is_named_or_matched(run: Run, shards: Path) -> None:
-    assert _names(run, shards, "--shard", "model-00001-of-00002.safetensors") == ["a"]
-    assert _names(run, shards, "--shard", "*-00002-of-*") == ["c", "b"]
-    ran = run("ls", shards, "--shard", "nothing")
-    assert ran.code == 2
-    assert "expected: model-00001-of-00002.safetensors, model-00002" in ran.err
-
-
 def test_orders(run: Run, model: Path) -> None:
     assert _names(run, model, "--sort", "name") == [
         "embed.weight", "layers.0.q.bias", "layers.0.q.weight", "layers.2.q.weight",
@@ -235,7 +227,7 @@ def test_1000_shards_are_all_there_and_quick(tmp_path: Path) -> None:
     [
         ["a"],
         ["a", "-q", "--tree", "--summary", "--metadata", "--bytes", "--json"],
-        ["--names", "l.*", "a", "--sort", "size", "--shard", "m*", "-b"],
+        ["--names", "l.*", "a", "--sort", "size", "-b"],
     ],
 )
 def test_plain_words_mean_what_they_mean_to_typer(

@@ -16,7 +16,7 @@ import samples
 from hypothesis import example, given, strategies as st
 
 from mfload import errors, options
-from mfload.cli import output, running, terminal
+from mfload.cli import output, running
 
 NASTY = st.one_of(
     st.text(max_size=40),
@@ -98,12 +98,6 @@ def _lines(
 ) -> list[str]:
     output.print_table(None, rows, right=right)
     return capsys.readouterr().out.splitlines()
-
-
-def test_wide_characters_take_two_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [terminal.cells(each) for each in ("", "ab", "雪", "e\u0301", "ａ")] == [0, 2, 2, 1, 2]
-    lines = _lines(capsys, [["雪", "1"], ["ab", "2"], ["", "3"]])
-    assert lines == ["雪  1", "ab  2", "    3"]
 
 
 def test_columns(capsys: pytest.CaptureFixture[str]) -> None:

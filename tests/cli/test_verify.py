@@ -54,6 +54,18 @@ def test_checksums_written_checked_and_broken(run: Run, model: Path) -> None:
     assert run("verify", model, "--checksums", "check").code == 0
 
 
+def test_one_algorithm(run: Run, model: Path) -> None:
+    at = model.with_name("model.checksums.json")
+    for algorithm in ("xxh3", "sha256"):
+        ran = run("verify", model, "--checksums", "write", "--overwrite", "--algorithm", algorithm)
+        assert ran.code == 0
+        assert ("digest" in at.read_text()) == (algorithm == "xxh3")
+        assert run("verify", model, "--algorithm", algorithm).code == 0
+        assert run("verify", model, "--checksums", "check").code == 0
+    assert run("verify", model, "--algorithm", "xxh3").code == 2
+    assert "xxh3 | sha256 | both" in run("verify", model, "--algorithm", "md5").err
+
+
 def test_a_manifest_elsewhere(run: Run, shards: Path, tmp_path: Path) -> None:
     where = tmp_path / "sums.json"
     ran = run("verify", shards, "--checksums", "write", "--manifest", where)

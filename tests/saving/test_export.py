@@ -290,6 +290,43 @@ class TestStrided:
         assert gone() is None
 
 
+@pytest.mark.parametrize("tile", [1 << 10, 1 << 14])
+@pytest.mark.parametrize("dtype", ["u1", "<f2", ">f4", "<i4", "<f8", "<c8"])
+def test_transposed_arrays_of_any_shape_and_steps(
+    dtype: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied in tiles, and the bytes are those of a plain copy in C order."""
+    monkeypatch.setattr("mfload.saving.export._TILE", tile)
+    monkeypatch.setattr("mfload.saving.export._CACHE", 0)
+    chance = np.random.default_rng(0)
+    for shape in ((64, 64), (65, 64), (1, 5000, 3), (128, 257), (3, 3, 40, 50), (2, 70, 31, 5)):
+        plain = chance.integers(0, 200, shape).astype(dtype)
+        for order in ((), tuple(chance.permutation(len(shape)))):
+            turned = plain.transpose(order or None)
+            for array in (turned, turned[::-1], turned[..., ::2], turned[1:, ::-1]):
+                (row,) = export({"w": array})
+                wanted = array.astype(array.dtype.newbyteorder("="), order="C")
+                assert row.fetch().tobytes() == wanted.tobytes()
+    spread = np.broadcast_to(np.arange(100, dtype=dtype)[:, None], (100, 90)).T
+    wanted = spread.astype(spread.dtype.newbyteorder("="))
+    assert export({"w": spread})[0].fetch().tobytes() == wanted.tobytes()
+
+
+def test_a_column_is_written_from_where_it_lies() -> None:
+    """The stride of a dim of one element says nothing about how an array lies."""
+
+    class Array:
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            return self.array
+
+    column = np.arange(200_000, dtype=np.float32).reshape(1, -1).T
+    assert column.strides[-1] > column.strides[0]
+    assert np.shares_memory(give(Array(column)).fetch(), column)
+
+
 def test_a_row_for_every_dtype() -> None:
     assert set(base.ROWS.values()) == set(dtypes.TABLE.values())
     for name, row in base.ROWS.items():

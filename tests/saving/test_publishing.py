@@ -645,7 +645,7 @@ class TestReaders:
 
         monkeypatch.setattr(safetensors, "read", between)
         with pytest.raises((errors.SourceChangedError, errors.CheckpointError)):
-            mfload.open(memory)
+            mfload.load(memory, "numpy")
 
     def test_readers_beside_a_writer(self, memory: Path) -> None:
         mfload.save(OLD, memory, max_shard_size=9000)
