@@ -122,16 +122,3 @@ def prepare(extents: Sequence[Extent], nbytes: int, *, cold: bool, primed: bool 
     if primed:
         prime((256 << 20) + nbytes * 3 // 2)
         fill_or_drop(extents, cold=cold)  # Nothing to do, unless memory ran short meanwhile.
-
-
-def busy_share(seconds: float = 1.0) -> float:
-    """The share of the machine's CPU time that is in use now, 0 to 1; takes `seconds`."""
-
-    def ticks() -> tuple[int, int]:
-        spent = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return sum(spent), spent[3] + spent[4]  # All; idle and waiting for the disk.
-
-    total, idle = ticks()
-    time.sleep(seconds)
-    total_after, idle_after = ticks()
-    return 1 - (idle_after - idle) / max(1, total_after - total)

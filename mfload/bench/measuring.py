@@ -82,7 +82,7 @@ def bench(
     job, notes = choose(path, names, max_bytes)
     entrants = entrants_of(frameworks, engines, peers=peers, everything=job["names"] is None)
     found: dict[str, Any] = {
-        "schema": 2,  # Counts up when a field changes its meaning or goes.
+        "schema": 3,  # Counts up when a field changes its meaning or goes.
         "machine": _machine(job["files"][0]),
         "run": {
             "seed": random.SystemRandom().randrange(2**32),
@@ -90,7 +90,6 @@ def bench(
             "threads": threads,
             "quick": quick,
             "load_average": round(os.getloadavg()[0], 2),
-            "busy_share": {},
             "started": time.strftime("%Y-%m-%d %H:%M"),
         },
         "checkpoint": {
@@ -229,11 +228,9 @@ def _measure_case(
                     sample = {"case": label, "name": name, "round": number, **taken}
                     found["samples"].append(sample)
 
-    busy = machine.busy_share(0.3)
     take_rounds(f"{case} trial", list(trial), 1)
     # The fastest pattern, and the fastest of those that keep what they read.
     order = list(results.ranked(found["samples"], f"{case} trial"))
     keeping = [name for name in order if loaders.find(name).keeps]
     best = list(dict.fromkeys([*order[:1], *keeping[:1], *order]))[:_KEPT]
     take_rounds(case, [*best, *names], rounds)
-    found["run"]["busy_share"][case] = round(max(busy, machine.busy_share(0.3)), 3)

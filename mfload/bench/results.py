@@ -113,13 +113,8 @@ def conditions(found: Found) -> list[str]:
         said.append(f"{case}: not possible here, because {why}.")
     if host.virtual(Path("/")) and ranked(found["samples"], "cold"):
         said.append("This is a virtual machine: its host may still hold what is cold here.")
-    shares = run["busy_share"].items()
-    loud = ", ".join(f"{share:.0%} ({case})" for case, share in shares if share > 0.1)
-    load = f"load average {run['load_average']} at the start"
-    if not loud:
-        return [*said, f"The machine was quiet ({load})."]
-    return [*said, f"The machine was busy with other things: {loud}; {load}. Figures may be worse "
-                   "than it can do; the best suffers least."]  # fmt: skip
+    load = f"The load average was {run['load_average']} at the start: of a busy machine, "
+    return [*said, f"{load}the best figure suffers least."]
 
 
 def draw(found: Found, path: Path) -> bool:

@@ -1,8 +1,7 @@
 """How the segments of a landed block get to their places, on devices or on the host.
 
-The device copies bytes, contiguous or in rows, and converts elements. NumPy prepares the rest in
-host memory: steps backwards, rows too narrow to be worth a transfer each, values that must be
-checked, and conversions that the device does not know.
+The device copies bytes, contiguous or in rows. NumPy prepares the rest in host memory: conversions,
+steps backwards, and rows too narrow to be worth a transfer each.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from mfload.cuda.device import Device, Event, Rows, Stream
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io.pread import put
 from mfload.planning.blocks import Block, Segment
 from mfload.planning.steps import Copy
-
-Method = Rows | Literal["convert", "prepare"]
-"""Rows to copy, or elements to convert on the device, or to prepare on the host."""
 
 # A row over PCIe costs some hundred bytes of overhead.
 _NARROW = 256
@@ -37,55 +33,34 @@ class Methods:
         found = (self._devices[segment.buffer] for segment in block.segments)
         return list(dict.fromkeys(device for device in found if device is not None))
 
-    def of(self, segment: Segment, *, narrow: int = _NARROW) -> Method | None:
-        """The method for a segment, None if it goes to the host; narrow rows are prepared there."""
-        copy, device = segment.copy, self._devices[segment.buffer]
-        if device is None:
-            return None
-        if copy is None:
-            return Rows.one(segment.nbytes)
-        if copy.source != copy.target:
-            known = not copy.checked and device.converts(copy.source, copy.target)
-            return "convert" if known else "prepare"
-        found = rows(copy)
-        if found is None or (found.count > 1 and found.nbytes < narrow):
-            return "prepare"
-        return found
-
-    def working_bytes(self, block: Block) -> tuple[int, list[int]]:
-        """Bytes of memory that it takes to copy a block, beside the block itself.
-
-        Of device memory to convert the largest segment, and of host memory for each segment that
-        NumPy prepares; of replicas, for one.
-        """
-        scratch, prepared = 0, dict[object, int]()
+    def working_bytes(self, block: Block) -> list[int]:
+        """Bytes of host memory for each segment that NumPy prepares; of replicas, for one."""
+        prepared: dict[object, int] = {}
         for segment in block.segments:
-            method = None if segment.copy is None else self.of(segment)
-            if method == "convert":
-                scratch = max(scratch, segment.nbytes)
-            elif method == "prepare" and segment.copy is not None:
-                prepared[segment.offset, segment.copy] = _in_lines(_prepared_bytes(segment.copy))
-        return scratch, list(prepared.values())
+            copy = segment.copy
+            if copy and self._devices[segment.buffer] and as_rows(segment, _NARROW) is None:
+                prepared[segment.offset, copy] = _in_lines(_prepared_bytes(copy))
+        return list(prepared.values())
 
     def stay_on_devices(self, block: Block) -> bool:
         """Whether a block that landed on a device gets to its places without the host."""
-        methods = (self.of(segment, narrow=1) for segment in block.segments)
-        return all(method not in (None, "prepare") for method in methods)
+        if block.rows is not None:  # Each is read by itself.
+            return False
+        return all(
+            self._devices[segment.buffer] is not None and as_rows(segment, 1) is not None
+            for segment in block.segments
+        )
 
 
 class Copier:
     """Gives copies to the streams of one thread, one stream a device.
 
-    `memory` has the destination buffers by number; `scratch` is the bytes of device memory for what
-    is to be converted.
+    `memory` has the destination buffers by number.
     """
 
-    def __init__(self, memory: list[Any], methods: Methods, scratch: int) -> None:
+    def __init__(self, memory: list[Any]) -> None:
         self._memory = memory
-        self._methods = methods
-        self._scratch_bytes = scratch
         self._streams: dict[str, Stream] = {}
-        self._scratch: dict[str, DeviceBuffer] = {}
 
     def copy(self, block: Block, landed: Any, start: int = 0, spare: Any = None) -> list[Event]:
         """Begins to copy a landed block to its places; an event for each stream that does.
@@ -98,7 +73,7 @@ class Copier:
         used: dict[str, Stream] = {}
         prepared: dict[object, Any] = {}
         whole = left = spare
-        narrow = 1 if spare is None else _NARROW
+        narrow, there = 1 if spare is None else _NARROW, isinstance(landed, DeviceBuffer)
         for segment in block.segments:
             target, copy = self._memory[segment.buffer], segment.copy
             first = start + segment.offset - block.offset
@@ -109,21 +84,14 @@ class Copier:
             if device.name not in self._streams:
                 self._streams[device.name] = device.stream()
             stream = used[device.name] = self._streams[device.name]
-            method = self._methods.of(segment, narrow=narrow)
-            if isinstance(method, Rows):
+            if (found := as_rows(segment, narrow)) is not None:
                 first += 0 if copy is None else copy.start
-                _copy_rows(stream, target, segment.at, landed, first, method)
+                if there:
+                    stream.copy_within(target, segment.at, landed, first, found)
+                else:
+                    stream.copy_in(target, segment.at, landed[first:], found)
                 continue
             assert copy is not None
-            if method == "convert":
-                # Kernels need elements on their own boundaries. One scratch memory is enough: what
-                # a stream is given next waits for what it was given before.
-                if device.name not in self._scratch:
-                    self._scratch[device.name] = device.allocate(self._scratch_bytes)
-                scratch = self._scratch[device.name]
-                _copy_rows(stream, scratch, 0, landed, first, Rows.one(segment.nbytes))
-                stream.convert(target, segment.at, scratch, 0, copy)
-                continue
             key = segment.offset, copy  # Replicas are prepared once.
             if key not in prepared:
                 nbytes = _prepared_bytes(copy)
@@ -138,23 +106,22 @@ class Copier:
         return [stream.record() for stream in used.values()]
 
     def close(self) -> None:
-        """Ends the streams once all they were given is over, and frees the scratch memory.
+        """Ends the streams once all they were given is over.
 
         Never raises: what failed was told by an event, or follows from an error told already.
         """
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
-        self._scratch.clear()
 
 
-def _copy_rows(
-    stream: Stream, target: DeviceBuffer, at: int, source: Any, start: int, rows: Rows
-) -> None:
-    if isinstance(source, DeviceBuffer):
-        stream.copy_within(target, at, source, start, rows)
-    else:
-        stream.copy_in(target, at, source[start:], rows)
+def as_rows(segment: Segment, narrow: int) -> Rows | None:
+    """The rows that a device copies of a segment; None if NumPy prepares it, as narrower rows."""
+    copy = segment.copy
+    if copy is None:
+        return Rows.one(segment.nbytes)
+    found = rows(copy) if copy.source == copy.target else None
+    return None if found and found.count > 1 and found.nbytes < narrow else found
 
 
 @functools.lru_cache(4096)

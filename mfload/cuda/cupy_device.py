@@ -6,18 +6,14 @@ calls that return at once. Nothing here waits for the whole device, which breaks
 
 from __future__ import annotations
 
-import collections
 import ctypes
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from mfload import errors
-from mfload.cuda import conversions
 from mfload.cuda.device import CUDA, Device, MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.layout import DEVICE_ALIGNMENT
-from mfload.planning.steps import Copy
 
 # From the headers of the driver and the runtime; CuPy has no names for them.
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -44,7 +40,6 @@ class CupyDevice:
     def __init__(self, number: int, cupy: Any, driver: Any) -> None:
         self.name = f"cuda:{number}"
         self.place: tuple[int, int] = (CUDA, number)
-        self.cupy = cupy
         self.runtime = cupy.cuda.runtime
         self.driver = driver
         self.context = ctypes.c_void_p()
@@ -53,34 +48,13 @@ class CupyDevice:
         self.pci: str | None = str(self.ask("deviceGetPCIBusId", number)).lower()
         limit = self.runtime.cudaDevAttrMaxPitch
         self.longest_pitch: int = self.ask("deviceGetAttribute", limit, number)
-        self._known: dict[tuple[Any, Any], bool] = {}
-        # Memory yet to be freed. No lock: the garbage collector may call `release` anywhere.
-        self._unused: collections.deque[DeviceBuffer] = collections.deque()
 
     def memory_info(self) -> MemoryInfo:
-        self._free()
         return MemoryInfo(*self.ask("memGetInfo"))
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        self._free()
         memory = _Memory(self, nbytes)
         return DeviceBuffer(self, memory.address, nbytes, memory)
-
-    def release(self, address: int, nbytes: int) -> None:
-        """Frees memory. If CUDA refuses, it stays counted, and the next call tries again."""
-        self._unused.append(DeviceBuffer(self, address, nbytes, None))
-        self._free()
-
-    def _free(self) -> None:
-        for _ in range(len(self._unused)):
-            try:
-                memory = self._unused.popleft()
-            except IndexError:
-                return  # Another thread was faster.
-            try:
-                self.ask("free", memory.address)
-            except errors.MfloadError:
-                self._unused.append(memory)
 
     def pin(self, array: Any) -> None:
         self.ask("hostRegister", array.ctypes.data, array.nbytes, _PORTABLE)
@@ -92,31 +66,20 @@ class CupyDevice:
     def stream(self) -> _CupyStream:
         return _CupyStream(self)
 
-    def converts(self, source: Any, target: Any) -> bool:
-        # No lock, which a fork might leave taken: at worst two threads find out the same.
-        pair = source, target
-        if pair not in self._known:
-            self._known[pair] = conversions.agrees(self, source, target)
-        return self._known[pair]
-
     def current(self) -> _Current:
         return _Current(self)
 
     def ask(self, call: str, *args: Any) -> Any:
         """Calls a function of CUDA's runtime with this device current (errors: see `failed`)."""
-        return self.run(call, getattr(self.runtime, call), *args)
-
-    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function of CuPy's with this device current (errors: see `failed`)."""
         # Some calls a block, all of them with the GIL: nothing here costs more than it must.
         try:
             with _Current(self):
-                return function(*args)
+                return getattr(self.runtime, call)(*args)
         except errors.MfloadError:
             raise
         except Exception as error:
             said = str(error) or type(error).__name__
-            raise self.failed(name, getattr(error, "status", 0), said, *args) from error
+            raise self.failed(call, getattr(error, "status", 0), said, *args) from error
 
     def failed(self, call: str, status: int, said: str, *args: Any) -> errors.MfloadError:
         """The error to raise for CUDA's error number `status` (0: unknown)."""
@@ -151,19 +114,18 @@ class _Memory:
     pool would hand it to its next user at once.
     """
 
-    __slots__ = ("_device", "_nbytes", "address")
+    __slots__ = ("_device", "address")
 
     def __init__(self, device: CupyDevice, nbytes: int) -> None:
         self.address = 0
         self._device = device
-        self._nbytes = nbytes
         # Zero bytes would have no address, and frameworks don't agree what to make of that.
         self.address = device.ask("malloc", max(nbytes, DEVICE_ALIGNMENT))
 
     def __del__(self) -> None:
         if self.address:
             with suppress(Exception):  # Modules may be gone when the interpreter ends.
-                self._device.release(self.address, self._nbytes)
+                self._device.ask("free", self.address)
 
 
 class _Current:
@@ -209,15 +171,9 @@ class _CupyStream:
     def __init__(self, device: CupyDevice) -> None:
         self.device: Device = device
         self._device = device
-        # Events are reused: creating and destroying one takes longer than recording it. No lock:
-        # the garbage collector may give one back anywhere.
-        self._events: collections.deque[int] = collections.deque()
         self._handle: int | None = device.ask(
             "streamCreateWithFlags", device.runtime.streamNonBlocking
         )
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._open()  # The protocol's version, and the handle, for CuPy's kernels.
 
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
         self._copy(target.address + at, source.ctypes.data, rows)
@@ -245,28 +201,8 @@ class _CupyStream:
                 ends = target + row * nbytes, source + row * pitch
                 self._device.ask("memcpyAsync", *ends, nbytes, kind, stream)
 
-    def convert(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
-    ) -> None:
-        if 0 not in copy.shape:
-            self._device.run("convert", self._convert, target, at, source, start, copy)
-
-    def _convert(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
-    ) -> None:
-        cupy, number = self._device.cupy, self._device.place[1]
-
-        def array(buffer: DeviceBuffer, first: int, dtype: Any, strides: Any) -> Any:
-            # No owner: the caller keeps the memory alive.
-            memory = cupy.cuda.UnownedMemory(buffer.address, buffer.nbytes, None, number)
-            return cupy.ndarray(copy.shape, dtype, cupy.cuda.MemoryPointer(memory, first), strides)
-
-        with cupy.cuda.Stream.from_external(self):
-            given = array(source, start + copy.start, copy.source, copy.strides)
-            cupy.copyto(array(target, at, copy.target, None), given, casting="unsafe")
-
     def record(self) -> _CupyEvent:
-        event = _CupyEvent(self._device, self)
+        event = _CupyEvent(self._device)
         self._device.ask("eventRecord", event.handle, self._open())
         return event
 
@@ -283,11 +219,8 @@ class _CupyStream:
         with suppress(errors.DeviceError):
             self.synchronize()
         handle, self._handle = self._handle, None
-        try:
-            with suppress(errors.DeviceError):
-                self._device.ask("streamDestroy", handle)
-        finally:
-            self._destroy_events()
+        with suppress(errors.DeviceError):
+            self._device.ask("streamDestroy", handle)
 
     def _open(self) -> int:
         if self._handle is None:
@@ -295,37 +228,16 @@ class _CupyStream:
             raise errors.DeviceError("the stream is closed", found=self._device.name)
         return self._handle
 
-    def take_event(self) -> int:
-        """The handle of an event that is not in use."""
-        with suppress(IndexError):
-            return self._events.pop()
-        runtime = self._device.runtime
-        # A wait sleeps instead of spinning: the processors are for the readers.
-        flags = runtime.eventDisableTiming | runtime.eventBlockingSync
-        return self._device.ask("eventCreateWithFlags", flags)
-
-    def give_event(self, handle: int) -> None:
-        """Takes an event back. A stream that waits for it goes on to wait for what it was then."""
-        self._events.append(handle)
-        if self._handle is None:
-            self._destroy_events()  # It has outlived the stream.
-
-    def _destroy_events(self) -> None:
-        with suppress(IndexError):
-            while True:
-                handle = self._events.pop()
-                with suppress(Exception):  # The driver may be gone when the interpreter ends.
-                    self._device.ask("eventDestroy", handle)
-
 
 class _CupyEvent:
     """See `device.Event`."""
 
-    def __init__(self, device: CupyDevice, stream: _CupyStream) -> None:
+    def __init__(self, device: CupyDevice) -> None:
         self._device = device
-        self._stream = stream
         self.handle = 0
-        self.handle = stream.take_event()
+        # A wait sleeps instead of spinning: the processors are for the readers.
+        flags = device.runtime.eventDisableTiming | device.runtime.eventBlockingSync
+        self.handle = device.ask("eventCreateWithFlags", flags)
 
     def done(self) -> bool:
         status = self._device.ask("eventQuery", self.handle)
@@ -338,7 +250,7 @@ class _CupyEvent:
         self._device.ask("eventSynchronize", self.handle)
 
     def __del__(self) -> None:
-        if getattr(self, "handle", 0):
-            # Gone from here: by the time that a finaliser asks, it may be another's.
-            handle, self.handle = self.handle, 0
-            self._stream.give_event(handle)
+        # A stream that waits for it goes on to wait for what it was then.
+        if self.handle:
+            with suppress(Exception):  # Modules may be gone when the interpreter ends.
+                self._device.ask("eventDestroy", self.handle)

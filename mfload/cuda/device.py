@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from mfload.cuda.memory import DeviceBuffer
-from mfload.planning.steps import Copy
 
 CUDA = 2
 """DLPack's device type of CUDA memory (kDLCUDA)."""
@@ -70,15 +69,6 @@ class Stream(Protocol):
     def copy_out(self, target: Any, source: DeviceBuffer, start: int) -> None:
         """Fills a contiguous uint8 array of the host, page-locked or not."""
 
-    def convert(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
-    ) -> None:
-        """Copies elements in C order, converting their values as NumPy's `astype` does.
-
-        `copy.start` counts from byte `start`. `Device.converts` knows the dtypes; nothing is
-        checked. In both buffers elements lie at multiples of their size, as kernels need.
-        """
-
     def record(self) -> Event:
         """A mark behind all that was given so far."""
         ...
@@ -128,12 +118,4 @@ class Device(Protocol):
 
     def stream(self) -> Stream:
         """A new stream, which waits for no other."""
-        ...
-
-    def converts(self, source: Any, target: Any) -> bool:
-        """Whether `Stream.convert` has the results of NumPy for a pair of NumPy dtypes.
-
-        Payloads of NaN may differ. The first question for a pair may take a second, since a kernel
-        is compiled and tried.
-        """
         ...

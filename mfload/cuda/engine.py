@@ -64,7 +64,7 @@ class DeviceWorker:
         self._observer = observer
         self._gds = dict(gds)  # Less the files that cuFile gives up on.
         self._note = note
-        self._copier = Copier(memory, staging.methods, staging.scratch)
+        self._copier = Copier(memory)
         self._readers = OpenReader(open_reader)
         self._ring = Ring(lambda: PinnedSlot(device, staging), staging.depth, share)
         self._cufile_readers = OpenReader(lambda n: CufileReader(gds[n], device))

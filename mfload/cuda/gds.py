@@ -13,8 +13,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -51,7 +49,6 @@ class Verdict(NamedTuple):
 
 
 _known: dict[tuple[int, int], Verdict] = {}  # By device and disk.
-_probing = threading.Lock()
 
 
 def check(
@@ -105,31 +102,21 @@ def verdict(
         return Verdict(False, "too few bytes to pay for a probe of cuFile")
     if status.st_size < cufile.UNIT:
         return Verdict(False, "the file is too small for a probe of cuFile")
-    end = None if timeout is None else time.monotonic() + timeout
-    # Another thread's probe may take all the time that this one has.
-    if not _probing.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-        return Verdict(False, "another thread still probes cuFile")
+    if timeout is not None and timeout < LEAST:
+        return Verdict(False, "too little time is left for a probe of cuFile")
     try:
-        if key not in _known:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left < LEAST:
-                return Verdict(False, "too little time is left for a probe of cuFile")
-            with tempfile.TemporaryDirectory(prefix="mfload-") as folder:
-                # cuFile would put its log in the user's folder.
-                log = {"CUFILE_LOGFILE_PATH": os.path.join(folder, "cufile.log")}
-                environment = _NO_FALL_BACK | log
-                arguments = "mfload.cuda.gds", path, str(number)
-                data, trouble = ask(*arguments, timeout=left, environment=environment)
-            why = trouble or "an answer that makes no sense"
-            found = Verdict(False, f"a probe of cuFile: {why}")
-            if not trouble and data.keys() == set(Verdict._fields):
-                found = Verdict(**data)
-            _known[key] = found
-        return _known[key]
+        with tempfile.TemporaryDirectory(prefix="mfload-") as folder:
+            # cuFile would put its log in the user's folder.
+            log = {"CUFILE_LOGFILE_PATH": os.path.join(folder, "cufile.log")}
+            arguments = "mfload.cuda.gds", path, str(number)
+            data, trouble = ask(*arguments, timeout=timeout, environment=_NO_FALL_BACK | log)
     except OSError as error:
         return Verdict(False, f"a probe of cuFile can't be prepared: {error.strerror}")
-    finally:
-        _probing.release()
+    found = Verdict(False, f"a probe of cuFile: {trouble or 'an answer that makes no sense'}")
+    if not trouble and data.keys() == set(Verdict._fields):
+        found = Verdict(**data)
+    # Of two threads that probe at once, both take the answer of the first.
+    return _known.setdefault(key, found)
 
 
 def ruled_out(root: Path) -> Iterator[str]:

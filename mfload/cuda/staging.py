@@ -22,12 +22,11 @@ DEPTH = 2
 
 
 class Staging(NamedTuple):
-    """The slots and the scratch memory of a load onto devices, in bytes."""
+    """The slots of a load onto devices, in bytes."""
 
     methods: Methods
     block: int  # The longest block.
     spare: int = 0  # Page-locked memory of a slot for what is prepared on the host.
-    scratch: int = 0  # Device memory, for each thread and device, for what is converted.
     depth: int = DEPTH
 
     @property
@@ -47,13 +46,12 @@ def staging(blocks: Iterable[Block], methods: Methods, most_spare: int) -> Stagi
     What is prepared on the host waits for its turn beyond `most_spare` bytes; the largest segment
     always has room.
     """
-    longest = spare = largest = scratch = 0
+    longest = spare = largest = 0
     for block in blocks:
         longest = max(longest, block.nbytes)
-        converted, prepared = methods.working_bytes(block)
-        scratch = max(scratch, converted)
+        prepared = methods.working_bytes(block)
         spare, largest = max(spare, sum(prepared)), max(largest, *prepared, 0)
-    return Staging(methods, longest, max(largest, min(spare, most_spare)), scratch, DEPTH)
+    return Staging(methods, longest, max(largest, min(spare, most_spare)))
 
 
 class PinnedSlot(buffers.WorkerSlot):

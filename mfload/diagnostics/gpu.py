@@ -37,17 +37,11 @@ def look(root: Path, answer: Answer) -> Iterator[Finding]:
         yield _without_driver(root, answer.data["error"], bool(answer.data.get("missing")))
         return
     yield Finding("driver", f"CUDA {answer.data['driver']}", data=answer.data["driver"])
-    devices, pairs = answer.data["devices"], answer.data.get("pairs", ())
-    if not devices:
+    if not answer.data["devices"]:
         advice = "the driver shows none: see CUDA_VISIBLE_DEVICES, or --gpus of the container"
         yield Finding("devices", "none", advice)
-    for device in devices:
+    for device in answer.data["devices"]:
         yield _device(root, device)
-    if len(devices) > 1:
-        direct = [atomics for _, _, access, atomics in pairs if access]
-        found = f"{len(direct)} of {len(pairs)} ways are direct, {sum(direct)} with atomics"
-        advice = "copies the other ways go through host memory; see nvidia-smi topo -p2p r"
-        yield Finding("between devices", found, advice if len(direct) < len(pairs) else "", pairs)
 
 
 def _without_driver(root: Path, error: str, missing: bool) -> Finding:
@@ -112,11 +106,7 @@ def cupy(answer: Answer | None) -> Finding:
     if "error" in answer.data:
         advice = "it does not fit this driver, or two of its packages are installed (pip list)"
         return Finding("CuPy", answer.data["error"], advice, trouble=True)
-    found, failed = answer.data["version"], answer.data["compiling"]
-    if not failed:
-        return Finding("CuPy", found, data=found)
-    advice = "dtypes are converted on the host; headers come with pip install nvidia-cuda-runtime"
-    return Finding("CuPy", f"{found}; compiles no kernels: {failed}", advice)
+    return Finding("CuPy", answer.data["version"], data=answer.data["version"])
 
 
 def xla(environment: Mapping[str, str]) -> Iterator[Finding]:

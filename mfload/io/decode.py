@@ -8,6 +8,7 @@ window in which a segment is put together.
 
 from __future__ import annotations
 
+import io
 import sys
 import zlib
 from collections.abc import Callable
@@ -102,9 +103,10 @@ def fill(
     assert block.decode is not None
     tensor, encodings, fetched, length, inline = block.decode
     try:
-        read = fetch = (
-            _fetch(block, reader, slot, show, stopped) if inline is None else _inline(inline)
-        )
+        fetch: Reader = _fetch(block, reader, slot, show, stopped)
+        if inline is not None:
+            fetch = io.BytesIO(inline).read
+        read = fetch
         for encoding in encodings:
             read = decoded(read, encoding)
         _scatter(block, read, memory, window.bytes(length) if length else None)
@@ -140,17 +142,6 @@ def _scatter(block: Block, read: Reader, memory: list[Any], held: Any) -> None:
     for _, nbytes, start, _ in block.decode.encodings[-1:]:
         if start + end == nbytes:
             read(1)  # Raises if anything follows.
-
-
-def _inline(data: bytes) -> Reader:
-    part = memoryview(data)
-
-    def read(most: int) -> Any:
-        nonlocal part
-        given, part = part[:most], part[most:]
-        return given
-
-    return read
 
 
 def _fetch(

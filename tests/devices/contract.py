@@ -13,13 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mfload import errors
-from mfload.cuda import conversions, memory
+from mfload.cuda import memory
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import TABLE
 from mfload.io import buffers
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
-from mfload.planning.steps import Copy
 
 NUMPY = [row.numpy for row in TABLE.values() if row.numpy is not None]
 drawn = settings(
@@ -259,8 +258,6 @@ class Contract:
                 stream.copy_in(target, 0, stage, rows)
                 stream.copy_within(target, 0, source, 0, rows)
             stream.copy_out(np.empty(0, np.uint8), source, 0)
-            f4 = np.dtype("f4")
-            stream.convert(target, 0, source, 0, Copy((3, 0), (0, 4), 0, f4, np.dtype("f8")))
             stream.synchronize()
 
     def test_many_small_copies(self, device: Any) -> None:
@@ -294,64 +291,6 @@ class Contract:
             event = stream.record()
             list(pool.map(lambda _: event.wait(), range(8)))
             assert all(pool.map(lambda _: event.done(), range(8)))
-
-    @pytest.mark.parametrize("source", NUMPY, ids=str)
-    def test_converts_as_numpy(self, device: Any, source: Any) -> None:
-        bits = noise(4096 * source.itemsize, 5)
-        given = (bits & 1 if source == np.bool_ else bits).view(source)
-        here = upload(device, given)
-        for target in NUMPY:
-            if not device.converts(source, target):
-                continue
-            there = device.allocate(given.size * target.itemsize)
-            copy = Copy(given.shape, given.strides, 0, source, target)
-            with streams(device) as stream:
-                stream.convert(there, 0, here, 0, copy)
-            with np.errstate(all="ignore"):
-                wanted = given.astype(target)
-            assert conversions.same(download(there).view(target), wanted), target
-
-    @drawn
-    @given(data=st.data())
-    def test_converts_with_strides(self, device: Any, data: st.DataObject) -> None:
-        source, target = data.draw(st.sampled_from([
-            (np.dtype("f4"), np.dtype("f8")), (np.dtype("i2"), np.dtype("i8")),
-            (np.dtype("f4"), np.dtype("f4")), (np.dtype("f8"), np.dtype("f2"))]))  # fmt: skip
-        shape = data.draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
-        whole = np.arange(4000, dtype=source) / 7
-        given = whole.astype(source)[: 5**3 * 8].reshape(10, 10, 10)[:, ::2]
-        given = given.transpose(data.draw(st.permutations([0, 1, 2])))
-        index = (*(slice(size) for size in shape), *(0,) * (3 - len(shape)), ...)
-        view = given[index]
-        steps = [data.draw(st.sampled_from([1, -1])) for _ in shape]
-        view = view[(*(slice(None, None, step) for step in steps), ...)]
-        with np.errstate(all="ignore"):
-            wanted = view.astype(target)
-        origin = whole.astype(source)
-        first = view.__array_interface__["data"][0] - given.base.__array_interface__["data"][0]
-        here = upload(device, np.concatenate([np.zeros(64, np.uint8), origin.view(np.uint8)]))
-        there = upload(device, np.zeros(32 + wanted.nbytes + 8, np.uint8))
-        if not device.converts(source, target):
-            return
-        copy = Copy(view.shape, view.strides, first if view.size else 0, source, target)
-        with streams(device) as stream:
-            stream.convert(there, 32, here, 64, copy)
-        back = download(there).tobytes()
-        assert back == bytes(32) + wanted.tobytes() + bytes(8)
-
-    def test_results_are_read_where_they_were_made(self, device: Any) -> None:
-        """Conversion joins the order of its stream, on both sides."""
-        f4, f8 = np.dtype("f4"), np.dtype("f8")
-        if not device.converts(f4, f8):
-            pytest.skip("the device does not convert")
-        scratch, target = device.allocate(400), device.allocate(8000)
-        data = np.arange(1000, dtype=f4)
-        with pinned(device, 4000) as stage, streams(device) as stream:
-            stage[:] = data.view(np.uint8)
-            for n in range(10):  # One scratch for all: order alone keeps them apart.
-                stream.copy_in(scratch, 0, stage[400 * n :], flat(400))
-                stream.convert(target, 800 * n, scratch, 0, Copy((100,), (4,), 0, f4, f8))
-        assert download(target).tobytes() == data.astype(f8).tobytes()
 
     def test_memory_is_locked_and_given_back(self, device: Any) -> None:
         for _ in range(3):  # What stays locked can't be locked again.

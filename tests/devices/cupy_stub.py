@@ -31,14 +31,6 @@ class CUDARuntimeError(RuntimeError):
         super().__init__(f"{_NAMES.get(status, 'cudaErrorUnknown')}: as the stub says")
 
 
-class CUDADriverError(RuntimeError):
-    """What kernels raise: no relative of the other, as in CuPy."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-        super().__init__(f"{_NAMES.get(status, 'CUDA_ERROR_UNKNOWN')}: as the stub says")
-
-
 class Machine:
     """What lies under the stub.
 
@@ -165,14 +157,7 @@ class Machine:
         """The package."""
         return SimpleNamespace(
             __version__="14.2.0",
-            cuda=SimpleNamespace(
-                runtime=Runtime(self),
-                Stream=_stream_class(self),
-                UnownedMemory=UnownedMemory,
-                MemoryPointer=MemoryPointer,
-            ),
-            ndarray=ndarray,
-            copyto=_copyto(self),
+            cuda=SimpleNamespace(runtime=Runtime(self)),
         )
 
 
@@ -324,81 +309,3 @@ class Runtime:
         queue.give(run, spans)
         if any(held is None and not machine.is_pinned(span) for held, span in ends):
             queue.synchronize()  # Memory that is not locked is done with when the call returns.
-
-
-def _stream_class(machine: Machine) -> Any:
-    class Stream:
-        def __init__(self, null=False, non_blocking=False, ptds=False, priority=None) -> None:  # type: ignore
-            raise NotImplementedError
-
-        @classmethod
-        def from_external(cls, obj: Any) -> Any:
-            version, handle = obj.__cuda_stream__()
-            assert version == 0
-            made = cls.__new__(cls)
-            made.ptr = handle
-            return made
-
-        def __enter__(self) -> Any:
-            machine.current.append(machine.streams[self.ptr][1])
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            machine.current.pop()
-
-    return Stream
-
-
-class UnownedMemory:
-    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
-        self.ptr, self.size, self.device_id = ptr, size, device_id
-
-
-class MemoryPointer:
-    def __init__(self, mem: UnownedMemory, offset: int) -> None:
-        self.ptr, self.device_id = mem.ptr + offset, mem.device_id
-
-
-class ndarray:
-    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None,
-                 order: str = "C") -> None:  # fmt: skip
-        self.dtype = np.dtype(dtype)
-        if self.dtype.name.startswith("float8"):
-            raise ValueError(f"Unsupported dtype {self.dtype}")
-        self.shape, self.ptr, self.device_id = tuple(shape), memptr.ptr, memptr.device_id
-        made = np.lib.stride_tricks.as_strided(np.empty(1, self.dtype), self.shape, strides)
-        packed = np.empty(self.shape, self.dtype).strides
-        self.strides = made.strides if strides is not None else packed
-
-    def bounds(self) -> tuple[int, int]:
-        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
-        first = sum(min(r, 0) for r in reach)
-        return first, sum(max(r, 0) for r in reach) - first + self.dtype.itemsize
-
-
-def _copyto(machine: Machine) -> Any:
-    def copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -> None:
-        assert casting == "unsafe"
-        assert src.device_id == dst.device_id == machine.begin("kernel", CUDADriverError)
-        spans, held = [], []
-        for end in (dst, src):
-            first, nbytes = end.bounds()
-            if end.ptr % end.dtype.itemsize or any(s % end.dtype.itemsize for s in end.strides):
-                raise CUDADriverError(719)  # A misaligned address.
-            data = machine.find(end.ptr + first, nbytes)
-            assert data is not None
-            held.append(np.ndarray(end.shape, end.dtype, data, -first, end.strides))
-            spans.append(Span(end.ptr + first, nbytes))
-
-        def run() -> None:
-            with np.errstate(all="ignore"):
-                held[0][...] = convert(held[1], dst.dtype)
-
-        machine.current[-1].give(run, spans)
-
-    return copyto
-
-
-def convert(values: Any, dtype: Any) -> Any:
-    """What the stub's kernels compute; tests may have it err."""
-    return values.astype(dtype)

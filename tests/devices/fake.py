@@ -6,7 +6,7 @@ import ctypes
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from mfload import errors
 from mfload.cuda.device import MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
-from mfload.planning.steps import Copy
 
 _PAGE = 4096
 _lock = threading.RLock()
@@ -109,35 +108,6 @@ class FakeStream:
 
         self._queue.give(run, [host, Span(source.address + start, given.size)])
 
-    def convert(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, copy: Copy
-    ) -> None:
-        nbytes = int(np.prod(copy.shape, dtype=np.int64)) * copy.target.itemsize
-        first, last = _bounds(copy)
-        begin = start + copy.start
-        unit = copy.source.itemsize
-        if (
-            any(n % unit for n in (source.address + begin, *copy.strides))
-            or (target.address + at) % copy.target.itemsize
-        ):
-            self.device.misused("convert of elements that are not aligned")
-        if not self.device.converts(copy.source, copy.target):
-            self.device.misused(f"convert {copy.source} to {copy.target}, which was said no to")
-        fits = _inside(source, begin + first, last - first) and at % copy.target.itemsize == 0
-        if not self._begin("convert", nbytes, target, at, fits) or not nbytes:
-            return
-        to, memory = _peek(target)[at : at + nbytes], _peek(source)
-
-        def run() -> None:
-            self.device.late("convert")
-            given = np.ndarray(copy.shape, copy.source, memory, begin, copy.strides)
-            with np.errstate(all="ignore"):
-                made = given.astype(copy.target, order="C")
-            to[...] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
-
-        touched = Span(source.address + begin + first, last - first)
-        self._queue.give(run, [touched, Span(target.address + at, nbytes)])
-
     def record(self) -> FakeEvent:
         self._begin("record")
         return FakeEvent(self.device, self._queue.mark())
@@ -214,11 +184,10 @@ class FakeDevice:
         mode: When work runs (see `queues`).
         seed: Of chance.
         fail: Verb ("current", "allocate", "pin", "stream", "copy_in", "copy_within", "copy_out",
-            "convert", "record", "wait", "synchronize", "event_done", "event_wait") to the
+            "record", "wait", "synchronize", "event_done", "event_wait") to the
             number of the call, from 1, that raises.
-        fail_later: The same for work ("copy_in", …, "convert") that fails when it runs: events,
+        fail_later: The same for work ("copy_in", …) that fails when it runs: events,
             waits and later calls of its stream raise.
-        converts: Answers for the method; by default yes where NumPy does, and without warning.
         pci: Address on the bus.
 
     Attributes:
@@ -242,7 +211,6 @@ class FakeDevice:
         seed: int = 0,
         fail: Mapping[str, int] | None = None,
         fail_later: Mapping[str, int] | None = None,
-        converts: Callable[[Any, Any], bool] | None = None,
         pci: str | None = None,
     ) -> None:
         self.place, self.name, self.pci = place, name, pci
@@ -256,7 +224,6 @@ class FakeDevice:
         self.misuse: list[str] = []
         self.graves: list[Any] = []
         self.queues = Queues(mode, seed)
-        self._converts = converts
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -311,15 +278,6 @@ class FakeDevice:
         self.called("stream")
         self.streams += 1
         return FakeStream(self, self.queues.new())
-
-    def converts(self, source: Any, target: Any) -> bool:
-        if self._converts is not None:
-            return self._converts(source, target)
-        try:
-            np.zeros(1, source).astype(target)
-        except (TypeError, np.exceptions.ComplexWarning):
-            return False
-        return True
 
     @property
     def pinned(self) -> int:
@@ -399,12 +357,3 @@ def _peek(buffer: DeviceBuffer) -> Any:
     kept: Any = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
     kept.owner = buffer.owner  # Memory that was lent lives until the work on it is over.
     return np.frombuffer(kept, np.uint8)
-
-
-def _bounds(copy: Copy) -> tuple[int, int]:
-    """First byte that a copy reads and the one behind the last, counted from its start."""
-    if 0 in copy.shape:
-        return 0, 0
-    reach = [(size - 1) * stride for size, stride in zip(copy.shape, copy.strides, strict=True)]
-    first, last = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
-    return first, last + copy.source.itemsize

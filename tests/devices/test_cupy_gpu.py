@@ -13,10 +13,9 @@ import pytest
 from conformance.suite import no_gpu
 from devices.contract import Contract, download, flat, noise, pinned, streams, upload
 
-from mfload.cuda import conversions, discovery
+from mfload.cuda import discovery
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import live_bytes
-from mfload.dtypes import TABLE
 from mfload.io import buffers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
@@ -42,19 +41,6 @@ class TestContract(Contract):
 def test_its_address_is_in_sysfs(device: Any) -> None:
     assert device.pci is not None
     assert len(device.pci.split(":")) == 3
-
-
-def test_bfloat16_is_converted(device: Any) -> None:
-    """What users ask for most; a no would be legal, and slow."""
-    f4, f2, b2 = (TABLE[name].numpy for name in ("F32", "F16", "BF16"))
-    assert all(device.converts(a, b) for a in (f4, f2, b2) for b in (f4, f2, b2))
-
-
-def test_every_yes_is_right(device: Any) -> None:
-    known = [row.numpy for row in TABLE.values() if row.numpy is not None]
-    yes = [(a, b) for a in known for b in known if device.converts(a, b)]
-    print(f"converts {len(yes)} of {len(known) ** 2} pairs")
-    assert all(conversions.agrees(device, a, b) for a, b in yes)
 
 
 def test_a_pitch_beyond_what_cuda_takes(device: Any) -> None:

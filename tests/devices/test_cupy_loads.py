@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import samples
 from devices import arrays
@@ -24,7 +22,7 @@ from mfload.cuda.memory import live_bytes
 MODEL = samples.model()
 CALLS = [
     "malloc", "hostRegister", "streamCreateWithFlags", "eventCreateWithFlags", "eventRecord",
-    "eventQuery", "eventSynchronize", "memcpyAsync", "memcpy2DAsync", "kernel", "streamSynchronize",
+    "eventQuery", "eventSynchronize", "memcpyAsync", "memcpy2DAsync", "streamSynchronize",
 ]  # fmt: skip
 
 
@@ -44,9 +42,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def land(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    device = CupyDevice(0, machine.cupy(), machine.driver())
-    assert device.converts(np.dtype("f4"), np.dtype("f2"))  # Now, and not in the middle.
-    arrays.take(monkeypatch, arrays.Arrays(device))
+    arrays.take(monkeypatch, arrays.Arrays(CupyDevice(0, machine.cupy(), machine.driver())))
 
 
 def settled(machine: Machine) -> None:
@@ -60,11 +56,8 @@ def settled(machine: Machine) -> None:
 def test_bit_for_bit(path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, threads: int) -> None:
     machine = Machine(mode=mode)
     land(monkeypatch, machine)
-    before = Counter(machine.calls)
     found = mfload.load(path, framework="numpy", options=mfload.Options(threads=threads))
     samples.assert_same(found, MODEL)
-    calls = machine.calls - before
-    assert calls["eventCreateWithFlags"] <= threads * staging.DEPTH < calls["eventRecord"]
     del found
     settled(machine)
 
@@ -92,7 +85,7 @@ def test_a_call_fails(path: Path, monkeypatch: pytest.MonkeyPatch, call: str, be
         assert call == "streamSynchronize" or machine.calls[call] <= first
     else:
         assert "cuda:0" in str(failed)
-        assert call.replace("kernel", "convert") in str(failed)
+        assert call in str(failed)
         # Memory for a result is nothing of a tensor's.
         assert failed.tensor in MODEL or call == "malloc"
     settled(machine)

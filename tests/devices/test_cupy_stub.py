@@ -15,17 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cupy_stub
 from devices.contract import Contract, download, flat, noise, pinned, streams, upload
-from devices.cupy_stub import CUDADriverError, CUDARuntimeError, Machine
+from devices.cupy_stub import CUDARuntimeError, Machine
 from devices.queues import MODES
 
 from mfload import errors
-from mfload.cuda import memory as counted
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.device import Rows
 from mfload.io import buffers
-from mfload.planning.steps import Copy
 
 F4, F2 = np.dtype("f4"), np.dtype("f2")
 
@@ -61,7 +58,7 @@ def device(machine: Machine) -> CupyDevice:
 def test_every_name_is_one_of_cupy(machine: Machine) -> None:
     cupy = pytest.importorskip("cupy")
     stub = machine.cupy()
-    assert compare(stub, cupy, "cupy") > 30
+    assert compare(stub, cupy, "cupy") > 20
 
 
 def compare(stub: Any, real: Any, path: str) -> int:
@@ -94,13 +91,8 @@ def parameters(function: Any) -> list[str] | None:
     return [name for name in found if name != "self"]
 
 
-def test_memory_objects_of_cupy_take_what_they_are_given() -> None:
+def test_errors_of_cupy_have_what_is_taken_of_them() -> None:
     cupy = pytest.importorskip("cupy")
-    memory = cupy.cuda.UnownedMemory(4096, 512, None, 1)
-    array = cupy.ndarray((2, 3), F4, cupy.cuda.MemoryPointer(memory, 40), (-12, 4))
-    assert (array.data.ptr, array.strides, array.device.id) == (4136, (-12, 4), 1)
-    stream = cupy.cuda.Stream.from_external(type("S", (), {"__cuda_stream__": lambda _: (0, 77)})())
-    assert stream.ptr == 77
     error = cupy.cuda.runtime.CUDARuntimeError(2)
     assert (error.status, str(error).split(":")[0]) == (2, "cudaErrorMemoryAllocation")
 
@@ -113,7 +105,6 @@ def test_the_callers_device_is_left_as_it_was(machine: Machine, device: CupyDevi
     machine.stack[-1] = 0
 
     def use() -> None:
-        assert device.converts(F4, F2)
         download(upload(device, noise(1000)))
         device.memory_info()
         with pytest.raises(errors.MemoryLimitError):
@@ -184,7 +175,6 @@ CALLS = {
     "streamSynchronize": lambda d, s, e, m: s.synchronize(),
     "memcpyAsync": lambda d, s, e, m: s.copy_within(m, 0, m, 8, flat(8)),
     "memcpy2DAsync": lambda d, s, e, m: s.copy_within(m, 0, m, 8, Rows(2, 1, 2)),
-    "kernel": lambda d, s, e, m: s.convert(m, 0, m, 8, Copy((2,), (4,), 0, F4, F2)),
 }
 
 
@@ -201,8 +191,7 @@ def fail(machine: Machine, device: CupyDevice, call: str) -> None:
     with streams(device) as stream:
         event = stream.record()
         machine.fail[call] = 719
-        said = "convert" if call == "kernel" else call
-        with pytest.raises(errors.DeviceError, match=f"cuda:1.*{said}.*cudaErrorLaunchFailure"):
+        with pytest.raises(errors.DeviceError, match=f"cuda:1.*{call}.*cudaErrorLaunchFailure"):
             CALLS[call](device, stream, event, memory)
         machine.fail.clear()
         CALLS[call](device, stream, event, memory)
@@ -254,52 +243,19 @@ def test_the_end_of_the_interpreter(machine: Machine, device: CupyDevice) -> Non
     del memory, event  # The driver is gone; pytest would tell of an error in __del__.
     gc.collect()
     machine.events.clear()
-    machine.fail.clear()
-    device.memory_info()
+    machine.memory.clear()
 
 
-def test_events_are_used_again_and_end_with_their_stream(
-    machine: Machine, device: CupyDevice
-) -> None:
-    stream, other = device.stream(), device.stream()
-    for _ in range(5):
-        stream.record().wait()
-    early = stream.record()
-    del early
-    kept, two = stream.record(), stream.record()
-    assert kept.handle != two.handle
-    assert machine.calls["eventCreateWithFlags"] == 2
-    other.record()  # No event of one stream's is another's.
-    assert machine.calls["eventCreateWithFlags"] == 3
-    stream.close()
-    assert len(machine.events) == 3
-    assert kept.done()
-    del kept, two
+def test_events_end_with_their_last_user(machine: Machine, device: CupyDevice) -> None:
+    stream = device.stream()
+    kept, other = stream.record(), stream.record()
+    assert kept.handle != other.handle
+    del other
     assert len(machine.events) == 1
-    other.close()
-    assert not machine.events
-
-
-def test_events_that_nobody_uses_end_with_their_stream(
-    machine: Machine, device: CupyDevice
-) -> None:
-    stream = device.stream()
-    kept = [stream.record() for _ in range(3)]
-    kept.clear()
     stream.close()
+    assert kept.done()
+    del kept
     assert not machine.events
-
-
-def test_a_stream_that_is_interrupted_while_it_closes_goes(
-    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = device.stream()
-    stream.record()
-    interrupt(monkeypatch, device.runtime, "eventDestroy")
-    with pytest.raises(KeyboardInterrupt):
-        stream.close()
-    assert not machine.streams
-    machine.events.clear()
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, where: Any, call: str, at: int = 1) -> None:
@@ -370,17 +326,13 @@ def test_an_error_without_words_is_told_by_its_name(
     assert caught.value.found == "MemoryError"
 
 
-def test_who_waits_for_an_event_that_is_used_again_waits_as_before(
-    machine: Machine, device: CupyDevice
-) -> None:
+def test_who_waits_for_an_event_that_is_gone_waits_as_before(device: CupyDevice) -> None:
     source, target = upload(device, noise(1000)), device.allocate(1000)
-    made = machine.calls["eventCreateWithFlags"]
     with streams(device) as first, streams(device) as second, pinned(device, 1000) as stage:
         stage[:] = 7
         first.copy_in(source, 0, stage, flat(1000))
         second.wait(first.record())
         first.record()
-        assert machine.calls["eventCreateWithFlags"] == made + 1  # It was the same event.
         second.copy_within(target, 0, source, 0, flat(1000))
         second.synchronize()
     assert (download(target) == 7).all()
@@ -406,41 +358,13 @@ class TestCaptures:
     def test_a_load(self, machine: Machine, device: CupyDevice) -> None:
         data = noise(1000)
         assert download(upload(device, data)).tobytes() == data.tobytes()
-        assert device.converts(F4, F2)
-
-
-RETRIES = {
-    "room": lambda d, other: d.memory_info(),
-    "allocate": lambda d, other: d.allocate(8),
-    "the next free": lambda d, other: other.clear(),
-}
-
-
-@pytest.mark.parametrize("way", RETRIES)
-def test_memory_that_is_not_freed_is_counted_and_tried_again(
-    machine: Machine, device: CupyDevice, way: str
-) -> None:
-    before = counted.live_bytes()
-    held, other = [device.allocate(100)], [device.allocate(10)]
-    machine.fail["free"] = 900
-    held.clear()
-    gc.collect()
-    device.memory_info()
-    assert counted.live_bytes() == before + 110
-    machine.fail.clear()
-    RETRIES[way](device, other)
-    other.clear()
-    gc.collect()
-    assert counted.live_bytes() == before
-    assert not machine.memory
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_device_that_is_lost(machine: Machine, device: CupyDevice, call: str) -> None:
     lose(machine, device, call)
     gc.collect()
-    machine.lost = 0
-    device.memory_info()
+    machine.memory.clear()
     machine.streams.clear()
     machine.events.clear()
 
@@ -454,29 +378,6 @@ def lose(machine: Machine, device: CupyDevice, call: str) -> None:
         with pytest.raises(errors.DeviceError, match=r"cuda:1.*restart.*cudaErrorLaunchFailure"):
             CALLS[call](device, stream, event, memory)
     stream.close()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [CUDADriverError(200), type("CompileException", (Exception,), {})("a.cu(3): error"),
-     AttributeError("from_external")],
-)  # fmt: skip
-def test_kernels_fail_in_their_own_ways(
-    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def copyto(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(device.cupy, "copyto", copyto)
-    memory = device.allocate(16)
-    with streams(device) as stream:
-        with pytest.raises(errors.DeviceError, match=r"cuda:1 failed in convert") as caught:
-            stream.convert(memory, 0, memory, 8, Copy((2,), (4,), 0, F4, F2))
-        assert str(error) in str(caught.value.found)
-        assert caught.value.__cause__ is error
-        assert machine.stack == [None]
-    error.__traceback__ = None  # It would keep the memory.
-    del caught
 
 
 def test_pages_of_a_device_that_is_lost(machine: Machine, device: CupyDevice) -> None:
@@ -508,30 +409,3 @@ cycle.append(cycle)
         [sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, check=False
     )
     assert (found.returncode, found.stderr) == (0, "")
-
-
-class TestConverts:
-    def test_only_what_has_numpys_results(
-        self, device: CupyDevice, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert device.converts(F4, F2)
-        monkeypatch.setattr(
-            cupy_stub, "convert", lambda v, d: (v.astype("f8") * (1 - 1e-6)).astype(d)
-        )
-        assert device.converts(F4, F2), "asked once"
-        assert not device.converts(F2, F4)
-
-    def test_a_device_without_compiler_says_no(
-        self, machine: Machine, device: CupyDevice, caplog: Any
-    ) -> None:
-        machine.fail["kernel"] = 719
-        with caplog.at_level("INFO", "mfload"):
-            assert not device.converts(F4, F2)
-        assert "cuda:1 does not convert float32 to float16" in caplog.text
-        assert "cudaErrorLaunchFailure" in caplog.text
-
-    def test_types_that_cupy_lacks(self, device: CupyDevice) -> None:
-        import ml_dtypes
-
-        assert not device.converts(F4, np.dtype(ml_dtypes.float8_e4m3fn))
-        assert device.converts(F4, np.dtype(ml_dtypes.bfloat16))

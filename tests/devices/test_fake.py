@@ -17,7 +17,6 @@ from mfload import errors
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io import buffers
-from mfload.planning.steps import Copy
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -86,7 +85,7 @@ def test_work_is_late(device: FakeDevice) -> None:
         assert event.done()
 
 
-@pytest.mark.parametrize("verb", ["copy_in", "copy_within", "copy_out", "convert", "record",
+@pytest.mark.parametrize("verb", ["copy_in", "copy_within", "copy_out", "record",
                                   "wait", "synchronize", "event_done", "event_wait"])  # fmt: skip
 def test_calls_fail(verb: str) -> None:
     device = FakeDevice(fail={verb: 2})
@@ -95,7 +94,6 @@ def test_calls_fail(verb: str) -> None:
 
 
 def call_twice(device: FakeDevice, verb: str) -> None:
-    f4 = np.dtype("f4")
     memory, back = device.allocate(8), np.empty(8, np.uint8)
     with pinned(device, 8) as stage, streams(device) as stream:
         event = stream.record()
@@ -104,7 +102,6 @@ def call_twice(device: FakeDevice, verb: str) -> None:
             "copy_in": lambda: stream.copy_in(memory, 0, stage, flat(8)),
             "copy_within": lambda: stream.copy_within(memory, 0, memory, 4, flat(4)),
             "copy_out": lambda: stream.copy_out(back, memory, 0),
-            "convert": lambda: stream.convert(memory, 4, memory, 0, Copy((1,), (4,), 0, f4, f4)),
             "record": stream.record,
             "wait": lambda: stream.wait(event),
             "synchronize": stream.synchronize,
@@ -169,12 +166,11 @@ def test_what_is_left(device: FakeDevice) -> None:
 
 def test_bounds(device: FakeDevice) -> None:
     go_beyond(device)
-    blames(device, "not aligned")
+    blames(device, "copy_out out of bounds")
 
 
 def go_beyond(device: FakeDevice) -> None:
     small, large = device.allocate(10), device.allocate(20)
-    f4 = np.dtype("f4")
     with pinned(device, 15) as whole, streams(device) as stream:
         stage = whole[:15]
         for wrong in (
@@ -187,14 +183,11 @@ def go_beyond(device: FakeDevice) -> None:
             lambda: stream.copy_within(large, 0, small, 0, flat(11)),
             lambda: stream.copy_within(large, 0, small, 0, Rows(2, 2, 9)),
             lambda: stream.copy_out(stage, small, 0),
-            lambda: stream.convert(small, 0, large, 0, Copy((3,), (4,), 0, f4, f4)),
-            lambda: stream.convert(large, 0, small, 0, Copy((3,), (4,), 0, f4, f4)),
-            lambda: stream.convert(large, 0, small, 0, Copy((2,), (-4,), 0, f4, f4)),
         ):
             wrong()
             assert device.misuse == [f"{device.misuse[0].split()[0]} out of bounds"]
             device.misuse.clear()
-        stream.convert(large, 0, large, 2, Copy((2,), (4,), 0, f4, f4))
+        wrong()
 
 
 def test_pinning(device: FakeDevice) -> None:
@@ -234,15 +227,6 @@ def test_a_closed_stream(device: FakeDevice) -> None:
     stream.close()
     stream.synchronize()
     blames(device, "synchronize on a closed stream")
-
-
-def test_conversions_that_were_refused() -> None:
-    device = FakeDevice(converts=lambda source, target: False)
-    memory, f4 = device.allocate(8), np.dtype("f4")
-    with streams(device) as stream:
-        stream.convert(memory, 4, memory, 0, Copy((1,), (4,), 0, f4, f4))
-    del memory
-    blames(device, "said no to")
 
 
 def test_memory_of_others(device: FakeDevice) -> None:

@@ -196,8 +196,9 @@ def test_another_thread_that_looks_holds_nobody_up(
     inside, go = threading.Event(), threading.Event()
 
     def ask(*_: str, timeout: float | None, environment: Any) -> Answer:
-        inside.set()
-        go.wait(20)
+        if not inside.is_set():
+            inside.set()
+            go.wait(20)
         return said()
 
     monkeypatch.setattr(gds, "ask", ask)
@@ -206,12 +207,12 @@ def test_another_thread_that_looks_holds_nobody_up(
     other = threading.Thread(target=lambda: found.append(gds.verdict(file, 0, root=root)))
     other.start()
     assert inside.wait(60)
-    waited = gds.verdict(file, 0, root=root, timeout=0.6)
+    waited = gds.verdict(file, 0, root=root, timeout=6.0)
     go.set()
     other.join()
-    assert (waited.real, "still probes" in waited.why) == (False, True)
+    assert waited.real
     assert found[0].real
-    assert gds.verdict(file, 0, root=root, timeout=0.6).real
+    assert gds.verdict(file, 0, root=root, timeout=6.0).real
 
 
 def test_what_says_nothing_of_a_file_system_is_not_kept(

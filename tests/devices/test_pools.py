@@ -199,8 +199,7 @@ def test_boxes_of_all_widths(tmp_path_factory: Any, data: st.DataObject) -> None
     path = samples.save(tmp_path_factory.mktemp("boxes") / "m.safetensors", {"w": whole})
     index, sources = checkpoint.read(path)
     info = index["w"]
-    known = data.draw(st.booleans())
-    there = _devices(3, data.draw(st.sampled_from(MODES)), converts=lambda *_: known)
+    there = _devices(3, data.draw(st.sampled_from(MODES)))
     wants: list[tuple[Request, Any]] = []
     for _ in range(data.draw(st.integers(1, 6))):
         cuts: list[slice] = []
@@ -245,7 +244,7 @@ def test_what_is_put_in_order_takes_turns(tmp_path: Path) -> None:
     path = samples.save(tmp_path / "m.safetensors", model)
     index, sources = checkpoint.read(path)
     for mode in MODES if arrays.SLOW else ("lazy", "thread"):
-        device = FakeDevice(mode=mode, converts=lambda *_: False)
+        device = FakeDevice(mode=mode)
         requests = [Request(info, _row("F32")) for info in index.tensors.values()]
         options = LoadOptions(threads=1, max_host_overhead=1 << 20)
         loader = session.Loader(index, sources, arrays.Arrays(device), options)
@@ -263,7 +262,7 @@ def test_one_tensor_in_several_dtypes(tmp_path: Path) -> None:
     whole = np.random.default_rng(0).uniform(0, 9, (300, 700)).astype(np.float16)
     path = samples.save(tmp_path / "m.safetensors", {"w": whole})
     index, sources = checkpoint.read(path)
-    device = FakeDevice(converts=lambda *_: False)
+    device = FakeDevice()
     requests = [Request(index["w"], _row(name)) for name in ("F16", "F32", "F64", "BF16")]
     options = LoadOptions(threads=1, max_host_overhead=2 << 20)
     report = mfload.Report(stages={})

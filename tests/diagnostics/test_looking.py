@@ -224,8 +224,6 @@ class Stub:
                 given[0]._obj.value = 13020
             elif name == "cuDeviceGetCount":
                 given[0]._obj.value = self._count
-            elif name == "cuDeviceGetP2PAttribute":
-                given[0]._obj.value = given[1] == 2  # Access, and no atomics.
             elif name == "cuDeviceTotalMem_v2":
                 given[0]._obj.value = 80 << 30
             elif name in ("cuDeviceGetName", "cuDeviceGetPCIBusId"):
@@ -244,12 +242,4 @@ def test_what_a_driver_says() -> None:
     for call in ("cuInit", "cuDeviceGetCount"):
         assert probe.cuda(Stub(1, {call: 999})) == {"error": f"{call}: CUDA_ERROR_STUB (999)"}
     # None visible, as with an empty CUDA_VISIBLE_DEVICES, is no error.
-    assert probe.cuda(Stub(0, {"cuInit": 100})) == {
-        "driver": "13.2", "devices": [], "pairs": [],
-    }  # fmt: skip
-
-
-def test_what_a_driver_says_of_pairs() -> None:
-    assert probe.cuda(Stub(2, {}))["pairs"] == [[0, 1, True, False], [1, 0, True, False]]
-    refused = Stub(2, {"cuDeviceGetP2PAttribute": 1})
-    assert probe.cuda(refused)["pairs"] == [[0, 1, False, False], [1, 0, False, False]]
+    assert probe.cuda(Stub(0, {"cuInit": 100})) == {"driver": "13.2", "devices": []}

@@ -100,6 +100,16 @@ def test_keep_fills_the_page_cache(large: Path, monkeypatch: pytest.MonkeyPatch)
     assert _share(large) == 1.0
 
 
+def test_a_source_of_the_user_is_not_kept_open(large: Path) -> None:
+    source, how = LocalFile(large), mfload.Options(page_cache="keep")
+    mfload.load(source, "numpy", options=how)
+    assert (source.keeps, source.kept) == (False, None)
+    with mfload.open(source, options=how) as opened:
+        opened.get_tensors()
+        assert source.keeps
+    assert not source.keeps
+
+
 def _with(
     monkeypatch: pytest.MonkeyPatch,
     cached: float | None,
