@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mfload.dlpack import View, array_at
 from mfload.dtypes import DType
 from mfload.load_options import LoadOptions
 from mfload.planning.request import Allocation, Owner, Request
+from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
@@ -50,19 +51,17 @@ def forms(own: Mapping[str, str], copied: Collection[str] = ()) -> Mapping[str, 
     }
 
 
-class Lent:
+class Lent(NamedTuple):
     """An array of the framework's own allocator, to be filled in place.
 
     `memory` is its bytes, which keep it alive: a writable uint8 array or a `DeviceBuffer`.
     """
 
-    __slots__ = ("array", "memory")
-
-    def __init__(self, array: Any, memory: Any) -> None:
-        self.array, self.memory = array, memory
+    array: Any
+    memory: Any
 
 
-class Pool:
+class Pool(NamedTuple):
     """What a framework's allocator holds of a device.
 
     Attributes:
@@ -70,10 +69,8 @@ class Pool:
         advice: What to do if a load does not fit, as the end of a sentence.
     """
 
-    __slots__ = ("advice", "free")
-
-    def __init__(self, free: int | None, advice: str) -> None:
-        self.free, self.advice = free, advice
+    free: int | None
+    advice: str
 
 
 class Adapter:
@@ -231,7 +228,7 @@ def no_device(framework: str, device: object, there: object) -> errors.DeviceErr
 Span = tuple[int, int]
 
 
-class Exported:
+class Exported(NamedTuple):
     """What an adapter says of an array that is to be saved; its bytes are read later.
 
     Attributes:
@@ -241,17 +238,10 @@ class Exported:
             if they lie on a device or in several pieces.
     """
 
-    __slots__ = ("dtype", "read", "shape", "span")
-
-    def __init__(
-        self,
-        dtype: DType,
-        shape: tuple[int, ...],
-        read: Callable[[], Any],
-        span: Span | None = None,
-    ) -> None:
-        self.dtype, self.shape = dtype, shape
-        self.read, self.span = read, span
+    dtype: DType
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+    span: Span | None = None
 
 
 def refuse(framework: str, why: str | None, array: Any) -> None:

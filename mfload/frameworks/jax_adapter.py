@@ -11,8 +11,9 @@ others. So there tensors land in memory of its own, where that is found to work.
 from __future__ import annotations
 
 import gc
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mfload.cuda.device import Device
 
 OLDEST = "0.5.3"
-_OTHER_THREADS = 0.002  # Seconds in which they get their turn.
+_OTHER_THREADS, _PATIENCE = 0.002, 0.1  # Seconds in which they get their turn, and at most.
 
 
 class JaxAdapter(base.Adapter):
@@ -66,9 +67,11 @@ class JaxAdapter(base.Adapter):
         return jax_memory.pool(self.place, self.devices[number])
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
+        copied = [view.memory for view in views if self.copies(view)]
+        before = references(copied)
         made = [self.array(view) for view in views]
-        if any(self.copies(view) for view in views):
-            collect_copied()
+        if copied:
+            collect_copied(copied, before)
         return made
 
     def copies(self, view: View) -> bool:
@@ -118,14 +121,24 @@ def lend(
     return lent
 
 
-def collect_copied() -> None:
+def references(memory: Iterable[Any]) -> int:
+    """How many there are to some objects, all together."""
+    return sum(map(sys.getrefcount, memory))
+
+
+def collect_copied(copied: Sequence[Any] = (), before: int = 0) -> None:
     """Has JAX free the memory that arrays were copied from, before the next batch of a load.
 
     JAX does so on threads of its own, which wait for the interpreter, and frees what NumPy arrays
-    hold in its part of a collection only.
+    hold in its part of a collection only. It has when there are no more `references` to what was
+    copied than `before`; a busy machine may take a while.
     """
-    time.sleep(_OTHER_THREADS)
-    gc.collect(0)
+    end = time.monotonic() + _PATIENCE
+    while True:
+        time.sleep(_OTHER_THREADS)
+        gc.collect(0)
+        if references(copied) <= before or time.monotonic() > end:
+            return
 
 
 class _OnDevice:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import experimental
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mfload import errors
 from mfload.frameworks import base, private_api
@@ -129,7 +129,9 @@ def _program(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> Callable[[],
     # A mesh for this alone, of which nothing is seen outside: replicas have memory of their own,
     # and one program makes them all.
     mesh = Mesh(np.array(devices, object), ("device",))
-    there = tuple(NamedSharding(mesh, PartitionSpec(), memory_kind=kind[0]) for kind in kinds)
+    there = [NamedSharding(mesh, PartitionSpec(), memory_kind=kind[0]) for kind in kinds]
+    if len(devices) == 1:  # Such an array is the one shard of itself.
+        there = [SingleDeviceSharding(devices[0], memory_kind=kind[0]) for kind in kinds]
     # Public since 0.8; until then it took no shape. For an H100, XLA of JAX 0.11.2 compiles it to
     # memory without a kernel; on the CPU it is zeros.
     fill = getattr(jax.lax, "empty", jnp.zeros)
@@ -137,7 +139,7 @@ def _program(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> Callable[[],
     def make() -> tuple[Any, ...]:
         return tuple(fill(shape, dtype) for _, dtype, shape in kinds)
 
-    return jax.jit(make, out_shardings=there)
+    return jax.jit(make, out_shardings=tuple(there))
 
 
 def fillable(device: Any, there: Device) -> bool:

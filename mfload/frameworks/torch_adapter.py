@@ -16,6 +16,7 @@ from mfload import errors
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
 from mfload.frameworks import base
+from mfload.io import pread
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
@@ -40,6 +41,31 @@ def _imports(name: str) -> bool:
 
 
 _VIEWED = {name: kind for name, kind in _OWN.items() if not _imports(name)}
+
+
+# Elements that torch does not share out among threads of its own: readers are threads already.
+_ALONE = 1 << 15
+
+
+def _convert(source: Any, target: Any) -> None:
+    """Converts with PyTorch's loops.
+
+    Raises RuntimeError inside a mode of PyTorch, such as that of fake tensors, which would record
+    the copy and not make it.
+    """
+    given, made = (
+        torch.from_numpy(each.reshape(-1).view(f"i{each.itemsize}")).view(
+            getattr(torch, each.dtype.name)
+        )
+        for each in (source, target)
+    )
+    if type(made) is not torch.Tensor or made.data_ptr() != target.ctypes.data:
+        raise RuntimeError("not a tensor over the memory of the array")
+    for part, filled in zip(given.split(_ALONE), made.split(_ALONE), strict=True):
+        filled.copy_(part)
+
+
+pread.CONVERTERS.append(_convert)
 
 
 class TorchAdapter(base.Adapter):
@@ -143,7 +169,7 @@ def _units(plain: Any) -> Any:
     Not if it lies on a device, is strided, or is still to be conjugated or negated.
     """
     settled = plain.cpu().resolve_conj().resolve_neg()
-    # PyTorch puts strided items in order several times as fast as NumPy would.
+    # PyTorch puts strided items in order on all cores.
     return settled.view(_UNITS[settled.element_size()]).contiguous().numpy()
 
 

@@ -18,10 +18,6 @@ Shape = tuple[int, ...]
 Requests = Mapping[int, Sequence[Request]]
 """The requests of each process, by its number."""
 
-MESH_GAP = 64 << 10
-"""The `Costs.merge_gap` of loads onto a mesh: to read a part of a row by a call of its own costs as
-much as to read some 100 KiB over (2 cores, page cache). Disks and networks are slower than that."""
-
 HELD = 4
 """Times the rows of a round that an exchange holds: those to send, their copy in the framework,
 those that came, and theirs."""
@@ -101,8 +97,11 @@ class MeshBackend(Protocol):
         """Whether devices that hold the same part get memory of their own."""
         ...
 
-    def adapter(self) -> Adapter:
-        """Makes arrays on the devices of this process: a tuple for each request, one a device."""
+    def adapter(self, *, late: bool = False) -> Adapter:
+        """Makes arrays on the devices of this process: a tuple for each request, one a device.
+
+        With `late`, all of them go to `assemble`, and may be unfinished until then.
+        """
         ...
 
     def assemble(self, wholes: Iterable[Whole]) -> list[Any]:
@@ -177,6 +176,7 @@ class Link(Protocol):
         ...
 
 
+_new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _Part = tuple[int, Selection | None, tuple[int, ...]]  # Process, selection, devices.
 
 
@@ -199,7 +199,8 @@ def requests(wanted: Iterable[TensorShares]) -> dict[int, list[Request]]:
         if key not in known:
             known[key] = shares, _parts(each)  # With its shares kept, the id stays theirs.
         for process, selection, devices in known[key][1]:
-            made.setdefault(process, []).append(Request(info, dtype, selection, checked, devices))
+            row = _new(Request, (info, dtype, selection, checked, devices))
+            made.setdefault(process, []).append(row)
     return made
 
 

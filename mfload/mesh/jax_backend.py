@@ -16,7 +16,7 @@ from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import base, jax_memory, private_api
-from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, collect_copied, lend
+from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, collect_copied, lend, references
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
 from mfload.load_options import LoadOptions
@@ -46,6 +46,7 @@ class JaxBackend:
         self.rank: int = jax.process_index()
         self._spots: dict[int, dict[Spot, int]] = {self.rank: {}}  # Numbers, for each process.
         self._shares: dict[tuple[Any, Shape], tuple[Share, ...]] = {}
+        self._adapter: JaxMeshAdapter | None = None
 
     @staticmethod
     def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
@@ -66,9 +67,9 @@ class JaxBackend:
         mesh = jax_specs.mesh_of(mesh, shardings)
         made = jax_specs.resolve(rows, mesh, shardings, unmatched, infos, known=known)
         for info, request, sharding in zip(infos, requests, made, strict=True):
-            shape, _ = arrives(request.dtype, info.shape)
-            if shape == info.shape:
+            if JaxAdapter.forms[request.dtype.name].how != "bytes":
                 continue
+            shape, _ = arrives(request.dtype, info.shape)
             try:  # What arrives as bytes has other dims than the tensor, to be divided as well.
                 jax_specs.check(info.name, shape, sharding)
             except errors.ShardingError as error:
@@ -113,22 +114,39 @@ class JaxBackend:
         devices = [spot.device for spot in self._spots[self.rank]] or jax.local_devices()
         return devices[0].platform
 
-    def adapter(self) -> JaxMeshAdapter:
+    def adapter(self, *, late: bool = False) -> JaxMeshAdapter:
         """The adapter of the spots numbered so far."""
-        return JaxMeshAdapter(list(self._spots[self.rank]) or [Spot(jax.local_devices()[0], None)])
+        spots = list(self._spots[self.rank]) or [Spot(jax.local_devices()[0], None)]
+        self._adapter = JaxMeshAdapter(spots, late=late)
+        return self._adapter
 
     def assemble(self, wholes: Iterable[Whole]) -> list[Any]:
         """A sharded array of those on this process's devices, for each tensor."""
         made: list[Any] = []
+        construct = private_api.jax_constructor()
+
+        takes: list[Any] = [] if self._adapter is None else self._adapter.takes
+        # The first array of each kind, and its parts' numbers in the order of its devices.
+        kinds: dict[Any, tuple[Any, list[int]]] = {}
         with undisturbed():
             for shape, dtype, sharding, parts in wholes:
+                kind = shape, dtype.name, id(sharding), *parts
+                if construct is not None and kind in kinds:
+                    like, numbers = kinds[kind]
+                    arrays = [
+                        takes[n](part) if type(part := parts[n]) is View else part for n in numbers
+                    ]
+                    made.append(construct(like, arrays))
+                    continue
                 shape, numpy = arrives(dtype, shape)
                 # Where this process has none of the devices, nothing else tells the dtype.
                 told = {} if parts else {"dtype": numpy}
-                arrays = list(parts.values())
-                made.append(
-                    jax.make_array_from_single_device_arrays(shape, sharding, arrays, **told)
-                )
+                arrays = [takes[n](p) if type(p) is View else p for n, p in parts.items()]
+                like = jax.make_array_from_single_device_arrays(shape, sharding, arrays, **told)
+                made.append(like)
+                number_of = {self.device(number): number for number in parts}
+                # With its sharding kept in the array, the id stays that one's.
+                kinds[kind] = like, [number_of[each.device] for each in like.addressable_shards]
         return made
 
     def abstract(self, requests: Sequence[Request], shardings: Sequence[Any]) -> dict[str, Any]:
@@ -183,19 +201,29 @@ def _moved(array: Any, device: Any, kind: str) -> Any:
 
 
 class JaxMeshAdapter(SeveralAdapter):
-    """An adapter with one part a spot: an array is a tuple, one for each spot of a request."""
+    """An adapter with one part a spot: an array is a tuple, one for each spot of a request.
+
+    With `late`, what lies in host memory stays a view until `JaxBackend.assemble` takes it with the
+    other parts of its tensor: then the arrays of single devices, which nothing else wants, are gone
+    before those of the next tensor are made.
+    """
 
     # Requests name their spots already.
     assign = base.Adapter.assign  # pyright: ignore[reportAssignmentType]
     results = base.Adapter.results  # pyright: ignore[reportAssignmentType]
 
-    def __init__(self, spots: Sequence[Spot]) -> None:
+    def __init__(self, spots: Sequence[Spot], *, late: bool = False) -> None:
         base.check_version("jax", jax.__version__, OLDEST)
         self._spots = spots
         devices = dict.fromkeys(spot.device for spot in spots)
         found = {each: JaxAdapter(each, *jax_memory.find_device(each)) for each in devices}
         self._adapters = [found[spot.device] for spot in spots]
-        self._aliases = [spot.kind is None and found[spot.device].on_host for spot in spots]
+        self._late = late
+        # What takes views as they are, on spots in host memory.
+        self.takes: list[Any] = [
+            found[spot.device].take if spot.kind is None and found[spot.device].on_host else None
+            for spot in spots
+        ]
         super().__init__(self._adapters)
 
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
@@ -216,20 +244,27 @@ class JaxMeshAdapter(SeveralAdapter):
     def wrap(self, views: Sequence[View]) -> list[Any]:
         """A tuple of `jax.Array`s for each view, one for each of its devices."""
         made: list[tuple[Any, ...]] = []
-        copied = False
+        late, some = self._late, None in self.takes
+        copied = [
+            view.memory
+            for view in views
+            if view.dtype.elements > 1
+            or (some and any(self._adapters[n].copies(view) for n in view.devices))
+        ]
+        before = references(copied)
         for view in views:
             arrays: list[Any] = []
             for number in view.devices:
-                adapter = self._adapters[number]
-                if self._aliases[number] and view.dtype.elements == 1:
-                    arrays.append(adapter.take(view))  # Of most shards, so it is short.
+                take = self.takes[number]
+                if take is not None and view.dtype.elements == 1:
+                    arrays.append(view if late else take(view))
                     continue
-                array, (device, kind) = adapter.array(view), self._spots[number]
+                adapter, (device, kind) = self._adapters[number], self._spots[number]
+                array = adapter.array(view)
                 arrays.append(array if kind is None else _moved(array, device, kind))
-                copied = copied or adapter.copies(view)
             made.append(tuple(arrays))
         if copied:
-            collect_copied()
+            collect_copied(copied, before)
         return made
 
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:

@@ -24,8 +24,8 @@ from mfload.io import buffers
 from mfload.runtime import Deadline
 
 # Seconds between two looks at a collective that is under way, until a process that is gone is
-# missed, and to wait for JAX to release what was sent.
-_TICK, _MISSED, _PATIENCE = 0.1, 0.3, 0.2
+# missed, to wait for JAX to release what was sent, and for a collective that others have left.
+_TICK, _MISSED, _PATIENCE, _GRACE = 0.1, 0.3, 0.2, 2.0
 
 # The devices whose collectives may be out of step: one of theirs was given up, or failed.
 _broken: set[tuple[Any, ...]] = set()
@@ -68,10 +68,8 @@ class JaxStore:
             self.client.key_value_delete(prefix)
 
 
-@functools.lru_cache(maxsize=1)  # Another client after jax.distributed was started anew.
-def store_of(client: Any) -> JaxStore:
-    """The one store of a client of `jax.distributed`."""
-    return JaxStore(client)
+# The one store of a client; there is another client after jax.distributed was started anew.
+store_of = functools.lru_cache(maxsize=1)(JaxStore)
 
 
 @contextlib.contextmanager
@@ -159,7 +157,14 @@ class JaxLink:
         if thread.is_alive():
             if self._deadline.left() <= 0:
                 raise self._deadline.error("exchanging bytes with the other processes")
-            check()
+            try:
+                check()
+            except errors.ProcessError:
+                # A process whose swap ended may have failed since. Then this one ends as well, and
+                # the collectives stay in step.
+                thread.join(max(0.0, min(_GRACE, self._deadline.left())))
+                if thread.is_alive():
+                    raise
 
 
 @functools.lru_cache(maxsize=16)

@@ -126,9 +126,11 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _on_devices(name: str, shape: Shape, spec: Any, mesh: Any, made: dict[Any, Any]) -> Any:
-    """The sharding of a tensor; specs without devices are bound to the mesh, once (`made`)."""
+    """The sharding of a tensor; what is known of others is in `made`."""
     if isinstance(spec, Sharding) and not is_abstract(spec):
-        check(name, shape, spec)
+        if (id(spec), shape) not in made:  # What is kept keeps its id.
+            check(name, shape, spec)
+            made[id(spec), shape] = spec
         return spec
     kind = None
     if spec is None:
@@ -144,10 +146,10 @@ def _on_devices(name: str, shape: Shape, spec: Any, mesh: Any, made: dict[Any, A
             expected="mesh=, or a Sharding for each tensor",
             found=f"{spec} for {name!r}",
         )
-    _check_spec(name, shape, mesh, spec)
-    if (spec, kind) not in made:
-        made[spec, kind] = NamedSharding(mesh, spec, memory_kind=kind)
-    return made[spec, kind]
+    if (spec, kind, shape) not in made:
+        _check_spec(name, shape, mesh, spec)
+        made[spec, kind, shape] = NamedSharding(mesh, spec, memory_kind=kind)
+    return made[spec, kind, shape]
 
 
 def check(name: str, shape: Shape, sharding: Any) -> None:

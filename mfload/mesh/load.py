@@ -20,7 +20,7 @@ from mfload.loading import session
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.mesh.base import MeshBackend, Requests, Target, TensorShares, Whole
+from mfload.mesh.base import MeshBackend, Requests, Share, Target, TensorShares, Whole
 from mfload.planning.request import Request
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
@@ -63,20 +63,24 @@ class MeshLoad:
         self, backend: MeshBackend, chosen: Chosen, mesh: Any, shardings: Any, unmatched: str
     ) -> None:
         self._backend = backend
-        self._whole = chosen.requests
+        self._whole = list(chosen.requests)  # Rows that are made when asked for are made once.
         self._shardings = backend.resolve(
-            chosen.requests, mesh, shardings, unmatched, chosen.index.tensors
+            self._whole, mesh, shardings, unmatched, chosen.index.names
         )
-        # Whole rows are read over rather than skipped, where a few are not wanted.
-        options = chosen.options.replace(merge_gap=base.MESH_GAP)
+        options = chosen.options
         wanted: list[TensorShares] = []
-        for each, sharding in zip(chosen.requests, self._shardings, strict=True):
-            shares = backend.shares(sharding, each.info.shape)
-            separate = backend.separate(sharding, each.dtype, options)
-            wanted.append(TensorShares(each.info, each.dtype, each.checked, shares, separate))
+        known: dict[Any, tuple[tuple[Share, ...], bool]] = {}
+        for (info, dtype, _, checked, _), sharding in zip(
+            self._whole, self._shardings, strict=True
+        ):
+            kind = id(sharding), dtype.name, info.shape
+            if kind not in known:
+                shares = backend.shares(sharding, info.shape)
+                known[kind] = shares, backend.separate(sharding, dtype, options)
+            wanted.append(TensorShares(info, dtype, checked, *known[kind]))
         self.requests = base.requests(wanted)
         self.mine = self.requests.setdefault(backend.rank, [])
-        self.loader = Loader(chosen.index, chosen.sources, backend.adapter(), options)
+        self.loader = Loader(chosen.index, chosen.sources, backend.adapter(late=True), options)
 
     def arguments(self) -> list[str]:
         """What is wanted of each tensor: lines that must be the same on all processes."""
@@ -91,8 +95,10 @@ class MeshLoad:
     def assemble(self, fetched: list[tuple[Any, ...]]) -> dict[str, Any]:
         """The sharded arrays by name, of an array for each device of each request."""
         held: dict[str, dict[int, Any]] = {request.info.name: {} for request in self._whole}
-        for request, arrays in zip(self.mine, fetched, strict=True):
-            held[request.info.name].update(zip(request.devices, arrays, strict=True))
+        for (info, _, _, _, devices), arrays in zip(self.mine, fetched, strict=True):
+            parts = held[info.name]
+            for number, array in zip(devices, arrays, strict=True):
+                parts[number] = array
         fetched.clear()
         wholes = [
             Whole(info.shape, dtype, sharding, held[info.name])
@@ -157,7 +163,9 @@ def load(
         if report is not None:
             report.tensors, report.processes = len(chosen.requests), len(ranks)
         with gc_paused():
-            return job.assemble(fetched)
+            arrays = job.assemble(fetched)
+            del job, chosen  # What was made of each tensor goes before the collector looks at it.
+        return arrays
 
 
 def together(
@@ -359,6 +367,6 @@ def abstract(
     backend = base.backend(framework)
     resolved: list[Any] = [None] * len(chosen.requests)
     if mesh is not None or shardings is not None:
-        known = chosen.index.tensors
+        known = chosen.index.names
         resolved = backend.resolve(chosen.requests, mesh, shardings, unmatched, known)
     return backend.abstract(chosen.requests, resolved)

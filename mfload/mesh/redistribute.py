@@ -199,12 +199,14 @@ def load(
             plan: Plan, memory: list[Any], session: Session, sources: Any, made: Schedule = made
         ) -> Filled:
             costs, threads = session.limits.costs, session.threads
-            execute_run = partial(execute.run, threads=threads, deadline=options.deadline)
+            execute_run = partial(
+                execute.run, threads=threads, deadline=options.deadline, window=costs.span
+            )
             # Half of the overhead is for what travels.
             pages = (options.max_host_overhead or OVERHEAD) // 2 // threads // buffers.PAGE - 2
             block = max(buffers.PAGE, min(costs.block, pages * buffers.PAGE))
             # What lies between parts is mostly for another process to read.
-            costs = costs._replace(block=block, merge_gap=sources[0].costs.merge_gap)
+            costs = costs._replace(block=block, merge_gap=buffers.PAGE)
             plans, notes = list[Plan](), list[str]()
 
             def read(some: Sequence[Request], given: Any, there: list[Any]) -> None:

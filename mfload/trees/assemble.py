@@ -6,13 +6,22 @@ batch is made of waits on its devices until the transforms have run, within the 
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+from jax.sharding import SingleDeviceSharding
+
 from mfload import errors
 from mfload.cuda import memory
+from mfload.frameworks import jax_adapter
+from mfload.frameworks.base import Adapter
+from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.load_options import OVERHEAD, LoadOptions
@@ -21,11 +30,12 @@ from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import Share, TensorShares, Whole
 from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives
+from mfload.planning import request
 from mfload.planning.request import Request
 from mfload.planning.slicing import shape_of
 from mfload.report import Report
 from mfload.sources.base import Source
-from mfload.trees import batches, jax_transforms
+from mfload.trees import batches, jax_transforms, small_leaves
 from mfload.trees.batches import BatchItem, LeafPart
 from mfload.trees.recipe import Recipe
 from mfload.trees.transforms import Shape, Transform
@@ -52,6 +62,26 @@ class Goal(NamedTuple):
         return self.recipe.transform.shape
 
 
+class _Kind(NamedTuple):
+    """How leaves with the same transform, dtypes and sharding are made.
+
+    Attributes:
+        nbytes: What this process is to hold of one, replicas counted once.
+        lands: Numbers of tensors, and the shares of what lands in its place as it is.
+        alone: The device that holds it whole, as a plain load gives it; None for any other.
+        separate: Whether devices that hold the same part get memory of their own.
+        small: How NumPy makes them; None if it does not.
+        compiled: Whether compiled functions make what does not land in its place.
+    """
+
+    nbytes: int
+    separate: bool
+    lands: tuple[tuple[int, tuple[Share, ...]], ...] = ()
+    alone: Any = None
+    small: small_leaves.Kind | None = None
+    compiled: bool = False
+
+
 class _Wanted(NamedTuple):
     """Requests of all processes, those of this one, and for each the number of what it is for."""
 
@@ -72,15 +102,32 @@ class Assembly:
         backend: JaxBackend,
     ) -> None:
         self._backend, self._goals, self._options = backend, goals, options
+        self._files = index, sources
         self._arrays: list[dict[int, Any]] = [{} for _ in goals]  # By number of the device.
-        self._held = 0
+        self._whole: dict[int, Any] = {}  # Those that are made at once, by number.
+        self._alone: dict[Any, list[int]] = {}  # Numbers of leaves by the device that holds them.
+        self._held = self._nbytes = self._placed = 0
         direct: list[tuple[int, TensorShares]] = []
         made: list[tuple[int, list[LeafPart]]] = []
+        small: list[tuple[int, small_leaves.Kind]] = []
+        kinds: dict[Any, _Kind] = {}
         for number, goal in enumerate(goals):
-            some, others = self._parts(goal)
-            direct += ((number, wanted) for wanted in some)
-            if others:
-                made.append((number, others))
+            recipe, sharding = goal
+            key = recipe.transform, recipe.dtype.name, recipe.landed.name, sharding
+            if key not in kinds:
+                kinds[key] = self._kind(goal)
+            kind = kinds[key]
+            self._nbytes += kind.nbytes
+            if kind.alone is not None:
+                self._alone.setdefault(kind.alone, []).append(number)
+                self._placed += kind.nbytes
+                continue
+            direct += ((number, each) for each in _shares(recipe, kind.lands, kind.separate))
+            if kind.small is not None:
+                small.append((number, kind.small))
+                self._placed += kind.small.result
+            elif kind.compiled:
+                made.append((number, self._compiled_parts(goal)))
         self._direct = self._wanted(direct)
         adapter = backend.adapter()
         # What a transform is to run on waits where it runs.
@@ -89,57 +136,113 @@ class Assembly:
         limit = OVERHEAD
         if given is not None:
             waiting = self._wanted(_sources(part for _, some in made for part in some)).mine
-            limit = max(given, _least_for_readers(waiting, index, sources, adapter, options))
+            least = _least_for_readers(waiting, index, sources, adapter, options)
+            if adapter.on_host:
+                waiting = self._wanted(self._sources_of(small)).mine
+                host = NumpyAdapter()
+                least = max(least, _least_for_readers(waiting, index, sources, host, options))
+            limit = max(given, least)
         slots = limit // _SLOTS
-        self._batches = list(batches.batches(made, limit - slots))
+        compiled = list(batches.batches(made, limit - slots))
         if given is not None:
-            self._check_overhead(overhead, given, limit, on_host=adapter.on_host)
-        self._awaited = [
-            self._wanted(_sources(part for item in batch for part in item.parts))
-            for batch in self._batches
-        ]
-        # Whole rows are read over rather than skipped, where a few are not wanted.
-        options = options.replace(merge_gap=base.MESH_GAP)
+            items = itertools.chain.from_iterable(compiled)
+            self._check_overhead(overhead, given, limit, items, on_host=adapter.on_host)
         self._loader = Loader(index, sources, adapter, options)
         options = options.replace(allocator="mfload")
+        on_host = options.replace(max_host_overhead=slots, max_device_overhead=None)
+        for_numpy = Loader(index, sources, NumpyAdapter(), on_host)
         if adapter.devices or adapter.on_host:
             # Elsewhere what waits is copied to its device, and slots are gone by then.
             options = options.replace(**{overhead: slots})
-        self._waiting = Loader(index, sources, adapter, options)
+        waits = Loader(index, sources, adapter, options)
+        # What is fetched, by what, and what makes leaves of it.
+        self._steps: list[tuple[_Wanted, Loader, Callable[[_Wanted, list[Any]], None]]] = []
+        for batch in compiled:
+            wanted = self._wanted(_sources(part for item in batch for part in item.parts))
+            self._steps.append((wanted, waits, functools.partial(self._transform, batch)))
+        for batch in small_leaves.batches(small, limit - slots):
+            wanted = self._wanted(self._sources_of(batch.items()))
+            self._steps.append((wanted, for_numpy, functools.partial(self._arrange, batch)))
 
-    def _parts(self, goal: Goal) -> tuple[list[TensorShares], list[LeafPart]]:
-        """What of a leaf lands as it is, and the parts that are transformed."""
-        recipe, sharding = goal.recipe, goal.sharding
-        held = self._backend.shares(sharding, goal.shape)
+    def _kind(self, goal: Goal) -> _Kind:
+        recipe, sharding = goal
+        shape, rank = goal.shape, self._backend.rank
+        held = self._backend.shares(sharding, shape)
+        boxes = {share.box for share in held if share.process == rank}
+        nbytes = sum(recipe.dtype.size_of(shape_of(box)) or 0 for box in boxes)
         separate = self._backend.separate(sharding, recipe.dtype, self._options)
+        kind = _Kind(nbytes, separate)
         if recipe.transform.plain:
-            info = recipe.tensors[0]
-            return [TensorShares(info, recipe.landed, recipe.checked, held, separate)], []
-        if 0 in goal.shape:
-            return [], []  # There is nothing to read.
-        every = batches.parts(recipe, held)
-        plain = [part for part in every if part.transform.plain]
-        if len(plain) < len(every) and not self._backend.in_default_memory(sharding):
+            one = isinstance(sharding, SingleDeviceSharding) and jax.process_count() == 1
+            if one and self._backend.in_default_memory(sharding):
+                return kind._replace(alone=self._backend.device(held[0].device))
+            return kind._replace(lands=((0, held),))
+        if 0 in shape:
+            return kind  # There is nothing to read.
+        lands: list[tuple[int, tuple[Share, ...]]] = []
+        parts = batches.parts(recipe, held)
+        for part in parts:
+            if part.transform.plain:
+                ((number, box),) = recipe.transform.part(part.box)[1]
+                lands.append((number, tuple(each._replace(box=box) for each in part.holders)))
+        if len(lands) < len(parts):
+            small = self._small_kind(goal)
+            return kind._replace(
+                small=small, lands=() if small else tuple(lands), compiled=not small
+            )
+        return kind._replace(lands=tuple(lands))
+
+    def _small_kind(self, goal: Goal) -> small_leaves.Kind | None:
+        """How NumPy makes a leaf; None if it is too large, or not moved alone."""
+        recipe, sharding = goal
+        given = self._options.max_host_overhead
+        if recipe.transform.scale is not None or not self._backend.in_default_memory(sharding):
+            return None
+        # What waits for NumPy counts against the limit that others wait within on CPUs alone.
+        elsewhere = given is not None and self._backend.platform() != "cpu"
+        if elsewhere or (recipe.dtype.size_of(goal.shape) or 0) > small_leaves.MOST:
+            return None
+        made = small_leaves.kind(recipe, sharding, self._backend)
+        most = OVERHEAD if given is None else given
+        return made if made.nbytes <= most - most // _SLOTS else None
+
+    def _compiled_parts(self, goal: Goal) -> list[LeafPart]:
+        """The parts of a leaf that compiled functions make."""
+        recipe, sharding = goal
+        if not self._backend.in_default_memory(sharding):
             # Transforms run in the memory that devices work in, and the result is moved.
-            there = self._backend.shares(sharding.with_memory_kind(None), goal.shape)
-            every = batches.parts(recipe, there)
-        others = [part for part in every if not part.transform.plain]
-        return [wanted for _, wanted in _sources(plain, separate=separate)], others
+            sharding = sharding.with_memory_kind(None)
+        parts = batches.parts(recipe, self._backend.shares(sharding, goal.shape))
+        return [part for part in parts if not part.transform.plain]
+
+    def _sources_of(
+        self, small: Iterable[tuple[int, small_leaves.Kind]]
+    ) -> Iterator[tuple[int, TensorShares]]:
+        for number, kind in small:
+            for each in _shares(self._goals[number].recipe, kind.reads):
+                yield number, each
 
     def _wanted(self, wanted: Iterable[tuple[int, TensorShares]]) -> _Wanted:
-        requests: dict[int, list[Request]] = {self._backend.rank: []}
+        every = list(wanted)
+        requests = base.requests(each for _, each in every)
+        rank = self._backend.rank
+        counts: dict[Any, int] = {}
         owners: list[int] = []
-        for owner, one in wanted:
-            for process, found in base.requests([one]).items():
-                requests.setdefault(process, []).extend(found)
-            owners += [owner] * (len(requests[self._backend.rank]) - len(owners))
-        return _Wanted(requests, requests[self._backend.rank], owners)
+        for owner, (_, _, _, shares, separate) in every:
+            key = id(shares), separate
+            if key not in counts:
+                boxes = [share.box for share in shares if share.process == rank]
+                counts[key] = len(boxes if separate else set(boxes))
+            owners += [owner] * counts[key]
+        return _Wanted(requests, requests.setdefault(rank, []), owners)
 
-    def _check_overhead(self, name: str, given: int, limit: int, *, on_host: bool) -> None:
+    def _check_overhead(
+        self, name: str, given: int, limit: int, items: Iterable[BatchItem], *, on_host: bool
+    ) -> None:
         """Refuses an overhead in which the transforms can't be done; names the least that does."""
         small = f"{name} is too small for readers beside transforms; or ask for fewer threads"
         wanted: list[tuple[int, str, str | None]] = [(limit, small, None)]
-        for item in (item for batch in self._batches for item in batch):
+        for item in items:
             recipe, sharding = self._goals[item.owner].recipe, self._goals[item.owner].sharding
             waits = (batches.most(item.parts) - 1) * _SLOTS // (_SLOTS - 1) + 1
             wanted.append((waits, "what the tensor is made of exceeds the overhead", recipe.name))
@@ -156,7 +259,13 @@ class Assembly:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that this process wants."""
-        return sum(base.stored_bytes(each.mine) for each in (self._direct, *self._awaited))
+        every = [self._direct.mine, *(wanted.mine for wanted, _, _ in self._steps)]
+        every += map(self._whole_tensors, self._alone.values())
+        return sum(map(base.stored_bytes, every))
+
+    def _whole_tensors(self, numbers: Sequence[int]) -> list[Request]:
+        recipes = [self._goals[number].recipe for number in numbers]
+        return [Request(each.tensors[0], each.landed, None, each.checked) for each in recipes]
 
     def arguments(self) -> Iterator[str]:
         """What is wanted of each leaf: lines that must be the same on all processes."""
@@ -168,53 +277,69 @@ class Assembly:
     def run(self, group: Any, report: Report, advance: Advance) -> list[Any]:
         """Loads an array for each goal; nothing is left half loaded."""
         self._held = buffers.live_bytes()
-        if self._batches and self._loader.adapter.on_host:
+        fetches = len(self._steps) + len(self._alone) + bool(self._direct.mine)
+        if fetches > 1 and self._loader.adapter.on_host:
             # Each fetch is checked when its turn comes: what can't end must not begin.
-            check_host(sum(map(self._bytes, self._goals)))
+            check_host(self._nbytes)
+        for device, numbers in self._alone.items():
+            requests = {self._backend.rank: self._whole_tensors(numbers)}
+            loader = Loader(*self._files, jax_adapter.make(device), self._options)
+            made = self._fetch(requests, loader, group, report, advance)
+            self._whole.update(zip(numbers, made, strict=True))
         if any(self._direct.requests.values()):
-            landed = self._fetch(self._direct, self._loader, group, report, advance)
-            for owner, rows in landed.items():
+            fetched = self._fetch(self._direct.requests, self._loader, group, report, advance)
+            for owner, rows in _by_device(self._direct, fetched).items():
                 self._arrays[owner].update((device, row[0]) for device, row in rows.items())
-        for batch, wanted in zip(self._batches, self._awaited, strict=True):
+            del fetched
+        for wanted, loader, make in self._steps:
             before = memory.live_bytes()
-            landed = self._fetch(wanted, self._waiting, group, report, advance)
+            fetched = self._fetch(wanted.requests, loader, group, report, advance)
             start = time.perf_counter()
-            self._transform(batch, landed)
+            make(wanted, fetched)
             _settle(before)
             took = time.perf_counter() - start
             report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
-        report.framework, report.tensors, report.result_bytes = "jax", len(self._goals), 0
-        return self._backend.assemble(self._whole(n, report) for n in range(len(self._goals)))
-
-    def _bytes(self, goal: Goal) -> int:
-        """Bytes of a leaf that this process is to hold, those of replicas counted once."""
-        shares = self._backend.shares(goal.sharding, goal.shape)
-        boxes = {share.box for share in shares if share.process == self._backend.rank}
-        return sum(goal.recipe.dtype.size_of(shape_of(box)) or 0 for box in boxes)
+        report.framework, report.tensors = "jax", len(self._goals)
+        report.result_bytes = self._placed
+        numbers = [number for number in range(len(self._goals)) if number not in self._whole]
+        made = self._backend.assemble(self._assembled(n, report) for n in numbers)
+        self._whole.update(zip(numbers, made, strict=True))
+        return [self._whole.pop(number) for number in range(len(self._goals))]
 
     def _fetch(
-        self, wanted: _Wanted, loader: Loader, group: Any, report: Report, advance: Advance
-    ) -> dict[int, dict[int, list[Any]]]:
-        """The arrays that landed, in order, by what they are for and by the device's number."""
+        self, requests: base.Requests, loader: Loader, group: Any, report: Report, advance: Advance
+    ) -> list[Any]:
+        """What landed, in the order of the requests of this process."""
         one = Report()
         kept = buffers.live_bytes() - self._held
+        if group is None and not isinstance(loader.adapter, JaxMeshAdapter):
+            # Alike to the devices that requests name, there is one; so they may be columns.
+            requests = {rank: request.compact(some) for rank, some in requests.items()}
         fetched = mesh_load.fetch(
-            wanted.requests, loader, self._backend, group=group, report=one, advance=advance
+            requests, loader, self._backend, group=group, report=one, advance=advance
         )
         one.peak_bytes += max(0, kept)
-        if loader is self._waiting:
+        if any(loader is each for _, each, _ in self._steps):
             one.aliased_bytes = 0
         report.add(one)
-        landed: dict[int, dict[int, list[Any]]] = {}
-        for request, owner, arrays in zip(wanted.mine, wanted.owners, fetched, strict=True):
-            for device, array in zip(request.devices, arrays, strict=True):
-                landed.setdefault(owner, {}).setdefault(device, []).append(array)
-        return landed
+        return fetched
 
-    def _transform(
-        self, batch: Sequence[BatchItem], landed: dict[int, dict[int, list[Any]]]
+    def _arrange(
+        self, batch: dict[int, small_leaves.Kind], wanted: _Wanted, fetched: list[Any]
     ) -> None:
+        """Makes the small leaves of a batch; what was fetched is released."""
+        arrays: dict[int, list[Any]] = {}
+        for owner, array in zip(wanted.owners, fetched, strict=True):
+            arrays.setdefault(owner, []).append(array)
+        fetched.clear()
+        made = small_leaves.make((batch[owner], given) for owner, given in arrays.items())
+        jax_transforms.wait(made)
+        self._whole.update(zip(arrays, made, strict=True))
+
+    def _transform(self, batch: Sequence[BatchItem], wanted: _Wanted, fetched: list[Any]) -> None:
         """Makes what a batch adds to its leaves; what was fetched is released."""
+        landed = _by_device(wanted, fetched)
+        fetched.clear()
         number = 0
         for item in batch:
             # Devices whose parts are made alike run one function together.
@@ -256,7 +381,7 @@ class Assembly:
         devices = tuple(map(self._backend.device, numbers))
         return dict(zip(numbers, jax_transforms.empty(devices, shape, dtype), strict=True))
 
-    def _whole(self, number: int, report: Report) -> Whole:
+    def _assembled(self, number: int, report: Report) -> Whole:
         goal = self._goals[number]
         arrays, self._arrays[number] = self._arrays[number], {}
         if 0 in goal.shape and not arrays:
@@ -267,22 +392,39 @@ class Assembly:
         return Whole(goal.shape, goal.recipe.dtype, goal.sharding, arrays)
 
 
+def _by_device(wanted: _Wanted, fetched: list[Any]) -> dict[int, dict[int, list[Any]]]:
+    """The arrays that landed, in order, by what they are for and by the device's number."""
+    landed: dict[int, dict[int, list[Any]]] = {}
+    for one, owner, arrays in zip(wanted.mine, wanted.owners, fetched, strict=True):
+        for device, array in zip(one.devices, arrays, strict=True):
+            landed.setdefault(owner, {}).setdefault(device, []).append(array)
+    return landed
+
+
+def _shares(
+    recipe: Recipe, taken: Iterable[tuple[int, tuple[Share, ...]]], separate: bool = False
+) -> Iterator[TensorShares]:
+    """What is wanted of the tensors of a leaf, given their numbers and shares."""
+    for number, held in taken:
+        yield TensorShares(recipe.tensors[number], recipe.landed, recipe.checked, held, separate)
+
+
 def _sources(
-    parts: Iterable[LeafPart], *, separate: bool = False
+    parts: Iterable[LeafPart],
 ) -> Iterator[tuple[int, TensorShares]]:
     """What parts are made of, in order, with the number of the part."""
     for number, part in enumerate(parts):
         for info, box in part.sources:
             held: tuple[Share, ...] = tuple(share._replace(box=box) for share in part.holders)
             recipe = part.recipe
-            yield number, TensorShares(info, recipe.landed, recipe.checked, held, separate)
+            yield number, TensorShares(info, recipe.landed, recipe.checked, held)
 
 
 def _least_for_readers(
     requests: Sequence[Request],
     index: Index,
     sources: Sequence[Source],
-    adapter: JaxMeshAdapter,
+    adapter: Adapter,
     options: LoadOptions,
 ) -> int:
     """The least overhead that leaves readers their slots beside what waits on this process."""
@@ -296,7 +438,11 @@ def _least_for_readers(
 
 
 def _settle(before: int) -> None:
-    """Waits until what was landed is gone: XLA lets go of it in threads that need the GIL."""
+    """Waits until what was landed is gone.
+
+    XLA lets go of it in threads that need the GIL, and of NumPy arrays in its part of a collection.
+    """
     end = time.monotonic() + _PATIENCE
     while memory.live_bytes() > before and time.monotonic() < end:
         time.sleep(_TICK)
+        gc.collect(0)

@@ -73,7 +73,8 @@ def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> tuple[int
     except errors.MfloadError:
         named = None
     mesh = _mesh(mesh, named, leaves)
-    own = [leaf.sharding for leaf in leaves or () if _has_devices(leaf)]
+    every = {id(leaf.sharding): leaf.sharding for leaf in leaves or ()}
+    own = [each for each in every.values() if _has_devices(each)]
     if mesh is None and asked is None and leaves is not None and not own:
         return (jax.process_index(),)
     if callable(named) and mesh is None:
@@ -84,13 +85,15 @@ def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> tuple[int
 
 def _mesh(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> Any:
     """The user's mesh, or that of `jax.set_mesh` if a leaf has no devices of its own."""
-    if mesh is None and leaves and all(_has_devices(leaf) for leaf in leaves if leaf.held):
-        return None
+    if mesh is None and leaves:
+        every = {id(leaf.sharding): leaf.sharding for leaf in leaves if leaf.held}
+        if all(map(_has_devices, every.values())):
+            return None
     return jax_specs.mesh_of(mesh, asked)
 
 
-def _has_devices(leaf: Leaf) -> bool:
-    return isinstance(leaf.sharding, Sharding) and not jax_specs.is_abstract(leaf.sharding)
+def _has_devices(sharding: Any) -> bool:
+    return isinstance(sharding, Sharding) and not jax_specs.is_abstract(sharding)
 
 
 def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:

@@ -7,6 +7,7 @@ can only hold these if Flax was imported, so that nothing here imports it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 
 from mfload import dtypes, errors
+from mfload.dtypes import DType
 from mfload.trees.recipe import Leaf
 
 _Path = tuple[str, ...]
@@ -45,7 +47,7 @@ def take_apart(target: Any) -> Tree:
     """The leaves of any pytree, and how to put it together. The tree is left as it is."""
     walk = _Walk()
     top = walk.below if is_node(target) else walk.node
-    build = top(target, (), Leaf((), ()))
+    build: Any = top(target, (), Leaf((), ()))  # What is a node is no leaf.
     leaves = tuple(_leaf(*found) for found in walk.found)
     counts = Counter(name for leaf in leaves for name in leaf.names)
     for name in (name for name, count in counts.items() if count > 1):
@@ -108,21 +110,23 @@ class _Walk:
         # What variables and boxes call their value is not part of a name.
         hidden = isinstance(tree, self._kinds) and not isinstance(tree, _named_nodes())
         training = isinstance(tree, _flax("training.train_state", "TrainState"))
-        builds: list[_Build] = []
+        builds: list[Any] = []  # Functions, and numbers of leaves.
         for entries, each in flat:
-            names = [jax.tree_util.keystr((e,), simple=True) for e in entries[hidden:]]
+            names = [_text(entry) for entry in entries[hidden:]]
             said = role
             if training and names[0] in _OPTIMIZER:
                 said = role._replace(optimizer=True)
             builds.append(self.below(each, (*path, *names), said))
-        return lambda values, made: structure.unflatten([build(values, made) for build in builds])
+        return lambda values, made: structure.unflatten(
+            [values[b] if type(b) is int else b(values, made) for b in builds]
+        )
 
-    def below(self, each: Any, path: _Path, role: Leaf) -> _Build:
-        """Takes apart a node of Flax, or notes a leaf."""
+    def below(self, each: Any, path: _Path, role: Leaf) -> _Build | int:
+        """Takes apart a node of Flax, or notes a leaf and returns its number."""
         key, first = id(each), len(self.found)
         if not isinstance(each, self._kinds):
             self.found.append(([path], each, role))
-            return lambda values, _: values[first]
+            return first
         if key in self._seen:
             _, before, leaves = self._seen[key]
             if leaves is None:
@@ -142,32 +146,55 @@ class _Walk:
         return remember
 
 
+def _text(entry: Any) -> str:
+    """An entry of a path as a part of a name."""
+    if type(entry) is jax.tree_util.DictKey and type(entry.key) is str:
+        return entry.key  # For short: trees have many.
+    return jax.tree_util.keystr((entry,), simple=True)
+
+
 def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
-    names = tuple(dict.fromkeys(".".join(path) for path in paths))
-    if isinstance(value, jax.core.Tracer):
+    names = tuple(dict.fromkeys(map(".".join, paths)))
+    tracer, number, abstract, array = _traits(type(value))
+    if tracer:
         raise errors.UsageError(
             "a tracer can't be loaded into; load outside jit, grad and vmap",
             expected="arrays or jax.ShapeDtypeStruct",
             found=names[0],
         )
-    leaf = role._replace(names=names, value=value)
-    if isinstance(value, bool | int | float | complex):  # Such as steps and rates.
-        return leaf._replace(optional=True)
-    leaf = leaf._replace(held=False, abstract=isinstance(value, jax.ShapeDtypeStruct))
+    if number:  # Such as steps and rates.
+        return role._replace(names=names, value=value, optional=True)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    array = isinstance(shape, tuple) and dtype is not None
+    extended, row = (True, None) if dtype is None else _row(dtype)
     # Typed PRNG keys are arrays of an extended dtype.
-    if not array or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return leaf._replace(optional=True)
-    optional = role.optional or any(_STATISTICS in path for path in paths)
-    leaf = leaf._replace(shape=shape, optional=optional)
-    placed = getattr(value, "committed", getattr(value, "_committed", True))
-    if placed or not isinstance(value, jax.Array):  # Others merely lie on the default device.
-        leaf = leaf._replace(sharding=getattr(value, "sharding", None))
+    if extended or not isinstance(shape, tuple):
+        return role._replace(names=names, value=value, held=False, abstract=abstract, optional=True)
+    optional = role.optional or _STATISTICS in itertools.chain.from_iterable(paths)
+    sharding = role.sharding
+    # Others merely lie on the default device.
+    if not array or getattr(value, "committed", getattr(value, "_committed", True)):
+        sharding = getattr(value, "sharding", None)
+    said = optional, role.optimizer, row is not None, abstract
+    return Leaf(names, shape, row, value, sharding, role.axes, *said)
+
+
+@functools.lru_cache
+def _traits(kind: type) -> tuple[bool, bool, bool, bool]:
+    """Whether values of a type are tracers, plain numbers, shapes without numbers, JAX's arrays."""
+    number = issubclass(kind, bool | int | float | complex)
+    abstract = issubclass(kind, jax.ShapeDtypeStruct)
+    return issubclass(kind, jax.core.Tracer), number, abstract, issubclass(kind, jax.Array)
+
+
+@functools.lru_cache
+def _row(dtype: Any) -> tuple[bool, DType | None]:
+    """Whether a dtype is an extended one of JAX's, and its row in the table, if it has one."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return True, None
     try:
-        return leaf._replace(dtype=dtypes.resolve(np.dtype(dtype).name), held=True)
+        return False, dtypes.resolve(np.dtype(dtype).name)
     except (TypeError, errors.UsageError):
-        return leaf
+        return False, None
 
 
 # -- Flax ------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def load_into(
     how, wrong = LoadOptions(), None
     backend = JaxBackend()
     try:
-        tree = jax_trees.take_apart_target(target)
+        with gc_paused():
+            tree = jax_trees.take_apart_target(target)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
         wrong = error
     ranks = jax_shardings.processes(mesh, shardings, tree and tree.leaves)
@@ -133,7 +134,7 @@ def load_into(
             done.stages["matching"] = time.perf_counter() - start - headers
             if group is not None:
                 mesh_load.agree_on_inputs(group, index, sources, how, list(assembly.arguments()))
-            with shown(progress, assembly.stored_bytes) as advance:
+            with shown(progress, assembly.stored_bytes if progress else 0) as advance:
                 loaded = assembly.run(group, done, advance)
     except BaseException as error:
         let_go(error)

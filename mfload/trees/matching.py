@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from mfload.index import Index, TensorInfo
 from mfload.planning import selection
 from mfload.trees import keymap
 from mfload.trees.keymap import Entry, Rule
-from mfload.trees.recipe import Claim, Leaf, MisfitError, Recipe, brief, make
+from mfload.trees.recipe import Claim, Leaf, MisfitError, Recipe, Recipes, brief
 
 _GUESSED, _AMONG = 20, 500  # Names with close ones, and names that these are sought among.
 _TRIED = 1_000_000  # How often rules are tried on names for hints, all together.
-_TAIL = 16  # Characters at the end of a name by which rules are sorted out.
+# A run of characters in a regex that stand for themselves, `.` and the like behind a backslash.
+_LITERAL = r"(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])"
 _UNCHANGED = Rule(("",))
 _WHOLE = "a key map matches whole names"
 _PLURAL = ("shape", "dtype", "rule", "misfit")
@@ -57,9 +58,10 @@ def match(
     if claims.twice:
         problems["matched twice"] += claims.twice
     made: dict[str, Recipe] = {}
+    recipe = Recipes(held, wish)
     for name, found in claims.by_target.items():
         try:
-            made[name] = make(name, held[name], found, held, wish)
+            made[name] = recipe.make(name, found)
             if (row := made[name].dtype).name not in arrays:
                 raise MisfitError("misfit", f"the framework has no arrays of {row}")
         except MisfitError as misfit:
@@ -122,7 +124,6 @@ class _Claims:
         self.entries: tuple[Entry, ...] = ()
         self.used: set[int] = set()  # Numbers of entries that a tensor went by.
         self._targets = targets
-        self._likely: dict[str, list[int]] = {}  # Entries that may match names with a tail.
         if mapping is None or callable(mapping):
             for info in tensors:
                 name = info.name if mapping is None else _called(mapping, info.name, targets)
@@ -130,8 +131,9 @@ class _Claims:
                     self._add(name, Claim(info, _UNCHANGED, (name,)))
             return
         self.entries = keymap.read(mapping)
-        self._endings = [ending(entry.pattern)[-_TAIL:] for entry in self.entries]
+        self._likely = likely([entry.pattern for entry in self.entries])
         self._family = [number for number, entry in enumerate(self.entries) if entry.family]
+        self._fronts = likely([self.entries[n].pattern for n in self._family], whole=False)
         for info in tensors:
             found = self._matching(info.name)
             if not found:
@@ -156,17 +158,14 @@ class _Claims:
         match for `head.weight_scale` if there is a line for that. What leaves tensors out comes
         last, and so may leave out all the rest.
         """
-        tail = name[-_TAIL:]
-        if tail not in self._likely:
-            ends = enumerate(self._endings)
-            self._likely[tail] = [number for number, end in ends if tail.endswith(end)]
         every = self.entries
-        whole = ((number, every[number].pattern.fullmatch(name)) for number in self._likely[tail])
+        whole = ((number, every[number].pattern.fullmatch(name)) for number in self._likely(name))
         found = [(number, match) for number, match in whole if match]
         filling = [(number, match) for number, match in found if every[number].rules]
         if filling:
             return filling
-        fronts = ((number, every[number].pattern.match(name)) for number in self._family)
+        family = map(self._family.__getitem__, self._fronts(name))
+        fronts = ((number, every[number].pattern.match(name)) for number in family)
         return [(number, match) for number, match in fronts if match and match.end()] or found[:1]
 
     def _add(self, target: str, claim: Claim) -> None:
@@ -190,18 +189,52 @@ def _called(function: Callable[[str], Any], name: str, targets: Collection[str])
     raise errors.UsageError(message, tensor=name, expected=expected, found=repr(given))
 
 
-def ending(pattern: re.Pattern[str]) -> str:
-    r"""What every whole match ends with, as far as that is plain to see.
+def likely(
+    patterns: Sequence[re.Pattern[str]], *, whole: bool = True
+) -> Callable[[str], list[int]]:
+    """Which patterns may match all of a name, or its front, by number: a function of the name.
 
-    `layers\.(\d+)\.mlp\.weight` ends with `.mlp.weight`. Alternatives, flags that change what
-    letters mean, and a letter that belongs to an escape before it are left to the regex itself.
+    Each is found by the text that its matches begin with, or by the one that whole matches end
+    with, whichever fewer patterns share. So of thousands of exact names one is tried.
     """
-    text = pattern.pattern.removesuffix("$")
-    if pattern.flags & (re.IGNORECASE | re.VERBOSE) or "|" in text:
-        return ""
-    literal = re.search(r"(?:[A-Za-z0-9_]|\\\.)*\Z", text)
-    start = len(text) if literal is None else literal.start()
-    return "" if text[:start].endswith("\\") else text[start:].replace("\\.", ".")
+    texts = [literals(pattern) for pattern in patterns]
+    shared = Counter(front for front, _ in texts), Counter(end for _, end in texts)
+    # By length and text.
+    fronts: dict[int, dict[str, list[int]]] = {}
+    ends: dict[int, dict[str, list[int]]] = {}
+    for number, (front, end) in enumerate(texts):
+        by_end = whole and shared[1][end] < shared[0][front]
+        text, table = (end, ends) if by_end else (front, fronts)
+        table.setdefault(len(text), {}).setdefault(text, []).append(number)
+
+    def find(name: str) -> list[int]:
+        found: list[int] = []
+        for length, table in fronts.items():
+            found += table.get(name[:length], ())
+        for length, table in ends.items():
+            found += table.get(name[max(0, len(name) - length) :], ())
+        return sorted(found)
+
+    return find
+
+
+def literals(pattern: re.Pattern[str]) -> tuple[str, str]:
+    r"""What every whole match begins and ends with, as far as that is plain to see.
+
+    `layers\.(\d+)\.mlp\.weight` begins with `layers.` and ends with `.mlp.weight`. Alternatives,
+    flags that change what letters mean, and a letter that belongs to an escape before it are left
+    to the regex itself.
+    """
+    text = pattern.pattern.removeprefix("^").removesuffix("$")
+    if pattern.flags & (re.IGNORECASE | re.VERBOSE) or "|" in text or "(?#" in text:
+        return "", ""  # A quantifier behind a comment is for what comes before that.
+    front = re.match(f"(?:{_LITERAL}(?![*+?{{]))*", text)
+    end = re.search(f"{_LITERAL}*\\Z", text)
+    assert front
+    assert end
+    texts = front[0], "" if text[: end.start()].endswith("\\") else end[0]
+    first, last = (re.sub(r"(?s)\\(.)", r"\1", each) for each in texts)
+    return first, last
 
 
 def expand(template: str, match: re.Match[str]) -> str:

@@ -81,14 +81,35 @@ class MisfitError(Exception):
         self.kind = kind
 
 
-def make(
+class Recipes:
+    """Makes the recipes of leaves; those that are alike share a transform.
+
+    `leaves` are all leaves by name: some may share a stored tensor.
+    """
+
+    def __init__(self, leaves: Mapping[str, Leaf], dtype: Any) -> None:
+        self._leaves, self._dtype = leaves, dtype
+        self._known: dict[Any, Recipe] = {}
+
+    def make(self, name: str, claims: Sequence[Claim]) -> Recipe:
+        """The recipe of a leaf; raises `MisfitError`, whose message does not name the leaf."""
+        leaf, (info, rule, *_) = self._leaves[name], claims[0]
+        if len(claims) > 1 or rule.stack or rule.concat or rule.split:
+            return _make(name, leaf, claims, self._leaves, self._dtype)
+        found = self._dtype.find(name) if isinstance(self._dtype, selection.Rules) else None
+        # Rules are told apart by id, and dtypes by name, since their hashes take longer.
+        held, asked = leaf.dtype and leaf.dtype.name, found and found.name
+        key = id(rule), info.dtype.name, info.shape, leaf.shape, held, asked
+        alike = self._known.get(key)
+        if alike is None:
+            alike = self._known[key] = _make(name, leaf, claims, self._leaves, self._dtype)
+        _, dtype, _, transform, landed, checked = alike
+        return Recipe(name, dtype, (info,), transform, landed, checked)
+
+
+def _make(
     name: str, leaf: Leaf, claims: Sequence[Claim], leaves: Mapping[str, Leaf], dtype: Any
 ) -> Recipe:
-    """The recipe of a leaf, from what goes there.
-
-    `leaves` are all leaves by name: some may share a stored tensor with this one. Raises
-    `MisfitError`, whose message does not name the leaf.
-    """
     rule, info = claims[0].rule, claims[0].info
     cells, counts = _arrange(claims)
     for column in zip(*cells, strict=True):

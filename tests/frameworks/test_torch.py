@@ -20,11 +20,12 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 import mfload
-from mfload import errors
+from mfload import dtypes, errors
 from mfload.cuda import discovery
 from mfload.cuda.device import Device
 from mfload.frameworks import torch_adapter
 from mfload.frameworks.base import Adapter
+from mfload.io import convert
 
 
 class TestTorch(WritableConformance):
@@ -292,3 +293,65 @@ def dtensor() -> Any:
         return distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)])
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_conversions_have_the_bits_of_numpy(tmp_path: Any, kind: str) -> None:
+    """Also of NaN and of numbers out of range, for which torch has other results."""
+    first = np.arange(1 << 19, dtype=np.uint32) << 13
+    rest = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF], np.uint32)
+    sound = np.random.default_rng(0).standard_normal(1 << 19).astype(np.float32)
+    numbers = np.concatenate([np.ravel(first[:, None] | rest).view(np.float32), sound])
+    file = tmp_path / "w.safetensors"
+    save(file, [Stored("w", "F32", numbers.shape, numbers.tobytes())])
+    row = dtypes.resolve(kind).numpy
+    with np.errstate(all="ignore"):
+        narrow = numbers.astype(row)
+        wide = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    made = mfload.load(file, "torch", dtype=kind)["w"]
+    assert made.dtype is getattr(torch, kind)
+    assert made.view(torch.uint8).numpy().tobytes() == narrow.tobytes()
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    save(file, [Stored("w", "F16", halves.shape, halves.tobytes())])
+    made = mfload.load(file, "torch", dtype="float32")["w"]
+    assert made.view(torch.uint8).numpy().tobytes() == wide.tobytes()
+
+
+def test_torch_does_conversions_where_it_agrees() -> None:
+    for kind in ("float16", "float8_e4m3fn", "float8_e5m2"):
+        target = dtypes.resolve(kind).numpy
+        assert target is not None
+        assert convert._agrees(torch_adapter._convert, np.dtype(np.float32), target)
+    assert convert._agrees(torch_adapter._convert, np.dtype(np.float16), np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["known", "first"])
+def test_conversions_inside_a_mode_of_torch(first: bool) -> None:
+    """There a copy may be recorded, and not made."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    numbers = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+    made = np.empty(numbers.shape, np.float16)
+
+    def conversion(given: Any = None) -> Any:
+        made[:] = 0
+        convert.convert(numbers, made, converters=[torch_adapter._convert])
+        return given
+
+    def faked() -> None:
+        with FakeTensorMode():
+            conversion()
+
+    ones = torch.ones(2)
+    for call in (
+        faked,
+        lambda: make_fx(conversion)(ones),
+        lambda: torch.func.functionalize(conversion)(ones),
+    ):
+        convert._agrees.cache_clear()
+        if not first:
+            conversion()
+        call()
+        assert made.tobytes() == numbers.astype(np.float16).tobytes()
+    convert._agrees.cache_clear()

@@ -127,7 +127,7 @@ class GridBackend:
     def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
         return options.allocator == "framework"
 
-    def adapter(self) -> Adapter:
+    def adapter(self, *, late: bool = False) -> Adapter:
         return GridAdapter()
 
     def assemble(self, wholes: Iterable[Whole]) -> list[Any]:

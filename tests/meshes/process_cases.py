@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import mfload
 from mfload import errors
 from mfload.formats import checkpoint
-from mfload.io import buffers
+from mfload.io import buffers, pread
 from mfload.mesh import agree, jax_processes, load as mesh_load, redistribute
 from mfload.mesh.jax_backend import JaxBackend
 
@@ -46,6 +47,7 @@ SPECS: dict[str, Any] = {
     "replicated": P(),
 }
 MANY_ROUNDS = 4 << 20  # Overhead so small that the exchange takes many.
+NO_MAPS = mock.patch.object(pread, "_WORTH_MAPPING", 1 << 60)  # What is mapped is not read.
 EXPECTED = ("read_bytes", "exchanged_bytes", "over_read_bytes", "peak_bytes")
 
 
@@ -110,7 +112,8 @@ class World:
 
         os.preadv = preadv
         try:
-            yield
+            with NO_MAPS:
+                yield
         finally:
             os.preadv = true
 
@@ -129,7 +132,8 @@ class World:
         if self.rank == 1:
             os.preadv = preadv
         try:
-            yield
+            with NO_MAPS:
+                yield
         finally:
             os.preadv = true
 
@@ -471,11 +475,11 @@ def threads(world: World, order: str) -> dict[str, Any]:
 def hasty(world: World, how: str) -> dict[str, Any]:
     """A thread of process 1 fails while another loads, slowly on process 0."""
     ended: dict[str, str] = {}
-    true = checkpoint.read
+    true = checkpoint.choose
     options = {"unmatched": "no"} if how == "wrong" else {"timeout": 0.5}
 
-    def read(*given: Any) -> Any:
-        checkpoint.read = true  # The first thread alone is slow.
+    def choose(*given: Any) -> Any:
+        checkpoint.choose = true  # The first thread alone is slow.
         time.sleep(0 if world.rank else 2)
         return true(*given)
 
@@ -495,7 +499,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
 
     first = threading.Thread(target=load, name="first")
     second = threading.Thread(target=load, name="second", kwargs=options if world.rank else {})
-    checkpoint.read, agree.ProcessGroup.__init__ = read, ask
+    checkpoint.choose, agree.ProcessGroup.__init__ = choose, ask
     try:
         first.start()
         assert asked.wait(60)  # In this order everywhere, or the first fails with the second.
@@ -503,7 +507,7 @@ def hasty(world: World, how: str) -> dict[str, Any]:
         for thread in (first, second):
             thread.join()
     finally:
-        checkpoint.read, agree.ProcessGroup.__init__ = true, asks
+        checkpoint.choose, agree.ProcessGroup.__init__ = true, asks
     return ended
 
 

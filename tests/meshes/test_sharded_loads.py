@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import mfload
 from mfload import errors
+from mfload.frameworks import private_api
 
 MODEL = {
     "w": samples.numbers((16, 24), np.float32, 1),
@@ -348,3 +349,48 @@ def test_rules_for_tensors_that_were_not_asked_for_are_fine(tmp_path: Path) -> N
         mfload.load(
             path, framework="jax", **as_options(options | {"shardings": [("q_proj", P("x"))]})
         )
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("spec", [P("x", "y"), P("y", "x"), P(None, "y"), P(("y", "x")), P()])
+def test_many_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: P, private: bool
+) -> None:
+    """Tensors of one shape and sharding, among others, with JAX's constructor and without."""
+    if not private:
+        monkeypatch.setattr(private_api, "jax_constructor", lambda: None)
+    shapes = [(16, 24), (8, 8), (16, 24), (0, 8)]
+    model = {f"w{n}": samples.numbers(shapes[n % 4], np.int32, n) for n in range(40)}
+    path = samples.save(tmp_path / "many.safetensors", model)
+    mesh = shards.mesh((2, 4))
+    report = mfload.Report()
+    loaded = _load(path, mesh=mesh, shardings=spec, report=report)
+    shards.assert_loaded(loaded, model, dict.fromkeys(model, NamedSharding(mesh, spec)))
+    assert (report.tensors, report.aliased_share) == (40, 1.0)
+    doubled = jax.jit(lambda arrays: {name: x + x for name, x in arrays.items()})(loaded)
+    for name, array in doubled.items():
+        assert array.sharding.device_set == loaded[name].sharding.device_set
+        assert np.array_equal(np.asarray(array), model[name] + model[name])
+    del loaded, doubled
+
+
+@pytest.mark.parametrize("wrong", [lambda *_, **__: 1 / 0, lambda *_, **__: jax.numpy.zeros(2)])
+def test_a_private_constructor_that_misbehaves_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
+    private_api.jax_constructor.cache_clear()
+    assert private_api.jax_constructor() is not None
+    private_api.jax_constructor.cache_clear()
+    true = jax.make_array_from_single_device_arrays
+
+    class Wrong:
+        def __init__(self, shape: Any, sharding: Any, arrays: Any) -> None:
+            self.__dict__.update({name: getattr(true(shape, sharding, arrays), name) for name in (
+                "aval", "sharding", "shape", "dtype", "weak_type")})  # fmt: skip
+
+        def __new__(cls, *given: Any, **named: Any) -> Any:
+            return wrong() if named else object.__new__(cls)
+
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", Wrong)
+    assert private_api.jax_constructor() is None
+    private_api.jax_constructor.cache_clear()

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload.io import buffers
-from mfload.mesh import base
-from mfload.planning import blocks
+from mfload.sources.base import Costs
+from mfload.sources.local import LocalFile
 
 DTYPES = [np.uint8, np.bool_, np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.complex64]
 MESHES = [(8,), (4,), (3,), (1,), (2, 4), (4, 2), (2, 3), (1, 5), (2, 2, 2), (2, 1, 3)]
@@ -82,15 +82,12 @@ def counted() -> Iterator[list[int]]:
 @contextmanager
 def small_blocks(nbytes: int, gap: int) -> Iterator[None]:
     """Reads so short that small tensors take many."""
-    kept = blocks.Costs.__new__.__defaults__
-    block, *_ = kept
-    blocks.Costs.__new__.__defaults__ = (min(block, nbytes), gap, nbytes // 2)
-    real, base.MESH_GAP = base.MESH_GAP, gap
+    kept = LocalFile.costs
+    LocalFile.costs = Costs(min(kept.block, nbytes), gap, nbytes // 2)
     try:
         yield
     finally:
-        blocks.Costs.__new__.__defaults__ = kept
-        base.MESH_GAP = real
+        LocalFile.costs = kept
 
 
 @given(

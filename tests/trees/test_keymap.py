@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from enum import Enum
 from typing import Any
@@ -180,16 +181,55 @@ def test_a_list_of_pairs_is_a_key_map() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "end"),
+    ("pattern", "front", "end"),
     [
-        (r"layers\.(\d+)\.mlp\.weight", ".mlp.weight"), (r"^norm\.weight$", "norm.weight"),
-        (r"a|b", ""), (r"(?i)weight", ""), (r"(?x) weight", ""), (r"\dweight", ""),
-        (r"\\.weight", ""), (r"a\$", ""), (r"ab+", ""), (r"a{2}b", "b"), (r"[ab]", ""),
-        (r"(?i:a)b", "b"), (r".*", ""), (r"(a|b)c", ""), (r"\x41b", ""), (r"a\.", "a."),
+        (r"layers\.(\d+)\.mlp\.weight", "layers.", ".mlp.weight"),
+        (r"^norm\.weight$", "norm.weight", "norm.weight"), (r"a\-b\ c", "a-b c", "a-b c"),
+        (r"a|b", "", ""), (r"(?i)weight", "", ""), (r"(?x) weight", "", ""),
+        (r"\dweight", "", ""), (r"\\.weight", "\\", ""), (r"a\$", "a", ""), (r"ab+", "a", ""),
+        (r"a{2}b", "", "b"), (r"ab\.?", "ab", ""), (r"[ab]", "", ""), (r"(?i:a)b", "", "b"),
+        (r".*", "", ""), (r"(a|b)c", "", ""), (r"\x41b", "", ""), (r"a\.", "a.", "a."),
+        (r"(a)\1b", "", ""), ("a\\\nb", "a\nb", "a\nb"), (r"ab(?#c)*", "", ""),
     ],
 )  # fmt: skip
-def test_what_whole_matches_end_with(pattern: str, end: str) -> None:
-    assert matching.ending(re.compile(pattern)) == end
+def test_what_matches_begin_and_end_with(pattern: str, front: str, end: str) -> None:
+    assert matching.literals(re.compile(pattern)) == (front, end)
+
+
+def test_no_pattern_that_matches_is_overlooked() -> None:
+    rng = random.Random(0)
+    parts = [
+        "a",
+        "b",
+        "c",
+        r"\.",
+        r"\-",
+        r"\\",
+        ".",
+        "a?",
+        "b*",
+        "(b)",
+        "(a|b)",
+        "[a-c]",
+        r"\w",
+        "-",
+    ]
+    for _ in range(300):
+        texts = ["".join(rng.choices(parts, k=rng.randint(0, 5))) for _ in range(12)]
+        patterns = [re.compile(text) for text in texts]
+        whole, fronts = matching.likely(patterns), matching.likely(patterns, whole=False)
+        for _ in range(30):
+            name = "".join(rng.choices("abc.-\\", k=rng.randint(0, 5)))
+            for number, pattern in enumerate(patterns):
+                assert number in whole(name) or not pattern.fullmatch(name), (pattern, name)
+                assert number in fronts(name) or not pattern.match(name), (pattern, name)
+
+
+@pytest.mark.parametrize("form", [r"layers\.{}\.(\w+)", r"(\w+)\.{}", r"layers\.{}\.weight"])
+def test_of_many_rules_few_are_tried(form: str) -> None:
+    find = matching.likely([re.compile(form.format(n)) for n in range(1000)])
+    for name in ("layers.7.weight", "layers.7", "layers.77.weight"):
+        assert len(find(name)) <= 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Small leaves: NumPy puts them together, and one call places all shards of each."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import samples
+import shards
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+import mfload
+from mfload.frameworks import private_api
+from mfload.trees import small_leaves
+
+ORDERS = [range(8), range(7, -1, -1), (3, 1, 2, 0, 7, 5, 6, 4)]
+RNG = np.random.default_rng(0)
+STORED = {
+    "float": RNG.random((64, 32), np.float32),
+    "narrow": RNG.random((8, 16)).astype(ml_dtypes.bfloat16),
+    "byte": RNG.random((16, 8)).astype(ml_dtypes.float8_e4m3fn),
+    "long": RNG.integers(-(2**60), 2**60, (8, 8)),
+}
+TURNED = mfload.rule(r"\g<0>", transpose=(1, 0))
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P("y"), P(), P(("y", "x"))])
+def test_shards_on_devices_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: P, order: Any, private: bool
+) -> None:
+    if not private:
+        monkeypatch.setattr(private_api, "jax_placer", lambda: None)
+    path = samples.save(tmp_path / "m.safetensors", STORED)
+    sharding = NamedSharding(
+        Mesh(np.array(jax.devices())[list(order)].reshape(2, 4), ("x", "y")), spec
+    )
+    target = {name: np.empty(array.T.shape, array.dtype) for name, array in STORED.items()}
+    made = mfload.load_into(target, path, mapping={".*": TURNED}, shardings=sharding)
+    # None lies in what was read, so that any can be donated.
+    assert mfload.live_bytes() == 0
+    for name, array in STORED.items():
+        shards.assert_sharded(made[name], array.T, sharding)
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("spec", [P("x"), P(None), P("y")])
+def test_what_lies_as_it_is_wanted_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: P, private: bool
+) -> None:
+    if not private:
+        monkeypatch.setattr(private_api, "jax_placer", lambda: None)
+    array = np.arange(1 << 17, dtype=np.float32).reshape(1024, 128)
+    path = tmp_path / "m.safetensors"
+    mfload.save({"w": array}, path)  # It lies on a boundary from where JAX could alias it.
+    sharding = NamedSharding(shards.mesh((2, 4)), spec)
+    target = {"w": np.empty(array.size, array.dtype)}
+    mapping = {"w": mfload.rule("w", reshape=-1)}
+    made = mfload.load_into(target, path, mapping=mapping, shardings=sharding)
+    assert mfload.live_bytes() == 0
+    shards.assert_sharded(made["w"], array.ravel(), sharding)
+
+
+@pytest.mark.parametrize("spec", [P(), P("x")])
+def test_replicas_take_no_memory_beside_the_result(tmp_path: Path, spec: P) -> None:
+    if private_api.jax_placer() is None:
+        pytest.skip("with this version the result itself is NumPy's memory")
+    stored = {f"{n}": np.full((512, 512), n, np.float32) for n in range(8)}
+    path = samples.save(tmp_path / "m.safetensors", stored)
+    options = mfload.Options(max_host_overhead=16 << 20, threads=1)
+    tracemalloc.start()
+    made = mfload.load_into(
+        {name: jax.ShapeDtypeStruct((1 << 18,), array.dtype) for name, array in stored.items()},
+        path,
+        mapping={".*": mfload.rule(r"\g<0>", reshape=-1)},
+        mesh=shards.mesh((2, 4)),
+        shardings=spec,
+        options=options,
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 9 << 20  # JAX lets go of what it copied when it copies the next.
+    assert all((np.asarray(made[name]) == int(name)).all() for name in stored)
+
+
+@pytest.mark.parametrize("sharding", [None, P()])
+def test_an_array_without_dims(tmp_path: Path, sharding: Any) -> None:
+    path = samples.save(tmp_path / "m.safetensors", {"w": np.full((1, 1), 3, np.float32)})
+    made = mfload.load_into(
+        {"w": np.empty((), np.float32)},
+        path,
+        mapping={"w": mfload.rule("w", reshape=())},
+        mesh=None if sharding is None else shards.mesh(),
+        shardings=sharding,
+    )
+    assert made["w"].shape == ()
+    assert float(made["w"]) == 3
+
+
+def test_what_is_scaled_or_large_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of a product do not depend on the size of its leaf."""
+    stored = {name: np.full((4, size), 1e-38, np.float32) for name, size in (("a", 4), ("b", 8))}
+    path = samples.save(tmp_path / "m.safetensors", stored)
+    monkeypatch.setattr(small_leaves, "MOST", 64)
+    made = mfload.load_into(stored, path, mapping={"a|b": mfload.rule(r"\g<0>", scale=0.5)})
+    assert np.unique(made["a"]).tobytes() == np.unique(made["b"]).tobytes()
+    asked: list[Any] = []
+    real = small_leaves.make
+    monkeypatch.setattr(small_leaves, "make", lambda each: real(asked.append(e) or e for e in each))
+    target = {name: array.T for name, array in stored.items()}
+    made = mfload.load_into(target, path, mapping={"a|b": TURNED})
+    assert [kind.shape for kind, _ in asked] == [(4, 4)]
+    assert all((np.asarray(made[name]) == array).all() for name, array in target.items())
+
+
+def test_batches_keep_within_a_limit() -> None:
+    kinds = [
+        small_leaves.Kind((), None, None, (), None, (), [], False, n % 7, 0) for n in range(100)
+    ]
+    found = list(small_leaves.batches(enumerate(kinds), 12))
+    assert [number for batch in found for number in batch] == list(range(100))
+    assert all(sum(each.nbytes for each in batch.values()) <= 12 for batch in found)
+    alone = list(small_leaves.batches([(0, kinds[6]), (1, kinds[6])], 3))
+    assert list(map(list, alone)) == [[0], [1]]
+
+
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
+def test_leaves_that_one_device_holds_whole(tmp_path: Path, allocator: Any) -> None:
+    """Many enough for columns; one tensor for several leaves is several arrays all the same."""
+    stored = {f"w{n}": np.full((4, 16), n, np.float32) for n in range(300)}
+    path = samples.save(tmp_path / "m.safetensors", stored)
+    options, report = mfload.Options(allocator=allocator), mfload.Report()
+    made = mfload.load_into(stored, path, report=report, options=options)
+    assert report.result_bytes == sum(array.nbytes for array in stored.values())
+    assert report.aliased_share == 1
+    there = SingleDeviceSharding(jax.devices()[0])
+    assert all(array.sharding == there for array in made.values())
+    assert all(made[name].tobytes() == array.tobytes() for name, array in stored.items())
+    target = {f"{n}": stored["w7"] for n in range(300)}
+    made = mfload.load_into(target, path, mapping={"w7": list(target), ".*": None}, options=options)
+    addresses = {array.unsafe_buffer_pointer() for array in made.values()}
+    assert len(addresses) == 300
+    assert all(array.tobytes() == stored["w7"].tobytes() for array in made.values())
