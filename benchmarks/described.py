@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mfload.bench.machine import busy_share, file_system
+from mfload.bench.machine import file_system
 from mfload.diagnostics import host
 
 _PACKAGES = (
@@ -56,3 +56,16 @@ def versions_sentence(found: dict[str, Any]) -> str:
     """Python and the packages with their versions, with commas."""
     packages = [f"{name} {number}" for name, number in found["versions"].items()]
     return ", ".join([f"Python {found['python']}", *packages])
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """The share of the machine's CPU time that is in use now, 0 to 1; takes `seconds`."""
+
+    def ticks() -> tuple[int, int]:
+        spent = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(spent), spent[3] + spent[4]  # All; idle and waiting for the disk.
+
+    total, idle = ticks()
+    time.sleep(seconds)
+    total_after, idle_after = ticks()
+    return 1 - (idle_after - idle) / max(1, total_after - total)

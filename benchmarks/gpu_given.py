@@ -14,7 +14,6 @@ from benchmarks import gpu_memory
 from benchmarks.calls import as_options
 from benchmarks.gpu_memory import HOST
 from mfload import dtypes
-from mfload.diagnostics import probe
 
 
 def landings(framework: str) -> tuple[str, ...]:
@@ -142,9 +141,12 @@ def fetched(framework: str, array: Any) -> bytes | None:
 
 def need_kernels() -> None:
     """Skips the trial where CuPy compiles none: it brings no headers of CUDA's along."""
-    failed = probe.cupy(gpu_memory.cupy())["compiling"]
-    if failed is not None:
-        raise SkipError(f"CuPy compiles no kernels here: {failed}")
+    cupy = gpu_memory.cupy()
+    try:
+        kernel = cupy.ElementwiseKernel("float16 x", "float32 y", "y = x + 1", "mfload_probe")
+        float(kernel(cupy.zeros(3, "float16"))[2])
+    except Exception as error:
+        raise SkipError(f"CuPy compiles no kernels here: {error}") from error
 
 
 def doubled(framework: str, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

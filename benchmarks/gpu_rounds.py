@@ -15,14 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from benchmarks import gpu_tasks, runner
+from benchmarks import described, gpu_tasks, runner
 from benchmarks.gpu_budget import Budget
 from benchmarks.gpu_ceilings import is_ceiling
 from benchmarks.process import Child, ChildError
 from benchmarks.results import Results
 from benchmarks.runner import Bed, Case, Sample
 from benchmarks.subject import Subject
-from mfload.bench import machine
 from mfload.bench.machine import UnfitError
 
 _LONGEST = 90.0
@@ -87,7 +86,7 @@ class Rounds:
             if names and not self.budget.allows(self._cost(case, names), what):
                 return
             if names and case not in self.results.run["busy_share"]:
-                self.results.run["busy_share"][case] = round(machine.busy_share(0.5), 3)
+                self.results.run["busy_share"][case] = round(described.busy_share(0.5), 3)
             for batch in batches(names, self.ahead):
                 self._batch(step.case, batch, number)
             if names:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from benchmarks import described
 from benchmarks.results import Results
 from benchmarks.runner import Take, rounds
-from mfload.bench import machine
 
 
 class Run:
@@ -24,7 +24,7 @@ class Run:
 
     def take(self, case: str, names: Sequence[str], take: Take, count: int) -> None:
         """Measure all names in a case and print each sample."""
-        busy = machine.busy_share()
+        busy = described.busy_share()
         self.results.run["busy_share"][case] = round(busy, 3)
         print(f"{case}: {len(names)} × {count}, machine {busy:.0%} busy with other things")
         for taken in rounds(names, take, count, self._rng):

@@ -79,3 +79,11 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Fails with the names of the tensors that differ."""
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if not same(found[name], expected[name])] == []
+
+
+def whereabouts(part: Any) -> Any:
+    """The places in the file of the bytes that a read lands (see `blocks.cut`)."""
+    if part.rows is None:
+        return np.arange(part.offset, part.offset + part.nbytes)
+    starts = part.offset + np.array(part.rows.numbers) * part.rows.stride
+    return (starts[:, None] + np.arange(part.rows.nbytes)).reshape(-1)

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
-from benchmarks import ROOT, commands, listing, listing_files, load, pages, saving, verifying
+from benchmarks import (
+    ROOT,
+    commands,
+    described,
+    listing,
+    listing_files,
+    load,
+    pages,
+    saving,
+    verifying,
+)
 from benchmarks.process import ChildError
 from benchmarks.runner import Case
 from mfload.bench import machine
@@ -26,7 +36,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if file_system(tmp_path) in MEMORY_FILE_SYSTEMS:
         pytest.skip("a file system in memory")
     monkeypatch.setattr(machine, "prime", lambda nbytes: True)
-    monkeypatch.setattr(machine, "busy_share", lambda seconds=0: 0.0)
+    monkeypatch.setattr(described, "busy_share", lambda seconds=0: 0.0)
 
 
 def _places(tmp_path: Path) -> list[str]:

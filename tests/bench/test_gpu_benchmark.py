@@ -43,7 +43,6 @@ from benchmarks.gpu_tasks import Way
 from benchmarks.results import Results
 from benchmarks.runner import Bed
 from mfload import frameworks
-from mfload.bench import machine
 from mfload.bench.machine import MEMORY_FILE_SYSTEMS, file_system
 from mfload.cuda import staging
 from mfload.frameworks.torch_adapter import TorchAdapter
@@ -58,7 +57,7 @@ MADE_UP = {"name": "Made-up GPU of a test", "memory": 48 << 30, "pci": "0000:00:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what only matters to figures, and where CI's results go."""
-    monkeypatch.setattr(machine, "busy_share", lambda seconds=0: 0.0)
+    monkeypatch.setattr(described, "busy_share", lambda seconds=0: 0.0)
     monkeypatch.delenv("OUT", raising=False)
 
 

@@ -1,0 +1,1 @@
+"""Paths beside the load of whole files, each against the natural alternative."""
