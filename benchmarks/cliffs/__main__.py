@@ -121,6 +121,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         goal = each["limit"] + each["allowance"] / min(each["theirs"])
         if goal <= most:
             axes.plot([goal] * 2, [at - 0.4, at + 0.4], color=plot.CEILING, lw=1.6, zorder=5)
+    axes.set_ylim(len(results) - 0.4, -0.6)
     title = "Time of mfload divided by the alternative's: bars are the best, ticks the median"
     plot.finish(drawn, f"{title}; a grey line is what is to be reached", path)
 
