@@ -145,9 +145,9 @@ class _Rounding:
 
 @functools.cache
 def _float(dtype: np.dtype[Any]) -> tuple[int, Any, float]:
-    """Of a narrow float: bits of its fraction, least normal number, and a most that is finite.
+    """Bits of the fraction, least normal number, and a bound below which nothing overflows.
 
-    What is no larger than that, a quarter of the last bit above the largest, is rounded to it.
+    The bound lies a quarter of the last bit above the largest number, to which it rounds.
     """
     import ml_dtypes
 

@@ -104,7 +104,7 @@ class Limits:
             if most < _LEAST_BLOCK and not readers.mapped:
                 raise _too_small("max_host_overhead", self.least, limit)
             block = min(block, max(_LEAST_BLOCK, most))
-            # A map of rows is no memory of its own, but tools count it as this process's.
+            # The pages of a map belong to the page cache, but count as resident in this process.
             self.costs = self.costs._replace(block=block, span=min(self.costs.span, max(0, most)))
         if there and readers.gds is not None:
             # Reads are small enough for the limit on devices.
