@@ -12,6 +12,7 @@ from collections.abc import (
     Sequence,
     ValuesView,
 )
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 from mfload import errors
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) for each dim of a tensor."""
-
-
-_new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 
 
 # Named tuples, since a checkpoint may have hundreds of thousands of rows, and a frozen dataclass
@@ -91,12 +89,9 @@ class Columns(Sequence[TensorInfo]):
         kind: Of each tensor, by its number in `kinds`.
         sources, offsets, nbytes: Of its piece; of a tensor that is not simple, of its first.
         others: Rows of the tensors that are not simple, by their numbers.
-        numbers: The number of each name, if it is known.
     """
 
-    __slots__ = (
-        "_known", "kind", "kinds", "names", "nbytes", "numbers", "offsets", "others", "sources"
-    )  # fmt: skip
+    __slots__ = ("_known", "kind", "kinds", "names", "nbytes", "offsets", "others", "sources")
 
     def __init__(
         self,
@@ -107,12 +102,11 @@ class Columns(Sequence[TensorInfo]):
         offsets: array[int] | None = None,
         nbytes: array[int] | None = None,
         others: dict[int, TensorInfo] | None = None,
-        numbers: dict[str, int] | None = None,
     ) -> None:
         self.names, self.kinds = names or [], kinds or []
         self.kind, self.sources = kind or array("q"), sources or array("q")
         self.offsets, self.nbytes = offsets or array("q"), nbytes or array("q")
-        self.others, self.numbers = others or {}, numbers
+        self.others = others or {}
         # Numbers of kinds, once tensors were added.
         self._known: dict[Any, int] | None = None if self.kinds else {}
 
@@ -157,7 +151,7 @@ class Columns(Sequence[TensorInfo]):
 
     def extend(self, more: Columns) -> None:
         """Adds tensors behind those there."""
-        numbers, self.numbers = [self._number(*each) for each in more.kinds], None
+        numbers = [self._number(*each) for each in more.kinds]
         for number, row in more.others.items():
             self.others[len(self.names) + number] = row
         self.names += more.names
@@ -179,17 +173,18 @@ class Columns(Sequence[TensorInfo]):
                 return self.others[number]
         dtype, shape = self.kinds[self.kind[number]]
         where = self.sources[number], self.offsets[number], self.nbytes[number], None
-        return _new(TensorInfo, (self.names[number], dtype, shape, (_new(Piece, where),)))
+        piece = tuple.__new__(Piece, where)
+        return tuple.__new__(TensorInfo, (self.names[number], dtype, shape, (piece,)))
 
     def __iter__(self) -> Iterator[TensorInfo]:
         if self.others:
             yield from map(self.__getitem__, range(len(self.names)))
             return
-        kinds = self.kinds
+        kinds, make = self.kinds, tuple.__new__  # The classes' own take twice the time.
         columns = self.names, self.kind, self.sources, self.offsets, self.nbytes
         for name, kind, source, offset, nbytes in zip(*columns, strict=True):
-            piece = _new(Piece, (source, offset, nbytes, None))
-            yield _new(TensorInfo, (name, *kinds[kind], (piece,)))
+            piece = make(Piece, (source, offset, nbytes, None))
+            yield make(TensorInfo, (name, *kinds[kind], (piece,)))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -200,16 +195,25 @@ class Table(Mapping[str, TensorInfo]):
 
     def __init__(self, columns: Columns | None = None) -> None:
         self.columns = columns or Columns()
-        self.numbers = dict(zip(self.columns.names, range(len(self.columns.names)), strict=True))
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each name."""
+        return dict(zip(self.columns.names, range(len(self)), strict=True))
 
     def add(self, rows: Sequence[TensorInfo]) -> list[TensorInfo]:
-        """Adds tensors behind those there; returns those whose name is there already."""
+        """Adds tensors behind those there; returns those whose name is there already.
+
+        Rows that come in columns have a name each.
+        """
+        start = len(self.columns.names)
+        if not start and isinstance(rows, Columns):
+            self.columns = rows
+            vars(self).pop("numbers", None)
+            return []
         columns = rows if isinstance(rows, Columns) else Columns.of(rows)
-        start, count = len(self.numbers), len(columns.names)
-        more = None if start else columns.numbers
-        if more is None:
-            more = dict(zip(columns.names, range(start, start + count), strict=True))
-        if len(more) < count or not self.numbers.keys().isdisjoint(more):
+        more = dict(zip(columns.names, range(start, start + len(columns)), strict=True))
+        if len(more) < len(columns) or not self.numbers.keys().isdisjoint(more):
             first: dict[str, TensorInfo] = {}
             twice: list[TensorInfo] = []
             for row in columns:
@@ -217,11 +221,8 @@ class Table(Mapping[str, TensorInfo]):
                     twice.append(row)
             self.add(list(first.values()))
             return twice
-        if start:
-            self.columns.extend(columns)
-            self.numbers |= more
-        else:
-            self.columns, self.numbers = columns, more
+        self.columns.extend(columns)
+        self.numbers |= more
         return []
 
     def __getitem__(self, name: str) -> TensorInfo:
@@ -231,10 +232,10 @@ class Table(Mapping[str, TensorInfo]):
         return name in self.numbers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.numbers)
+        return iter(self.columns.names)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.columns.names)
 
     def values(self) -> ValuesView[TensorInfo]:
         """The tensors, in order."""
@@ -256,7 +257,7 @@ class _Items(ItemsView[str, TensorInfo]):
     _mapping: Table
 
     def __iter__(self) -> Iterator[tuple[str, TensorInfo]]:
-        return zip(self._mapping.numbers, self._mapping.columns, strict=True)
+        return zip(self._mapping, self._mapping.columns, strict=True)
 
 
 class Index:

@@ -76,13 +76,8 @@ class ShardedIndex(Index):
     __slots__ = ("_left", "_numbers", "_seen", "_timeout", "found")
 
     def __init__(self, found: CheckpointFiles, timeout: float | None) -> None:
-        files: list[Any] = list(found.files)
-        for number, file in enumerate(files):
-            if isinstance(file, str):  # Something is wrong with it: here it raises.
-                files[number] = sources.local_file(file)
-        found.files = files
         self.found, self._timeout = found, timeout
-        self.files, self.notes = tuple(map(_NAME, found.files)), ()
+        self.files, self.notes = tuple(found.names), ()
         self._left = found.placed or {}  # Files of the tensors; empty once all headers were read.
         self.names = self._left.keys()
         self._numbers = dict(zip(self.files, range(len(self.files)), strict=True))
@@ -138,16 +133,20 @@ class ShardedIndex(Index):
         for number, source in zip(numbers, files, strict=True):
             self._seen[number] = read_headers(CheckpointFiles([source]), number).tensors
             source.keep(True)  # Behind a URL: forgets the bytes of the header.
-        if len(files) > 1:
-            _check_unchanged(files)
+        _check_unchanged(self.found, files)
 
     def _bounded(self, call: Callable[[], T]) -> T:
-        name = self.found.name
+        name, index = self.found.name, self.found.index
         with gc_paused():
             try:
                 return Deadline(self._timeout).bound(call, "reading headers", name)
             except MemoryError as error:
                 raise _no_memory(error, name) from None
+            except errors.SourceNotFoundError:
+                missing = discovery.from_index(index).missing if index is not None else ()
+                if not missing:
+                    raise
+                raise _missing(name, missing) from None
 
 
 def read(
@@ -187,7 +186,7 @@ def choose(
     for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
-            found = discovery.find(path, options)
+            found = discovery.find(path, options, before)
             if found.placed is None or found.missing or len(found.files) == 1:
                 index = _whole(found)
             else:
@@ -216,26 +215,28 @@ def _no_memory(error: MemoryError, name: str | None) -> MemoryError:
 def _whole(found: CheckpointFiles) -> Index:
     """The index of all headers; the files become sources."""
     seen = read_headers(found)
-    if len(seen.sources) > 1:
-        _check_unchanged(seen.sources)
+    if len(seen.sources) > 1 or found.index is not None:
+        _check_unchanged(found, seen.sources)
     found.files = seen.sources
     if seen.problems:
         what = "the files of the checkpoint disagree"
         problems = (*found.missing, *map(str, seen.problems))
         raise errors.CheckpointError(what, file=found.name, problems=problems)
     if found.missing:
-        raise errors.ShardNotFoundError(
-            "shards are missing", file=found.name, problems=found.missing
-        )
+        raise _missing(found.name, found.missing)
     if seen.unnamed:
         count = len(seen.unnamed)
         seen.notes.append(f"{count} tensors are in the shards but not in the index")
     return Index(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
 
 
-def _check_unchanged(read: Sequence[Source]) -> None:
-    """The first may have been replaced while the last was read."""
-    for source in read[:-1]:
+def _missing(name: str | None, problems: tuple[str, ...]) -> errors.ShardNotFoundError:
+    return errors.ShardNotFoundError("shards are missing", file=name, problems=problems)
+
+
+def _check_unchanged(found: CheckpointFiles, read: Sequence[Source]) -> None:
+    """The first may have been replaced while the last was read, and so may the index."""
+    for source in (*read[:-1], *([] if found.index is None else [found.index])):
         if source.file is not None:  # Other sources compare versions with each answer.
             source.check()
 

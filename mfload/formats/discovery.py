@@ -7,7 +7,7 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mfload import errors, sources
@@ -17,6 +17,7 @@ from mfload.load_options import LoadOptions
 from mfload.sources.base import Source
 
 Path = sources.Location
+State = tuple[list[str], list[Any]]
 
 _BYTES = (bytes, bytearray, memoryview)
 _SINGLE = (str, os.PathLike, *_BYTES)
@@ -31,7 +32,6 @@ _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
 
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _ONE_ARRAY = ".npy"
-_PLAIN_NAME = re.compile(r"[\w-][\w.-]*")
 _SHARD = r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?"
 
 
@@ -43,6 +43,7 @@ class CheckpointFiles:
         placed: The file of each tensor, if an index says so.
         missing: A line for each file that belongs to it and does not exist.
         name: What stands for all of them in an error; None for a list.
+        index: The index file, if there is one.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class CheckpointFiles:
         placed: dict[str, str] | None = None,
         missing: tuple[str, ...] = (),
         name: str | None = None,
+        index: Source | None = None,
         total: Any = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
-        self.name, self.total = name, total
+        self.name, self.index, self.total = name, index, total
 
     @property
     def names(self) -> list[str]:
@@ -67,8 +69,13 @@ class CheckpointFiles:
         return None if self.placed is None else self.name
 
 
-def find(path: Path | Sequence[Path], options: LoadOptions | None = None) -> CheckpointFiles:
+def find(
+    path: Path | Sequence[Path], options: LoadOptions | None = None, seen: State | None = None
+) -> CheckpointFiles:
     """Names the files of a checkpoint without reading their headers.
+
+    `seen`: the state just before. Shards that are named in it are not looked at until they are
+    needed.
 
     Raises:
         UsageError: `path` is not a path.
@@ -84,12 +91,12 @@ def find(path: Path | Sequence[Path], options: LoadOptions | None = None) -> Che
         if not isinstance(place, str):
             name = place.name
             if name.partition("?")[0].endswith(".json"):
-                return _from_index(place)
+                return from_index(place)
             return CheckpointFiles([place], name=name)
         if os.path.isdir(place):
-            return _in_directory(place)
+            return _in_directory(place, seen)
         if place.endswith(".json"):
-            return _from_index(sources.local_file(place))
+            return from_index(sources.local_file(place), seen[0] if seen else ())
         return CheckpointFiles([place], name=place)
     check_path(path)
     given: Any = path
@@ -103,34 +110,35 @@ def find(path: Path | Sequence[Path], options: LoadOptions | None = None) -> Che
     return CheckpointFiles(files)
 
 
-def state(path: Path | Sequence[Path]) -> object:
+def state(path: Path | Sequence[Path]) -> State | None:
     """What changes when the files of a checkpoint are replaced: its index, or their names.
 
     Returns:
-        Something to compare with what a later call gives; None if unknown.
+        The names in the directory if a load looks at them, and versions, to compare with what a
+        later call gives; None if unknown.
     """
     if not isinstance(path, str | os.PathLike):
         return None
     try:
         name = os.fsdecode(path)
         if not os.path.isdir(name):
-            return _VERSION(os.stat(name))
-        indexes, files = _names(name)
-        if not indexes and len(files) != 1:
-            return files
-        return [(each, _VERSION(os.stat(os.path.join(name, each)))) for each in indexes or files]
+            listed = os.listdir(os.path.dirname(name) or ".") if name.endswith(".json") else []
+            return listed, [_VERSION(os.stat(name))]
+        listed = os.listdir(name)
+        indexes, files = _names(name, listed)
+        looked = indexes or (files if len(files) == 1 else [])
+        return listed, [_VERSION(os.stat(os.path.join(name, each))) for each in looked]
     except (OSError, ValueError):
         return None
 
 
-def _names(directory: str) -> tuple[list[str], list[str]]:
-    """Names of the indexes in a directory that a load looks at, or else of the files."""
+def _names(directory: str, listed: list[str]) -> tuple[list[str], list[str]]:
+    """Of the names in a directory, those of indexes that a load looks at, or else of files."""
     # Copies by other systems leave hidden files that are not part of a checkpoint.
-    listed = os.listdir(directory)
-    indexes = sorted(n for n in listed if n.endswith(INDEX_SUFFIX) and not n.startswith("."))
+    indexes = sorted(n for n in listed if n.endswith(INDEX_SUFFIX) and n[0] != ".")
     if indexes:
         return indexes, []
-    names = sorted(name for name in listed if not name.startswith("."))
+    names = sorted(name for name in listed if name[0] != ".")
     files = [name for name in names if name.endswith(SUFFIX)]
     if not files:
         from mfload.formats import base, hints
@@ -175,13 +183,14 @@ def check_path(path: Any) -> None:
         )
 
 
-def _in_directory(directory: str) -> CheckpointFiles:
+def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     try:
-        indexes, files = _names(directory)
+        indexes, files = _names(directory, seen[0] if seen else os.listdir(directory))
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
     if len(indexes) == 1:
-        return _from_index(sources.local_file(os.path.join(directory, indexes[0])))
+        index = sources.local_file(os.path.join(directory, indexes[0]))
+        return from_index(index, seen[0] if seen else ())
     if not indexes and not files:
         from mfload.formats import hints
 
@@ -237,8 +246,12 @@ def _shard(name: str) -> tuple[str, int, int | None]:
     return shard["stem"], int(shard["number"]), int(shard["total"]) if shard["total"] else None
 
 
-def _from_index(index: Source) -> CheckpointFiles:
-    table, path = read_index(index), index.name
+def from_index(index: Source, listed: Collection[str] = ()) -> CheckpointFiles:
+    """The files that an index names.
+
+    `listed`: names in its directory, which are not looked at until they are needed.
+    """
+    table, path, there = read_index(index), index.name, {*listed}
     weights: dict[str, str] = table["weight_map"]
     if not weights:
         raise errors.CheckpointError("the index names no file", file=path)
@@ -246,23 +259,22 @@ def _from_index(index: Source) -> CheckpointFiles:
     held = collections.Counter(weights.values())
     first: dict[str, str] = {}
     places: dict[str, str] = {}
-    files: dict[str, str | Source] = {}
+    files: dict[str, Source] = {}
     problems: list[str] = []
     outside = False
     for shard in sorted(held):
-        problem, place = None, shard
-        if _PLAIN_NAME.fullmatch(shard) is None:  # Of many shards, to take names apart adds up.
-            problem = _outside(shard)
-            outside = outside or problem is not None
-            # One shard may be spelled in several ways (x, ./x) and is still one file.
-            place = os.path.normpath(shard)
-        place = directory + place
-        if problem is None:
+        if shard in there:
+            place = places[shard] = directory + shard
+            files[place] = sources.local_file(place, now=False)
+            continue
+        # One shard may be spelled in several ways (x, ./x) and is still one file.
+        problem, place = _outside(shard), directory + os.path.normpath(shard)
+        if problem is not None:
+            outside = True
+        else:
             try:
-                if index.file is None:
-                    file = index.beside(shard)
-                else:
-                    file = sources.local_file(place)
+                file = sources.local_file(place) if index.file else index.beside(shard)
+                if index.file:
                     file.keep(True)  # To open it once more takes as long as to read a header.
                 places[shard], files[file.name] = file.name, file
             except errors.UsageError as error:
@@ -270,7 +282,10 @@ def _from_index(index: Source) -> CheckpointFiles:
             except errors.SourceNotFoundError:
                 problem = "is a broken link" if os.path.islink(place) else "does not exist"
             except errors.SourceError:
-                places[shard] = files[place] = place  # To read it tells what is wrong.
+                places[shard] = place
+                files[place] = sources.local_file(place, now=False)  # To read it tells why.
+        if problem is not None and there:
+            return from_index(index)  # Looks at each file, to name all that are missing.
         if problem is not None:
             first = first or {file: name for name, file in reversed(weights.items())}
             count = f"{held[shard]} tensors, {brief(first[shard])} among them"
@@ -279,14 +294,13 @@ def _from_index(index: Source) -> CheckpointFiles:
         raise errors.CheckpointError(
             "the index names files outside its directory", file=path, problems=tuple(problems)
         )
-    if index.file is not None:
-        index.check()  # Its shards may have been replaced with it meanwhile.
     metadata = table.get("metadata")
     return CheckpointFiles(
         [files[place] for place in sorted(files)],
         {name: places[shard] for name, shard in weights.items() if shard in places},
         tuple(problems),
         path,
+        index,
         metadata.get("total_size") if isinstance(metadata, dict) else None,
     )
 

@@ -133,9 +133,10 @@ def _in_columns(
         names, spelled, begins, ends = (
             list(map(each.__getitem__, order)) for each in (names, spelled, begins, ends)
         )
-    tiled = begins[0] == "0" and begins[1:] == ends[:-1] and int(ends[-1]) == size - data_start
-    numbers = dict(zip(names, range(len(names)), strict=True))
-    if not tiled or len(numbers) < len(names) or "__metadata__" in numbers:
+        if begins[1:] != ends[:-1]:
+            return None
+    unique = set(names)
+    if len(unique) < len(names) or "__metadata__" in unique or ends[-1] != str(size - data_start):
         return None
     positions: defaultdict[str, int] = defaultdict(itertools.count().__next__)
     kind = array("q", map(positions.__getitem__, spelled))
@@ -147,20 +148,12 @@ def _in_columns(
             return None
         kinds.append(known)
         sizes.append(known[0].size_of(known[1]) or 0)
-    offsets = list(map(int, begins))
-    nbytes = list(map(operator.sub, [*offsets[1:], int(ends[-1])], offsets))
-    if nbytes != list(map(sizes.__getitem__, kind)):
+    nbytes = list(map(sizes.__getitem__, kind))
+    offsets = list(itertools.accumulate(nbytes, initial=data_start))
+    if offsets.pop() != size or offsets != list(map(data_start.__add__, map(int, begins))):
         return None
-    columns = Columns(
-        names,
-        kinds,
-        kind,
-        array("q", [source]) * len(names),
-        array("q", map(data_start.__add__, offsets)),
-        array("q", nbytes),
-        numbers=numbers,
-    )
-    return columns, metadata
+    places = array("q", [source]) * len(names), array("q", offsets), array("q", nbytes)
+    return Columns(names, kinds, kind, *places), metadata
 
 
 def _kind(spelled: str, gap: str) -> Kind | None:

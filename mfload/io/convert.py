@@ -8,21 +8,23 @@ that is loaded may have faster loops: they are used where a trial shows the same
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
 
-BLOCK = 1 << 15
-"""Elements that are converted at once."""
+BLOCK = 1 << 16
+"""Elements that are converted at once: enough that readers seldom wait for the interpreter."""
 
 Converter = Callable[[Any, Any], None]
 """Fills an array, its second argument, with the numbers of another."""
 
-_LARGE = 1 << 17  # The same, if a block takes no memory beside it.
+_LARGE = 1 << 18  # The same, where the arithmetic takes no memory of its own.
 _FEW = 1 << 13  # What has fewer elements is converted before a kernel is prepared.
 _EXPONENT = np.uint32(0x7F80_0000)
 _FRACTION_BITS = 23
@@ -36,59 +38,65 @@ def convert(
     tensor: str | None = None,
     *,
     checked: bool = False,
-    converters: Sequence[Converter] = (),
+    converter: Converter | None = None,
 ) -> None:
     """Fills an array with the numbers of another one of its shape.
 
-    `converters` are loops of frameworks, for arrays in C order. If `checked`, a number that an
+    `converter` is the loop of a framework, for arrays in C order. If `checked`, a number that an
     integer target can't hold, or a fraction that is to become a bool, raises LossyCastError.
     """
     # Overflow to infinity or NaN is what a narrower float means, and warns in NumPy.
     with np.errstate(all="ignore"):
-        pair = source.dtype, target.dtype
         worth = source.size >= _FEW and source.dtype.isnative
-        if worth and source.flags.carray and target.flags.carray:
-            for converter in converters:
-                if _agrees(converter, *pair):
-                    _lent(converter, source.reshape(-1), target.reshape(-1))
-                    return
-        kernel = _kernel(*pair) if worth else None
+        plain = source.flags.carray and target.flags.carray
+        lent = converter if plain else None
+        kernel = _kernel(source.dtype, target.dtype, lent) if worth else None
         checked = checked and target.dtype.kind in "iub" and source.size > 0
         if kernel is None and not checked:
             _as_type(source, target)
             return
-        size = BLOCK if kernel else _LARGE
-        blocks: Any = np.nditer([source, target], _FLAGS, _OPERANDS, buffersize=size)
-        with blocks:
-            for given, made in blocks:
-                if checked:
-                    _check_range(given, target.dtype, tensor)
-                (kernel or _as_type)(given, made)
+        size = BLOCK if isinstance(kernel, _Rounding) else _LARGE
+        for given, made in _blocks(source, target, plain, size):
+            if checked:
+                _check_range(given, target.dtype, tensor)
+            (kernel or _as_type)(given, made)
+
+
+def _blocks(source: Any, target: Any, plain: bool, size: int) -> Iterator[tuple[Any, Any]]:
+    """Contiguous parts; of arrays that are not in C order themselves, through NumPy's buffers."""
+    if plain:
+        source, target = source.reshape(-1), target.reshape(-1)
+        for start in range(0, source.size, size):
+            yield source[start : start + size], target[start : start + size]
+        return
+    buffered: Any = np.nditer([source, target], _FLAGS, _OPERANDS, buffersize=size)
+    with buffered:
+        yield from buffered
 
 
 def _as_type(source: Any, target: Any) -> None:
     np.copyto(target, source, casting="unsafe")
 
 
-def _kernel(source: np.dtype[Any], target: np.dtype[Any]) -> Converter | None:
+@functools.cache
+def _kernel(
+    source: np.dtype[Any], target: np.dtype[Any], converter: Converter | None
+) -> Converter | None:
     """What converts a block, in one thread; None if `astype` is as fast."""
+    if converter is not None and _agrees(converter, source, target):
+        most = _float(target)[2] if source == np.float32 else np.inf
+        return functools.partial(_lent, converter, most)
     if source == np.float32:
         return _Rounding(target) if target.name in _ROUNDED else None
     eight = any(each.itemsize == 1 and each.kind in "fV" for each in (source, target))
     if source.itemsize > 2 or not (eight or source == np.float16):
         return None
-    table, index = _table(source, target), np.dtype(f"u{source.itemsize}")
+    table, index = _every(source).astype(target), np.dtype(f"u{source.itemsize}")
 
     def look_up(given: Any, made: Any) -> None:
         np.take(table, given.view(index), out=made, mode="wrap")
 
     return look_up
-
-
-@functools.cache
-def _table(source: np.dtype[Any], target: np.dtype[Any]) -> Any:
-    """What each value of a dtype becomes, by its bits."""
-    return _every(source).astype(target)
 
 
 def _every(dtype: np.dtype[Any]) -> Any:
@@ -97,6 +105,16 @@ def _every(dtype: np.dtype[Any]) -> Any:
 
 # Floats whose sign is one bit, whatever the number. To bfloat16 ml_dtypes is as fast.
 _ROUNDED = ("float16", "float8_e4m3fn", "float8_e5m2")
+
+
+class _Scratch(threading.local):
+    """Memory of each thread's own: the kernel would have to clear new one for each block."""
+
+    def __init__(self) -> None:
+        self.words = np.empty((2, BLOCK), np.uint32)
+
+
+_SCRATCH = _Scratch()
 
 
 class _Rounding:
@@ -118,18 +136,15 @@ class _Rounding:
         self._raise = np.uint32((dropped << _FRACTION_BITS) + (-(first << kept) % (1 << width)))
         # NumPy's maximum of two arrays takes half the time of that of an array and a number.
         self._least = np.full(BLOCK, least)
-        self._sum, self._power = np.empty((2, BLOCK), np.float32)
-        self._signs, self._negative = np.empty(BLOCK, self._bits), np.empty(BLOCK, np.bool_)
 
     def __call__(self, given: Any, made: Any) -> None:
-        part = slice(given.size)
-        total, power = self._sum[part], self._power[part]
+        bits, exponent = _SCRATCH.words[:, : given.size]
+        total, power = bits.view(np.float32), exponent.view(np.float32)
         np.abs(given, out=total)
         if not total.max() <= self._most:  # NaN compares as false.
             _as_type(given, made)
             return
-        np.maximum(total, self._least[part], out=power)
-        bits, exponent = total.view(np.uint32), power.view(np.uint32)
+        np.maximum(total, self._least[: given.size], out=power)
         np.bitwise_and(exponent, _EXPONENT, out=exponent)
         np.add(exponent, self._raise, out=exponent)
         np.add(total, power, out=total)
@@ -137,7 +152,7 @@ class _Rounding:
         np.add(bits, exponent, out=bits)
         made = made.view(self._bits)
         np.copyto(made, bits, casting="unsafe")
-        signs, negative = self._signs[part], self._negative[part]
+        negative, signs = bits.view(np.bool_)[: given.size], exponent.view(made.dtype)[: given.size]
         np.signbit(given, out=negative)
         np.multiply(negative.view(np.uint8), self._sign, out=signs)
         np.bitwise_or(made, signs, out=made)
@@ -153,33 +168,23 @@ def _float(dtype: np.dtype[Any]) -> tuple[int, Any, float]:
 
     info = ml_dtypes.finfo(dtype)
     kept = int(info.nmant)
-    return (
-        kept,
-        np.array(info.smallest_normal, np.float32),
-        float(info.max) * (1 + 0.5 ** (kept + 2)),
-    )
+    most = float(info.max) * (1 + 0.5 ** (kept + 2))
+    return kept, np.array(info.smallest_normal, np.float32), most
 
 
-def _lent(converter: Converter, source: Any, target: Any) -> None:
-    """Converts with a framework's loops what it converts as NumPy does.
+def _lent(converter: Converter, most: float, given: Any, made: Any) -> None:
+    """Converts with a framework's loop what it converts as NumPy does.
 
     Frameworks differ in the NaN that they make, and in what they make of numbers out of range.
     """
-    narrows = source.dtype == np.float32
-    most = _float(target.dtype)[2] if narrows else np.inf
-    for start in range(0, source.size, _LARGE):
-        given, made = source[start : start + _LARGE], target[start : start + _LARGE]
-        try:
-            converter(given, made)
-        except RuntimeError:  # Not in this thread, or not now.
-            _as_type(given, made)
-            continue
-        wide = given if narrows else made
-        if not (-most <= wide.min() and wide.max() <= most):  # NaN compares as false.
-            _as_type(given, made)
+    with contextlib.suppress(RuntimeError):  # Not in this thread, or not now.
+        converter(given, made)
+        wide = given if given.itemsize > made.itemsize else made
+        if -most <= wide.min() and wide.max() <= most:  # NaN compares as false.
+            return
+    _as_type(given, made)
 
 
-@functools.cache
 def _agrees(converter: Converter, source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     """Whether the results are those of `astype`, except of NaN and numbers out of range.
 
@@ -210,19 +215,14 @@ def _agrees(converter: Converter, source: np.dtype[Any], target: np.dtype[Any]) 
 
 def _check_range(source: Any, target: np.dtype[Any], tensor: str | None) -> None:
     """Stops a conversion to integers that would wrap, and of fractions to bool."""
+    if source.dtype.kind not in "iub":
+        source = source.astype(np.float64 if source.itemsize > 4 else np.float32, copy=False)
     low, high = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
-    wrong: list[Any]
-    if source.dtype.kind in "iub":
-        wrong = [each for each in (source.min(), source.max()) if not low <= int(each) <= high]
-    else:
-        wide = source.astype(np.float64 if source.itemsize > 4 else np.float32, copy=False)
-        # If one is NaN, the least and the greatest are.
-        ends = wide if target.kind == "b" else np.array([wide.min(), wide.max()], np.float64)
-        whole = np.trunc(ends)
-        # As a float `high` may be the number above. NaN compares as false.
-        fits = (whole >= low) & (whole < float(high + 1))
-        fits &= (whole == ends) | (target.kind != "b")
-        wrong = list(ends[~fits])
+    if target.kind == "b":
+        wrong = source[(source != low) & (source != high)].tolist()
+    else:  # Where one is NaN, both ends are. Python compares integers with floats exactly.
+        ends = source.min().item(), source.max().item()
+        wrong = [each for each in ends if not low - 1 < each < high + 1]
     if wrong:
         raise errors.LossyCastError(
             "a value does not fit the dtype asked for",

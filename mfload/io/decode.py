@@ -23,6 +23,8 @@ from mfload.planning.blocks import Block
 from mfload.stored import Encoding
 
 Reader = Callable[[int], Any]
+Saw = Callable[[int, int, Any, Callable[[], bool]], object]
+"""The method of an `Observer`."""
 
 # Bytes that a codec makes or takes at once.
 _MADE = 256 << 10
@@ -92,10 +94,10 @@ def fill(
     memory: list[Any],
     slot: WorkerSlot,
     window: WorkerSlot,
-    show: Callable[[int, Any], object] | None,
+    saw: Saw | None,
     stopped: Callable[[], bool],
 ) -> None:
-    """Decodes a block into its places; `show` is told of all encoded bytes, and where they lie.
+    """Decodes a block into its places; `saw` is told of all bytes as they are stored.
 
     Raises FormatError if they don't decode to what the index declares. A block may take long, so
     it ends with an error soon after `stopped` says that the load was given up.
@@ -103,14 +105,14 @@ def fill(
     assert block.decode is not None
     tensor, encodings, fetched, length, inline = block.decode
     try:
-        fetch: Reader = _fetch(block, reader, slot, show, stopped)
+        fetch: Reader = _fetch(block, reader, slot, saw, stopped)
         if inline is not None:
             fetch = io.BytesIO(inline).read
         read = fetch
         for encoding in encodings:
             read = decoded(read, encoding)
         _scatter(block, read, memory, window.bytes(length) if length else None)
-        while show is not None and len(fetch(fetched)):
+        while saw is not None and len(fetch(fetched)):
             pass
     except errors.FormatError as error:
         error.tensor = tensor
@@ -148,7 +150,7 @@ def _fetch(
     block: Block,
     reader: PreadReader,
     slot: WorkerSlot,
-    show: Callable[[int, Any], object] | None,
+    saw: Saw | None,
     stopped: Callable[[], bool],
 ) -> Reader:
     """The bytes of a block as the source holds them, fetched a part at a time."""
@@ -164,8 +166,8 @@ def _fetch(
                 raise errors.SourceError("the load was given up")
             nbytes = min(fetched, stop - offset)
             landed = reader.land(Block(block.source, offset, nbytes, ()), slot)
-            if show is not None:
-                show(offset, landed)
+            if saw is not None:
+                saw(block.source, offset, landed, stopped)
             part, offset = memoryview(landed), offset + nbytes
         given, part = part[:most], part[most:]
         return given

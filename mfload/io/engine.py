@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any, Protocol
 
 from mfload.io.buffers import WorkerSlot
-from mfload.planning.blocks import Block, cut, stored
+from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
 
 # Small blocks are reported together: a queue costs more than a small read.
@@ -64,9 +64,9 @@ class Share:
                 return
             yield self.block
 
-    def done(self, block: Block) -> None:
-        """Counts a block that is in place."""
-        self._blocks += 1
+    def done(self, block: Block, last: bool = True) -> None:
+        """Counts a block that is in place, or a part of one, of which the last one ends it."""
+        self._blocks += last
         self._nbytes += block.nbytes if block.decode is None else block.filled
         if self._nbytes >= _REPORTED_BYTES:
             self.report()
@@ -125,7 +125,7 @@ class Engine:
                     at_hand = (share.block for share in self._shares if share.block is not None)
                     self.block = next(at_hand, blocks[-left])
                     raise deadline.error(f"reading; {time.monotonic() - last:.1f} s without data")
-                if count:
+                if nbytes or count:
                     left -= count
                     last = time.monotonic()
                     if advance is not None:
@@ -184,6 +184,7 @@ def fill(
     `protection` is a `ForkProtection` of the buffers that a disk writes to.
     """
     slot, window, reader, source = WorkerSlot(), WorkerSlot(), None, -1
+    saw = None if observer is None else observer.saw
     with protection:
         try:
             for block in share:
@@ -194,34 +195,32 @@ def fill(
                         reader = None
                     reader, source = open_reader(block.source), block.source
                 if block.decode is not None:
-                    _decode(block, reader, memory, (slot, window), observer, share)
+                    from mfload.io import decode  # Late: raw tensors do without.
+
+                    decode.fill(block, reader, memory, slot, window, saw, share.stopped)
                     share.done(block)
                     continue
-                for part in (block,) if observer is None else cut(block):
-                    landed = reader.fill(part, memory, slot)
-                    if observer is not None:
-                        for offset, data in stored(part, memory, landed):
-                            observer.saw(source, offset, data, share.stopped)
-                    landed = data = None  # A longer slot replaces this one.
+                if observer is not None and not block.segments:
+                    _show(reader.shown(block, slot), block, observer, share)
+                    continue
+                landed = reader.fill(block, memory, slot)
+                if saw is not None:
+                    for offset, data in stored(block, memory, landed):
+                        saw(source, offset, data, share.stopped)
+                landed = data = None  # A longer slot replaces this one.
                 share.done(block)
         finally:
             if reader is not None:
                 reader.close()
 
 
-def _decode(
-    block: Block,
-    reader: Any,
-    memory: list[Any],
-    slots: tuple[WorkerSlot, WorkerSlot],
-    observer: Observer | None,
-    share: Share,
+def _show(
+    parts: Generator[tuple[int, Any]], block: Block, observer: Observer, share: Share
 ) -> None:
-    from mfload.io import decode  # Late: raw tensors do without.
-
-    def show(offset: int, data: Any) -> None:
-        assert observer is not None
-        observer.saw(block.source, offset, data, share.stopped)
-
-    shown = show if observer is not None else None
-    decode.fill(block, reader, memory, *slots, shown, share.stopped)
+    end = block.offset + block.nbytes
+    with closing(parts):  # An error must not keep the lease of a map.
+        for offset, data in parts:
+            if share.stopped():
+                return
+            observer.saw(block.source, offset, data, share.stopped)
+            share.done(block._replace(nbytes=data.size), last=offset + data.size == end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,17 +11,23 @@ import numpy as np
 
 from mfload import errors
 from mfload.io.buffers import PAGE, WorkerSlot
-from mfload.planning.blocks import Block, Rows, Segment, cut
+from mfload.planning.blocks import Block, Copy, Rows, Segment
 from mfload.sources.base import Source
+
+SHOWN = 4 << 20
+"""Bytes of a block that an observer sees at once; longer ones are shown in parts."""
 
 IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 """Buffers that one vectored call takes: 1024 on Linux; POSIX promises 16."""
 
-CONVERTERS: list[Callable[[Any, Any], None]] = []
-"""Of frameworks that are loaded: fills one array with the numbers of another, both in C order."""
+CONVERTER: Callable[[Any, Any], None] | None = None
+"""A loaded framework's: fills one array with the numbers of another, both in C order."""
 
-# To map less takes longer than to read it; and to map so much for each row, than to read the row.
-_WORTH_MAPPING, _MOST_MAPPED = 256 << 10, 512 << 10
+_WORTH_MAPPING = 256 << 10  # To map less takes longer than to read it.
+_ROWS_A_MAP = 96  # To read fewer rows that lie apart takes less time than to map them.
+# Of a file that is mapped to be shown, at once: long enough to be worth a lease and a map, and so
+# short that a process that wants to write to the file waits for some milliseconds.
+_WINDOW = 16 << 20
 
 
 class PreadReader:
@@ -74,37 +80,66 @@ class PreadReader:
         return None
 
     def _picked(self, block: Block, memory: list[Any], slot: WorkerSlot) -> Any:
-        """Picks a block apart in a slot; returns the bytes of it that landed last."""
-        landed: Any = None
-        for part in cut(block):
-            landed = None  # A longer slot replaces this one.
-            landed = self.land(part, slot)
-            place(landed, part.offset, part, memory)
-        return landed
+        """Picks a block apart in a slot; returns its bytes, if they landed there at once."""
+        rows = block.rows
+        if rows is None or not rows.together:
+            landed = self.land(block, slot)
+            place(landed, block.offset, block, memory)
+            return landed
+        for low, count, taken, places in rows.windows(rows.together):
+            start, nbytes = block.offset + low * rows.stride, rows.reach(count)
+            landed = self.land(Block(block.source, start, nbytes, ()), slot)
+            _place_rows(landed, block, rows, taken, places, memory)
+        return None
 
     def _copied(self, block: Block, memory: list[Any]) -> bool:
-        """Copies a block to its places out of a map of its range, if that is safe."""
+        """Copies a block to its places out of maps of its range, if that is safe."""
         rows, nbytes = block.rows, block.span
         few = False
         if rows is not None and not rows.together:
             # A map would read from the disk what lies between.
-            few = self._cold or nbytes > min(self._window, len(rows.numbers) * _MOST_MAPPED)
+            most = min(self._window, nbytes)
+            few = self._cold or len(rows.numbers) * most < _ROWS_A_MAP * nbytes
+            if not isinstance(rows.numbers, range):  # Their places lie apart as well.
+                copies = (segment.copy for segment in block.segments)
+                few = few or any(each and each.source != each.target for each in copies)
         if few or not self._maps or nbytes < _WORTH_MAPPING:
             return False
-        if any(s.copy is not None and s.copy.source != s.copy.target for s in block.segments):
-            return False  # A slot stays in the processor's cache while it is checked and converted.
         from mfload.io import mapped  # Late: most blocks lie in the file as they are wanted.
 
         self._maps = False
         with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
-            if still:
+            if still and rows is None:
                 window, at = mapped.map_range(self._source, block.offset, nbytes)
-                if rows is None or rows.together:
-                    place(window[at:], block.offset, block, memory)
-                else:
-                    _place_rows(window[at:], block, rows, memory)
-                self._maps = True
+                place(window[at:], block.offset, block, memory)
+            elif still and rows is not None:
+                most = max(1, (self._window - rows.nbytes) // rows.stride + 1)
+                for low, count, taken, places in rows.windows(most):
+                    start, nbytes = block.offset + low * rows.stride, rows.reach(count)
+                    window, at = mapped.map_range(self._source, start, nbytes)
+                    _place_rows(window[at:], block, rows, taken, places, memory)
+            self._maps = still
         return self._maps
+
+    def shown(self, block: Block, slot: WorkerSlot) -> Generator[tuple[int, Any]]:
+        """The bytes of a block for an observer, with their offsets; each part until the next one.
+
+        A block of more than `SHOWN` bytes is one of a file that the page cache holds. It is shown
+        there, window by window; a window of a file that can't be held still is read.
+        """
+        from mfload.io import mapped  # Late: a load reads.
+
+        end = block.offset + block.nbytes
+        for start in range(block.offset, end, _WINDOW):
+            stop, window = min(start + _WINDOW, end), None
+            if block.nbytes > SHOWN:
+                with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
+                    if still:
+                        window, at = mapped.map_range(self._source, start, stop - start)
+                        yield start, window[at:]
+            for at in range(start, stop if window is None else start, SHOWN):
+                part = Block(block.source, at, min(SHOWN, stop - at), ())
+                yield at, self.land(part, slot)
 
     def land(self, block: Block, slot: WorkerSlot) -> Any:
         """Reads a block into a slot, and returns its bytes there."""
@@ -155,21 +190,25 @@ def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
         put(landed[segment.offset - origin :], segment, memory[segment.buffer], segment.at)
 
 
-def _place_rows(window: Any, block: Block, rows: Rows, memory: list[Any]) -> None:
-    """Puts rows that lie apart in their places; `window` begins with the first in the file."""
-    from mfload.planning.steps import Copy  # Late: whole tensors do without it.
-
+def _place_rows(
+    landed: Any, block: Block, rows: Rows, taken: Any, places: Any, memory: list[Any]
+) -> None:
+    """Puts rows in their places: of those that `landed` begins with, those that are `taken`."""
     count, opaque = len(rows.numbers), np.dtype(f"V{rows.nbytes}")
     for segment in block.segments:
         copy = segment.copy or Copy((count,), (rows.nbytes,), 0, opaque, opaque)
+        # Backwards, the last row in the file is the first in its place.
         back = copy.strides[0] < 0
-        first = segment.offset - block.offset + copy.start - back * (count - 1) * rows.nbytes
-        shape, strides = (max(rows.numbers) + 1, *copy.shape[1:]), (rows.stride, *copy.strides[1:])
-        source: Any = np.ndarray(shape, copy.source, window, first, strides)
-        if not isinstance(rows.numbers, range):
-            source = source[rows.numbers]
+        first = segment.offset - block.offset + copy.start + back * (count - 1) * copy.strides[0]
+        height = 1 + (landed.size - rows.nbytes) // rows.stride
+        shape, strides = (height, *copy.shape[1:]), (rows.stride, *copy.strides[1:])
+        source: Any = np.ndarray(shape, copy.source, landed, first, strides)[taken]
         target = np.ndarray(copy.shape, copy.target, memory[segment.buffer], segment.at, copy.into)
-        np.copyto(target, source[::-1] if back else source)
+        target = target[::-1] if back else target
+        if isinstance(places, slice):
+            _copy(source, target[places], copy)
+        else:
+            target[places] = source
 
 
 def put(landed: Any, segment: Segment, memory: Any, at: int) -> None:
@@ -179,10 +218,13 @@ def put(landed: Any, segment: Segment, memory: Any, at: int) -> None:
         memory[at : at + segment.nbytes] = landed[: segment.nbytes]
         return
     source = np.ndarray(copy.shape, copy.source, landed, copy.start, copy.strides)
-    target = np.ndarray(copy.shape, copy.target, memory, at, copy.into)
+    _copy(source, np.ndarray(copy.shape, copy.target, memory, at, copy.into), copy)
+
+
+def _copy(source: Any, target: Any, copy: Copy) -> None:
     if copy.source == copy.target:
         np.copyto(target, source)
         return
     from mfload.io import convert  # Late: most loads convert nothing.
 
-    convert.convert(source, target, copy.tensor, checked=copy.checked, converters=CONVERTERS)
+    convert.convert(source, target, copy.tensor, checked=copy.checked, converter=CONVERTER)

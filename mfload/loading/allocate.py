@@ -72,6 +72,13 @@ def check_device(adapter: Adapter, number: int, own: int, lent: int) -> None:
         )
 
 
+def not_lent(plan: Plan) -> list[BufferSpec]:
+    """The buffers that are not lent."""
+    pairs = zip(plan.places, plan.allocations, strict=True)
+    lent = {place.buffer for place, allocation in pairs if allocation.owner == "framework"}
+    return [spec for number, spec in enumerate(plan.buffers) if number not in lent]
+
+
 def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
     """The framework's own arrays, filled in place, by the number of their buffer."""
     pairs = zip(plan.places, plan.allocations, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.io import buffers
@@ -15,7 +15,7 @@ from mfload.io.engine import Engine, Observer, Pool, Share, fill
 from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
 from mfload.planning.blocks import Block, Costs, Segment
-from mfload.planning.plan import Places, Plan
+from mfload.planning.plan import Plan
 from mfload.runtime import Deadline, cores
 from mfload.sources import together
 from mfload.sources.base import Source
@@ -34,7 +34,8 @@ _MAPPED_BLOCK = 8 << 20
 _MOST_THREADS = 8
 _A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
 _WORTH_A_THREAD = 64 << 10  # Bytes a block.
-_DIRECT, _COLD, _NBYTES, _ROWS = map(attrgetter, ("direct", "cold", "nbytes", "rows"))
+_DIRECT, _COLD = map(attrgetter, ("direct", "cold"))  # Of a leg.
+_NBYTES, _ROWS, _SOURCE = map(attrgetter, ("nbytes", "rows", "source"))
 
 
 def reader_threads(direct: bool, devices: int = 0, *, concurrency: int | None = None) -> int:
@@ -94,22 +95,22 @@ def run(
         cold = [sources[number] for number, leg in route.items() if leg.cold]
         kept = deadline.bound(partial(read_ahead, cold), "opening the files")
     mapped = _mapped_blocks(plan) if observer is not None else []
-    # A small load is over before a second thread has started, and one block occupies one thread.
+    # A small load is over before a second thread has started, and one block occupies one thread;
+    # but a long one of a scan is to tell of its progress.
     nbytes = sum(map(_NBYTES, plan.blocks)) + sum(map(_NBYTES, mapped))
     if plan.decoding:
         nbytes += sum(block.filled - block.nbytes for block in plan.blocks)
-    alone = len(plan.blocks) + len(mapped) == 1 or (threads == 1 and advance is None)
+    alone = advance is None and (len(plan.blocks) + len(mapped) == 1 or threads == 1)
     waits = any(map(_DIRECT, route.values())) or any(map(_COLD, route.values()))
     # Of rows in the page cache, mostly only what is wanted is touched.
     rows = any(map(_ROWS, plan.blocks)) and not waits
     small = (plan.wanted_bytes if rows else nbytes) <= INLINE or alone
-    if small and not alone:
-        # Short reads that are waited for are worth their threads.
-        small = not plan.blocks or sources[plan.blocks[0].source].costs.concurrency is None
-    inline = small and deadline.seconds is None
+    concurrency = sources[plan.blocks[0].source].costs.concurrency if plan.blocks else None
+    # Short reads that are waited for are worth their threads.
+    inline = small and (alone or concurrency is None) and deadline.seconds is None
     if nbytes < len(plan.blocks) * _WORTH_A_THREAD and not waits and staging is None:
         # Threads that share the interpreter take turns. A server is waited for, as a disk is.
-        threads = threads if sources[plan.blocks[0].source].costs.concurrency else 1
+        threads = threads if concurrency else 1
     rounds: list[list[Pool]] = []
     blocks = plan.blocks
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
@@ -141,13 +142,18 @@ def run(
             block = here.block if engine is None else engine.block
             if block is None:
                 raise
-            _name(plan, block, error, sources)
+            tensor = next(iter(plan.tensors_of(block)), None)
+            raise named(error, sources[block.source].name, tensor)  # noqa: B904 - it has its cause
         finally:
             for source in kept:
                 source.keep(False)
     if inline and advance is not None and nbytes:
         advance(nbytes)
-    deadline.bound(partial(_check, plan, sources), "looking at the files again")
+    if plan.places:
+        used = {*map(_SOURCE, plan.blocks), *map(_SOURCE, plan.buffers)} - {None}
+        check, some = methodcaller("check"), map(sources.__getitem__, used)
+        look = partial(together, check, some) if concurrency else partial(list, map(check, some))
+        deadline.bound(look, "looking at the files again")
     return tuple(notes)
 
 
@@ -169,30 +175,6 @@ def _show(memory: list[Any], observer: Observer, share: Share) -> None:
         part = memory[block.segments[0].buffer][block.offset :][: block.nbytes]
         observer.saw(block.source, block.offset, part, share.stopped)
         share.done(block)
-
-
-def _check(plan: Plan, sources: Sequence[Source]) -> None:
-    """Checks the sources that the plan takes bytes of."""
-    used: set[int] = set()
-    if isinstance(plan.places, Places):
-        used.update(plan.places.requests.columns.sources)
-    else:
-        for place in plan.places:
-            for piece in place.request.info.pieces:
-                used.add(piece.source)
-    for number in used:
-        if sources[number].file is None:
-            together(methodcaller("check"), map(sources.__getitem__, used))
-            return
-        sources[number].check()
-
-
-def _name(
-    plan: Plan, block: Block, error: OSError | errors.MfloadError, sources: Sequence[Source]
-) -> NoReturn:
-    """Raises the error of a reader with the file and the tensor that it concerns."""
-    path, tensor = sources[block.source].name, next(iter(plan.tensors_of(block)), None)
-    raise named(error, path, tensor)
 
 
 def named(error: BaseException, file: str, tensor: str | None) -> errors.MfloadError:

@@ -201,6 +201,8 @@ class Session:
             if leg.engine == "mmap":
                 self._mapped[number] = sources[number].size
         costs = sources[used[0]].costs if used else Costs()
+        if observer is not None:
+            costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
         chosen = execute.reader_threads(self._direct, count, concurrency=concurrency)
         self.threads = options.threads or chosen
@@ -399,7 +401,10 @@ class Session:
     def check_batch(self, batch: Batch, *, host: bool = True) -> None:
         """Refuses a batch that does not fit, with what it holds beside its result."""
         if host:
-            allocate.check_host(batch.overhead, batch.plan.buffers)
+            specs = batch.plan.buffers
+            if self.adapter.lends_held:
+                specs = allocate.not_lent(batch.plan)
+            allocate.check_host(batch.overhead, specs)
         if not self._devices:
             return
         lent = batch.plan.lent_bytes

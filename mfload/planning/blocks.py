@@ -6,15 +6,62 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mfload.runtime import NamedTuple
 from mfload.sources.base import Costs as Costs
 
 if TYPE_CHECKING:
-    from mfload.planning.steps import Copy, Decode
+    from mfload.stored import Encoding
 
 LONG = 128 << 10
 """Runs of so many bytes go straight to their places: to plan and place one on its own costs about
 as much as to copy it out of a slot."""
+
+
+class Copy(NamedTuple):
+    """How a segment's elements get from a slot to their place when plain bytes won't do.
+
+    Attributes:
+        strides: Bytes between elements in the slot, for each dim; may be negative.
+        start: Byte of the first element, counted from the segment's offset.
+        target: Element type as delivered. If the two differ, values are converted.
+        checked: Whether a value that the target can't hold stops the load.
+        tensor: Its name, for the error of such a value.
+        into: Bytes between elements in their place; may be negative. Default: C order.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    source: np.dtype[Any]
+    target: np.dtype[Any]
+    checked: bool = False
+    tensor: str | None = None
+    into: tuple[int, ...] | None = None
+
+
+class Decode(NamedTuple):
+    """How the bytes of a block become those that its segments are cut from.
+
+    Attributes:
+        tensor: Its name, for errors.
+        encodings: What decodes them, step by step.
+        fetched: Bytes that are fetched at once, at most.
+        window: Bytes of memory for a segment that can't be decoded straight into its place.
+        inline: The bytes, if the header held them.
+    """
+
+    tensor: str
+    encodings: tuple[Encoding, ...]
+    fetched: int
+    window: int
+    inline: bytes | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes that a reader holds, at most, for what it fetches and for the window."""
+        return (0 if self.inline is not None else self.fetched) + self.window
 
 
 class Segment(NamedTuple):
@@ -49,14 +96,38 @@ class Rows(NamedTuple):
     nbytes: int
     together: int
 
+    def reach(self, count: int) -> int:
+        """Bytes from the first of so many rows in a row to the end of the last."""
+        return (count - 1) * self.stride + self.nbytes
+
+    def windows(self, most: int) -> Iterator[tuple[int, int, Any, Any]]:
+        """All rows in file order, cut where they reach over more than `most` of the tensor's.
+
+        Of each window: the number of its first row, how many it reaches over, which of those are
+        taken, and their places among all.
+        """
+        if isinstance(self.numbers, range):
+            for first in range(0, len(self.numbers), most):
+                count = min(most, len(self.numbers) - first)
+                yield first, count, slice(count), slice(first, first + count)
+            return
+        order = np.argsort(self.numbers)
+        numbers, first = np.asarray(self.numbers)[order], 0
+        while first < len(order):
+            low = int(numbers[first])
+            end = int(np.searchsorted(numbers, low + most))
+            taken = numbers[first:end] - low
+            yield low, int(taken[-1]) + 1, taken, order[first:end]
+            first = end
+
 
 class Block(NamedTuple):
     """One contiguous read and the segments it fills, in file order.
 
-    Bytes that no segment covers are read over. A block without segments stays in the slot, for an
-    observer. `shared` are the bytes asked for, if segments may want the same ones. With `decode`,
+    Bytes that no segment covers are read over. A block without segments is for an observer alone.
+    `shared` are the bytes asked for, if segments may want the same ones. With `decode`,
     segments are ranges of what the block is decoded to. With `rows` it is several reads, of
-    `nbytes` together, and the rows are the first dim of each copy (see `cut`).
+    `nbytes` together, and the rows are the first dim of each copy.
     """
 
     source: int
@@ -78,7 +149,7 @@ class Block(NamedTuple):
     def span(self) -> int:
         """Bytes of the source from the first that is read to the last."""
         rows = self.rows
-        return self.nbytes if rows is None else max(rows.numbers) * rows.stride + rows.nbytes
+        return self.nbytes if rows is None else rows.reach(max(rows.numbers) + 1)
 
     @property
     def filled(self) -> int:
@@ -93,41 +164,8 @@ class Block(NamedTuple):
         return sum(segment.wanted for segment in self.segments)
 
 
-def cut(block: Block) -> Iterator[Block]:
-    """The reads of a block: rows as many as fit in a slot together."""
-    rows = block.rows
-    if rows is None or not rows.together:
-        yield block
-        return
-    count, stride = len(rows.numbers), rows.stride
-    for first in range(0, count, rows.together):
-        number = min(rows.together, count - first)
-        segments = tuple(_some(each, count, first, number, stride) for each in block.segments)
-        nbytes = (number - 1) * stride + rows.nbytes
-        yield Block(block.source, block.offset + first * stride, nbytes, segments, block.shared)
-
-
-def _some(segment: Segment, count: int, first: int, number: int, stride: int) -> Segment:
-    """A segment of `count` rows as one of `number` of them."""
-    offset, nbytes, buffer, at, copy = segment
-    ahead, less = first * stride, (count - number) * stride
-    if copy is None:
-        at += ahead
-    else:
-        row, start = math.prod(copy.shape[1:]) * copy.target.itemsize, copy.start
-        row = copy.into[0] if copy.into else row
-        if copy.strides[0] > 0:
-            at += first * row
-        else:  # The last row in the file is the first in its place.
-            at, start = at + (count - first - number) * row, start - less
-        copy = copy._replace(shape=(number, *copy.shape[1:]), start=start)
-    return Segment(offset + ahead, nbytes - less, buffer, at, copy)
-
-
 def stored(block: Block, memory: list[Any], landed: Any | None) -> Iterator[tuple[int, Any]]:
     """The bytes of a filled block as the source holds them, segment by segment."""
-    if landed is not None and not block.segments:
-        yield block.offset, landed
     seen, rows = block.offset, block.rows
     if rows is not None:
         first = block.segments[0]

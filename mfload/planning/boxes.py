@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mfload.index import TensorInfo
-from mfload.planning.blocks import LONG, Costs, Rows
+from mfload.planning.blocks import LONG, Copy, Costs, Rows
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, Selection
-from mfload.planning.steps import Copy
 
 _NARROW = 64  # Bytes up to which a run is copied as one element.
-# Rows a cell that are read one by one, at most: readers share them, and a map may hold them.
-_MOST_APART, _LEAST_APART = 4096, 256
+# A cell has a row that is read by itself for each so many bytes that it may reach over, and no
+# fewer than so many rows: readers share cells, and those of a disk are smaller.
+_APART, _LEAST_APART = 16 << 10, 256
 
 
 class Part(NamedTuple):
@@ -155,7 +155,7 @@ class _Tensor:
         self._gap = max(1, costs.merge_gap)
         self._slot, self._span = costs.slot, max(costs.span, costs.slot)
         # Rows that a server is asked for are requests of their own, under way at once.
-        self._apart = 1 if costs.concurrency else _MOST_APART
+        self._apart = 1 if costs.concurrency else max(_LEAST_APART, self._span // _APART)
         self._lengths, self._strides, self._boxes = _fold(requests)
         self._whole = tuple(Axis(0, length) for length in self._lengths)
         self._cells: dict[tuple[int, tuple[int, ...]], list[Cell]] = {}
@@ -175,7 +175,7 @@ class _Tensor:
         first = self._boxes[boxes[0]].axes[dim]
         if first.picks:
             if self._gathers(dim, boxes):
-                found += self._gathered(dim, first.picks, boxes)
+                found += self._rows(dim, first.picks, boxes)
             else:
                 row = self._row(dim, boxes)
                 for place, n in enumerate(first.picks):
@@ -193,9 +193,7 @@ class _Tensor:
             run = self._run(len(rows) * self._strides[dim], boxes)
             return self._moved(run, dim, rows[0])
         if self._gathers(dim, boxes):
-            if self._longest_gap(dim, rows, self._reach(dim + 1, boxes)) < self._gap:
-                return self._spanned(dim, rows, boxes)
-            return self._gathered(dim, rows, boxes)
+            return self._rows(dim, rows, boxes)
         row = self._row(dim, boxes)
         return [cell for n in rows for cell in self._moved(row, dim, n)]
 
@@ -224,6 +222,8 @@ class _Tensor:
     def _takes_all(self, dim: int, boxes: tuple[int, ...]) -> bool:
         """Whether the boxes want all of each row, from this dim on inwards."""
         whole = self._whole[dim:]
+        if len(boxes) == 1:  # A generator takes longer than the comparison.
+            return self._boxes[boxes[0]].axes[dim:] == whole
         return all(self._boxes[n].axes[dim:] == whole for n in boxes)
 
     def _alone(self, boxes: tuple[int, ...]) -> bool:
@@ -286,41 +286,30 @@ class _Tensor:
             found.append(Cell(offset, length, length, tuple(parts)))
         return found
 
-    def _spanned(self, dim: int, rows: range, boxes: tuple[int, ...]) -> list[Cell]:
-        """Rows that are read with what lies between them."""
-        stride = rows.step * self._strides[dim]
-        row = self._reach(dim + 1, boxes)
-        reach = row.stop - row.start
-        together = (self._slot - reach) // stride + 1
-        most = max(together, (self._span - reach) // stride + 1)
-        found: list[Cell] = []
-        for first in range(0, len(rows), most):
-            count = min(most, len(rows) - first)
-            parts = self._parts(dim, boxes, count, stride)
-            reads = -(-count // together)
-            nbytes = (count - reads) * stride + reads * reach
-            some = Rows(range(count), stride, reach, together) if reads > 1 else None
-            cell = Cell(row.start, nbytes, count * row.wanted, parts, some)
-            found += self._moved([cell], dim, rows[first])
-        return found
+    def _rows(self, dim: int, rows: Sequence[int], boxes: tuple[int, ...]) -> list[Cell]:
+        """Rows that pass through a slot: a range in file order, or the numbers of a list.
 
-    def _gathered(self, dim: int, rows: Sequence[int], boxes: tuple[int, ...]) -> list[Cell]:
-        """Rows of which each is read by itself: a range in file order, or the numbers of a list."""
-        row = self._reach(dim + 1, boxes)
-        reach = row.stop - row.start
-        stride = self._strides[dim] * (rows.step if isinstance(rows, range) else 1)
-        most = max(_LEAST_APART, self._span // stride)  # A map may hold so many.
-        most = min(most, self._slot // reach, self._apart)
+        They are read with what lies between them, if that is little, or each by itself.
+        """
+        row, stride, listed = self._reach(dim + 1, boxes), self._strides[dim], True
+        reach, together = row.stop - row.start, 0
+        most = min(self._slot // reach, self._apart)
+        if isinstance(rows, range):
+            stride, listed = stride * rows.step, False
+            if self._longest_gap(dim, rows, row) < self._gap:
+                together = (self._slot - reach) // stride + 1
+                most = max(together, (self._span - reach) // stride + 1)
         found: list[Cell] = []
         for first in range(0, len(rows), most):
             some = rows[first : first + most]
             low, count = min(some), len(some)
-            parts = self._parts(dim, boxes, count, reach)
-            numbers = range(count) if isinstance(some, range) else [n - low for n in some]
-            apart = Rows(numbers, stride, reach, 0) if count > 1 else None
-            cell = Cell(row.start, count * reach, count * row.wanted, parts, apart)
-            place = first if self._boxes[boxes[0]].axes[dim].picks else None
-            found += self._moved([cell], dim, low, place)
+            parts = self._parts(dim, boxes, count, stride if together else reach)
+            reads = -(-count // together) if together else count
+            nbytes = reads * reach + (count - reads) * stride
+            numbers = [n - low for n in some] if listed else range(count)
+            cut = Rows(numbers, stride, reach, together) if reads > 1 else None
+            cell = Cell(row.start, nbytes, count * row.wanted, parts, cut)
+            found += self._moved([cell], dim, low, first if listed else None)
         return found
 
     def _parts(self, dim: int, boxes: tuple[int, ...], count: int, pitch: int) -> tuple[Part, ...]:

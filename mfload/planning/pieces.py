@@ -17,10 +17,9 @@ import numpy as np
 
 from mfload.index import Box, Piece, TensorInfo
 from mfload.planning import boxes
-from mfload.planning.blocks import Block, Costs, Segment
+from mfload.planning.blocks import Block, Copy, Costs, Decode, Segment
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis
-from mfload.planning.steps import Copy, Decode
 from mfload.stored import Stored
 
 FETCHED = 1 << 20

@@ -90,7 +90,7 @@ class Reads:
             block = Block(source, base + offset, nbytes, tuple(segments), shared, rows=rows)
             self._blocks.append(block)
             if not plain:
-                held = (rows.together - 1) * rows.stride + rows.nbytes if rows.together else nbytes
+                held = rows.reach(rows.together) if rows.together else nbytes
                 self.staged = max(self.staged, held)
 
     def _pieces(self, wanted: Sequence[tuple[Request, int, int]]) -> None:
@@ -118,6 +118,8 @@ class Reads:
             return self._known[kind]
         from mfload.planning import boxes
 
+        if len(wanted) == 1 and kind is None:
+            return boxes.cells(wanted, self._costs)
         simple = [n for n, r in enumerate(wanted) if r.selection is None or r.selection.simple]
         alone = [[n] for n in range(len(wanted)) if n not in simple]
         found: list[boxes.Cell] = []

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
+from mfload import errors
 from mfload.dtypes import DType
 from mfload.index import Box, Columns, TensorInfo
 from mfload.runtime import NamedTuple
@@ -104,6 +105,21 @@ def compact(requests: Sequence[Request]) -> Sequence[Request]:
     if any(s is not None or d is not i.dtype or not i.simple for i, d, s, *_ in requests):
         return requests
     return WholeTensors(Columns.of(request.info for request in requests))
+
+
+def ordered(requests: Sequence[Request], order: Iterable[str]) -> list[Request]:
+    """The requests in an order of names; raises UsageError unless each is there once."""
+    rows, made = {request.info.name: request for request in requests}, list[Request]()
+    count, found = len(rows), "nothing of "
+    try:
+        made += [rows.pop(name) for name in order]
+    except (KeyError, TypeError) as error:
+        rows, found = {str(error): None}, "unknown or repeated: "
+    if rows:
+        expected = f"the names of the {count} selected tensors, each once"
+        found += ", ".join([*rows][:10])
+        raise errors.UsageError("order= does not fit the tensors", expected=expected, found=found)
+    return made
 
 
 def names(requests: Sequence[Request]) -> Sequence[str]:

@@ -92,8 +92,8 @@ class Rules:
 
     def find(self, name: str, default: Any = None) -> Any:
         """The value for a name."""
-        if name in self._exact:
-            return self._exact[name]
+        if not self._searched:
+            return self._exact.get(name, default)
         return next((value for regex, value in self._searched if regex.search(name)), default)
 
     def warn_of_unmatched(self, names: Collection[str]) -> None:

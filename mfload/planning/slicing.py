@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -70,6 +69,29 @@ def select(info: TensorInfo, index: Any) -> Selection | None:
     except (TypeError, ValueError, IndexError) as error:
         raise _bad(info, index, str(error)) from None
     return _unless_whole(info, index, axes)
+
+
+def within(info: TensorInfo, outer: Selection | None, index: Any) -> Selection | None:
+    """The selection of an index into a part of a tensor; `outer` is that of the part.
+
+    Raises SliceError as `select` does, and for a list of integers.
+    """
+    part = info if outer is None else info._replace(shape=outer.shape)
+    inner = select(part, index)
+    if inner is None:
+        return outer
+    if any(axis.picks for axis in inner):
+        raise _bad(part, index, "integers, slices and Ellipsis")
+    if outer is None:
+        return inner
+    rest = iter(inner)
+    axes = [axis if axis.drop else _nested(axis, next(rest)) for axis in outer]
+    return _unless_whole(info, index, Selection(axes))
+
+
+def _nested(outer: Axis, inner: Axis) -> Axis:
+    start = outer.start + inner.start * outer.step
+    return Axis(start, inner.size, outer.step * inner.step, inner.drop)
 
 
 def one_range(info: TensorInfo, index: Any) -> tuple[int, tuple[int, ...]] | None:
@@ -146,13 +168,17 @@ def _axis(item: Any, length: int) -> Axis:
         return Axis(start, len(range(start, stop, step)), step)
     if not _is_list(item):
         return Axis(_number(item, length), 1, drop=True)
-    found = [_number(each, length) for each in (item if isinstance(item, list) else item.tolist())]
+    given: list[Any] = item if isinstance(item, list) else item.tolist()
+    if set(map(type, given)) == {int} and -length <= min(given) and max(given) < length:
+        found = [number % length for number in given]  # Many take less time than one by one.
+    else:
+        found = [_number(each, length) for each in given]
     if not found:
         return Axis(0, 0)
     # Integers at equal distances are a slice.
-    steps = {b - a for a, b in itertools.pairwise(found)} or {1}
-    if len(steps) == 1 and 0 not in steps:
-        return Axis(found[0], len(found), steps.pop())
+    step = found[1] - found[0] if len(found) > 1 else 1
+    if step and found == [*range(found[0], found[0] + len(found) * step, step)]:
+        return Axis(found[0], len(found), step)
     return Axis(found[0], len(found), picks=tuple(found))
 
 

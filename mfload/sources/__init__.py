@@ -20,7 +20,7 @@ Location = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 SCHEMES = {"http": "mfload.sources.http", "https": "mfload.sources.http"}
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 
-local_file: Callable[[str], Source] = LocalFile
+local_file: Callable[..., Source] = LocalFile
 """The source of a path of this machine."""
 
 _NEED_FILES = ("mmap", "direct", "gds")

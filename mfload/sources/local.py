@@ -42,7 +42,8 @@ def kind_of(mode: int) -> str:
 class LocalFile:
     """A regular file as a `Source`; symbolic links are followed.
 
-    `identity`: that of the version which was seen before. Default: of what lies at the path now.
+    `identity`: that of the version which was seen before. Default: of what lies at the path now,
+    or, if `now` is false, when the file is opened first; from then on it stays open.
 
     Raises:
         SourceError: There is no file, or not a regular one.
@@ -50,16 +51,27 @@ class LocalFile:
 
     costs, engine = Costs(), "pread"
 
-    def __init__(self, path: str | os.PathLike[str], identity: Identity | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], identity: Identity | None = None, now: bool = True
+    ) -> None:
         self.name = self.file = os.fspath(path)
-        if identity is None:
+        if identity is None and now:
             _, identity = _open(self.name, None)
-        self.identity, self.size = identity, identity.size
-        self.keeps = False
+        if identity is not None:
+            self.identity, self.size = identity, identity.size
+        self.keeps = not now and hasattr(os, "preadv")
         self.kept: _Kept | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("identity", "size"):
+            raise AttributeError(name)
+        self.open().close()  # Sets the identity.
+        self.size = self.identity.size
+        return vars(self)[name]
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalFile, (self.name, self.identity)
+        identity = vars(self).get("identity")
+        return LocalFile, (self.name, identity, identity is not None)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Reads exactly that range (see `Source`)."""
@@ -139,7 +151,7 @@ class OpenFile:
     def __init__(self, source: LocalFile, flags: int = 0) -> None:
         self.name = source.name
         self.fd, found = _open(source.name, flags)
-        if found != source.identity:
+        if found != vars(source).setdefault("identity", found):
             try:
                 source.compare(found)
             except BaseException:

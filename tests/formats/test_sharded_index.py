@@ -176,6 +176,11 @@ class TestWhatIsWrong:
         assert mfload.load(tmp_path, "numpy", dtype={"3.a": "int32"})["3.a"].dtype == np.int32
         with mfload.open(tmp_path) as opened:
             assert opened.get_tensor("3.a").shape == (3,)
+            listed = sorted(placed)
+            assert opened.keys() == listed
+            assert sorted(opened.offset_keys()) == listed
+            assert sorted(opened.get_tensors()) == listed
+            assert opened.keys() == listed
 
     def test_a_missing_shard_is_missed_at_once(self, model: Path) -> None:
         (model / "3.safetensors").unlink()
@@ -183,8 +188,63 @@ class TestWhatIsWrong:
             with pytest.raises(errors.ShardNotFoundError):
                 call(model)
 
-    def test_a_shard_that_changed_since_it_was_opened(self, model: Path) -> None:
+    def test_a_broken_link_is_found_when_it_is_needed(self, model: Path) -> None:
+        file = model / "3.safetensors"
+        file.unlink()
+        file.symlink_to(model / "gone")
+        assert list(mfload.load(model, "numpy", names=["1.a"])) == ["1.a"]
         with mfload.open(model) as opened:
+            assert len(opened.keys()) == 6
+            for call in (
+                lambda: opened.get_tensor("3.a"),
+                opened.offset_keys,
+                lambda: mfload.load(model, "numpy"),
+            ):
+                with pytest.raises(errors.ShardNotFoundError) as caught:
+                    call()
+                (line,) = caught.value.problems
+                assert "3.safetensors" in line
+                assert "is a broken link (2 tensors" in line
+            assert opened.get_tensor("1.a").shape == (3,)
+
+    def test_a_shard_that_goes_away_after_it_was_listed(self, model: Path) -> None:
+        with mfload.open(model) as opened:
+            (model / "3.safetensors").unlink()
+            for call in (lambda: opened.get_tensor("3.a"), opened.get_tensors):
+                with pytest.raises(errors.ShardNotFoundError, match="does not exist"):
+                    call()
+
+    def test_no_shard_is_looked_at_until_it_is_needed(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[str] = []
+        for name in ("stat", "open"):
+            true = getattr(os, name)
+
+            def noted(path: Any, *more: Any, true: Any = true, **named: Any) -> Any:
+                seen.append(os.path.basename(path))
+                return true(path, *more, **named)
+
+            monkeypatch.setattr(os, name, noted)
+        mfload.load(model, "numpy", names=["2.a"])
+        assert "2.safetensors" in seen
+        assert not {"1.safetensors", "3.safetensors"} & {*seen}
+
+    def test_shards_and_index_that_were_replaced_before_they_were_read(self, model: Path) -> None:
+        with mfload.open(model) as opened:
+            opened.get_tensor("1.a")
+            again = pickle.loads(pickle.dumps(opened))
+            (model / "new").write_bytes((model / INDEX).read_bytes())
+            os.replace(model / "new", model / INDEX)
+            for each in (opened, again):
+                with pytest.raises(errors.SourceChangedError) as caught:
+                    each.get_tensor("2.a")
+                assert caught.value.file == str(model / INDEX)
+            assert opened.get_tensor("1.a").shape == (3,)
+
+    def test_a_shard_that_changed_since_its_header_was_read(self, model: Path) -> None:
+        with mfload.open(model) as opened:
+            opened.get_tensor("2.b")
             file = model / "2.safetensors"
             other = write({"2.a": Tensor("U8", (3,), b"abc"), "2.b": Tensor("U8", (3,), b"abc")})
             (model / "new").write_bytes(other)

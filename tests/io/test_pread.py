@@ -17,8 +17,7 @@ import mfload
 from mfload import errors
 from mfload.io import convert, pread
 from mfload.io.buffers import WorkerSlot
-from mfload.planning.blocks import Block, Segment
-from mfload.planning.steps import Copy
+from mfload.planning.blocks import Block, Copy, Segment
 from mfload.sources import local
 from mfload.sources.local import LocalFile, OpenFile
 

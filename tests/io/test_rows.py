@@ -38,7 +38,8 @@ COLUMNS = np.s_[:, 8:16]
 @contextmanager
 def _way(name: str) -> Generator[str]:
     """One way of reading rows, for tensors of any size; the engine that it belongs to."""
-    with mock.patch.object(pread, "_WORTH_MAPPING", 0 if name == "map" else 1 << 60):
+    worth = 0 if name == "map" else 1 << 60
+    with mock.patch.multiple(pread, _WORTH_MAPPING=worth, _ROWS_A_MAP=0):
         yield "direct" if name == "direct" else "pread"
 
 
@@ -79,7 +80,8 @@ def test_parts_are_what_numpy_gives(way: str, case: tuple[Any, Any, Costs], thre
         plan = make_plan([Request(info, dtype, select(info, index))], costs=costs)
         legs = dict(enumerate(route.choose([(source, source.size)], engine)))
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-        execute.run(plan, memory, [source], legs, threads=threads, deadline=Deadline(None))
+        how = {"deadline": Deadline(None), "window": costs.span}
+        execute.run(plan, memory, [source], legs, threads=threads, **how)
         (place,) = plan.places
         taken = np.ascontiguousarray(array[index])
         assert memory[place.buffer][place.at :][: taken.nbytes].tobytes() == taken.tobytes()
@@ -256,3 +258,31 @@ def test_rows_past_the_page_cache_leave_nothing_there(tmp_path: Path) -> None:
     os.close(fd)
     assert cached is not None
     assert cached * path.stat().st_size <= 16 << 10  # The header.
+
+
+def test_conversions_take_their_numbers_from_a_map(
+    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path, array), seen = large, _maps(monkeypatch)
+    with np.errstate(all="ignore"):
+        wanted = array.astype(np.float16)
+    made = mfload.load(path, "numpy", dtype={"a": "float16"})["a"]
+    assert samples.same(made, wanted)
+    assert set(seen) == {True}
+    with path.open("r+b"):  # No lease is left behind, and the load takes the other way.
+        made = mfload.load(path, "numpy", dtype={"a": "float16"})["a"]
+    assert samples.same(made, wanted)
+    assert not seen[-1]
+
+
+def test_rows_of_a_list_are_checked_when_they_are_converted(large: tuple[Path, Any]) -> None:
+    path, array = large
+    rows = [*range(511, -1, -3), 7, 7]
+    with mfload.open(path) as opened:
+        info = opened.info("a")
+        request = Request(info, dtypes.TABLE["F16"], select(info, rows))
+        with np.errstate(all="ignore"):
+            wanted = array[rows].astype(np.float16)
+        assert samples.same(opened.load([request])[0], wanted)
+        with pytest.raises(errors.LossyCastError, match="does not fit"):
+            opened.load([request._replace(dtype=dtypes.TABLE["I8"], checked=True)])

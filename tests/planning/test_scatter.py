@@ -22,7 +22,7 @@ from mfload.io import buffers, pread, route
 from mfload.io.pread import place as put
 from mfload.loading import execute
 from mfload.planning import boxes
-from mfload.planning.blocks import Costs, cut, stored
+from mfload.planning.blocks import Costs, stored
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan, make_plan
 from mfload.planning.request import Allocation, Request
@@ -147,18 +147,16 @@ def _hold(case: Case, plan: Plan, memory: list[Any]) -> None:
 @given(cases())
 @settings(max_examples=400)
 def test_each_byte_is_read_once_and_all_come_right(case: Case) -> None:
+    case.costs = case.costs._replace(span=0)  # Each block is one read, or a row each.
     plan = _plan(case)
     memory = [np.full(spec.nbytes, 0xAA, np.uint8) for spec in plan.buffers]
     read = np.zeros(len(case.file), np.int32)
     for block in plan.blocks:
-        wanted, data = 0, np.frombuffer(case.file, np.uint8)
-        for part in cut(block):
-            assert 0 < part.nbytes <= (case.costs.slot if block.staged else case.costs.block)
-            places = whereabouts(part)
-            read[places] += 1
-            wanted += case.wanted[places].sum()
-            put(data[places], part.offset, part, memory)
-        assert block.wanted == wanted
+        assert 0 < block.nbytes <= (case.costs.slot if block.staged else case.costs.block)
+        places, data = whereabouts(block), np.frombuffer(case.file, np.uint8)
+        read[places] += 1
+        put(data[places], block.offset, block, memory)
+        assert block.wanted == case.wanted[places].sum()
     _hold(case, plan, memory)
     assert read.max(initial=0) <= 1
     assert read[case.wanted].all()
@@ -177,10 +175,11 @@ def _check_gaps(read: Any, case: Case) -> None:
         assert not gaps.size
 
 
-@pytest.mark.parametrize("engine", ["pread", "direct"])
+@pytest.mark.parametrize("way", ["pread", "map", "direct"])
 @given(cases(most=400))
 @settings(max_examples=60)
-def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
+def test_engines_read_what_the_plan_says(way: str, case: Case) -> None:
+    engine, worth = ("pread", 0) if way == "map" else (way, 1 << 60)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(case.file)
@@ -197,11 +196,12 @@ def test_engines_read_what_the_plan_says(engine: Any, case: Case) -> None:
             return done
 
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-        never = mock.patch.object(pread, "_WORTH_MAPPING", 1 << 60)
-        with mock.patch.object(os, "preadv", preadv), never:
-            execute.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
+        maps = mock.patch.multiple(pread, _WORTH_MAPPING=worth, _ROWS_A_MAP=0)
+        how = {"threads": 2, "deadline": Deadline(None), "window": case.costs.span}
+        with mock.patch.object(os, "preadv", preadv), maps:
+            execute.run(plan, memory, [source], legs, **how)
         _hold(case, plan, memory)
-        if engine == "pread":
+        if way == "pread":
             assert got == plan.read_bytes
         del memory
 
@@ -249,7 +249,8 @@ def test_columns_are_few_blocks_and_not_a_segment_a_row() -> None:
     plan = make_plan(requests)
     (block,) = plan.blocks
     assert len(block.segments) == 8
-    assert len(list(cut(block))) == 4
+    assert block.rows is not None
+    assert -(-5000 // block.rows.together) == 4
     assert plan.staged <= Costs().staged
     assert plan.tensors_of(plan.blocks[0]) == ["w"]
 

@@ -624,11 +624,11 @@ class TestReaders:
             (memory / "model.safetensors.index.json").unlink()
         opened: list[str] = []
 
-        def between(path: str) -> LocalFile:
+        def between(path: str, **how: bool) -> LocalFile:
             opened.append(path)
             if len(opened) == 3:
                 mfload.save(new, memory, max_shard_size=72, overwrite=True)
-            return LocalFile(path)
+            return LocalFile(path, **how)
 
         monkeypatch.setattr(sources, "local_file", between)
         assert scenarios.found(memory, {"old": old, "new": new}) == "new"
