@@ -7,7 +7,7 @@ import mmap
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ def rows(folder: Path, scale: float) -> Iterator[Row]:
     """`diff` and `align` of many tiny tensors and of large ones; `verify` by each algorithm."""
     for count in (2_000, 20_000):
         yield from _many(folder, max(10, int(count * scale)))
-    yield from _large(folder, max(1 << 20, int(1e9 * scale)))
+    for nbytes in (1e8, 1e9):
+        yield from _large(folder, max(1 << 20, int(nbytes * scale)))
 
 
 def _many(folder: Path, count: int) -> Iterator[Row]:
@@ -60,26 +61,14 @@ def _large(folder: Path, nbytes: int) -> Iterator[Row]:
     import mfload
 
     data = np.frombuffer(np.random.default_rng(0).bytes(nbytes // 40), np.uint8)
-    path = folder / "large.safetensors"
+    path, size = folder / f"{nbytes}.safetensors", f"{nbytes / 1e9:g} GB"
     _write(path, {f"layer.{n}.weight": data for n in range(40)})
     threads = min(os.cpu_count() or 1, 8)
-    write = partial(mfload.verify, path, checksums="write", overwrite=True)
-    peer = f"xxh3 of a map, {threads} threads"
-    yield Row(
-        f"verify write, xxh3, {nbytes / 1e9:g} GB",
-        partial(write, algorithm="xxh3"),
-        peer,
-        partial(_hash, path, threads),
-        1.2,
-    )
-    peer = f"read and xxh3, {threads} threads"
-    yield Row(
-        f"verify write, xxh3, {nbytes / 1e9:g} GB, read",
-        partial(write, algorithm="xxh3"),
-        peer,
-        partial(_read_and_hash, path, threads),
-        1.2,
-    )
+    write = partial(mfload.verify, path, checksums="write", algorithm="xxh3", overwrite=True)
+    peer, theirs = f"xxh3 of a map, {threads} threads", partial(_hash, path, threads)
+    sync = 0.01 if nbytes < 5e8 else 0.0  # Of the manifest, which the alternative does not write.
+    yield Row(f"verify write, xxh3, {size}", write, peer, theirs, 1.2, allowance=sync)
+    write()
     assert mfload.verify(path, algorithm="xxh3").data_checked
     ours, theirs = partial(mfload.diff, path, path), partial(_two_loads, path, path)
     yield Row(f"diff, 40 x {nbytes / 4e7:g} MB", ours, "2 loads, comparison", theirs, 1.0)
@@ -118,11 +107,6 @@ def _rewrite(path: Path, new: Path) -> None:
     load_file(new)
 
 
-def _in_threads(work: Callable[[int], object], threads: int) -> None:
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, range(threads)))
-
-
 def _hash(path: Path, threads: int) -> None:
     """Hashes a map of a file, an equal part a thread."""
     from xxhash import xxh3_128
@@ -131,6 +115,7 @@ def _hash(path: Path, threads: int) -> None:
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as view,
+        ThreadPoolExecutor(threads) as pool,
     ):
         part = -(-len(view) // threads)
 
@@ -138,23 +123,4 @@ def _hash(path: Path, threads: int) -> None:
             with view[n * part : (n + 1) * part] as mine:
                 xxh3_128(mine).digest()
 
-        _in_threads(work, threads)
-
-
-def _read_and_hash(path: Path, threads: int) -> None:
-    """Reads a file in blocks that stay in the processor's cache, and hashes them there."""
-    from xxhash import xxh3_128
-
-    block, part = 1 << 20, -(-path.stat().st_size // threads)
-
-    with path.open("rb") as file:
-
-        def work(n: int) -> None:
-            hashed, end = xxh3_128(), (n + 1) * part
-            slot = np.empty(block, np.uint8)
-            for at in range(n * part, end, block):
-                mine = slot[: min(block, end - at)]
-                hashed.update(mine[: os.preadv(file.fileno(), [mine.data], at)])
-            hashed.digest()
-
-        _in_threads(work, threads)
+        list(pool.map(work, range(threads)))

@@ -40,11 +40,11 @@ def rows(folder: Path, scale: float) -> Iterator[Row]:
         del tensors
 
     frameworks.get("torch", None)
-    lent = pread.CONVERTERS[:]
+    lent = pread.CONVERTER
 
     def ours(framework: str, stored: str, wanted: str) -> Any:
         # NumPy's are measured as in a process that never loads into torch.
-        pread.CONVERTERS[:] = lent if framework == "torch" else []
+        pread.CONVERTER = lent if framework == "torch" else None
         path = folder / f"{stored}.safetensors"
         return mfload.load(path, framework, dtype={"w": wanted})["w"]
 

@@ -8,6 +8,7 @@ the parts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -19,9 +20,9 @@ import numpy as np
 
 from mfload import errors, sources
 from mfload.checking import manifest, published
-from mfload.checking.checksums import Hasher, Stopped, tensor_hash
+from mfload.checking.checksums import Hasher, Stopped, refuse, tensor_hash
 from mfload.checking.manifest import FileEntry, Manifest
-from mfload.checking.scan import Advance, cut, in_turns, joined, scan
+from mfload.checking.scan import Advance, cut, gap, in_turns, joined, scan
 from mfload.checking.verify import verify
 from mfload.formats import base, checkpoint, discovery, safetensors
 from mfload.formats.discovery import CheckpointFiles, Path
@@ -124,18 +125,12 @@ def align(
         # Both passes tell of the same bytes, but for the headers.
         with shown(progress, size + sum(index.columns.nbytes)) as advance:
             copier = _Copier(drafts, layouts, sources, hasher)
-            scan(sources, copier.blocks, copier, how, advance)
+            scan(sources, [*copier.parts], copier, how, advance)
             for draft in drafts:
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
             digests = hasher.digests() or None
-            for info, expected, got in known.differences(rows.values(), digests) if known else ():
-                raise errors.ChecksumError(
-                    "the tensor differs from the manifest",
-                    file=index.files[info.pieces[0].source],
-                    tensor=info.name,
-                    expected=f"{expected} ({old})",
-                    found=got,
-                )
+            if known is not None:
+                refuse([*known.differences(rows.values(), digests)], len(rows), index.files)
             wants_sums = known is not None and bool(known.files)
             sums = _read_back(copier, how, advance, sums=wants_sums)
         if same and digests is not None:
@@ -143,7 +138,15 @@ def align(
             Manifest.of(rows, digests).write(new, overwrite=True)
         elif known is not None and os.path.lexists(new):
             os.unlink(new)
-        there, more = place.publish(drafts, layouts)
+        try:
+            there, more = place.publish(drafts, layouts)
+        except BaseException:
+            if same and known is not None:
+                with contextlib.suppress(errors.MfloadError):
+                    for each in sources:
+                        each.check()
+                    known.write(new, overwrite=True)  # It still holds.
+            raise
     notes = [*index.notes, *more]
     if known is not None:
         # The index comes last, and has no sum.
@@ -201,7 +204,7 @@ class _Copier:
     """Observer that writes what it is shown to drafts, and hashes each write.
 
     Attributes:
-        blocks: What it is to be shown.
+        parts: What it is to be shown, and where each part of that goes.
         written: The hash of each range of a draft; `source` is the number of the draft.
     """
 
@@ -220,17 +223,15 @@ class _Copier:
             for block in cut(Block(number, 0, header.size, ())):
                 self._write(block, [header[block.offset :][: block.nbytes]])
         parts = [part for number, made in enumerate(layouts) for part in _parts(number, made)]
-        gap = sources[0].costs.merge_gap if sources else 0
-        self.blocks: list[Block] = []
-        self._parts: dict[tuple[int, int], list[tuple[Piece, Piece]]] = {}
-        for block, numbers in joined([old for old, _ in parts], gap, BLOCK):
-            self.blocks.append(block)
-            self._parts[block.source, block.offset] = [parts[n] for n in numbers]
+        self.parts = {
+            block: [parts[n] for n in numbers]
+            for block, numbers in joined([old for old, _ in parts], gap(sources), BLOCK)
+        }
 
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
         """Takes the next block; parts that become neighbours are written together."""
         self._hasher.saw(source, offset, data, stopped)
-        parts = self._parts[source, offset]
+        parts = self.parts[Block(source, offset, data.size, ())]
         pieces = [data[old.offset - offset :][: old.nbytes] for old, _ in parts]
         for block, numbers in joined([new for _, new in parts], 0, BLOCK):
             self._write(block, [pieces[n] for n in numbers])

@@ -226,7 +226,7 @@ class ManifestCheck:
                 expected="algorithm='xxh3' or 'both' when it is written; mfload.verify compares "
                 "the SHA-256 of files",
             )
-        self._refuse(list(self._manifest.differences(tensors)))
+        refuse([*self._manifest.differences(tensors)], len(tensors), self._files)
         for info in tensors:
             if not info.simple and not all(_is_read(info, piece) for piece in info.pieces):
                 raise errors.UsageError(
@@ -244,26 +244,30 @@ class ManifestCheck:
             arrays.clear()
             if report is not None:
                 report.clear()
-        self._refuse(offenders)
+        refuse(offenders, len(self._tensors), self._files)
         if report is not None:
             report.notes += (f"{len(self._tensors)} tensors verified against the manifest",)
 
-    def _refuse(self, offenders: list[tuple[TensorInfo, str, str]]) -> None:
-        if not offenders:
-            return
-        files = [self._files[info.pieces[0].source] for info, *_ in offenders]
-        first, expected, found = offenders[0]
-        raise errors.ChecksumError(
-            f"{len(offenders)} of {len(self._tensors)} tensors differ from the manifest",
-            file=files[0],
-            tensor=first.name,
-            expected=expected,
-            found=found,
-            problems=tuple(
-                f"{brief(info.name)} in {file}: expected {expected}, found {found}"
-                for file, (info, expected, found) in zip(files, offenders, strict=True)
-            ),
-        )
+
+def refuse(
+    offenders: Sequence[tuple[TensorInfo, str, str]], total: int, files: Sequence[str]
+) -> None:
+    """Raises ChecksumError if any of `total` tensors differs from its manifest."""
+    if not offenders:
+        return
+    named = [files[info.pieces[0].source] for info, *_ in offenders]
+    first, expected, found = offenders[0]
+    raise errors.ChecksumError(
+        f"{len(offenders)} of {total} tensors differ from the manifest",
+        file=named[0],
+        tensor=first.name,
+        expected=expected,
+        found=found,
+        problems=tuple(
+            f"{brief(info.name)} in {file}: expected {expected}, found {found}"
+            for file, (info, expected, found) in zip(named, offenders, strict=True)
+        ),
+    )
 
 
 def _is_read(info: TensorInfo, piece: Piece) -> bool:

@@ -19,7 +19,15 @@ import numpy as np
 from mfload import errors, packed
 from mfload.checking import numeric_diff, scan as scanning
 from mfload.checking.numeric_diff import SAME, NumericDiff
-from mfload.checking.scan import Advance, check_unchanged, choose_route, joined, scan, total_sizes
+from mfload.checking.scan import (
+    Advance,
+    check_unchanged,
+    choose_route,
+    gap,
+    joined,
+    scan,
+    total_sizes,
+)
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
 from mfload.io.direct import DirectReader
@@ -127,7 +135,7 @@ class Comparison:
                 self._parts.append(Part(pair, 0, pair.left.pieces[0], pair.right.pieces[0]))
             else:
                 self._parts += pair.parts()
-        self._blocks: dict[tuple[int, int], list[Part]] = {}  # By the place of the left side.
+        self._blocks: dict[Block, list[Part]] = {}  # Of the left side.
         self._direct: set[int] = set()
 
     def run(self, options: LoadOptions, advance: Advance) -> tuple[str, ...]:
@@ -135,12 +143,12 @@ class Comparison:
         sizes = total_sizes(part.right for part in self._parts)
         route = choose_route(self._right, sizes, options)
         self._direct = {number for number, leg in route.items() if leg.engine == "direct"}
-        blocks: list[Block] = []
         ranges = [part.left for part in self._parts]
-        for block, numbers in joined(ranges, _gap(self._left), scanning.BLOCK):
-            blocks.append(block)
-            self._blocks[block.source, block.offset] = [self._parts[n] for n in numbers]
-        notes = scan(self._left, blocks, self, options, advance)
+        self._blocks = {
+            block: [self._parts[n] for n in numbers]
+            for block, numbers in joined(ranges, gap(self._left), scanning.BLOCK)
+        }
+        notes = scan(self._left, [*self._blocks], self, options, advance)
         check_unchanged(self._right, sizes, options)
         for pair in self._apart:
             left = _whole(self._left, pair.left, options)
@@ -156,10 +164,10 @@ class Comparison:
 
     def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
         """Compares a block with the same elements of the right side."""
-        parts = self._blocks[source, offset]
+        parts = self._blocks[Block(source, offset, data.size, ())]
         if not hasattr(self._mine, "slot"):
             self._mine.slot = buffers.WorkerSlot()
-        blocks = joined([part.right for part in parts], _gap(self._right), scanning.BLOCK)
+        blocks = joined([part.right for part in parts], gap(self._right), scanning.BLOCK)
         for number, some in groupby(blocks, lambda each: each[0].source):
             file = self._right[number]
             try:
@@ -217,11 +225,6 @@ class Comparison:
             texts.append(f"{' '.join(map(str, numbers))} (0x{side[::-1].hex()})")
         place = place_of(info, block * dtype.elements)
         return str(list(place)), texts[0], texts[1]
-
-
-def _gap(sources: Sequence[Source]) -> int:
-    """Bytes that are cheaper read over than skipped."""
-    return sources[0].costs.merge_gap if sources else 0
 
 
 def _cut(data: Any, piece: Piece, origin: int) -> Any:

@@ -1,7 +1,8 @@
-"""Reads blocks of files and shows them to an observer, in bounded memory, as a load reads them.
+"""Shows blocks of files to an observer, in bounded memory, as a load reads them.
 
 A block without segments stays in the slot of its reader, where the observer hashes it, compares
-it or writes it elsewhere. So the memory held is one slot a reader.
+it or writes it elsewhere. So the memory held is one slot a reader. What is hashed and in the page
+cache is not even read: the observer sees a map of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from operator import methodcaller
 from mfload.index import Piece
 from mfload.io import route as routing
 from mfload.io.engine import Observer
+from mfload.io.mapped import held_still
+from mfload.io.pread import SHOWN
 from mfload.io.route import Leg
 from mfload.load_options import LoadOptions
 from mfload.loading import execute
@@ -27,6 +30,7 @@ from mfload.sources.base import Source
 BLOCK = 1 << 20
 """Bytes a read. Two slots of this size stay in a core's cache until they are looked at."""
 
+_CACHED = 0.95  # Of a file: what it lacks is read slower by a map than by a read.
 
 Advance = Callable[[int], None] | None
 
@@ -37,14 +41,16 @@ def scan(
     observer: Observer,
     options: LoadOptions,
     advance: Advance = None,
+    route: Mapping[int, Leg] | None = None,
 ) -> tuple[str, ...]:
     """Shows an observer every block once, in the threads that read; returns notes.
 
-    Blocks of one file come in file order and don't overlap. Raises SourceChangedError if a file
-    is no longer the one whose header was read.
+    Blocks of one file come in file order and don't overlap. One of more than `SHOWN` bytes is
+    shown in parts. Raises SourceChangedError if a file is no longer the one whose header was read.
     """
+    blocks = [block for block in blocks if block.nbytes]
     sizes = total_sizes(blocks)
-    route = choose_route(sources, sizes, options)
+    route = route or choose_route(sources, sizes, options)
     direct = any(leg.direct for leg in route.values())
     concurrency = sources[0].costs.concurrency if sources else None
     notes = execute.run(
@@ -84,6 +90,33 @@ def joined(ranges: Sequence[Piece], gap: int, most: int) -> Iterator[tuple[Block
         yield Block(source, start, end - start, ()), numbers
 
 
+def scan_ranges(
+    sources: Sequence[Source],
+    ranges: Sequence[Block],
+    observer: Observer,
+    options: LoadOptions,
+    advance: Advance = None,
+) -> tuple[str, ...]:
+    """Shows an observer long ranges, each of which it must see in order (see `scan`).
+
+    One of a file in the page cache stays whole, so that the thread that takes it never waits for
+    another one. Others are cut to reads, so that the next ones are read while one is hashed.
+    """
+    route = choose_route(sources, total_sizes(ranges), options)
+
+    def cached(number: int) -> bool:
+        if (route[number].cached or 0) < _CACHED:
+            return False  # Or unknown, as on a kernel that can't bring in a map's pages.
+        with sources[number].open() as opened, held_still(opened.fd) as still:
+            return still
+
+    whole = set(filter(cached, route))
+    rows = [
+        [part] if part.source in whole and part.nbytes > SHOWN else cut(part) for part in ranges
+    ]
+    return scan(sources, in_turns(rows, options), observer, options, advance, route)
+
+
 def in_turns(rows: Iterable[list[Block]], options: LoadOptions) -> list[Block]:
     """Takes blocks from rows of them, each of a file or a part of one, in turns.
 
@@ -105,6 +138,11 @@ def cut(part: Block) -> list[Block]:
     inner = range((part.offset // BLOCK + 1) * BLOCK, end, BLOCK)
     edges = [part.offset, *inner, end] if part.nbytes else []
     return [Block(part.source, a, b - a, ()) for a, b in itertools.pairwise(edges)]
+
+
+def gap(sources: Sequence[Source]) -> int:
+    """Bytes that are cheaper read over than skipped."""
+    return sources[0].costs.merge_gap if sources else 0
 
 
 def total_sizes(ranges: Iterable[Block | Piece]) -> dict[int, int]:

@@ -14,7 +14,7 @@ from mfload.checking.checksums import Hasher
 from mfload.checking.compare import Comparison, Pair, pairs
 from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
-from mfload.checking.scan import Advance, cut, in_turns, joined, scan, throughput
+from mfload.checking.scan import Advance, joined, throughput
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers
@@ -391,9 +391,9 @@ def _hash(
             {key: seen.sources[key].size for key in wanted if isinstance(key, int)},
             [key for key in wanted if isinstance(key, tuple)],
         )
-        blocks = in_turns([cut(part) for number in numbers for part in ranges[number]], how)
+        parts = [part for number in numbers for part in ranges[number]]
         try:
-            seen.notes += scan(seen.sources, blocks, hasher, how, advance)
+            seen.notes += scanning.scan_ranges(seen.sources, parts, hasher, how, advance)
         except errors.LoadTimeoutError:
             raise
         except errors.SourceError as error:

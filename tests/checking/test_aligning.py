@@ -593,6 +593,18 @@ def test_a_stop_at_the_stroke_leaves_no_stale_manifest(
     assert mfload.verify(source, checksums="check").ok
 
 
+@pytest.mark.parametrize("algorithm", ["xxh3", "sha256", "both"])
+def test_a_manifest_stays_if_nothing_is_published(
+    algorithm: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mfload.verify(source, checksums="write", algorithm=algorithm)
+    before = _bytes(source.parent)
+    monkeypatch.setattr(aligning.SaveTarget, "publish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        mfload.align(source, overwrite=True)
+    assert _bytes(source.parent) == before
+
+
 def test_a_manifest_that_can_t_be_written_at_the_end(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

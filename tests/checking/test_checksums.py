@@ -20,6 +20,7 @@ from mfload import dtypes, errors
 from mfload.checking import checksums
 from mfload.checking.checksums import Hasher
 from mfload.index import Piece, TensorInfo
+from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, Segment, stored
 from mfload.runtime import Deadline
 
@@ -60,8 +61,10 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
     blocks = [Block(0, a, b - a, ()) for a, b in itertools.pairwise(cuts)]
     delays = random.Random(seed)
 
-    class Reader:
-        def fill(self, block: Block, memory: Any, slot: Any) -> Any:
+    class Reader(PreadReader):
+        def __init__(self) -> None: ...
+
+        def land(self, block: Block, slot: Any) -> Any:
             # Whoever has read may come later than those who began after it.
             time.sleep(delays.choice([0, 0, 0.001]))
             return data[block.offset : block.offset + block.nbytes]
@@ -127,8 +130,10 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(checksums, "tensor_hash", lambda: Failing)
     observer = Hasher([_row("a", 0, 100)])
 
-    class Reader:
-        def fill(self, block: Block, memory: Any, slot: Any) -> Any:
+    class Reader(PreadReader):
+        def __init__(self) -> None: ...
+
+        def land(self, block: Block, slot: Any) -> Any:
             if block.offset == 0:
                 time.sleep(0.05)
             return _data(10)
@@ -184,5 +189,3 @@ def test_what_was_stored_is_shown_segment_by_segment() -> None:
     landed = np.arange(200, 230, dtype=np.uint8)
     slot = [(at, bytes(part)) for at, part in stored(block, memory, landed)]
     assert slot == [(1000, bytes(range(200, 210))), (1020, bytes(range(220, 230)))]
-    bare = [(at, bytes(part)) for at, part in stored(block._replace(segments=()), memory, landed)]
-    assert bare == [(1000, bytes(range(200, 230)))]

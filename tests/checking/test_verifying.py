@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from hypothesis import given, settings, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checking import verify as verifying
+from mfload.checking import scan as scanning
 from mfload.checking.manifest import Manifest
+from mfload.io import mapped, pread
 
 MODEL = samples.model()
 
@@ -162,8 +164,8 @@ def test_tensors_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     arrays = {f"t{n}": np.full(10_000, n, np.uint8) for n in range(10)}
     path = samples.save(tmp_path / "many.safetensors", arrays)
     seen: list[Any] = []
-    real = verifying.scan
-    monkeypatch.setattr(verifying, "scan", lambda *args: seen.extend(args[1]) or real(*args))
+    real = scanning.scan
+    monkeypatch.setattr(scanning, "scan", lambda *args: seen.extend(args[1]) or real(*args))
     options = mfload.Options(threads=2)
     assert mfload.verify(path, checksums="write", algorithm="xxh3", options=options).ok
     gaps = [b.offset - a.offset for a, b in itertools.pairwise(seen)]
@@ -200,6 +202,47 @@ def test_any_flipped_bit_is_found(
     found = mfload.verify(path, checksums="check", options=mfload.Options(threads=threads))
     assert not found.ok
     assert not found
+
+
+def test_any_flipped_byte_of_a_mapped_file_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on the borders of windows, of tensors, and of members of an archive."""
+    monkeypatch.setattr(pread, "_WINDOW", 5 << 20)
+    arrays = {f"t{n}": np.random.default_rng(n).bytes(size) for n, size in enumerate((9 << 20, 5))}
+    rows = {name: np.frombuffer(raw, np.uint8) for name, raw in arrays.items()}
+    path = samples.save(tmp_path / "large.safetensors", rows)
+    np.savez(tmp_path / "large.npz", **rows)
+    begin = path.stat().st_size - sum(map(len, arrays.values()))
+    for algorithm in ("xxh3", "sha256", "both"):
+        made = {}
+        for engine in ("auto", "pread"):
+            options, at = mfload.Options(engine=engine), tmp_path / f"{engine}.checksums.json"
+            maps = mock.Mock(side_effect=mapped.map_range)
+            with mock.patch.object(mapped, "map_range", maps):
+                mfload.verify(
+                    path, checksums="write", algorithm=algorithm, manifest=at, overwrite=True,
+                    options=options,
+                )  # fmt: skip
+            assert (maps.call_count > 0) == (engine == "auto")
+            made[engine] = Manifest.read(at)
+        assert made["auto"] == made["pread"]
+    raw = path.read_bytes()
+    ends = [begin + (5 << 20), begin + (9 << 20), len(raw)]
+    for at in [begin, *(end - 1 for end in ends), *ends[:2]]:
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        for algorithm in ("xxh3", "sha256"):
+            found = mfload.verify(path, manifest=made["auto"], algorithm=algorithm)
+            assert len(found.problems) == 1
+            if algorithm == "xxh3":
+                assert found.problems[0].tensor == f"t{int(at >= ends[1])}"
+    archive = (tmp_path / "large.npz").read_bytes()
+    assert mfload.verify(tmp_path / "large.npz").checked == ("headers", "crc32")
+    middle = archive.index(arrays["t0"]) + (5 << 20)
+    (tmp_path / "large.npz").write_bytes(
+        archive[:middle] + bytes([archive[middle] ^ 1]) + archive[middle + 1 :]
+    )
+    assert [each.tensor for each in mfload.verify(tmp_path / "large.npz").problems] == ["t0"]
 
 
 def test_a_manifest_that_lies_there_is_compared_unasked(path: Path) -> None:
