@@ -31,7 +31,7 @@ _INSTALL = {
 }
 
 NAMES = tuple(_INSTALL)
-ON_MESHES = ("jax",)
+ON_MESHES = ("jax", "torch", "paddle", "tensorflow")
 """Frameworks that arrays can be sharded in: `mfload.mesh` has a backend for each."""
 
 

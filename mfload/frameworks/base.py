@@ -84,6 +84,7 @@ class Adapter:
             of its element.
         readonly_maps: Whether arrays over maps of files refuse writing.
         on_host: Whether the arrays stay in host memory.
+        lends_held: Whether what it lends is held already, so that a load needs no more for it.
         devices: Those in whose memory results land; an `Allocation` names them by number.
         notes: Remarks for the user, such as why nothing lands on the device.
     """
@@ -93,6 +94,7 @@ class Adapter:
     alignment: int | None = None
     readonly_maps = False
     on_host = True
+    lends_held = False
 
     def __init__(
         self, place: Any = None, device: Device | None = None, notes: tuple[str, ...] = ()
@@ -129,7 +131,7 @@ class Adapter:
     def lend(self, requests: Sequence[Request]) -> list[Lent]:
         """Uninitialised arrays of the framework's own allocator, one for each request."""
         device = self.devices[0] if self.devices else None
-        made = self.empty([lent_as(self.forms, request) for request in requests])
+        made = self.empty([arrives(self.forms, each.dtype, each.shape) for each in requests])
         return [
             Lent(array, memory_at(array, address, request.nbytes, device))
             for request, (array, address) in zip(requests, made, strict=True)
@@ -142,17 +144,23 @@ class Adapter:
         """
         raise NotImplementedError
 
+    def lazy(self, tensor: Any) -> Any:
+        """What a user gets for a lazy tensor (see `loading.lazy_tensor`). Default: the same."""
+        return tensor
+
     def pool(self, number: int) -> Pool | None:
         """What the framework's allocator has of a device; None if there is nothing to say."""
         return None
 
 
-def lent_as(forms: Mapping[str, Form], request: Request) -> tuple[str, tuple[int, ...]]:
-    """Type and shape of the array to be lent for a request."""
-    how, kind = forms[request.dtype.name]
-    if how == "bytes" or request.dtype.elements > 1:
-        return kind, request.dtype.storage_shape(request.shape)
-    return kind, request.shape
+def arrives(
+    forms: Mapping[str, Form], dtype: DType, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """Type and shape of the array that a tensor becomes."""
+    how, kind = forms[dtype.name]
+    if how == "bytes" or dtype.elements > 1:
+        return kind, dtype.storage_shape(shape)
+    return kind, shape
 
 
 def memory_at(owner: Any, address: int, nbytes: int, device: Device | None = None) -> Any:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mfload.cuda.device import Device
 
 OLDEST = "0.5.3"
-_OTHER_THREADS, _PATIENCE = 0.002, 0.1  # Seconds in which they get their turn, and at most.
+_TICK, _PATIENCE = 0.0005, 0.1  # Seconds in which other threads get their turn, and at most.
 
 
 class JaxAdapter(base.Adapter):
@@ -70,8 +70,7 @@ class JaxAdapter(base.Adapter):
         copied = [view.memory for view in views if self.copies(view)]
         before = references(copied)
         made = [self.array(view) for view in views]
-        if copied:
-            collect_copied(copied, before)
+        wait_for_release(lambda: references(copied), before)
         return made
 
     def copies(self, view: View) -> bool:
@@ -79,7 +78,7 @@ class JaxAdapter(base.Adapter):
         return view.dtype.elements > 1 or not (self.on_host or base.on_device(view))
 
     def array(self, view: View) -> Any:
-        """The `jax.Array` of one view; JAX may hold what it was copied from (`collect_copied`)."""
+        """The `jax.Array` of one view; JAX may hold what it was copied from a while."""
         take = self._import if self.devices and base.on_device(view) else self.take
         if view.dtype.elements == 1:
             return take(view)
@@ -110,7 +109,7 @@ def lend(
     to land on (None for the host).
     """
     wanted = [
-        NewArray(device, memory, *base.lent_as(JaxAdapter.forms, request))
+        NewArray(device, memory, *base.arrives(JaxAdapter.forms, request.dtype, request.shape))
         for request, (device, memory, _) in zip(requests, places, strict=True)
     ]
     lent: list[base.Lent] = []
@@ -126,19 +125,17 @@ def references(memory: Iterable[Any]) -> int:
     return sum(map(sys.getrefcount, memory))
 
 
-def collect_copied(copied: Sequence[Any] = (), before: int = 0) -> None:
+def wait_for_release(held: Callable[[], int], before: int) -> None:
     """Has JAX free the memory that arrays were copied from, before the next batch of a load.
 
-    JAX does so on threads of its own, which wait for the interpreter, and frees what NumPy arrays
-    hold in its part of a collection only. It has when there are no more `references` to what was
-    copied than `before`; a busy machine may take a while.
+    It has when no more is `held` than before. JAX does so on threads of its own, which wait for the
+    interpreter, and frees what NumPy arrays hold in its part of a collection only. A busy machine
+    may take a while.
     """
     end = time.monotonic() + _PATIENCE
-    while True:
-        time.sleep(_OTHER_THREADS)
+    while held() > before and time.monotonic() < end:
+        time.sleep(_TICK)
         gc.collect(0)
-        if references(copied) <= before or time.monotonic() > end:
-            return
 
 
 class _OnDevice:

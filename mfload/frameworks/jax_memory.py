@@ -114,9 +114,15 @@ def allocate(wanted: Sequence[NewArray]) -> list[Any]:
 
 
 def _run(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> tuple[Any, ...]:
+    with full_device(), undisturbed():
+        return jax.block_until_ready(_program(devices, kinds)())
+
+
+@contextlib.contextmanager
+def full_device() -> Generator[None]:
+    """A context in which JAX's own error of a full device becomes MemoryLimitError."""
     try:
-        with undisturbed():
-            return jax.block_until_ready(_program(devices, kinds)())
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

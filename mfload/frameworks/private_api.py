@@ -1,22 +1,26 @@
 """Private APIs of other libraries, each behind one function that falls back on a public one.
 
-The public way is slower and has the same result. Tested with jax(lib) 0.5.3, 0.10.2 and 0.11.2, and
-Paddle 3.0.0 and 3.3.1.
+The public way is slower and has the same result. Tested with jax(lib) 0.5.3, 0.10.2 and 0.11.2,
+Paddle 3.0.0 and 3.3.1, and PyTorch 2.13.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mfload import dtypes
 from mfload.dlpack import View, capsule, data_address
 from mfload.io import buffers
+
+if TYPE_CHECKING:
+    import datetime
 
 log = logging.getLogger("mfload")
 
@@ -148,6 +152,58 @@ def paddle_constructor() -> Callable[[Any], Any] | None:
     return construct if _works("Paddle's constructor over NumPy memory", behaves) else None
 
 
+def paddle_written(tensor: Any) -> None:
+    """Tells Paddle's autograd that a tensor has new values, so that it refuses what it kept of it.
+
+    Without the private call, what was computed before a tensor was filled gets gradients from the
+    new values.
+    """
+    with contextlib.suppress(AttributeError):
+        tensor._bump_inplace_version()
+
+
+def paddle_give(new: Any, tensor: Any) -> None:
+    """Gives a tensor that is not initialised the memory of a new one; else copies its values."""
+    try:
+        new._share_buffer_to(tensor)
+    except AttributeError:
+        tensor.set_value(new)
+
+
+def keras_layers(layer: Any) -> list[Any]:
+    """A layer of Keras and all layers in it; without the private call, those of a model alone."""
+    try:
+        return layer._flatten_layers()
+    except AttributeError:
+        return [layer, *getattr(layer, "layers", ())]
+
+
+@functools.lru_cache(maxsize=1)
+def paddle_sharder() -> Callable[[Any, tuple[int, ...], Any, list[Any]], Any] | None:
+    """Makes a distributed tensor of a part, the whole shape, a mesh and placements.
+
+    Paddle's own code for experts uses this constructor. None if it does not keep the part and the
+    shape: then there is no way, since `dtensor_from_local` multiplies the part's shape.
+    """
+    paddle = importlib.import_module("paddle")
+    dist = importlib.import_module("paddle.distributed")
+
+    def construct(part: Any, shape: tuple[int, ...], mesh: Any, placements: list[Any]) -> Any:
+        where = {"process_mesh": mesh, "placements": placements, "place": part.place}
+        return paddle.Tensor(part, dims=list(shape), **where)
+
+    def behaves() -> bool:
+        rank = dist.get_rank()
+        part = paddle.to_tensor([[1, 2]], place=paddle.CPUPlace())
+        mesh = dist.ProcessMesh([rank, rank + 1, rank + 2])
+        made = construct(part, (3, 2), mesh, [dist.Shard(0)])
+        local = made._local_value()
+        same = made.shape == [3, 2] and local.data_ptr() == part.data_ptr()
+        return same and local.tolist() == [[1, 2]] and made.placements == [dist.Shard(0)]
+
+    return construct if _works("Paddle's constructor of distributed tensors", behaves) else None
+
+
 def _works(what: str, behaves: Callable[[], bool]) -> bool:
     try:
         return behaves()
@@ -169,3 +225,43 @@ def jax_store() -> Any | None:
     except (ImportError, AttributeError):
         return None
     return client
+
+
+def torch_store() -> Any | None:
+    """A connection of its own to the store of PyTorch's default process group.
+
+    The group's own is locked while a collective waits for a process that never comes. None if this
+    version has no store, or one that can't be cloned or does not list its keys (before 2.10): then
+    processes agree by a collective.
+    """
+    try:
+        store = _torch_group_store().clone()
+        _ = store.list_keys(), store.compare_set, store.multi_get, store.delete_key
+    except (ImportError, AttributeError, ValueError, RuntimeError):
+        return None
+    return store
+
+
+def torch_group(ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
+    """A process group of gloo's over some ranks that `torch.distributed` does not know of.
+
+    Made once for them. `torch.distributed.new_group` names a group after the number of groups that
+    a process is in, so that processes in different numbers of groups never meet. It is what this
+    falls back on, and has the same methods.
+    """
+    import torch.distributed as dist
+
+    try:
+        store = _torch_group_store()
+        with contextlib.suppress(AttributeError, RuntimeError):
+            store = store.clone()  # As in `torch_store`.
+        store = dist.PrefixStore(f"mfload/{'_'.join(map(str, ranks))}", store)
+        return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
+    except (ImportError, AttributeError, TypeError) as error:
+        log.info("a process group of gloo can't be made directly: %s", error)
+        given: Any = {"backend": "gloo", "timeout": timeout, "use_local_synchronization": True}
+        return dist.new_group(list(ranks), **given)
+
+
+def _torch_group_store() -> Any:
+    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 from mfload import errors
@@ -93,6 +94,24 @@ class SeveralAdapter(Adapter):
             results = act(self._parts[number], [items[n] for n in mine])
             made.update(zip(mine, results, strict=True))
         return [made[n] for n in range(len(items))]
+
+
+class MeshAdapter(SeveralAdapter):
+    """An adapter for the devices of a process in a mesh: requests name their devices already.
+
+    An array is a tuple, one for each device of a request; devices in host memory may share one.
+    """
+
+    assign = Adapter.assign  # pyright: ignore[reportAssignmentType]
+    results = Adapter.results  # pyright: ignore[reportAssignmentType]
+
+    def wrap(self, views: Sequence[View]) -> list[Any]:
+        made: list[list[Any]] = [[] for _ in views]
+        for number, part in enumerate(self._parts):
+            mine = [n for n, view in enumerate(views) if number in view.devices]
+            for n, array in zip(mine, part.wrap([views[n] for n in mine]), strict=True):
+                made[n].append((views[n].devices.index(number), array))
+        return [tuple(array for _, array in sorted(each, key=itemgetter(0))) for each in made]
 
 
 def make(

@@ -65,7 +65,7 @@ def _convert(source: Any, target: Any) -> None:
         filled.copy_(part)
 
 
-pread.CONVERTERS.append(_convert)
+pread.CONVERTER = _convert
 
 
 class TorchAdapter(base.Adapter):
@@ -97,6 +97,11 @@ class TorchAdapter(base.Adapter):
             # kernels that were started before may still use it.
             torch.cuda.current_stream(self.place).synchronize()
         return [(tensor, tensor.data_ptr()) for tensor in tensors]
+
+    def lazy(self, tensor: Any) -> Any:
+        from mfload.frameworks import torch_lazy  # Only lazy streams need it.
+
+        return torch_lazy.make(tensor)
 
     def pool(self, number: int) -> base.Pool | None:
         if self.place.type != "cuda":

@@ -38,6 +38,7 @@ _BEAT, _PATIENCE = 0.25, 30.0
 _SHOWN, _LINE = 300, 4096  # Characters of an error that others show, of a line that is compared.
 _WIDTH = 64 << 10  # Bytes of a row if there is no store.
 _AGREED, _FAILED = "agreed", "failed, and this load with it"
+_END = "end"
 _GAVE_UP = "gave up waiting for the others"
 
 # Loads of this process with others, in the order in which threads began them; the first runs.
@@ -95,6 +96,19 @@ class ProcessGroup:
             message = "the processes are not at the same call: each must load the same, in order"
             raise errors.ProcessError(message, problems=_by_value(steps))
         return {rank: each for rank, (_, each) in said.items()}
+
+    def enter(self, what: str) -> KeyboardInterrupt | None:
+        """Waits for all before collectives, so that none waits there for one that does not come.
+
+        Without a store, Ctrl-C is returned if it came meanwhile, to be told in these.
+        """
+        try:
+            self.gather(what)
+        except KeyboardInterrupt as error:
+            if self._store is not None or self._over or self._link.broken:
+                raise
+            return error
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Tells the others of an error."""
@@ -178,16 +192,18 @@ class ProcessGroup:
         rows = self._link.buffer()
         data = np.frombuffer(json.dumps([what, text]).encode(), np.uint8)
         rows[:, : data.size], rows[:, data.size :] = data, 0
-        came, interrupted = self._link.swap(rows, lambda: None)
+        self._link.start(rows)
+        came, interrupted = self._link.finish(lambda: None)
         self._link.close()
-        if interrupted is not None:
-            raise interrupted
         texts = [json.loads(bytes(row).rstrip(b"\0")) for row in came]
         said = dict(zip(self.ranks, texts, strict=True))
-        for rank, (step, each) in said.items():
-            if step == _FAILED and rank != self.rank:
-                self._over = True  # All know by now.
-                raise failed(rank, each)
+        others = [n for n, (step, _) in said.items() if step == _FAILED and n != self.rank]
+        # All know by now, or have left: an error here finds none who would listen.
+        self._over = bool(others) or all(step == _END for step, _ in texts)
+        if interrupted is not None:
+            raise interrupted
+        if others:
+            raise failed(others[0], said[others[0]][1])
         return said
 
 
@@ -217,7 +233,7 @@ def joined(
         # Without a store, a thread that gave up before its turn could not tell the others.
         _wait_for_turn(group, Deadline(None) if backend.store() is None else deadline)
         yield group
-        group.agree("end")
+        group.agree(_END)
     except BaseException as error:
         group.fail(error)
         raise

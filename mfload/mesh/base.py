@@ -18,10 +18,47 @@ Shape = tuple[int, ...]
 Requests = Mapping[int, Sequence[Request]]
 """The requests of each process, by its number."""
 
-HELD = 4
+HELD = 8
 """Times the rows of a round that an exchange holds: those to send, their copy in the framework,
-those that came, and theirs."""
+those that came, and theirs, of the round that travels and of the one that is read meanwhile."""
 SMALL = "max_host_overhead is too small for an exchange"
+
+
+class Transport(NamedTuple):
+    """What it takes to move bytes between processes.
+
+    Attributes:
+        price: What a byte that comes through hosts costs, in bytes read from the page cache.
+        width: Bytes of a row at most. Rows that are copied should fit the processor's cache.
+        by_devices: Whether bytes for accelerators travel between these.
+    """
+
+    price: float
+    width: int
+    by_devices: bool = True
+
+
+GLOO = Transport(20.0, 2 << 20)
+"""An all-to-all of XLA on CPUs: 17 to 23 measured (docs/design/decisions.md)."""
+
+
+class Pieces(NamedTuple):
+    """What travels in a round beside the first bytes of each row.
+
+    A piece is the number of the other process, its first byte in the row, and the memory that it is
+    sent from or comes to. Sender and receiver list the pieces between them in the same order.
+
+    Attributes:
+        sent: Pieces for others. They need not lie in the rows.
+        taken: Pieces from others.
+        sizes: Bytes of the row for each process that are sent apart from pieces.
+        come: The same of the row from each process.
+    """
+
+    sent: list[tuple[int, int, Any]]
+    taken: list[tuple[int, int, Any]]
+    sizes: list[int]
+    come: list[int]
 
 
 class Share(NamedTuple):
@@ -65,11 +102,19 @@ class MeshBackend(Protocol):
     The devices of a process have numbers, by which requests name them. What a user gives as `mesh=`
     and `shardings=`, and the shardings that `resolve` makes of it, only the backend looks into.
 
+    A backend may have an attribute `transport`, a `Transport`. Default: `GLOO`. JAX's also has
+    `abstract(requests, shardings)`: what the arrays of whole tensors will be, without data; a
+    sharding may be None.
+
     Attributes:
         rank: The number of this process.
     """
 
     rank: int
+
+    def group(self) -> tuple[int, int]:
+        """The rank of this process in the program, and how many there are."""
+        ...
 
     def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
         """The processes that take part in a load; never raises, whatever the arguments are."""
@@ -106,10 +151,6 @@ class MeshBackend(Protocol):
 
     def assemble(self, wholes: Iterable[Whole]) -> list[Any]:
         """A sharded array for each tensor."""
-        ...
-
-    def abstract(self, requests: Sequence[Request], shardings: Sequence[Any]) -> dict[str, Any]:
-        """What the arrays of whole tensors will be, without data; a sharding may be None."""
         ...
 
     def platform(self) -> str:
@@ -163,11 +204,15 @@ class Link(Protocol):
         """Memory for what is sent: uint8 (processes, width)."""
         ...
 
-    def swap(self, rows: Any, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
-        """Sends a row to each process; returns a row from each, in the order of their ranks.
+    def start(self, rows: Any, pieces: Pieces | None = None) -> None:
+        """Begins to send a row to each process; `rows` and pieces stay alone until `finish`."""
+        ...
 
-        Calls `check` while waiting, which may raise. Ctrl-C is returned if it came meanwhile; a
-        second one is raised.
+    def finish(self, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
+        """Waits for what was begun; returns a row from each process, in the order of their ranks.
+
+        If there were pieces, rows may end where these begin. Calls `check` while waiting, which may
+        raise. Ctrl-C is returned if it came meanwhile; a second one is raised.
         """
         ...
 

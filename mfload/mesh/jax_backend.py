@@ -16,7 +16,7 @@ from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import base, jax_memory, private_api
-from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, collect_copied, lend, references
+from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, lend, references, wait_for_release
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
 from mfload.load_options import LoadOptions
@@ -47,6 +47,11 @@ class JaxBackend:
         self._spots: dict[int, dict[Spot, int]] = {self.rank: {}}  # Numbers, for each process.
         self._shares: dict[tuple[Any, Shape], tuple[Share, ...]] = {}
         self._adapter: JaxMeshAdapter | None = None
+
+    @staticmethod
+    def group() -> tuple[int, int]:
+        """The number of this process, and how many there are."""
+        return jax.process_index(), jax.process_count()
 
     @staticmethod
     def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
@@ -194,9 +199,15 @@ def _default_kind(device: Any) -> str | None:
     return device.default_memory().kind
 
 
-def _moved(array: Any, device: Any, kind: str) -> Any:
+def moved(array: Any, kind: str | None) -> Any:
+    """An array in another memory of its device, once it is there; None for where it lies.
+
+    JAX does not donate memory to another kind: release each array before the next is moved.
+    """
+    if kind is None or array.sharding.memory_kind == kind:
+        return array
     with undisturbed():
-        there = SingleDeviceSharding(device, memory_kind=kind)
+        there = SingleDeviceSharding(array.device, memory_kind=kind)
         return jax.block_until_ready(jax.device_put(array, there))
 
 
@@ -259,12 +270,10 @@ class JaxMeshAdapter(SeveralAdapter):
                 if take is not None and view.dtype.elements == 1:
                     arrays.append(view if late else take(view))
                     continue
-                adapter, (device, kind) = self._adapters[number], self._spots[number]
-                array = adapter.array(view)
-                arrays.append(array if kind is None else _moved(array, device, kind))
+                array = self._adapters[number].array(view)
+                arrays.append(moved(array, self._spots[number].kind))
             made.append(tuple(arrays))
-        if copied:
-            collect_copied(copied, before)
+        wait_for_release(lambda: references(copied), before)
         return made
 
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -21,14 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mfload import errors
 from mfload.frameworks import jax_adapter
 from mfload.io import buffers
+from mfload.mesh.link import Link
 from mfload.runtime import Deadline
-
-# Seconds between two looks at a collective that is under way, until a process that is gone is
-# missed, to wait for JAX to release what was sent, and for a collective that others have left.
-_TICK, _MISSED, _PATIENCE, _GRACE = 0.1, 0.3, 0.2, 2.0
-
-# The devices whose collectives may be out of step: one of theirs was given up, or failed.
-_broken: set[tuple[Any, ...]] = set()
 
 
 class JaxStore:
@@ -83,8 +75,8 @@ def _reachable() -> Generator[None]:
         ) from error
 
 
-class JaxLink:
-    """Swaps rows of `width` bytes between processes, which all call it equally often."""
+class JaxLink(Link):
+    """Swaps rows of `width` bytes by one collective of XLA."""
 
     def __init__(self, ranks: Sequence[int], platform: str, width: int, deadline: Deadline) -> None:
         devices: dict[int, Any] = {}
@@ -92,13 +84,9 @@ class JaxLink:
             devices.setdefault(device.process_index, device)
         self._devices = tuple(devices[rank] for rank in sorted(ranks))
         self._mine = devices[jax.process_index()]
-        self._width, self._deadline = width, deadline
+        self._width = width
         self._sent: list[weakref.ref[Any]] = []
-
-    @property
-    def broken(self) -> bool:
-        """Whether a swap was given up or failed, so that no collective is started any more."""
-        return self._devices in _broken
+        super().__init__(self._devices, deadline)
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width), aligned so that JAX aliases it."""
@@ -108,63 +96,14 @@ class JaxLink:
 
     def close(self) -> None:
         """Has JAX release the buffers, as far as nothing else holds them."""
-        end = time.monotonic() + _PATIENCE
-        while any(each() is not None for each in self._sent) and time.monotonic() < end:
-            jax_adapter.collect_copied()
+        jax_adapter.wait_for_release(lambda: sum(each() is not None for each in self._sent), 0)
 
-    def swap(self, rows: Any, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
-        """Sends a row to each process; returns a row from each, in the order of their ranks.
-
-        Calls `check` while waiting, which may raise. Ctrl-C is returned if it came meanwhile; a
-        second one is raised.
-        """
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                swap, sharding = _all_to_all(self._devices)
-                sent, shape = jax.device_put(rows[None], self._mine), (len(rows), *rows.shape)
-                whole = jax.make_array_from_single_device_arrays(shape, sharding, [sent])
-                outcome.append(np.asarray(swap(whole).addressable_shards[0].data)[0])
-            except Exception as error:  # noqa: BLE001 - raised in the thread that loads
-                outcome.append(error)
-
-        # A collective can't be interrupted: one that hangs is left behind.
-        thread = threading.Thread(target=run, name="mfload-swap", daemon=True)
-        thread.start()
-        interrupted: KeyboardInterrupt | None = None
-        try:
-            while thread.is_alive():
-                try:
-                    self._wait(thread, check)
-                except KeyboardInterrupt as error:
-                    if interrupted is not None:
-                        raise
-                    interrupted = error
-            if isinstance(outcome[0], Exception):
-                time.sleep(_MISSED)
-                check()  # It knows by now which process is gone, if one is.
-                found = (str(outcome[0]).splitlines() or [""])[0][:300]
-                message = "the exchange with the other processes broke off"
-                raise errors.ProcessError(message, found=found) from outcome[0]
-        except BaseException:
-            _broken.add(self._devices)
-            raise
-        return outcome.pop(), interrupted
-
-    def _wait(self, thread: threading.Thread, check: Callable[[], object]) -> None:
-        thread.join(max(0.0, min(_TICK, self._deadline.left())))
-        if thread.is_alive():
-            if self._deadline.left() <= 0:
-                raise self._deadline.error("exchanging bytes with the other processes")
-            try:
-                check()
-            except errors.ProcessError:
-                # A process whose swap ended may have failed since. Then this one ends as well, and
-                # the collectives stay in step.
-                thread.join(max(0.0, min(_GRACE, self._deadline.left())))
-                if thread.is_alive():
-                    raise
+    def exchange(self, rows: Any) -> Any:
+        """One collective (see `Link`)."""
+        swap, sharding = _all_to_all(self._devices)
+        sent, shape = jax.device_put(rows[None], self._mine), (len(rows), *rows.shape)
+        whole = jax.make_array_from_single_device_arrays(shape, sharding, [sent])
+        return np.asarray(swap(whole).addressable_shards[0].data)[0]
 
 
 @functools.lru_cache(maxsize=16)

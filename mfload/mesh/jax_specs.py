@@ -15,11 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mfload import errors
 from mfload.index import Box
-from mfload.load_options import UNMATCHED
-from mfload.planning.selection import Rules
+from mfload.mesh import specs
 
 Shape = tuple[int, ...]
-_NOTHING = object()
 _EXPECTED = "a Sharding, a PartitionSpec, or None"
 
 
@@ -34,59 +32,27 @@ def resolve(
     aliases: Sequence[Sequence[str]] | None = None,
     known: Iterable[str] = (),
 ) -> list[Any]:
-    """One sharding a tensor, on devices.
-
-    `infos` are what a function is given beside each name, `aliases` all names of each tensor that
-    rules may use, and `known` further names that they may be meant for. `own` gives the sharding of
-    a tensor, by its number, that no rule matches. Rules that match no name are warned of.
-    """
+    """One sharding a tensor, on devices (see `specs.resolve`)."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise errors.UsageError("not a mesh", expected="a jax.sharding.Mesh", found=repr(mesh))
-    errors.check_choice("unmatched", unmatched, UNMATCHED)
-    aliases = aliases or [[name] for name, _ in rows]
-    rules = _rules(shardings)
-    if rules is not None and rows:
-        rules.warn_of_unmatched([*(name for each in aliases for name in each), *known])
     if mesh is None:
         meshes = {each.mesh for each in given(shardings) if isinstance(each, NamedSharding)}
         meshes = {each for each in meshes if isinstance(each, Mesh)}
         mesh = meshes.pop() if len(meshes) == 1 else None
     made: dict[Any, Any] = {}
-    resolved: list[Any] = []
-    missed: list[str] = []
-    misfits: list[errors.ShardingError] = []
-    for n, (name, shape) in enumerate(rows):
-        if callable(shardings):
-            spec = shardings(aliases[n][0], infos[n])
-        elif rules is None:
-            spec = shardings
-        else:
-            found = (rules.find(alias, _NOTHING) for alias in aliases[n])
-            spec = next((each for each in found if each is not _NOTHING), _NOTHING)
-        try:
-            if own is not None and (shardings is None or spec is _NOTHING):
-                said = own(n)
-                spec = spec if said is None else said
-            if spec is _NOTHING:
-                missed.append(name)
-                spec = None
-                if unmatched == "error":
-                    continue
-            resolved.append(_on_devices(name, shape, spec, mesh, made))
-        except errors.ShardingError as error:
-            misfits.append(error)
-    if missed and unmatched == "error":
-        raise errors.ShardingError(
-            f"no sharding for {len(missed)} of {len(rows)} tensors",
-            tensor=missed[0],
-            expected="a rule for each, or unmatched='replicate'",
-            problems=tuple(missed) if len(missed) > 1 else (),
-        )
-    if misfits:
-        if len(misfits) > 1:
-            misfits[0].problems = tuple(f"{each.tensor}: {each.message}" for each in misfits)
-        raise misfits[0]
-    return resolved
+    return specs.resolve(
+        rows,
+        shardings,
+        unmatched,
+        infos,
+        lambda name, shape, spec: _on_devices(name, shape, spec, mesh, made),
+        # A PartitionSpec is a tuple in the versions of JAX before 0.7.
+        single=lambda each: isinstance(each, Sharding | PartitionSpec),
+        expected=_EXPECTED,
+        own=own,
+        aliases=aliases,
+        known=known,
+    )
 
 
 def given(shardings: Any) -> Iterator[Any]:
@@ -102,35 +68,13 @@ def given(shardings: Any) -> Iterator[Any]:
                 yield from given(pair[1])
 
 
-def _rules(shardings: Any) -> Rules | None:
-    """Specs by name; None for a function or a single spec, which are for every name."""
-    # A PartitionSpec is a tuple in the versions of JAX before 0.7.
-    single = shardings is None or isinstance(shardings, Sharding | PartitionSpec)
-    if single or callable(shardings):
-        return None
-    if isinstance(shardings, Mapping):
-        return Rules("shardings=", dict(_flat(shardings)))
-    if not isinstance(shardings, list | tuple):
-        expected = f"{_EXPECTED}, [(regex, spec)], a mapping, or a function"
-        raise errors.UsageError("invalid shardings", expected=expected, found=repr(shardings))
-    return Rules("shardings=", shardings)
-
-
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
-
-
 def _on_devices(name: str, shape: Shape, spec: Any, mesh: Any, made: dict[Any, Any]) -> Any:
     """The sharding of a tensor; what is known of others is in `made`."""
+    if (id(spec), shape) in made:
+        return spec
     if isinstance(spec, Sharding) and not is_abstract(spec):
-        if (id(spec), shape) not in made:  # What is kept keeps its id.
-            check(name, shape, spec)
-            made[id(spec), shape] = spec
+        check(name, shape, spec)
+        made[id(spec), shape] = spec  # What is kept keeps its id.
         return spec
     kind = None
     if spec is None:

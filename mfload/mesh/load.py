@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import math
 import os
@@ -20,8 +21,9 @@ from mfload.loading import session
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.mesh.base import MeshBackend, Requests, Share, Target, TensorShares, Whole
+from mfload.mesh.base import MeshBackend, Requests, Share, TensorShares, Whole
 from mfload.planning.request import Request
+from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
 from mfload.runtime import Deadline, gc_paused
@@ -34,12 +36,13 @@ if TYPE_CHECKING:  # Only loads of several processes import them.
 _SAMPLED, _IN_ALL = 16, 512
 _PAGE = 4096  # The same on every host.
 # What a byte from another process costs on accelerators, in bytes read: assumed, since their links
-# are faster than disks. On CPUs 17 to 23 were measured (docs/design/decisions.md).
+# are faster than disks.
 _PRICE = 0.2
+# What a byte from a server costs at least, in bytes read from the page cache: processor time over
+# the loopback.
+_REMOTE = 2
 _WORTH = 1.1  # An exchange must save a tenth of what is read.
-# Bytes of a row and of a round: large enough that a round's fixed costs don't count, small enough
-# for the processor's cache.
-_WIDEST, _ROUND, _NARROWEST = 2 << 20, 4 << 20, 4096
+_NARROWEST = 4096  # Bytes of a row.
 _OUT_OF_STEP = "an exchange broke off before, so that the collectives are out of step"
 
 
@@ -68,7 +71,7 @@ class MeshLoad:
             self._whole, mesh, shardings, unmatched, chosen.index.names
         )
         options = chosen.options
-        wanted: list[TensorShares] = []
+        wanted = self._wanted = list[TensorShares]()
         known: dict[Any, tuple[tuple[Share, ...], bool]] = {}
         for (info, dtype, _, checked, _), sharding in zip(
             self._whole, self._shardings, strict=True
@@ -81,6 +84,28 @@ class MeshLoad:
         self.requests = base.requests(wanted)
         self.mine = self.requests.setdefault(backend.rank, [])
         self.loader = Loader(chosen.index, chosen.sources, backend.adapter(late=True), options)
+
+    def part(self, numbers: range) -> MeshLoad:
+        """The same for some of the tensors."""
+        made = copy.copy(self)
+        taken = slice(numbers.start, numbers.stop)
+        made._whole, made._shardings = self._whole[taken], self._shardings[taken]
+        made._wanted = self._wanted[taken]
+        made.requests = base.requests(made._wanted)
+        made.mine = made.requests.setdefault(self._backend.rank, [])
+        return made
+
+    def nbytes(self) -> list[int]:
+        """Bytes of each tensor on the process that holds most of it."""
+        made: list[int] = []
+        known: dict[Any, int] = {}
+        for each in self._wanted:
+            kind = id(each.shares), each.info.shape, each.dtype.name
+            if kind not in known:
+                rows = base.requests([each]).values()
+                known[kind] = max((sum(row.nbytes for row in some) for some in rows), default=0)
+            made.append(known[kind])
+        return made
 
     def arguments(self) -> list[str]:
         """What is wanted of each tensor: lines that must be the same on all processes."""
@@ -107,9 +132,18 @@ class MeshLoad:
         return dict(zip(held, self._backend.assemble(wholes), strict=True))
 
 
+def backend(framework: str, device: object, shard: Any, exchange: str) -> MeshBackend:
+    """The framework's backend, or one of plain shards (see `shard`)."""
+    if shard is None:
+        return base.backend(framework)
+    from mfload.mesh.shard import ShardBackend
+
+    return ShardBackend(framework, device, shard, exchange=exchange == "once")
+
+
 def load(
     choose: Callable[[], Chosen],
-    framework: str,
+    backend: MeshBackend,
     mesh: Any,
     shardings: Any,
     unmatched: str,
@@ -124,7 +158,6 @@ def load(
     `choose` checks all other arguments and reads headers: what it raises reaches the other
     processes too. `check` makes what compares bytes while they come (see `checking.checksums`).
     """
-    backend = base.backend(framework)
     ranks = backend.processes(mesh, shardings)
     with together(backend, ranks, deadline) as group:
         start = time.perf_counter()
@@ -253,7 +286,7 @@ def _exchange(
     """The arrays of this process by an exchange, or None if each process reads its own; and why."""
     requests = {rank: requests.get(rank, []) for rank in group.ranks}
     options, platform = loader.options, backend.platform()
-    width, why = exchanged(requests, options, platform)
+    width, why = exchanged(requests, options, backend, loader.sources)
     if width is None:
         return None, why
     from mfload.mesh import redistribute
@@ -273,7 +306,9 @@ def _exchange(
         link.close()
 
 
-def exchanged(requests: Requests, options: LoadOptions, platform: str) -> tuple[int | None, str]:
+def exchanged(
+    requests: Requests, options: LoadOptions, backend: MeshBackend, sources: Sequence[Source]
+) -> tuple[int | None, str]:
     """Bytes of a row if processes read for each other, else None; and why. Alike on all.
 
     Raises MemoryLimitError if that is asked for and a round does not fit in the overhead.
@@ -284,27 +319,23 @@ def exchanged(requests: Requests, options: LoadOptions, platform: str) -> tuple[
         raise errors.UsageError(message, expected="another engine, or exchange='never'")
     if options.exchange == "never" or options.engine == "mmap":
         return None, ""
-    if platform == "cpu" and not asked:
-        return None, f"{own}: a byte from another process costs as much as reading 20 (measured)"
     why = "exchange='once'"
     if not asked:
-        tensors, apart = base.targets(requests), Counter[int]()
-        share = sum(targets[0].request.info.nbytes for targets in tensors) / len(requests)
-        for targets in tensors:
-            for rank in {target.rank for target in targets}:
-                apart[rank] += _bytes_of_rows([each for each in targets if each.rank == rank])
-        most = max(apart.values(), default=0)
-        came = max(0.0, max(map(base.stored_bytes, requests.values())) - share)
+        moved, known = price(backend, sources)
+        # Of rows in the page cache only what is wanted is touched, but a device gets whole blocks.
+        rows = _remote(sources) or backend.platform() != "cpu"
+        most, share, came = amounts(requests, rows=rows)
         why = (
             f"{human(most)} at most a process, or {human(share)} and {human(came)} exchanged, of "
-            f"which a byte costs as much as reading {_PRICE} (assumed)"
+            f"which a byte costs as much as reading {moved:g} ({known})"
         )
-        if most <= _WORTH * (share + _PRICE * came):
+        if most <= _WORTH * (share + moved * came):
             return None, f"{own}: {why}"
     given = options.max_host_overhead
     limit = (OVERHEAD if given is None else given) // 2
     held = base.HELD * len(requests)  # The other half is for readers.
-    width = min(_WIDEST, _ROUND // len(requests), limit // held)
+    widest = _transport(backend).width
+    width = min(widest, 2 * widest // len(requests), limit // held)
     width = max(_NARROWEST, 1 << max(0, width.bit_length() - 1))
     if held * width > limit:
         if not asked:
@@ -317,26 +348,58 @@ def exchanged(requests: Requests, options: LoadOptions, platform: str) -> tuple[
     return width, f"every byte is read by one process: {why}"
 
 
-def _bytes_of_rows(targets: Sequence[Target]) -> int:
-    """Bytes of the whole rows in which targets of a process lie: about what it reads by itself."""
-    info = targets[0].request.info
-    dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
-    if dim is None:
-        return info.nbytes
-    starts, stops = zip(*(target.box[dim] for target in targets), strict=True)
-    return info.nbytes * (max(stops) - min(starts)) // info.shape[dim]
+def price(backend: MeshBackend, sources: Sequence[Source]) -> tuple[float, str]:
+    """What a byte from another process costs, in bytes read of these sources; how that is known."""
+    transport = _transport(backend)
+    if transport.by_devices and backend.platform() != "cpu":
+        return _PRICE, "assumed"
+    return transport.price / (_REMOTE if _remote(sources) else 1), "measured"
 
 
-def preview(chosen: Chosen, framework: str, mesh: Any, shardings: Any, unmatched: str) -> Preview:
+def _transport(backend: MeshBackend) -> base.Transport:
+    return getattr(backend, "transport", base.GLOO)
+
+
+def _remote(sources: Sequence[Source]) -> bool:
+    return any(source.costs.concurrency is not None for source in sources)
+
+
+def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
+    """Bytes that a process reads by itself at most, and once read by one: its share, what comes.
+
+    With `rows`, whole rows count that a process wants parts of.
+    """
+    tensors = base.targets(requests)
+    apart, came = Counter[int](), Counter[int]()
+    for targets in tensors:
+        info, spans = targets[0].request.info, dict[int, tuple[int, int]]()
+        dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
+        length, wanted = 1 if dim is None else info.shape[dim], Counter[int]()
+        for rank, _, box, _ in targets:
+            start, stop = (0, 1) if dim is None else box[dim]
+            first, last = spans.get(rank, (start, stop))
+            spans[rank] = min(first, start), max(last, stop)
+            wanted[rank] += info.dtype.size_of(shape_of(box)) or 0
+        for rank, (start, stop) in spans.items():
+            apart[rank] += info.nbytes * (stop - start) // length if rows else wanted[rank]
+            # Those that want parts of the same rows read equal shares of them for each other.
+            among = sum(a < stop and start < b for a, b in spans.values())
+            came[rank] += wanted[rank] - wanted[rank] // among
+    share = sum(targets[0].request.info.nbytes for targets in tensors) / len(requests)
+    return max(apart.values(), default=0), share, max(came.values(), default=0)
+
+
+def preview(
+    chosen: Chosen, backend: MeshBackend, mesh: Any, shardings: Any, unmatched: str
+) -> Preview:
     """Says what `load` would do on this process; reads nothing."""
-    backend = base.backend(framework)
     ranks = backend.processes(mesh, shardings)
     job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
     here = job.loader.preview(job.mine)
     notes, width = list(here.notes), None
     if len(ranks) > 1:
         requests = {rank: job.requests.get(rank, []) for rank in ranks}
-        width, note = exchanged(requests, chosen.options, backend.platform())
+        width, note = exchanged(requests, chosen.options, backend, chosen.sources)
         notes += [note] if note else []
         if width is not None:
             if here.plan.device_bytes:
@@ -364,7 +427,7 @@ def abstract(
 ) -> dict[str, Any]:
     """What the arrays will be, without any data; without shardings if none are given."""
     session.check(chosen.requests, chosen.index)
-    backend = base.backend(framework)
+    backend: Any = base.backend(framework)
     resolved: list[Any] = [None] * len(chosen.requests)
     if mesh is not None or shardings is not None:
         known = chosen.index.names

@@ -23,7 +23,7 @@ from mfload.loading import execute
 from mfload.loading.session import Filled, Loader, Session
 from mfload.mesh import agree, base
 from mfload.mesh.agree import ProcessGroup
-from mfload.mesh.base import Link, Requests, Target
+from mfload.mesh.base import Link, Pieces, Requests, Target
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Place, Plan, make_plan
 from mfload.planning.request import Request
@@ -32,6 +32,10 @@ from mfload.report import Report
 
 # Of parcels in a row, which begins with a header: the round, and the bytes of the sender's error.
 ALIGNMENT, _HEADER = 64, struct.Struct("<QQ")
+# Parcels from here on travel by themselves, from and to where they lie. Smaller ones share a row.
+ALONE = 64 << 10
+# Bytes of a row that travel in any case: a header with the longest error.
+_ROW = 4096
 # Tensors are cut where the parts of processes end, unless the pieces are smaller than this.
 _APART = 16 << 10
 # A process may be ahead of its share by that part of it, or by two pages.
@@ -47,6 +51,7 @@ class Parcel(NamedTuple):
     at: int  # First byte in the result.
     nbytes: int  # Bytes as delivered.
     wire: int  # First byte in the row that travels, 0 if it stays with its reader.
+    same: Parcel | None = None  # Has the same bytes, and is read: this one is sent from there.
 
 
 class Schedule(NamedTuple):
@@ -81,7 +86,8 @@ def schedule(requests: Requests, width: int) -> Schedule:
     read, due, last = dict.fromkeys(ranks, 0), 0, ranks[0]
     rounds: list[list[Parcel]] = [[]]
     current = dict.fromkeys(ranks, 0)  # The round that each reader fills,
-    full = {rank: Counter[int]() for rank in ranks}  # and how full its row to each process is.
+    full = {rank: Counter[int]() for rank in ranks}  # how full its row to each process is,
+    front = {rank: Counter[int]() for rank in ranks}  # and what small parcels take of that.
     for targets in tensors:
         info = targets[0].request.info
         due += info.nbytes
@@ -96,18 +102,31 @@ def schedule(requests: Requests, width: int) -> Schedule:
             last, row = reader, full[reader]
             if any(row[to] + n > room for to, n in wanted.items() if to != reader):
                 row.clear()
+                front[reader].clear()
                 current[reader] += 1
                 if current[reader] == len(rounds):
                     rounds.append([])
             number = 0 if wanted.keys() == {reader} else current[reader]
-            for target, box in parts:
-                wire, nbytes = 0, _nbytes(target, box)
-                if target.rank != reader:
-                    wire = ALIGNMENT + row[target.rank]
-                    row[target.rank] += _padded(nbytes)
-                dtype = target.request.dtype
+            held: dict[object, Parcel] = {}
+            # What the reader keeps comes first: others get it from there.
+            for target, box in sorted(parts, key=lambda part: part[0].rank != reader):
+                wire, nbytes, to = 0, _nbytes(target, box), target.rank
+                dtype, key = target.request.dtype, None
+                if nbytes >= ALONE:
+                    key = box, dtype.name, target.request.checked
+                if to != reader:
+                    row[to] += _padded(nbytes)
+                    if key is None:  # Small ones from the front on, others from the back.
+                        wire = ALIGNMENT + front[reader][to]
+                        front[reader][to] += _padded(nbytes)
+                    else:
+                        wire = width - (row[to] - front[reader][to])
                 at = first_element(target.box, box) // dtype.elements * dtype.nbytes
-                rounds[number].append(Parcel(reader, target, box, at, nbytes, wire))
+                same = held.get(key) if wire else None
+                parcel = Parcel(reader, target, box, at, nbytes, wire, same)
+                rounds[number].append(parcel)
+                if key is not None:
+                    held.setdefault(key, parcel)
     return Schedule(ranks, width, rounds, read)
 
 
@@ -152,6 +171,8 @@ def _slabs(
     nbytes = info.dtype.size_of(shape_of(slab)) or 0
     # Elements that share a byte stay together.
     units = [1] * (len(slab) - 1) + [info.dtype.elements]
+    if info.shape and info.shape[-1] % units[-1]:
+        units = list(info.shape)  # Rows share bytes as well.
     dim = next((n for n, (a, b) in enumerate(slab) if b - a > units[n]), None)
     cuts: list[int] = []
     if dim is not None:
@@ -240,14 +261,15 @@ def run(
     of them stop after the same round, and their collectives stay in step.
     """
     rank, ranks, width = group.rank, schedule.ranks, schedule.width
-    rows = link.buffer() if schedule.travels else None
+    # While one travels, the next is filled.
+    rows = [link.buffer(), link.buffer()] if schedule.travels else []
 
     def spots(parcel: Parcel) -> list[tuple[int, int]]:
         return [(places[n].buffer, places[n].at + parcel.at) for n in parcel.target.numbers]
 
-    def read_round(parcels: Sequence[Parcel]) -> None:
+    def read_round(parcels: Sequence[Parcel], wire: Any) -> None:
         requests, given = list[Request](), list[tuple[int, int]]()
-        for parcel in (each for each in parcels if each.reader == rank):
+        for parcel in (each for each in parcels if each.reader == rank and not each.same):
             # Numbers of another process mean nothing here.
             row = ranks.index(parcel.target.rank) * width + parcel.wire
             there = [(len(memory), row)] if parcel.wire else spots(parcel)
@@ -256,39 +278,82 @@ def run(
             requests += [whole._replace(selection=selection, devices=())] * len(there)
             given += there
         if requests:
-            read(requests, given, memory if rows is None else [*memory, rows.reshape(-1)])
+            read(requests, given, memory if wire is None else [*memory, wire.reshape(-1)])
+
+    def place(parcel: Parcel) -> Any:
+        buffer, at = spots(parcel)[0]
+        return memory[buffer][at : at + parcel.nbytes]
+
+    def pieces_of(parcels: Sequence[Parcel], wire: Any) -> Pieces:
+        pieces = Pieces([], [], [_ROW] * len(ranks), [_ROW] * len(ranks))
+        for parcel in (each for each in parcels if each.wire):
+            given, to = parcel.reader == rank, parcel.target.rank
+            if not given and to != rank:
+                continue
+            number, end = ranks.index(to if given else parcel.reader), parcel.wire + parcel.nbytes
+            if parcel.nbytes < ALONE:
+                sizes = pieces.sizes if given else pieces.come
+                sizes[number] = max(sizes[number], end)
+            elif given:
+                source = parcel.same or parcel
+                row = wire[ranks.index(source.target.rank), source.wire :][: source.nbytes]
+                part = row if source.wire else place(source)
+                pieces.sent.append((number, parcel.wire, part))
+            else:
+                pieces.taken.append((number, parcel.wire, place(parcel)))
+        return pieces
 
     def take_round(parcels: Sequence[Parcel], came: Any) -> None:
         nbytes = 0
         for parcel in (each for each in parcels if each.target.rank == rank):
             info, dtype, *_ = parcel.target.request
             nbytes += parcel.nbytes // dtype.nbytes * info.dtype.nbytes
-            for buffer, at in spots(parcel) if parcel.wire else ():
+            if not parcel.wire:
+                continue
+            part, rest = place(parcel), spots(parcel)[1:]
+            if parcel.nbytes < ALONE:
                 row = came[ranks.index(parcel.reader)][parcel.wire :]
-                memory[buffer][at : at + parcel.nbytes] = row[: parcel.nbytes]
+                part[:] = row[: parcel.nbytes]
+            for buffer, at in rest:
+                memory[buffer][at : at + parcel.nbytes] = part
         if advance is not None:
             advance(nbytes)
 
-    failed: BaseException | None = None
-    for number, parcels in enumerate(schedule.rounds):
-        came, failed = None, failed or _attempt(read_round, parcels)
-        if rows is not None:
+    def finish(number: int) -> tuple[Any, KeyboardInterrupt | None]:
+        try:
+            came, interrupted = link.finish(lambda: group.check("exchange"))
+        except errors.ProcessError as error:  # Others may have failed with this one already.
+            raise failed or error  # noqa: B904 - either as it is
+        for other, row in zip(ranks, came, strict=True):
+            theirs, length = _HEADER.unpack(row[: _HEADER.size].tobytes())
+            if theirs != number:
+                raise errors.ProcessError(f"process {other} is at round {theirs}, not {number}")
+            if length:
+                text = json.loads(row[_HEADER.size : _HEADER.size + length].tobytes())
+                raise failed or agree.failed(other, text)
+        return came, interrupted
+
+    failed: BaseException | None = group.enter("rows") if rows else None
+    before: Sequence[Parcel] = ()
+    for number, parcels in enumerate([*schedule.rounds, ()] if rows else schedule.rounds):
+        last, came = number == len(schedule.rounds), None
+        wire = rows[number % 2] if rows else None
+        failed = failed or _attempt(read_round, parcels, wire)
+        if number and rows:
+            came, interrupted = finish(number - 1)
+            failed = failed or interrupted
+        if wire is not None and not last:
             text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
             header = _HEADER.pack(number, len(text)) + text
-            rows[:, : len(header)] = memoryview(header)
-            try:
-                came, interrupted = link.swap(rows, lambda: group.check("exchange"))
-            except errors.ProcessError as error:  # Others may have failed with this one already.
-                raise failed or error  # noqa: B904 - either as it is
-            for other, row in zip(ranks, came, strict=True):
-                theirs, length = _HEADER.unpack(row[: _HEADER.size].tobytes())
-                if theirs != number:
-                    raise errors.ProcessError(f"process {other} is at round {theirs}, not {number}")
-                if length:
-                    text = json.loads(row[_HEADER.size : _HEADER.size + length].tobytes())
-                    raise failed or agree.failed(other, text)
-            failed = interrupted
-        failed = failed or _attempt(take_round, parcels, came)
+            wire[:, : len(header)] = memoryview(header)
+            pieces = pieces_of(parcels, wire)
+            if failed is not None:  # As many bytes, and none that would come over the text.
+                for n, (to, at, part) in enumerate(pieces.sent):
+                    pieces.sent[n] = to, at, wire[to, at : at + part.size]
+            link.start(wire, pieces)
+        taken = before if rows else parcels
+        failed = failed or _attempt(take_round, taken, came)
+        before = parcels
     if failed is not None:
         raise failed
 

@@ -13,12 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
+from calls import as_options
 from conformance import material
 from conformance.material import BITS, Stored
 from conformance.suite import Conformance, no_gpu
 from devices.fake import FakeDevice
 from leaks import left
 
+import mfload
 from mfload import dtypes, errors, frameworks
 from mfload.cuda import discovery, memory
 from mfload.cuda.device import Device, Rows
@@ -280,6 +282,8 @@ class DeviceMemoryConformance:
             loaded = self.look.load(path, engine=engine, allocator=allocator)
             self.look.assert_loaded(loaded, rows)
             del loaded
+            options = as_options({"engine": engine, "allocator": allocator})
+            self.look.assert_loaded(dict(mfload.stream(path, "numpy", **options)), rows)
             assert left() == 0
 
     def test_no_two_arrays_share_bytes(

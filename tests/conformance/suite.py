@@ -210,6 +210,33 @@ class Conformance:
                 assert opened.get_slice(row.name).get_shape() == list(row.shape)
                 assert opened.get_slice(row.name).get_dtype() == row.dtype
 
+    @pytest.mark.parametrize("allocator", ALLOCATORS)
+    def test_streams(self, zoo: Any, allocator: str) -> None:
+        path, rows = zoo(8)
+        options = mfload.Options(allocator=allocator, max_host_overhead="4MiB")  # pyright: ignore
+        with mfload.stream(path, self.framework, options=options) as stream:
+            self.assert_loaded(dict(stream), rows)
+
+    def test_lazy_tensors(self, zoo: Any) -> None:
+        path, rows = zoo(8)
+        loaded = self.load(path)
+        lazy = dict(mfload.stream(path, self.framework, lazy=True))
+        assert {name: each.dtype for name, each in lazy.items()} == {
+            name: array.dtype for name, array in loaded.items()
+        }
+        assert list(map(self.shape, lazy.values())) == list(map(self.shape, loaded.values()))
+        read = {name: self.read(each) for name, each in lazy.items()}
+        self.assert_loaded(read, rows)
+        for row in rows:
+            name, dtype, shape, raw = row.name, row.dtype, row.shape, row.raw
+            if len(shape) > 1 and shape[0] > 1 and (material.BITS[dtype] > 7 or shape[-1] % 4 == 0):
+                rest = Stored(name, dtype, (shape[0] - 1, *shape[1:]), raw[len(raw) // shape[0] :])
+                assert self.found(self.read(lazy[name][1:])) == self.expected(rest)
+
+    def read(self, lazy: Any) -> Any:
+        """What a lazy tensor becomes."""
+        return lazy.read()
+
     def test_one_tensor_asked_for_twice(self, aligned: Any) -> None:
         path, rows = aligned
         with self.open(path, engine="mmap") as opened:

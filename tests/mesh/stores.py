@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from mfload import errors
+from mfload.mesh.link import Link
 
 
 class Memory:
@@ -70,16 +71,47 @@ class MemoryLink:
     def buffer(self) -> Any:
         return np.zeros((len(self.ranks), self._width), np.uint8)
 
-    def swap(self, rows: Any, check: Callable[[], None]) -> tuple[Any, None]:
+    def start(self, rows: Any, pieces: Any = None) -> None:
+        self._rows, self._pieces = rows, pieces
+
+    def finish(self, check: Callable[[], None]) -> tuple[Any, None]:
         check()
         try:
-            return self._shared.swap(self.ranks.index(self._rank), rows), None
+            if self._pieces is not None:
+                return Link.swap(cast(Any, self), self._rows, self._pieces), None
+            return self.exchange(self._rows), None
         except threading.BrokenBarrierError:
             self.broken = True
             raise errors.ProcessError("the exchange broke off") from None
 
+    def exchange(self, rows: Any) -> Any:
+        return self._shared.swap(self.ranks.index(self._rank), rows)
+
     def close(self) -> None:
         pass
+
+
+class DirectLink(MemoryLink):
+    """One that sends pieces from and to where they lie, and no more of rows than is asked for."""
+
+    def exchange(self, rows: Any) -> Any:
+        raise AssertionError("no more than pieces is to travel")
+
+    def finish(self, check: Callable[[], None]) -> tuple[Any, None]:
+        check()
+        given, own = self._pieces, self.ranks.index(self._rank)
+        sent: list[list[Any]] = []
+        for number, row in enumerate(self._rows):
+            parts = [part.copy() for n, _, part in given.sent if n == number]
+            sent.append([row[: given.sizes[number]].copy(), *parts])
+        came: list[Any] = []
+        for number, (row, *parts) in enumerate(self._shared.swap(own, sent)):
+            assert number == own or row.size == given.come[number]
+            came.append(row)
+            places = [place for n, _, place in given.taken if n == number]
+            for place, part in zip(places, parts, strict=True):
+                place[:] = part
+        return came, None
 
 
 class Swaps:
@@ -92,9 +124,9 @@ class Swaps:
     def swap(self, number: int, rows: Any) -> Any:
         self._rows[number] = rows.copy()
         self._barrier.wait()
-        came = np.stack([self._rows[n][number] for n in sorted(self._rows)])
+        came = [self._rows[n][number] for n in sorted(self._rows)]
         self._barrier.wait()
-        return came
+        return np.stack(came) if isinstance(rows, np.ndarray) else came
 
 
 class Backend:

@@ -298,6 +298,34 @@ class TestWithoutAStore:
         for each in stores.all_at_once(acts):
             assert "process 1: b 1" in str(each)
 
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_ctrl_c_in_a_step_that_was_the_last(self, fails: bool) -> None:
+        """None waits for an answer of others that have left: all were done, or one failed."""
+        swaps = stores.Swaps(2, 5)
+
+        class Pressed(stores.MemoryLink):
+            def finish(self, check: Any) -> Any:
+                came, _ = super().finish(check)
+                return came, KeyboardInterrupt() if b"end" in rows(came) else None
+
+        def rows(came: Any) -> bytes:
+            return b"".join(bytes(row[:16]) for row in came)
+
+        def process(rank: int) -> None:
+            backend: Any = stores.Backend(rank, None, swaps)
+            if rank == 0:
+                backend.link = lambda ranks, width, _: Pressed(rank, ranks, width, swaps)
+            with agree.joined(backend, (0, 1), Deadline(None)) as group:
+                group.agree("files")
+                if fails and rank == 1:
+                    raise Broken
+
+        start = time.monotonic()
+        pressed, other = stores.all_at_once([lambda rank=rank: process(rank) for rank in (0, 1)])
+        assert isinstance(pressed, KeyboardInterrupt)
+        assert isinstance(other, Broken) if fails else other is None
+        assert time.monotonic() - start < 3
+
     def test_one_that_does_not_come(self) -> None:
         swaps = stores.Swaps(2, seconds=0.05)
         with pytest.raises(errors.ProcessError, match="broke off"):

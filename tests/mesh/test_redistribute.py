@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,27 @@ from hypothesis import assume, given, settings, strategies as st
 from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
 from mfload.load_options import LoadOptions
-from mfload.mesh import agree, load as mesh_load, redistribute
+from mfload.mesh import agree, base as mesh_base, load as mesh_load, redistribute
 from mfload.planning.plan import Place
 from mfload.planning.request import Request, box_of
 from mfload.planning.slicing import boxed
 from mfload.runtime import Deadline
+from mfload.sources.base import Costs
+
+
+class Hosts:
+    """As much of a backend as the choice asks for.
+
+    Args:
+        platform: The kind of its devices.
+    """
+
+    def __init__(self, platform: str = "cpu") -> None:
+        self._platform = platform
+
+    def platform(self) -> str:
+        return self._platform
+
 
 KINDS = ("U8", "BF16", "F32", "F64", "F4", "F6_E2M3")
 
@@ -84,13 +101,19 @@ def cut_out(info: TensorInfo, box: Box, data: Any) -> Any:
     return data[(*(slice(*pair) for pair in box), ...)]
 
 
+# From how many bytes on parcels travel by themselves.
+alone = st.sampled_from((1, 100, 64 << 10))
+
+
 @settings(max_examples=150)
-@given(worlds(), st.sampled_from((4096, 8192)))
+@given(worlds(), st.sampled_from((4096, 8192)), alone)
 def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
-    requests: dict[int, list[Request]], width: int
+    requests: dict[int, list[Request]], width: int, least: int
 ) -> None:
-    schedule = redistribute.schedule(requests, width)
-    again = redistribute.schedule(dict(reversed(list(requests.items()))), width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redistribute, "ALONE", least)
+        schedule = redistribute.schedule(requests, width)
+        again = redistribute.schedule(dict(reversed(list(requests.items()))), width)
     assert schedule[2:] == again[2:]
     held = {request.info.name: request.info for each in requests.values() for request in each}
     data = {name: content(info) for name, info in held.items()}
@@ -107,6 +130,10 @@ def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
         if dtype is not info.dtype:
             part = np.repeat(part, dtype.nbytes // info.dtype.nbytes, axis=-1)
         assert part.size == parcel.nbytes
+        if (same := parcel.same) is not None:
+            assert (same.reader, same.box, same.same) == (parcel.reader, parcel.box, None)
+            assert same.target.request.dtype is dtype
+            assert any(same in round and parcel in round for round in schedule.rounds)
         for number in target.numbers:
             key = target.rank, number
             nbytes = requests[target.rank][number].nbytes
@@ -153,6 +180,18 @@ def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
     assert sum(p.nbytes for p in every if p.target.rank == 2) == sum(ends)
 
 
+@pytest.mark.parametrize("shape", [(20000, 3), (2, 30001)])
+def test_packed_elements_stay_together_where_rows_share_bytes(shape: tuple[int, int]) -> None:
+    info = tensor("w", "F4", shape)
+    requests = {rank: [Request(info, info.dtype)] for rank in range(2)}
+    schedule = redistribute.schedule(requests, 1 << 20)
+    parcels = list(itertools.chain(*schedule.rounds))
+    assert sum(p.nbytes for p in parcels) == 2 * info.nbytes
+    assert all(boxed(info, p.box) is None for p in parcels)
+    with pytest.raises(errors.MemoryLimitError):
+        redistribute.schedule(requests, 4096)
+
+
 def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int, list[Request]]:
     """Needs as a mesh makes them: equal blocks, devices of a process next to each other."""
     made: dict[int, list[Request]] = {rank: [] for rank in range(processes)}
@@ -180,7 +219,7 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
     if grid == (1, 1):
         requests = {rank: [Request(info, info.dtype)] for rank in range(processes)}
     assume(rows % grid[0] == 0 and columns % grid[1] == 0)
-    width, _ = mesh_load.exchanged(requests, LoadOptions(exchange="once"), "cpu")
+    width, _ = mesh_load.exchanged(requests, LoadOptions(exchange="once"), Hosts(), ())
     assert width is not None
     schedule = redistribute.schedule(requests, width)
     for rank in range(processes):
@@ -200,11 +239,11 @@ def test_rows_keep_within_the_overhead(count: int, overhead: int) -> None:
     info = tensor("w", "U8", (100,))
     requests = {rank: [Request(info, info.dtype)] for rank in range(count)}
     options = LoadOptions(exchange="once", max_host_overhead=overhead)
-    if overhead < 2 * 4 * count * 4096:
+    if overhead < 2 * mesh_base.HELD * count * 4096:
         with pytest.raises(errors.MemoryLimitError, match="max_host_overhead"):
-            mesh_load.exchanged(requests, options, "cpu")
+            mesh_load.exchanged(requests, options, Hosts(), ())
         return
-    width, _ = mesh_load.exchanged(requests, options, "cpu")
+    width, _ = mesh_load.exchanged(requests, options, Hosts(), ())
     assert width is not None
     assert width >= 4096
     schedule = redistribute.schedule(requests, width)
@@ -227,42 +266,61 @@ def test_batches_keep_within_a_limit() -> None:
 class TestRun:
     """Processes are threads, which swap rows in memory."""
 
-    def _run(self, requests: dict[int, list[Request]], read: Any, width: int = 4096) -> list[Any]:
+    def _run(
+        self,
+        requests: dict[int, list[Request]],
+        read: Any,
+        width: int = 4096,
+        kind: Any = stores.MemoryLink,
+    ) -> list[Any]:
         schedule = redistribute.schedule(requests, width)
         swaps = stores.Swaps(len(requests))
 
         def process(rank: int) -> list[Any]:
             backend: Any = stores.Backend(rank, None, swaps)
             group = agree.ProcessGroup(backend, sorted(requests), Deadline(None))
-            link: Any = stores.MemoryLink(rank, sorted(requests), width, swaps)
+            link: Any = kind(rank, sorted(requests), width, swaps)
             memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
             places = [Place(r, n, 0) for n, r in enumerate(requests[rank])]
             come: list[int] = []
             redistribute.run(schedule, group, link, read(rank), places, memory, come.append)
-            assert sum(come) == sum(request.nbytes for request in requests[rank])
+            every = {(r.info.name, r.dtype.name, box_of(r)): r for r in requests[rank]}
+            assert sum(come) == sum(mesh_base.stored_bytes([r]) for r in every.values())
             return memory
 
         return stores.all_at_once([lambda rank=rank: process(rank) for rank in requests])
 
-    def test_values(self) -> None:
-        info = tensor("w", "F32", (64, 256))
-        requests = shards(info, (1, 8), 2)
-        data = content(info)
+    @settings(max_examples=60, deadline=None)
+    @given(worlds(), alone, st.sampled_from((stores.MemoryLink, stores.DirectLink)))
+    def test_values(self, requests: dict[int, list[Request]], least: int, kind: Any) -> None:
+        def delivered(request: Request) -> Any:
+            info = request.info
+            part = cut_out(info, box_of(request), content(info))
+            times = request.dtype.nbytes // info.dtype.nbytes
+            return np.repeat(part, times, axis=-1).reshape(-1)
 
         def read(rank: int) -> Any:
             def run(wanted: Any, given: Any, memory: Any) -> None:
                 for request, (buffer, at) in zip(wanted, given, strict=True):
-                    part = cut_out(info, box_of(request), data).reshape(-1)
+                    part = delivered(request)
                     memory[buffer][at : at + part.size] = part
 
             return run
 
-        for rank, memory in enumerate(self._run(requests, read)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(redistribute, "ALONE", least)
+            found = self._run(requests, read, kind=kind)
+        for rank, memory in zip(requests, found, strict=True):
+            assert not isinstance(memory, Exception), memory
             for request, array in zip(requests[rank], memory, strict=True):
-                whole = cut_out(info, box_of(request), data)
-                assert array.tobytes() == whole.tobytes()
+                assert array.tobytes() == delivered(request).tobytes()
 
-    def test_an_error_stops_all_after_the_same_round(self) -> None:
+    @pytest.mark.parametrize("least", [1, 64 << 10])
+    @pytest.mark.parametrize("kind", [stores.MemoryLink, stores.DirectLink])
+    def test_an_error_stops_all_after_the_same_round(
+        self, monkeypatch: pytest.MonkeyPatch, kind: Any, least: int
+    ) -> None:
+        monkeypatch.setattr(redistribute, "ALONE", least)
         requests = shards(tensor("w", "F32", (64, 256)), (1, 8), 2)
         calls = [0, 0]
 
@@ -274,16 +332,47 @@ class TestRun:
 
             return run
 
-        other, own = self._run(requests, read)
+        other, own = self._run(requests, read, kind=kind)
         assert isinstance(own, errors.ReadError)
         assert isinstance(other, errors.ProcessError)
         assert "process 1 failed" in str(other)
         assert "ReadError: the disk is gone" in str(other)
-        assert calls == [3, 3]
+        assert calls == [4, 3]  # While the rows with the error travel, the next are read.
+
+    @pytest.mark.parametrize("pressed", [False, True])
+    def test_one_that_does_not_come_to_the_rows_ends_all(self, pressed: bool) -> None:
+        """It failed before, or Ctrl-C came while it waited for the others."""
+        requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2, 5)
+        schedule = redistribute.schedule(requests, 4096)
+
+        class Pressed(stores.MemoryLink):
+            def finish(self, check: Any) -> Any:
+                return super().finish(check)[0], KeyboardInterrupt()
+
+        def process(rank: int) -> None:
+            backend: Any = stores.Backend(rank, None, swaps)
+            if pressed and rank == 1:
+                backend.link = lambda ranks, width, _: Pressed(rank, ranks, width, swaps)
+            group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
+            link: Any = stores.MemoryLink(rank, [0, 1], 4096, swaps)
+            memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
+            places = [Place(request, n, 0) for n, request in enumerate(requests[rank])]
+            try:
+                if rank == 1 and not pressed:
+                    raise errors.MemoryLimitError("no memory")
+                redistribute.run(schedule, group, link, lambda *_: None, places, memory, None)
+            except BaseException as error:
+                group.fail(error)
+                raise
+
+        other, own = stores.all_at_once([lambda rank=rank: process(rank) for rank in (0, 1)])
+        assert isinstance(own, KeyboardInterrupt if pressed else errors.MemoryLimitError), own
+        assert isinstance(other, errors.ProcessError), other
+        assert "process 1 failed" in str(other)
 
     def test_its_own_error_counts_where_the_others_failed_with_it(self) -> None:
         class Late(stores.MemoryLink):
-            def swap(self, rows: Any, check: Any) -> Any:
+            def finish(self, check: Any) -> Any:
                 raise errors.ProcessError("process 0 failed, and this load with it")
 
         def read(wanted: Any, given: Any, memory: Any) -> None:
@@ -292,6 +381,7 @@ class TestRun:
         requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2)
         backend: Any = stores.Backend(1, None, swaps)
         group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
+        group.enter = lambda what: None
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
         places = [Place(request, n, 0) for n, request in enumerate(requests[1])]
         link: Any = Late(1, [0, 1], 4096, swaps)
@@ -304,9 +394,16 @@ class TestChoosing:
     def columns(self) -> dict[int, list[Request]]:
         return shards(tensor("w", "F32", (1024, 1024)), (1, 8), 2)
 
-    def choose(self, requests: Any, wished: str, platform: str, overhead: int | None = None) -> Any:
+    def choose(
+        self,
+        requests: Any,
+        wished: str,
+        platform: str,
+        overhead: int | None = None,
+        sources: Any = (),
+    ) -> Any:
         options = LoadOptions(exchange=wished, max_host_overhead=overhead)  # type: ignore[arg-type]
-        return mesh_load.exchanged(requests, options, platform)
+        return mesh_load.exchanged(requests, options, Hosts(platform), sources)
 
     def test_never(self) -> None:
         assert self.choose(self.columns(), "never", "gpu") == (None, "")
@@ -314,13 +411,41 @@ class TestChoosing:
     def test_auto_reads_where_reading_is_cheap(self) -> None:
         width, note = self.choose(self.columns(), "auto", "cpu")
         assert width is None
-        assert "measured" in note
+        assert "of which a byte costs as much as reading 20 (measured)" in note
+        assert "2 MiB at most a process, or 2 MiB and 1 MiB exchanged" in note
+        whole = {rank: self.columns()[rank] * 2 for rank in range(2)}
+        assert self.choose(whole, "auto", "cpu")[0] is None
+
+    def test_auto_exchanges_columns_of_a_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Each of eight would ask it for whole rows, and a byte of it costs as much as some moved.
+        server = SimpleNamespace(costs=Costs(concurrency=8))
+        columns = shards(tensor("w", "F32", (1024, 1024)), (1, 8), 8)
+        assert self.choose(columns, "auto", "cpu", sources=[server])[0] is None
+        monkeypatch.setattr(Hosts, "transport", mesh_base.Transport(3, 4 << 20), raising=False)
+        width, note = self.choose(columns, "auto", "cpu", sources=[server])
+        assert width is not None
+        assert "4 MiB at most a process, or 512 KiB and 448 KiB exchanged" in note
+        assert "reading 1.5 (measured)" in note
+        rows = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 8)
+        assert self.choose(rows, "auto", "cpu", sources=[server])[0] is None
 
     def test_auto_exchanges_where_links_are_fast(self) -> None:
         width, note = self.choose(self.columns(), "auto", "gpu")
         assert "assumed" in note
         schedule = redistribute.schedule(self.columns(), width)
         assert max(schedule.read.values()) <= 0.55 * (4 << 20)
+
+    def test_what_travels_through_hosts_has_their_price(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = tensor("w", "F32", (1024, 1024))
+        requests = {rank: [Request(whole, whole.dtype)] for rank in range(2)}
+        assert self.choose(requests, "auto", "gpu")[0] is not None
+        through_hosts = mesh_base.Transport(2.5, 4 << 20, by_devices=False)
+        monkeypatch.setattr(Hosts, "transport", through_hosts, raising=False)
+        width, note = self.choose(requests, "auto", "gpu")
+        assert width is None
+        assert "reading 2.5 (measured)" in note
 
     def test_rows_are_never_exchanged(self) -> None:
         requests = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 2)

@@ -8,18 +8,13 @@ Writes a line of JSON for each case to `DIRECTORY/said.RANK`.
 from __future__ import annotations
 
 import contextlib
-import errno
-import faulthandler
 import gc
-import json
 import os
 import re
-import shutil
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,15 +22,17 @@ from unittest import mock
 import jax
 import numpy as np
 import safetensors.numpy
+import world
 from calls import as_options
 from conformance import mesh_backend
 from jax.sharding import Mesh, PartitionSpec as P
+from world import at_swap, io_error, kill, press
 
 import mfload
 from mfload import errors
 from mfload.formats import checkpoint
-from mfload.io import buffers, pread
-from mfload.mesh import agree, jax_processes, load as mesh_load, redistribute
+from mfload.io import buffers
+from mfload.mesh import agree, link, load as mesh_load, redistribute
 from mfload.mesh.jax_backend import JaxBackend
 
 SPECS: dict[str, Any] = {
@@ -47,25 +44,16 @@ SPECS: dict[str, Any] = {
     "replicated": P(),
 }
 MANY_ROUNDS = 4 << 20  # Overhead so small that the exchange takes many.
-NO_MAPS = mock.patch.object(pread, "_WORTH_MAPPING", 1 << 60)  # What is mapped is not read.
 EXPECTED = ("read_bytes", "exchanged_bytes", "over_read_bytes", "peak_bytes")
 
 
-class World:
-    """One process among several.
-
-    Args:
-        rank: Its number.
-        count: How many there are.
-        directory: With `model/`, which all see.
-    """
+class World(world.World):
+    """A process of JAX."""
 
     def __init__(self, rank: int, count: int, directory: Path) -> None:
-        self.rank, self.count, self.directory = rank, count, directory
-        self.model = directory / "model"
+        super().__init__(rank, count, directory)
         devices = np.array(jax.devices()).reshape(count, -1)
         self.mesh = Mesh(devices, ("a", "b"))
-        self.read = 0
 
     def load(self, spec: Any, path: Path | None = None, **options: Any) -> dict[str, Any]:
         """Loads with one spec for all tensors of two dims."""
@@ -77,13 +65,6 @@ class World:
             shardings=shardings,
             **as_options(options),
         )
-
-    def own(self) -> Path:
-        """A copy of the model that this process may damage."""
-        path = self.directory / f"own.{self.rank}"
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(self.model, path)
-        return path
 
     def check(self, arrays: dict[str, Any]) -> None:
         """Compares every shard of this process with the file, bit by bit."""
@@ -97,53 +78,6 @@ class World:
                 mine = np.asarray(shard.data)
                 assert mine.tobytes() == held[name][shard.index].tobytes(), name
         del arrays
-
-    @contextlib.contextmanager
-    def counted(self) -> Generator[None]:
-        """Counts the bytes that come from files of the model."""
-        true, lock = os.preadv, threading.Lock()
-        self.read = 0
-
-        def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
-            got = true(fd, vector, offset, *flags)
-            with lock:
-                self.read += got
-            return got
-
-        os.preadv = preadv
-        try:
-            with NO_MAPS:
-                yield
-        finally:
-            os.preadv = true
-
-    @contextlib.contextmanager
-    def failing(self, after: int, act: Callable[[], Any]) -> Generator[None]:
-        """Does something in place of the reads of rank 1 that come after so many bytes."""
-        true, done = os.preadv, [0]
-
-        def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
-            if done[0] >= after:
-                act()
-            got = true(fd, vector, offset, *flags)
-            done[0] += got
-            return got
-
-        if self.rank == 1:
-            os.preadv = preadv
-        try:
-            with NO_MAPS:
-                yield
-        finally:
-            os.preadv = true
-
-
-def io_error() -> None:
-    raise OSError(errno.EIO, "Input/output error")
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def values(world: World, name: str, exchange: str, **options: Any) -> dict[str, Any]:
@@ -190,12 +124,8 @@ def different(world: World) -> None:
 
 @contextlib.contextmanager
 def no_collectives() -> Generator[None]:
-    true = jax_processes.JaxLink.swap
-    jax_processes.JaxLink.swap = None
-    try:
+    with mock.patch.object(link.Link, "start", None):
         yield
-    finally:
-        jax_processes.JaxLink.swap = true
 
 
 def disk(world: World, exchange: str, after: int) -> None:
@@ -236,33 +166,6 @@ def alone(world: World) -> None:
     while not (world.directory / "gave-up").exists():
         time.sleep(0.05)
     world.load(P("a"), timeout=10.0)
-
-
-@contextlib.contextmanager
-def at_swap(world: World, number: int, act: Callable[[], Any]) -> Generator[None]:
-    """Does something on process 1 while a swap is under way, or before it if that raises."""
-    true, done = jax_processes.JaxLink._wait, [0]
-    swap = jax_processes.JaxLink.swap
-
-    def counted(self: Any, rows: Any, check: Any) -> Any:
-        done[0] += 1
-        return swap(self, rows, check)
-
-    def wait(self: Any, thread: Any, check: Any) -> None:
-        if world.rank == 1 and done[0] == number:
-            done[0] += 1000
-            act()
-        true(self, thread, check)
-
-    jax_processes.JaxLink._wait, jax_processes.JaxLink.swap = wait, counted
-    try:
-        yield
-    finally:
-        jax_processes.JaxLink._wait, jax_processes.JaxLink.swap = true, swap
-
-
-def press() -> None:
-    raise KeyboardInterrupt
 
 
 def interrupted(world: World) -> None:
@@ -421,7 +324,7 @@ def given_up(world: World) -> dict[str, Any]:
     # Nothing says how far the collectives of the others have come since.
     report = mfload.Report()
     mesh_load.exchanged, choose = (
-        lambda requests, options, _platform: choose(requests, options, "gpu"),
+        lambda requests, options, *rest: choose(requests, options.replace(exchange="once"), *rest),
         mesh_load.exchanged,
     )
     try:
@@ -578,44 +481,12 @@ def store(world: World) -> None:
 
 def main() -> None:
     rank, count, port = map(int, sys.argv[1:4])
-    directory = Path(sys.argv[4])
-    faulthandler.enable()
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
-    world = World(rank, count, directory)
-    failed = False
-    with (directory / f"said.{rank}").open("w") as out:
-        for case in sys.argv[5:]:
-            start = time.monotonic()
-            line: dict[str, Any] = {"case": case, "error": None}
-            try:
-                line |= run(world, case)
-            except BaseException as error:
-                line |= {"error": type(error).__name__, "text": str(error)}
-                line["typed"] = isinstance(error, errors.MfloadError)
-            line["seconds"] = time.monotonic() - start
-            # A collective that was given up hangs at the exit of a process, too.
-            failed = failed or line["error"] is not None or case == "given_up"
-            gc.collect()
-            line["live"] = buffers.live_bytes()
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-    if failed:
-        # JAX waits at its exit for processes that are gone.
-        barrier(world)
-        os._exit(0)
-
-
-def barrier(world: World) -> None:
-    """Process 0 keeps JAX's store, so it leaves last."""
-    (world.directory / f"done.{world.rank}").touch()
-    end = time.monotonic() + 15
-    while world.rank == 0 and time.monotonic() < end:
-        if all((world.directory / f"done.{n}").exists() for n in range(world.count)):
-            break
-        if any("killed" in case for case in sys.argv[5:]):
-            break
-        time.sleep(0.02)
-    time.sleep(0.3 if world.rank == 0 else 0)
+    here = World(rank, count, Path(sys.argv[4]))
+    failed = world.said(here, sys.argv[5:], lambda case: run(here, case))
+    # A collective that was given up hangs at the exit of a process, too.
+    if failed or "given_up" in sys.argv[5:]:
+        world.leave(here)  # JAX waits at its exit for processes that are gone.
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,22 @@ def test_what_load_refuses_it_refuses(path: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedDtypeError) as info:
         mfload.abstract(strange)
     assert info.value.tensor == "x"
+
+
+def test_rules_for_tensors_beside_a_subset_are_no_mistake(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Of sharded files only the headers of the subset are read; the index knows all names."""
+    for name in ("a", "b"):
+        samples.save(tmp_path / f"{name}.safetensors", {name: np.ones((8, 8), np.float32)})
+    weights = {name: f"{name}.safetensors" for name in ("a", "b")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    options: Any = {"names": ["a"], "mesh": shards.mesh((2, 4))}
+    for shardings in ([("^a", P("x")), ("^b", P("y"))], {"a": P("x"), "b": P("y")}):
+        given: Any = {**options, "shardings": shardings}
+        mfload.load(tmp_path, "jax", **given)
+        mfload.plan(tmp_path, "jax", **given)
+        mfload.abstract(tmp_path, **given)
+    assert [str(each.message) for each in recwarn] == []
+    with pytest.warns(UserWarning, match="match no tensor: 'c'"):
+        mfload.abstract(tmp_path, **options, shardings={"a": P("x"), "c": P("y")})

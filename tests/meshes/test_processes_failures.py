@@ -8,7 +8,7 @@ from pathlib import Path
 import launching
 import process_cases
 import pytest
-from test_processes_values import model
+from world import model
 
 # Each failure is followed by a load that works. (case, error of process 0, error of process 1)
 FAILURES = [

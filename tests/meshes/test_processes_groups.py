@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import launching
-from test_processes_values import model
+from world import model
 
 
 def test_groups_of_processes(tmp_path: Path) -> None:

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import launching
-import ml_dtypes
-import numpy as np
 import pytest
-import samples
+from world import model
 
 SPECS = ("rows", "columns", "grid", "across", "partly", "replicated")
 BLOCK = 256 << 10
-
-
-def model(directory: Path) -> int:
-    """Two files; their bytes of tensors."""
-    directory.mkdir()
-    files = [
-        {
-            "t.a": samples.numbers((1024, 1024), ml_dtypes.bfloat16, 1),
-            "t.b": samples.numbers((512, 2048), np.float32, 2),
-            "t.c": samples.numbers((64, 16), np.int64, 3),
-            "norm": samples.numbers((333,), np.float32, 4),
-        },
-        {
-            "t.d": samples.numbers((2048, 512), np.float16, 5),
-            "t.e": samples.numbers((16, 32), np.uint8, 6),
-            "scalar": np.array(3.5, np.float32),
-            "empty": np.zeros((0, 8), np.float32),
-            "odd": samples.numbers((8, 7, 5), np.int8, 8),
-        },
-    ]
-    names = [f"model-0000{n + 1}-of-00002.safetensors" for n in range(2)]
-    for name, arrays in zip(names, files, strict=True):
-        samples.save(directory / name, arrays)
-    weights = {key: name for name, arrays in zip(names, files, strict=True) for key in arrays}
-    index = {"metadata": {}, "weight_map": weights}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return sum(array.nbytes for arrays in files for array in arrays.values())
 
 
 def cases(ended: list[launching.Ended], names: list[str]) -> list[dict[str, Any]]:

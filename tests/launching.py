@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SCRIPT = Path(__file__).with_name("process_cases.py")
+SCRIPT = Path(__file__).parent / "meshes" / "process_cases.py"
 
 
 class Ended(NamedTuple):
@@ -31,21 +31,29 @@ class Ended(NamedTuple):
 
 
 def launch(
-    directory: Path, cases: Sequence[str], *, count: int, devices: int, seconds: float
+    directory: Path,
+    cases: Sequence[str],
+    *,
+    count: int,
+    seconds: float,
+    devices: int = 1,
+    script: Path | None = None,
 ) -> list[Ended]:
     """Runs cases in `count` processes with `devices` CPU devices each; none outlives the time."""
-    port = _port()
+    port, script = free_port(), script or SCRIPT
+    paths = (Path(__file__).parents[1], Path(__file__).parent, script.parent)
     environment = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[n]) for n in (2, 1)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
     started: list[subprocess.Popen[bytes]] = []
     logs = [directory / f"log.{rank}" for rank in range(count)]
     try:
         for rank in range(count):
-            command = [sys.executable, "-u", str(SCRIPT), str(rank), str(count), str(port)]
+            command = [sys.executable, "-u", str(script), str(rank), str(count), str(port)]
             with logs[rank].open("wb") as log:
                 started.append(
                     subprocess.Popen(
@@ -85,7 +93,8 @@ def _tail(path: Path) -> str:
     return path.read_text(errors="replace")[-6000:]
 
 
-def _port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nothing listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

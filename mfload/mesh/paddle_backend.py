@@ -1,0 +1,268 @@
+"""Paddle's process meshes: the part of each process, and distributed tensors made of it.
+
+What `paddle.distributed.shard_tensor` makes of a whole tensor, these are. Where it fails on one
+process, since its part would begin beyond the end of a dim, the load is refused on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from mfload import errors
+from mfload.dtypes import DType
+from mfload.frameworks import base as adapters, paddle_adapter, private_api
+from mfload.frameworks.several import MeshAdapter
+from mfload.index import Box
+from mfload.io import buffers
+from mfload.load_options import LoadOptions
+from mfload.mesh import specs
+from mfload.mesh.base import MeshBackend, Share, Whole
+from mfload.mesh.link import Link
+from mfload.planning.request import Request
+from mfload.runtime import Deadline
+
+Shape = tuple[int, ...]
+_FORMS = paddle_adapter.PaddleAdapter.forms
+_EXPECTED = "Shard(dim), Replicate(), or a list of them, one for each dim of the mesh"
+
+
+class Sharding(NamedTuple):
+    """A mesh, and a placement for each of its dims; those of one tensor dim have an order."""
+
+    mesh: dist.ProcessMesh
+    placements: tuple[Any, ...]
+
+    def __str__(self) -> str:  # Processes compare it, and Paddle's repr has an address.
+        return f"{self.mesh} {list(self.placements)}"
+
+
+class PaddleBackend:
+    """Paddle's meshes, for one load (see `MeshBackend`). A process has one device."""
+
+    def __init__(self) -> None:
+        self.rank, _ = self.group()
+        self._shares: dict[Any, tuple[Share, ...]] = {}
+
+    @staticmethod
+    def group() -> tuple[int, int]:
+        """The rank of this process, and how many are joined."""
+        return dist.get_rank(), dist.get_world_size() if dist.is_initialized() else 1
+
+    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+        """The processes of the mesh; all of them if it is none."""
+        if isinstance(mesh, dist.ProcessMesh):
+            return tuple(sorted(mesh.process_ids))
+        return tuple(range(dist.get_world_size())) if dist.is_initialized() else (self.rank,)
+
+    def resolve(
+        self,
+        requests: Sequence[Request],
+        mesh: Any,
+        shardings: Any,
+        unmatched: str,
+        known: Iterable[str],
+    ) -> list[Sharding]:
+        """A sharding for each whole tensor."""
+        if not isinstance(mesh, dist.ProcessMesh):
+            raise errors.UsageError(
+                "Paddle's placements need a mesh; dims need shard=(rank, size)",
+                expected="mesh=, a paddle.distributed.ProcessMesh",
+                found=repr(mesh),
+            )
+        if private_api.paddle_sharder() is None:
+            message = "this version of Paddle makes no distributed tensors of parts"
+            raise errors.UsageError(message, expected="Paddle 3.3", found=paddle.__version__)
+        infos = [request.info for request in requests]
+        dtypes = {request.info.name: request.dtype for request in requests}
+        return specs.resolve(
+            [(info.name, info.shape) for info in infos],
+            shardings,
+            unmatched,
+            infos,
+            lambda name, shape, spec: _sharding(name, shape, dtypes[name], mesh, spec),
+            single=_is_single,
+            expected=_EXPECTED,
+            known=known,
+        )
+
+    def shares(self, sharding: Sharding, shape: Shape) -> tuple[Share, ...]:
+        """The part of a tensor that each process of the mesh holds."""
+        key = sharding, shape
+        if key not in self._shares:
+            sizes = tuple(sharding.mesh.shape)
+            places = zip(sharding.mesh.process_ids, np.ndindex(sizes), strict=True)
+            self._shares[key] = tuple(
+                Share(rank, 0, _box(shape, sizes, at, sharding.placements)) for rank, at in places
+            )
+        return self._shares[key]
+
+    def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
+        """A process has one device, so nothing is shared."""
+        return False
+
+    def adapter(self, *, late: bool = False) -> MeshAdapter:
+        """The adapter of Paddle's current device."""
+        return MeshAdapter([paddle_adapter.make(None)])
+
+    def assemble(self, wholes: Iterable[Whole]) -> list[Any]:
+        """A distributed tensor for each tensor, over the memory of its part."""
+        make = private_api.paddle_sharder()
+        assert make is not None  # Checked by `resolve`.
+        return [
+            make(parts[0], adapters.arrives(_FORMS, dtype, shape)[1], mesh, list(placements))
+            for shape, dtype, (mesh, placements), parts in wholes
+        ]
+
+    def platform(self) -> str:
+        """The kind of this process's device."""
+        return paddle.get_device().partition(":")[0]
+
+    def store(self) -> None:
+        """Nothing: a request of Paddle's store takes 45 ms, and one that lists keys is missing."""
+
+    def link(self, ranks: Sequence[int], width: int, deadline: Deadline) -> PaddleLink:
+        """A link between all processes, with rows of `width` bytes."""
+        rank, count = self.group()
+        if sorted(ranks) != (every := list(range(count))):
+            # Other groups often fail to connect, or hang (Paddle 3.3.1), and what some processes
+            # send in the group of all puts its numbers out of step for the others.
+            raise errors.UsageError(
+                "processes that load together must be all that are joined",
+                expected="a mesh of all processes, after paddle.distributed.init_parallel_env()",
+                found=f"a mesh of processes {list(ranks)[:16]}; joined are {every[:16]}",
+            )
+        return PaddleLink(rank, count, width, deadline)
+
+
+def make() -> MeshBackend:
+    """A backend for one load."""
+    return PaddleBackend()
+
+
+def _is_single(spec: Any) -> bool:
+    if isinstance(spec, list | tuple) and spec:
+        return all(isinstance(each, dist.Placement) for each in spec)
+    return isinstance(spec, dist.Placement)
+
+
+def _sharding(name: str, shape: Shape, dtype: DType, mesh: Any, spec: Any) -> Sharding:
+    """The sharding that a user's spec means for a tensor."""
+    given: Any = [] if spec is None else spec
+    given = [given] if isinstance(given, dist.Placement) else given
+    if not isinstance(given, list | tuple) or (given and not _is_single(given)):
+        expected = f"{_EXPECTED}, for {name!r}"
+        raise errors.UsageError("not placements", expected=expected, found=repr(spec))
+    sizes = tuple(mesh.shape)
+
+    def misfit(message: str, expected: str) -> errors.ShardingError:
+        found = f"{list(given)} for shape {list(shape)} on a mesh of {', '.join(map(str, sizes))}"
+        return errors.ShardingError(message, tensor=name, expected=expected, found=found)
+
+    if len(given) > len(sizes):
+        raise misfit(f"{len(given)} placements for {len(sizes)} dims of the mesh", "one for each")
+    cuts: dict[int, list[int]] = {}  # The dims of the mesh that cut each dim.
+    for n, each in enumerate(given):
+        if each.is_partial():
+            raise misfit(f"{each} does not say where values lie", "Shard or Replicate")
+        if each.is_shard():
+            dim = each.get_dim()
+            if not -len(shape) <= dim < len(shape):
+                raise misfit(f"the tensor has no dim {dim}", f"a dim of {len(shape)}")
+            if _get(each, "get_split_factor", 1) != 1:
+                raise misfit("a shard would be made of rows that lie apart", "no split_factor=")
+            cuts.setdefault(dim % len(shape), []).append(n)
+    made: list[Any] = [dist.Replicate() for _ in sizes]
+    for dim, numbers in cuts.items():
+        orders = [_get(given[n], "get_co_shard_order", 0) for n in numbers]
+        if not any(orders):
+            orders = list(range(len(numbers)))  # From the left, as Paddle sets them.
+        if sorted(orders) != list(range(len(numbers))):
+            raise misfit(f"shard_order= of dim {dim} has gaps", "0, 1, … or none at all")
+        held = {shape[dim]}  # The lengths that processes hold.
+        for _, n in sorted(zip(orders, numbers, strict=True)):
+            if any(-(-length // sizes[n]) * (sizes[n] - 1) > length for length in held):
+                message = f"dim {dim} has too few elements: Paddle makes no such shards"
+                raise misfit(message, "as many as leave at most one process without any")
+            chunks = [specs.chunk(each, sizes[n], k) for each in held for k in range(sizes[n])]
+            held = {stop - start for start, stop in chunks}
+        for order, n in zip(orders, numbers, strict=True):
+            # Paddle dies of negative dims, and names no order where there is one Shard alone.
+            ordered = {"shard_order": order} if len(numbers) > 1 else {}
+            made[n] = dist.Shard(dim, **ordered)
+    if cuts and adapters.arrives(_FORMS, dtype, shape)[1] != shape:
+        last = cuts.get(len(shape) - 1, [])
+        unit = dtype.elements * int(np.prod([sizes[n] for n in last]))
+        if shape[-1] % unit:
+            message = f"{dtype} arrives as bytes, which are cut elsewhere than elements"
+            raise misfit(message, f"a multiple of {unit} in the last dim")
+    return Sharding(mesh, tuple(made))
+
+
+def _get(placement: Any, name: str, default: int) -> int:
+    """What only later versions of Paddle know of a placement."""
+    return getattr(placement, name)() if hasattr(placement, name) else default
+
+
+def _box(shape: Shape, sizes: Sequence[int], at: Sequence[int], placements: Sequence[Any]) -> Box:
+    """The box of the process at a place in the mesh."""
+    box = [(0, length) for length in shape]
+    cuts = [n for n, each in enumerate(placements) if each.is_shard()]
+    for n in sorted(cuts, key=lambda n: _get(placements[n], "get_co_shard_order", 0)):
+        dim = placements[n].get_dim()
+        first, last = box[dim]
+        start, stop = specs.chunk(last - first, sizes[n], at[n])
+        box[dim] = first + start, first + stop
+    return tuple(box)
+
+
+class PaddleLink(Link):
+    """Swaps rows of uint8 by sending and receiving in pairs, which gloo and NCCL both can.
+
+    Paddle numbers what is sent within a group, also between other processes, so each process sends
+    and receives as often as each other. Gloo gives up after 30 seconds.
+    """
+
+    def __init__(self, rank: int, count: int, width: int, deadline: Deadline) -> None:
+        super().__init__(dist.get_group() if count > 1 else None, deadline)
+        self._rank, self._count, self._width = rank, count, width
+        gloo = count == 1 or dist.get_backend().lower() == "gloo"
+        self._place = paddle.CPUPlace() if gloo else paddle_adapter.make(None).place
+
+    def buffer(self) -> Any:
+        """Memory for what is sent: uint8 (processes, width)."""
+        return buffers.allocate(self._count * self._width).reshape(-1, self._width)
+
+    def exchange(self, rows: Any) -> Any:
+        """Sends and receives a row in each of `count - 1` steps (see `Link`)."""
+        came = buffers.allocate(rows.size).reshape(rows.shape)
+        came[self._rank] = rows[self._rank]
+        sent = [paddle.to_tensor(row, place=self._place) for row in rows]
+        if self._count % 2:  # In pairs, one would be left alone.
+            for root in range(self._count if self._count > 1 else 0):
+                row = paddle.to_tensor(rows[root], place=self._place)
+                dist.scatter(row, sent if root == self._rank else None, src=root)
+                came[root] = row.numpy()
+            return came
+        for step in range(self._count - 1):
+            peer = partner(self._rank, step, self._count)
+            row = paddle.to_tensor(rows[peer], place=self._place)
+            if self._rank < peer:
+                dist.send(sent[peer], dst=peer)
+            dist.recv(row, src=peer)
+            if self._rank > peer:
+                dist.send(sent[peer], dst=peer)
+            came[peer] = row.numpy()
+        return came
+
+
+def partner(rank: int, step: int, count: int) -> int:
+    """Whom a rank meets in one of `count - 1` steps, in which each of an even number meets each."""
+    last = count - 1
+    if rank == last:
+        return step
+    return last if rank == step else (2 * step - rank) % last

@@ -1,0 +1,105 @@
+"""`shardings=` for any framework: which spec of a user's is for which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mfload import errors
+from mfload.load_options import UNMATCHED
+from mfload.planning.selection import Rules
+
+Shape = tuple[int, ...]
+_NOTHING = object()
+
+
+def resolve(
+    rows: Sequence[tuple[str, Shape]],
+    shardings: Any,
+    unmatched: str,
+    infos: Sequence[Any],
+    place: Callable[[str, Shape, Any], Any],
+    *,
+    single: Callable[[Any], bool],
+    expected: str,
+    own: Callable[[int], Any] | None = None,
+    aliases: Sequence[Sequence[str]] | None = None,
+    known: Iterable[str] = (),
+) -> list[Any]:
+    """One sharding for each tensor, given its name and shape.
+
+    `place` makes it of a name, a shape and what the user gave for it (None: replicated), and raises
+    ShardingError if that does not fit. `single` says whether a value is one for all tensors, and
+    `expected` what such a value is. `infos` are what a function is given beside each name,
+    `aliases` all names of each tensor that rules may use, `known` further names that they may be
+    meant for. `own` gives the sharding of a tensor, by its number, that no rule matches. Rules that
+    match no name are warned of.
+    """
+    errors.check_choice("unmatched", unmatched, UNMATCHED)
+    aliases = aliases or [[name] for name, _ in rows]
+    alike = shardings is None or single(shardings)
+    function: Any = shardings
+    rules = None if alike or callable(shardings) else _rules(shardings, expected)
+    if rules is not None and rows:
+        rules.warn_of_unmatched([*(name for each in aliases for name in each), *known])
+    resolved: list[Any] = []
+    missed: list[str] = []
+    misfits: list[errors.ShardingError] = []
+    for n, (name, shape) in enumerate(rows):
+        if rules is not None:
+            found = (rules.find(alias, _NOTHING) for alias in aliases[n])
+            spec = next((each for each in found if each is not _NOTHING), _NOTHING)
+        else:
+            spec = shardings if alike else function(aliases[n][0], infos[n])
+        try:
+            if own is not None and (shardings is None or spec is _NOTHING):
+                said = own(n)
+                spec = spec if said is None else said
+            if spec is _NOTHING:
+                missed.append(name)
+                spec = None
+                if unmatched == "error":
+                    continue
+            resolved.append(place(name, shape, spec))
+        except errors.ShardingError as error:
+            misfits.append(error)
+    if missed and unmatched == "error":
+        raise errors.ShardingError(
+            f"no sharding for {len(missed)} of {len(rows)} tensors",
+            tensor=missed[0],
+            expected="a rule for each, or unmatched='replicate'",
+            problems=tuple(missed) if len(missed) > 1 else (),
+        )
+    if misfits:
+        if len(misfits) > 1:
+            misfits[0].problems = tuple(f"{each.tensor}: {each.message}" for each in misfits)
+        raise misfits[0]
+    return resolved
+
+
+def _rules(shardings: Any, expected: str) -> Rules:
+    """Specs by name."""
+    if isinstance(shardings, Mapping):
+        return Rules("shardings=", dict(_flat(shardings)))
+    if not isinstance(shardings, list | tuple):
+        expected = f"{expected}, [(regex, spec)], a mapping, or a function"
+        raise errors.UsageError("invalid shardings", expected=expected, found=repr(shardings))
+    return Rules("shardings=", shardings)
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def chunk(length: int, count: int, number: int) -> tuple[int, int]:
+    """Where one of `count` chunks of a dim begins and ends: those of torch.chunk.
+
+    All have ceil(length / count) elements but the last ones, which may be shorter or empty.
+    """
+    size = -(-length // count)
+    return min(number * size, length), min((number + 1) * size, length)

@@ -1,0 +1,107 @@
+"""Streams on a mesh: batches of sharded arrays, on one process or on several at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from mfload import errors
+from mfload.loading.session import Loader
+from mfload.loading.stream import Stream, Tensors, stream as streamed
+from mfload.mesh import load as mesh_load
+from mfload.mesh.base import MeshBackend
+from mfload.mesh.load import Chosen, MeshLoad
+from mfload.progress import Progress
+from mfload.report import Report
+from mfload.runtime import Deadline, gc_paused
+
+
+class Sharded(Tensors):
+    """What a stream on a mesh hands out, on this process (see `Tensors`).
+
+    Each batch is a step on which the processes agree. What they read for each other is not read
+    ahead: collectives are called in the thread that iterates.
+    """
+
+    def __init__(
+        self,
+        job: MeshLoad,
+        chosen: Chosen,
+        backend: MeshBackend,
+        ranks: tuple[int, ...],
+        report: Report | None,
+    ) -> None:
+        self._job, self._backend, self._ranks = job, backend, ranks
+        loader = job.loader
+        given = loader.index, loader.sources, loader.adapter, chosen.options, chosen.requests
+        super().__init__(*given, job.nbytes(), report)
+        self.late = not loader.adapter.devices  # Parts on several devices become one array there.
+        if len(ranks) > 1:
+            requests = {rank: job.requests.get(rank, []) for rank in ranks}
+            given = requests, self.options, backend, loader.sources
+            width, _ = mesh_load.exchanged(*given)
+            self.ahead = width is None
+            self.options = self.options.replace(exchange="never" if self.ahead else "once")
+        self._left = len(self.batches)  # Batches that the processes have still to agree on.
+
+    def read(self, batch: range, deadline: Deadline) -> list[Any]:
+        """Reads this process's parts (see `Tensors`)."""
+        return self._load(self._job.part(batch).mine, deadline)
+
+    def arrays(self, batch: range, take: Callable[[], list[Any]]) -> list[Any]:
+        """The sharded arrays of a batch (see `Tensors`)."""
+        self._left, left = 0, self._left - 1  # An error here reaches the others.
+        deadline = Deadline(self.options.timeout)
+        with mesh_load.together(self._backend, self._ranks, deadline) as group:
+            job = self._job.part(batch)
+            if self.ahead:
+                fetched = self._wrap(take())
+            else:
+                loader = job.loader
+                options = self.options.replace(deadline=deadline)
+                loader = Loader(loader.index, loader.sources, loader.adapter, options)
+                with self._reported() as one:
+                    given = job.requests, loader, self._backend
+                    fetched = mesh_load.fetch(*given, group=group, report=one)
+            with gc_paused():
+                made = list(job.assemble(fetched).values())
+        if self._report is not None:
+            self._report.processes = len(self._ranks)
+        self._left = left
+        return made
+
+    def leave(self) -> None:
+        """Tells the other processes that this one takes no further batch."""
+        left, self._left = self._left, 0
+        if left and len(self._ranks) > 1:
+            deadline = Deadline(self.options.timeout)
+            together = mesh_load.together(self._backend, self._ranks, deadline)
+            with contextlib.suppress(errors.MfloadError), together:
+                raise errors.ProcessError("it left a stream before the end")
+
+
+def stream(
+    choose: Callable[[], Chosen],
+    backend: MeshBackend,
+    mesh: Any,
+    shardings: Any,
+    unmatched: str,
+    deadline: Deadline,
+    report: Report | None,
+    progress: Progress,
+) -> Stream:
+    """A stream onto the devices of this process, together with the other processes.
+
+    `choose` is that of `mesh.load.load`; the deadline is for headers and agreement.
+    """
+    ranks = backend.processes(mesh, shardings)
+    with mesh_load.together(backend, ranks, deadline) as group:
+        with gc_paused():
+            chosen = choose()
+            job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
+        if group is not None:
+            given = chosen.index, chosen.sources, chosen.options
+            mesh_load.agree_on_inputs(group, *given, job.arguments())
+        tensors = Sharded(job, chosen, backend, ranks, report)
+    return streamed(tensors, progress)

@@ -1,0 +1,186 @@
+"""One process among several in a test (see `launching`): what it reads, damages and says."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import gc
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import samples
+
+from mfload import errors
+from mfload.io import buffers, pread
+from mfload.mesh import link
+
+NO_MAPS = mock.patch.object(pread, "_WORTH_MAPPING", 1 << 60)  # What is mapped is not read.
+
+
+class World:
+    """One process among several.
+
+    Args:
+        rank: Its number.
+        count: How many there are.
+        directory: With `model/`, which all see.
+    """
+
+    def __init__(self, rank: int, count: int, directory: Path) -> None:
+        self.rank, self.count, self.directory = rank, count, directory
+        self.model = directory / "model"
+        self.read = 0
+
+    def own(self) -> Path:
+        """A copy of the model that this process may damage."""
+        path = self.directory / f"own.{self.rank}"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(self.model, path)
+        return path
+
+    @contextlib.contextmanager
+    def counted(self) -> Generator[None]:
+        """Counts the bytes that come from files of the model."""
+        true, lock = os.preadv, threading.Lock()
+        self.read = 0
+
+        def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
+            got = true(fd, vector, offset, *flags)
+            with lock:
+                self.read += got
+            return got
+
+        with mock.patch.object(os, "preadv", preadv), NO_MAPS:
+            yield
+
+    @contextlib.contextmanager
+    def failing(self, after: int, act: Callable[[], Any]) -> Generator[None]:
+        """Does something in place of the reads of rank 1 that come after so many bytes."""
+        true, done = os.preadv, [0]
+
+        def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
+            if done[0] >= after:
+                act()
+            got = true(fd, vector, offset, *flags)
+            done[0] += got
+            return got
+
+        with mock.patch.object(os, "preadv", preadv if self.rank == 1 else true), NO_MAPS:
+            yield
+
+
+def model(directory: Path) -> int:
+    """Two files; their bytes of tensors."""
+    directory.mkdir()
+    files = [
+        {
+            "t.a": samples.numbers((1024, 1024), ml_dtypes.bfloat16, 1),
+            "t.b": samples.numbers((512, 2048), np.float32, 2),
+            "t.c": samples.numbers((64, 16), np.int64, 3),
+            "norm": samples.numbers((333,), np.float32, 4),
+        },
+        {
+            "t.d": samples.numbers((2048, 512), np.float16, 5),
+            "t.e": samples.numbers((16, 32), np.uint8, 6),
+            "scalar": np.array(3.5, np.float32),
+            "empty": np.zeros((0, 8), np.float32),
+            "odd": samples.numbers((8, 7, 5), np.int8, 8),
+        },
+    ]
+    names = [f"model-0000{n + 1}-of-00002.safetensors" for n in range(2)]
+    for name, arrays in zip(names, files, strict=True):
+        samples.save(directory / name, arrays)
+    weights = {key: name for name, arrays in zip(names, files, strict=True) for key in arrays}
+    index = {"metadata": {}, "weight_map": weights}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sum(array.nbytes for arrays in files for array in arrays.values())
+
+
+def io_error() -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def press() -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def at_swap(world: World, number: int, act: Callable[[], Any]) -> Generator[None]:
+    """Does something on process 1 while a swap is under way, or before it if that raises."""
+    wait, start, done = link.Link._wait, link.Link.start, [0]
+    acted = threading.Event()
+
+    def late(true: Callable[..., Any]) -> Callable[..., Any]:
+        def swap(*given: Any) -> Any:
+            acted.wait(10)
+            return true(*given)
+
+        return swap
+
+    def counted(self: Any, *given: Any) -> None:
+        done[0] += 1
+        if world.rank == 1 and done[0] == number:  # Over too early it would not be waited for.
+            self.exchange, self.swap = late(self.exchange), late(self.swap)
+        start(self, *given)
+
+    def acting(self: Any, thread: Any, check: Any) -> None:
+        if world.rank == 1 and done[0] == number:
+            done[0] += 1000
+            acted.set()
+            act()
+        wait(self, thread, check)
+
+    with mock.patch.multiple(link.Link, _wait=acting, start=counted):
+        yield
+
+
+def said(world: World, cases: list[str], run: Callable[[str], dict[str, Any] | None]) -> bool:
+    """Runs cases, and writes a line of JSON for each to `said.RANK`; whether one failed."""
+    faulthandler.enable()
+    failed = False
+    with (world.directory / f"said.{world.rank}").open("w") as out:
+        for case in cases:
+            start = time.monotonic()
+            line: dict[str, Any] = {"case": case, "error": None}
+            try:
+                line |= run(case) or {}
+            except BaseException as error:
+                line |= {"error": type(error).__name__, "text": str(error)}
+                line["typed"] = isinstance(error, errors.MfloadError)
+            line["seconds"] = time.monotonic() - start
+            failed = failed or line["error"] is not None
+            gc.collect()
+            line["live"] = buffers.live_bytes()
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+    return failed
+
+
+def leave(world: World) -> None:
+    """Ends the process; the first keeps the store of the others, so it leaves last."""
+    (world.directory / f"done.{world.rank}").touch()
+    end = time.monotonic() + 15
+    while world.rank == 0 and time.monotonic() < end:
+        if all((world.directory / f"done.{n}").exists() for n in range(world.count)):
+            break
+        if any("killed" in case for case in sys.argv[5:]):
+            break
+        time.sleep(0.02)
+    time.sleep(0.3 if world.rank == 0 else 0)
+    os._exit(0)

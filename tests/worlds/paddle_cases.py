@@ -1,0 +1,256 @@
+"""What each process of Paddle does in a test (see `launching`).
+
+python paddle_cases.py RANK COUNT PORT DIRECTORY CASE…
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import samples
+import world
+from calls import as_options
+from world import io_error, kill
+
+import mfload
+from mfload import errors
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Of compilers that Paddle does not find.
+    import paddle
+    import paddle.distributed as dist
+from paddle.distributed import ProcessMesh, Replicate, Shard
+
+SPECS: dict[str, Any] = {
+    "rows": [Shard(0)],
+    "columns": [Shard(-1)],
+    "replicated": [Replicate()],
+}
+DTYPES = (np.float32, np.int16, ml_dtypes.bfloat16, np.uint8, np.complex64, ml_dtypes.float8_e4m3fn)
+
+
+class World(world.World):
+    """A process of Paddle."""
+
+    def __init__(self, rank: int, count: int, directory: Path) -> None:
+        super().__init__(rank, count, directory)
+        self.mesh = ProcessMesh(list(range(count)))
+
+    def load(self, spec: Any, path: Path | None = None, **options: Any) -> dict[str, Any]:
+        """Loads with one spec for all tensors of two dims."""
+        return mfload.load(
+            path or self.model,
+            "paddle",
+            mesh=self.mesh,
+            shardings=[("^t", spec)],
+            **as_options({"timeout": 20, **options}),
+        )
+
+
+def paddles(whole: Any, mesh: Any, placements: Any) -> Any:
+    """What Paddle itself makes of a whole tensor: of its bits, since it can't slice all types."""
+    kinds = {1: paddle.uint8, 2: paddle.int16, 4: paddle.int32, 8: paddle.int64}
+    bits = whole.view(kinds[whole.element_size()]) if whole.shape and whole.size else whole
+    return dist.shard_tensor(bits, mesh, placements)
+
+
+def same(mine: Any, whole: Any, theirs: Any) -> None:
+    """Compares a distributed tensor with what Paddle itself made (see `paddles`)."""
+    assert mine.is_dist()
+    assert (mine.shape, mine.dtype) == (theirs.shape, whole.dtype)
+    assert mine.placements == theirs.placements
+    assert mine.process_mesh == theirs.process_mesh
+    local = mine._local_value()
+    assert local.shape == mine._local_shape
+    try:
+        assert local.shape == theirs._local_shape
+    except NotImplementedError:  # Paddle made an empty one of an empty one, without a shape.
+        assert not local.size
+    else:
+        assert _bytes(local) == _bytes(theirs._local_value())
+
+
+def _bytes(tensor: Any) -> bytes:
+    tensor = tensor.contiguous()
+    length = tensor.size * tensor.element_size()
+    return ctypes.string_at(tensor.data_ptr(), length) if length else b""
+
+
+def values(here: World, name: str, exchange: str) -> dict[str, Any]:
+    report = mfload.Report()
+    with here.counted():
+        arrays = here.load(SPECS[name], exchange=exchange, engine="pread", report=report)
+    plain = mfload.load(here.model, "paddle")
+    assert set(arrays) == set(plain)
+    for key, array in arrays.items():
+        dims = len(plain[key].shape)
+        rows = {"rows": [Shard(0)], "columns": [Shard(dims - 1)]}.get(name, [Replicate()])
+        placements = rows if key.startswith("t.") else [Replicate()]
+        same(array, plain[key], paddles(plain[key], here.mesh, placements))
+    fields = ("read_bytes", "exchanged_bytes", "over_read_bytes", "notes")
+    return {each: getattr(report, each) for each in fields} | {"counted": here.read}
+
+
+def drawn(here: World, seed: str) -> dict[str, Any]:
+    """Random shapes, meshes and placements, against `shard_tensor` of the whole tensor."""
+    random, made, refused = np.random.default_rng(int(seed)), 0, 0
+    grids = [(here.count,), (1, here.count), (here.count, 1)]
+    grids += [(2, here.count // 2), (here.count // 2, 1, 2)] if here.count % 2 == 0 else []
+    for number in range(24):
+        shape = tuple(int(n) for n in random.integers(1, 10, random.integers(1, 4)))
+        grid = grids[random.integers(len(grids))]
+        ids = random.permutation(here.count).reshape(grid)
+        dims = random.integers(-1, len(shape), len(grid))
+        whole = samples.numbers(shape, DTYPES[number % len(DTYPES)], number)
+        path = here.directory / f"drawn.{seed}.{number}.safetensors"
+        if here.rank == 0 and not path.exists():
+            samples.save(path.with_suffix(".part"), {"w": whole})
+            path.with_suffix(".part").rename(path)
+        while not path.exists():
+            time.sleep(0.01)
+        mesh = ProcessMesh(ids)
+        placements = [Replicate() if dim < 0 else Shard(int(dim)) for dim in dims]
+        given = [Replicate() if dim < 0 else Shard(int(dim) - len(shape)) for dim in dims]
+        plain, like = mfload.load(path, "paddle")["w"], None
+        with contextlib.suppress(ValueError):
+            like = paddles(plain, mesh, placements)
+        failed = list[Any]()
+        if here.count > 1:
+            dist.all_gather(failed, paddle.to_tensor([like is None], dtype="uint8"))
+        fails = any(int(each[0]) for each in failed) or like is None
+        options: Any = {"exchange": ("never", "once")[number // len(DTYPES) % 2], "timeout": 20}
+        rules = [("w", given)]
+        try:
+            array = mfload.load(
+                path, "paddle", mesh=mesh, shardings=rules, options=mfload.Options(**options)
+            )["w"]
+        except errors.ShardingError:
+            assert fails, (shape, grid, placements)
+            refused += 1
+        else:
+            assert not fails, (shape, grid, placements)
+            same(array, plain, like)
+            made += 1
+    return {"made": made, "refused": refused}
+
+
+def uneven(here: World) -> None:
+    """Rows that do not divide: as Paddle makes them, and good for its own operations."""
+    whole = np.arange(7 * 3, dtype=np.float32).reshape(7, 3)
+    path = here.directory / "seven.safetensors"
+    for exchange in ("never", "once"):
+        options: Any = {"exchange": exchange, "timeout": 20}
+        array = mfload.load(
+            path,
+            "paddle",
+            mesh=here.mesh,
+            shardings=[("w", [Shard(0)])],
+            options=mfload.Options(**options),
+        )["w"]
+        assert array.shape == [7, 3]
+        back = dist.reshard(array + array, here.mesh, [Replicate()])
+        assert np.array_equal(back._local_value().numpy(), whole * 2)
+
+
+def shards(here: World, exchange: str) -> None:
+    """Plain shards of each dim, also of five rows."""
+    whole = np.arange(5 * 7 * 3, dtype=np.float32).reshape(5, 7, 3)
+    path = here.directory / "five.safetensors"
+    options: Any = {"exchange": exchange, "timeout": 20}
+    for dim in range(-3, 3):
+        made = mfload.load(
+            path,
+            "paddle",
+            shardings=[("w", dim)],
+            shard=(here.rank, here.count),
+            options=mfload.Options(**options),
+        )["w"]
+        step = -(-whole.shape[dim] // here.count)
+        start = min(here.rank * step, whole.shape[dim])
+        like = np.take(whole, range(start, min(start + step, whole.shape[dim])), dim)
+        assert made.shape == list(like.shape)
+        assert np.array_equal(made.numpy(), like)
+
+
+def refused(here: World) -> None:
+    """Five rows over four ranks, and a mesh of some of the processes."""
+    path = here.directory / "five.safetensors"
+    for mesh, message in (
+        (here.mesh, "dim 0 has too few elements"),
+        (ProcessMesh(list(range(here.count - 1))), "must be all that are joined|takes no part"),
+    ):
+        with pytest.raises((errors.ShardingError, errors.UsageError), match=message):
+            mfload.load(path, "paddle", mesh=mesh, shardings=[("w", [Shard(0)])])
+
+
+def missing(here: World) -> None:
+    path = here.own()
+    if here.rank == 1:
+        (path / "model-00002-of-00002.safetensors").unlink()
+    here.load([Shard(0)], path)
+
+
+def differs(here: World) -> None:
+    here.load([Shard(here.rank % 2)])
+
+
+def disk(here: World, exchange: str, after: str) -> None:
+    with here.failing(int(after), io_error):
+        here.load([Shard(1)], exchange=exchange, engine="pread")
+
+
+def killed_reading(here: World) -> None:
+    here.load([Shard(0)])
+    with here.failing(1 << 18, kill):
+        here.load([Shard(1)], exchange="once", engine="pread")
+
+
+def late(here: World) -> None:
+    """A process that does not come: the others give up at their deadline."""
+    here.load([Shard(0)])
+    if here.rank == 1:
+        time.sleep(6)
+        return
+    here.load([Shard(0)], timeout=2)
+
+
+def after(here: World) -> None:
+    """What follows a load that was given up."""
+    here.load([Shard(0)])
+
+
+def main() -> None:
+    rank, count, port = map(int, sys.argv[1:4])
+    addresses = [f"127.0.0.1:{port + 1 + n}" for n in range(count)]
+    os.environ |= {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(count),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(addresses),
+        "PADDLE_CURRENT_ENDPOINT": addresses[rank],
+        "PADDLE_MASTER": f"127.0.0.1:{port}",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+    if count > 1:
+        dist.init_parallel_env()
+    here = World(rank, count, Path(sys.argv[4]))
+
+    def run(case: str) -> Any:
+        head, *rest = case.split(":")
+        return globals()[head](here, *rest)
+
+    world.said(here, sys.argv[5:], run)
+    world.leave(here)
+
+
+if __name__ == "__main__":
+    main()
