@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mfload.checking.manifest import Algorithm, Manifest
     from mfload.loading.lazy import LazyCheckpoint
     from mfload.loading.preview import Preview
+    from mfload.loading.stream import Stream
+    from mfload.mesh.base import MeshBackend
     from mfload.mesh.load import Chosen
     from mfload.options import Options
     from mfload.planning.selection import Dtypes, Names
@@ -49,6 +51,7 @@ def load(
     dtype: Dtypes = None,
     mesh: Any = None,
     shardings: Any = None,
+    shard: tuple[int, int] | None = None,
     unmatched: Unmatched = "replicate",
     verify: str | os.PathLike[str] | Manifest | None = None,
     progress: Progress = False,
@@ -75,16 +78,23 @@ def load(
             from exact names. A conversion that loses values (float to int, 64 to 32 bit ints) must
             be asked for by a rule, and a value outside an integer dtype's range still stops the
             load. Narrower floats round, and overflow as their dtype does (infinity or NaN).
-        mesh: A `jax.sharding.Mesh`: the arrays are sharded over its devices, or replicated if
-            `shardings` has no rule for them. With several processes, each that has devices of the
-            mesh makes the same call. Default: the mesh of `jax.set_mesh`, if `shardings` names no
-            devices.
-        shardings: How tensors are split, for JAX: a PartitionSpec or Sharding for all of them;
-            `[(regex, spec)]`, of which the first regex found in the name counts; a function from a
-            tensor's name and info (it has `shape` and `dtype`) to a spec; or a mapping from names
-            to specs, also nested. A spec is a PartitionSpec, a Sharding (an abstract mesh in it is
-            replaced by `mesh`), or None for replicated. Dims count elements as they are stored,
+        mesh: The framework's own mesh of devices: the arrays are sharded over it, or replicated if
+            `shardings` has no rule for them. A `jax.sharding.Mesh` (default: that of
+            `jax.set_mesh`, if `shardings` names no devices); a PyTorch `DeviceMesh` or a
+            TensorFlow `dtensor.Mesh`, for DTensors; a Paddle `ProcessMesh`. With several processes,
+            each that has devices of the mesh makes the same call.
+        shardings: How tensors are split: a spec for all of them; `[(regex, spec)]`, of which the
+            first regex found in the name counts; a function from a tensor's name and info (it has
+            `shape` and `dtype`) to a spec; or a mapping from names to specs, also nested. None is
+            replicated. For JAX a spec is a PartitionSpec or a Sharding (an abstract mesh in it is
+            replaced by `mesh`); for PyTorch and Paddle a placement or a list of them, one for each
+            dim of the mesh; for TensorFlow a Layout, or a list of its specs, one for each dim of
+            the tensor; with `shard=` the number of a dim. Dims count elements as they are stored,
             also of tensors that arrive as bytes; elements that share a byte stay together.
+        shard: `(rank, size)`: plain arrays of this process's chunks of the dims in `shardings=`,
+            as torch.chunk cuts them (a rank beyond the last chunk gets an empty one). Each process
+            reads its own chunks by itself, unless `Options(exchange="once")` has the processes of
+            the framework's group, of the same rank and size, read for each other.
         unmatched: What becomes of tensors that no rule matches: "replicate", or "error".
         verify: A manifest of checksums (see `mfload.verify`), or its path: the stored bytes are
             compared with it as they arrive, before any conversion. With shardings, on one process
@@ -101,27 +111,11 @@ def load(
     Raises:
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
-    if mesh is not None or shardings is not None:
+    if mesh is not None or shardings is not None or shard is not None:
         from mfload.mesh import load as mesh_load
-        from mfload.options import Options
 
-        imported = [name for name in frameworks.ON_MESHES if name in sys.modules]
-        if imported:  # The processes may be joined: what is wrong is told to all of them.
-            backend = _meant(framework, imported)
-        else:
-            backend = _check(framework, device, mesh, shardings, unmatched)
-        deadline = Deadline(options.timeout if isinstance(options, Options) else None)
-
-        def choose() -> Chosen:
-            if report is not None:
-                from mfload.report import cleared
-
-                cleared(report)
-            how = started(options, deadline)
-            discovery.check_path(path)
-            _check(framework, device, mesh, shardings, unmatched)
-            return mesh_load.Chosen(*_choose(path, names, dtype, how), how)
-
+        given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
+        choose, backend, deadline = _together(*given, report, options)
         return mesh_load.load(
             choose,
             backend,
@@ -140,7 +134,7 @@ def load(
         cleared(report)
     how = started(options)
     discovery.check_path(path)
-    _check(framework, device, mesh, shardings, unmatched)
+    _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how)
     headers = time.perf_counter() - start
     start = time.perf_counter()
@@ -194,6 +188,88 @@ def open(
     return LazyCheckpoint(index, sources, adapter, device=device, options=options)
 
 
+def stream(
+    path: Path,
+    framework: str | ModuleType,
+    *,
+    device: object = None,
+    names: Names = None,
+    dtype: Dtypes = None,
+    mesh: Any = None,
+    shardings: Any = None,
+    shard: tuple[int, int] | None = None,
+    unmatched: Unmatched = "replicate",
+    order: Sequence[str] | None = None,
+    lazy: bool = False,
+    progress: Progress = False,
+    report: Report | None = None,
+    options: Options | None = None,
+) -> Stream:
+    """Iterates over the tensors of a checkpoint, in bounded memory; reads ahead in a thread.
+
+    The arguments are those of `load`; these mean more here:
+
+    - `max_host_overhead` bounds what the stream holds: tensors that are not handed out yet, and
+      slots of the readers. Tensors are read in batches of at most 64 MiB or a quarter of it, in a
+      buffer that lives as long as any of them; a larger tensor is read alone.
+    - `timeout` is for the headers, and for each batch.
+    - Several processes agree on each batch, and with `Options(exchange="once")` read it for each
+      other when it is asked for. If one leaves before the end, the others raise ProcessError.
+
+    Args:
+        order: The names of the tensors, each once, in the order to come in; without `names=` only
+            these come. Default: the order of the files.
+        lazy: Whether to hand out tensors that are read when they are used, on one device. For
+            PyTorch they are of a subclass of `torch.Tensor`: `narrow`, `chunk`, `split`, integers
+            and slices are lazy again, `copy_` reads into the memory of its target, and anything
+            else reads all of it, which a `Report` counts (`whole_reads`). Others have `shape`,
+            `dtype`, indexing, `read()` and `__array__`. They outlive the iteration, not `close()`.
+
+    Returns:
+        An iterator of (name, tensor) with `close()`, and a context manager. Closing or dropping it
+        ends reading at once.
+
+    Raises:
+        MfloadError: As `load` does; what comes after the headers, from the iteration.
+    """
+    if isinstance(order, Iterator):
+        order = list(order)
+    if names is None and order is not None:
+        names = order
+    if mesh is not None or shardings is not None or shard is not None:
+        if lazy:
+            message, expected = "lazy tensors are not sharded", "slices of them, and no mesh="
+            raise errors.UsageError(message, expected=expected)
+        from mfload.mesh import stream as mesh_stream
+
+        given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
+        choose, backend, deadline = _together(*given, report, options, order)
+        how = mesh, shardings, unmatched
+        return mesh_stream.stream(choose, backend, *how, deadline, report, progress)
+    from mfload.loading import stream as streaming
+    from mfload.report import cleared
+
+    cleared(report)
+    start = time.perf_counter()
+    how = started(options)
+    discovery.check_path(path)
+    _check(framework, device, mesh, shardings, shard, unmatched)
+    index, sources, requests = _choose(path, names, dtype, how, order)
+    headers = time.perf_counter() - start
+    adapter = frameworks.get(framework, device, index.names)
+    if report is not None:
+        report.stages = {"headers": headers, "import": time.perf_counter() - start - headers}
+    if not lazy:
+        every = index, sources, adapter, how, requests, requesting.sizes(requests), report
+        return streaming.stream(streaming.Tensors(*every), progress)
+    if progress:
+        raise errors.UsageError("lazy tensors show no progress", expected="no progress=")
+    from mfload.loading.lazy import LazyCheckpoint
+
+    opened = LazyCheckpoint(index, sources, adapter, device=device, options=options)
+    return streaming.lazily(opened, index, adapter, requests, report)
+
+
 def plan(
     path: Path,
     framework: str | ModuleType | None = None,
@@ -203,12 +279,13 @@ def plan(
     dtype: Dtypes = None,
     mesh: Any = None,
     shardings: Any = None,
+    shard: tuple[int, int] | None = None,
     unmatched: Unmatched = "replicate",
     options: Options | None = None,
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
 
-    `framework` defaults to "numpy", with a mesh or shardings to "jax".
+    `framework` defaults to "numpy", with a mesh or with shardings that are no dims to "jax".
 
     Returns:
         The plan and this machine's route; prints well, and has `as_dict()`. Of several processes
@@ -218,15 +295,16 @@ def plan(
         MfloadError: As `load` does.
     """
     how = started(options)
-    sharded = mesh is not None or shardings is not None
+    sharded = mesh is not None or shardings is not None or shard is not None
     if framework is None:
-        framework = frameworks.ON_MESHES[0] if sharded else "numpy"
-    name = _check(framework, device, mesh, shardings, unmatched)
+        framework = frameworks.ON_MESHES[0] if sharded and shard is None else "numpy"
+    name = _check(framework, device, mesh, shardings, shard, unmatched)
     if sharded:
         from mfload.mesh import load as mesh_load
 
+        backend = mesh_load.backend(name, device, shard, how.exchange)
         chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
-        return mesh_load.preview(chosen, name, mesh, shardings, unmatched)
+        return mesh_load.preview(chosen, backend, mesh, shardings, unmatched)
     with gc_paused():
         index, sources, requests = _choose(path, names, dtype, how)
         adapter = frameworks.get(framework, device, index.names)
@@ -256,7 +334,7 @@ def abstract(
     """
     from mfload.mesh import load as mesh_load
 
-    name = _check(frameworks.ON_MESHES[0], None, mesh, shardings, unmatched)
+    name = _check(frameworks.ON_MESHES[0], None, mesh, shardings, None, unmatched)
     how = started(options)
     chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
     return mesh_load.abstract(chosen, name, mesh, shardings, unmatched)
@@ -325,21 +403,77 @@ def save(
     return checking.with_manifest(saved, write=checksums)
 
 
+def _together(
+    path: Path,
+    framework: str | ModuleType,
+    device: object,
+    names: Names,
+    dtype: Dtypes,
+    mesh: Any,
+    shardings: Any,
+    shard: tuple[int, int] | None,
+    unmatched: Unmatched,
+    report: Report | None,
+    options: Options | None,
+    order: Sequence[str] | None = None,
+) -> tuple[Callable[[], Chosen], MeshBackend, Deadline]:
+    """What a load on a mesh takes: checks and headers, which reach all processes; the backend."""
+    from mfload.mesh import load as mesh_load
+    from mfload.options import Options
+
+    valid = options if isinstance(options, Options) else Options()
+    imported = [name for name in frameworks.ON_MESHES if name in sys.modules]
+    # What is wrong is told to all processes, if there are more.
+    if shard is not None:
+        name = frameworks.resolve(framework)
+    elif imported:
+        name = _meant(framework, mesh, imported)
+    else:
+        name = _check(framework, device, mesh, shardings, shard, unmatched)
+    deadline = Deadline(valid.timeout)
+
+    def choose() -> Chosen:
+        if report is not None:
+            from mfload.report import cleared
+
+            cleared(report)
+        how = started(options, deadline)
+        discovery.check_path(path)
+        _check(framework, device, mesh, shardings, shard, unmatched)
+        return mesh_load.Chosen(*_choose(path, names, dtype, how, order), how)
+
+    return choose, mesh_load.backend(name, device, shard, valid.exchange), deadline
+
+
 def _check(
-    framework: str | ModuleType, device: object, mesh: Any, shardings: Any, unmatched: str
+    framework: str | ModuleType,
+    device: object,
+    mesh: Any,
+    shardings: Any,
+    shard: Any,
+    unmatched: str,
 ) -> str:
     """Refuses arguments that exclude each other; returns the framework's name."""
     name = frameworks.resolve(framework)
     if unmatched != "replicate":
         errors.check_choice("unmatched", unmatched, UNMATCHED)
-    if mesh is None and shardings is None:
+    if mesh is None and shardings is None and shard is None:
+        return name
+    if shard is not None:
+        if device is not None and isinstance(device, list | tuple | Mapping):
+            message, expected = "shard= is for one device", "one device="
+            raise errors.UsageError(message, expected=expected, found=repr(device))
         return name
     if name not in frameworks.ON_MESHES:
+        choices = " | ".join(f"framework={each!r}" for each in frameworks.ON_MESHES)
         raise errors.UsageError(
-            "mesh= and shardings= are for JAX",
-            expected=" | ".join(f"framework={each!r}" for each in frameworks.ON_MESHES),
+            f"{name} has no meshes",
+            expected=f"{choices}, or shardings=[(regex, dim)] with shard=(rank, size)",
             found=framework,
         )
+    if (owner := _owner(mesh)) in frameworks.ON_MESHES and owner != name:
+        expected = f"framework={owner!r}, or a mesh of {name}"
+        raise errors.UsageError(f"the mesh is one of {owner}", expected=expected, found=framework)
     if device is not None:
         raise errors.UsageError(
             "the devices are those of the mesh or the shardings",
@@ -349,8 +483,10 @@ def _check(
     return name
 
 
-def _meant(framework: Any, imported: Sequence[str]) -> str:
-    """The backend that an invalid argument is told by, the framework's own if it has one."""
+def _meant(framework: Any, mesh: Any, imported: Sequence[str]) -> str:
+    """The backend that an invalid argument is told by: the mesh's, else the framework's own."""
+    if (owner := _owner(mesh)) in imported:
+        return owner
     try:
         name = frameworks.resolve(framework)
     except errors.UsageError:
@@ -358,8 +494,17 @@ def _meant(framework: Any, imported: Sequence[str]) -> str:
     return name if name in frameworks.ON_MESHES else imported[0]
 
 
+def _owner(mesh: Any) -> str:
+    """The package that a mesh is of."""
+    return type(mesh).__module__.partition(".")[0]
+
+
 def _choose(
-    path: Path, names: Names, dtype: Dtypes, options: LoadOptions
+    path: Path,
+    names: Names,
+    dtype: Dtypes,
+    options: LoadOptions,
+    order: Sequence[str] | None = None,
 ) -> tuple[Index, list[Source], Sequence[Request]]:
     """The index, its sources, and what is requested; reads the headers that it takes."""
     select: Callable[[Index], Columns] = attrgetter("columns")
@@ -372,7 +517,8 @@ def _choose(
     with gc_paused():
         infos, index, sources = checkpoint.choose(path, options, select)
         if dtype is None:
-            return index, sources, requesting.whole(infos)
+            rows = requesting.whole(infos)
+            return index, sources, rows if order is None else requesting.ordered(rows, order)
         from mfload.planning import selection
 
         wish = selection.read_dtype(dtype)
@@ -383,7 +529,7 @@ def _choose(
             with errors.about(file=index.files[info.pieces[0].source]):
                 wanted, checked = selection.target(info, wish)
             requests.append(Request(info, wanted, None, checked))
-        return index, sources, requests
+        return index, sources, requests if order is None else requesting.ordered(requests, order)
 
 
 def _manifest_check(

@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Report(Printable):
-    """Filled by `mfload.load(..., report=report)`; empty until then.
+    """Filled by `mfload.load(..., report=report)`, and batch by batch by `mfload.stream`.
 
     Attributes:
         framework: The framework of the arrays.
@@ -85,6 +85,8 @@ class Report(Printable):
         read_bytes: Bytes requested of the files, without the edges of direct reads (at most two
             pages each).
         over_read_bytes: Bytes read that no tensor wanted.
+        whole_reads: Operations on lazy tensors that read all of them, because mfload does not know
+            which part they need (see `mfload.stream`).
         exchanged_bytes: Bytes that came from other processes instead of the files.
         processes: Number of processes that loaded together.
         mapped_bytes: Bytes of the arrays that lie in maps of the files.
@@ -113,6 +115,7 @@ class Report(Printable):
     result_bytes: int = 0
     read_bytes: int = 0
     over_read_bytes: int = 0
+    whole_reads: int = 0
     exchanged_bytes: int = 0
     processes: int = 1
     mapped_bytes: int = 0
@@ -176,6 +179,8 @@ class Report(Printable):
             ("CPU", f"{cpu}, {counted(self.page_faults, 'page fault')}"),
             ("read", f"{human(self.read_bytes)}, {human(self.over_read_bytes)} of it unwanted"),
         ]
+        if self.whole_reads:
+            rows.append(("read whole", counted(self.whole_reads, "operation on lazy tensors")))
         if self.processes > 1:
             exchanged = f"{human(self.exchanged_bytes)}, {self.processes} processes"
             rows.append(("exchanged", exchanged))

@@ -82,7 +82,7 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def whereabouts(part: Any) -> Any:
-    """The places in the file of the bytes that a read lands (see `blocks.cut`)."""
+    """The places in the file of the bytes that a read lands (see `Rows`)."""
     if part.rows is None:
         return np.arange(part.offset, part.offset + part.nbytes)
     starts = part.offset + np.array(part.rows.numbers) * part.rows.stride

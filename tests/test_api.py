@@ -206,7 +206,8 @@ def test_numpy_knows_the_host_alone(path: Path, device: Any) -> None:
 
 
 def test_arguments_are_keywords_and_typed() -> None:
-    for call, positional in ((mfload.load, 2), (mfload.open, 3), (mfload.plan, 2)):
+    calls = (mfload.load, 2), (mfload.open, 3), (mfload.plan, 2), (mfload.stream, 2)
+    for call, positional in calls:
         parameters = inspect.signature(call).parameters.values()
         kinds = [parameter.kind for parameter in parameters]
         assert kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) == positional
@@ -218,7 +219,7 @@ def test_open_and_plan_know_the_arguments_of_load() -> None:
     load = inspect.signature(mfload.load).parameters
     # What looks at whole tensors, or shows a load while it runs.
     shown = {"verify", "progress", "report"}
-    whole = {"names", "dtype", "mesh", "shardings", "unmatched"}
+    whole = {"names", "dtype", "mesh", "shardings", "shard", "unmatched"}
     for call, missing in ((mfload.plan, shown), (mfload.open, shown | whole)):
         parameters = inspect.signature(call).parameters
         assert parameters.keys() == load.keys() - missing
@@ -226,10 +227,18 @@ def test_open_and_plan_know_the_arguments_of_load() -> None:
             assert parameters[name].default == load[name].default, name
 
 
-def test_a_mesh_is_for_jax_and_no_framework_is_changed_in_silence(path: Path) -> None:
-    for call in (mfload.load, mfload.plan):
+def test_stream_knows_the_arguments_of_load() -> None:
+    load, stream = (inspect.signature(call).parameters for call in (mfload.load, mfload.stream))
+    assert stream.keys() == (load.keys() - {"verify"}) | {"order", "lazy"}
+    for name in load.keys() - {"verify"}:
+        assert stream[name].default == load[name].default, name
+        assert stream[name].annotation == load[name].annotation, name
+
+
+def test_a_mesh_is_for_few_and_no_framework_is_changed_in_silence(path: Path) -> None:
+    for call in (mfload.load, mfload.plan, mfload.stream):
         for given in ({"mesh": object()}, {"shardings": []}):
-            with pytest.raises(errors.UsageError, match="are for JAX") as info:
+            with pytest.raises(errors.UsageError, match="numpy has no meshes") as info:
                 call(path, "numpy", **given)
             assert info.value.found == "numpy"
     assert mfload.plan(path).framework == "numpy"

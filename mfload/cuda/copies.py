@@ -14,8 +14,7 @@ from typing import Any
 from mfload.cuda.device import Device, Event, Rows, Stream
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io.pread import put
-from mfload.planning.blocks import Block, Segment
-from mfload.planning.steps import Copy
+from mfload.planning.blocks import Block, Copy, Segment
 
 # A row over PCIe costs some hundred bytes of overhead.
 _NARROW = 256

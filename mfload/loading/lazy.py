@@ -13,20 +13,24 @@ from mfload.dlpack import View
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
 from mfload.index import Columns, Index, TensorInfo
-from mfload.io import buffers
+from mfload.io import buffers, route
+from mfload.io.pread import PreadReader
 from mfload.load_options import started
 from mfload.loading import execute
 from mfload.loading.session import MAX_RANK, Loader, let_go
+from mfload.planning import boxes
+from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
-from mfload.sources.base import Source
+from mfload.sources.base import Costs, Source
 
 if TYPE_CHECKING:
     from mfload.io.mapped import MapRange
     from mfload.options import Options
+    from mfload.report import Report
 
 _SMALL = execute.INLINE
-_FEW_ROWS = 256  # To read them one by one takes less time than a plan.
+_FEW_ROWS = 256  # To read them one by one takes less time than to plan blocks.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
 
@@ -50,7 +54,7 @@ class LazyCheckpoint:
         self._index, self._sources, self._adapter = index, sources, adapter
         self._sliced = functools.lru_cache(_SLICED)(index.__getitem__)
         self._arguments = (device, options)
-        self._closed = False
+        self.closed = False
         how = started(options)
         # Whether a session would read any small part in the same way: at once, into host memory.
         self._reads_small = (
@@ -62,9 +66,12 @@ class LazyCheckpoint:
             and not adapter.devices
             and adapter.assign(none := []) is none  # One of several devices splits requests.
         )
-        # A map holds one range, and reads that are waited for are better made at once.
-        waits = any(source.costs.concurrency is not None for source in sources)
-        self._reads_rows = how.engine != "mmap" and not waits
+        # A map holds one range, reads that are waited for are better made side by side, and a map
+        # of rows counts as overhead.
+        limit, costs = how.max_host_overhead, sources[0].costs if sources else Costs()
+        waits = costs.concurrency is not None or (limit is not None and limit < 2 * costs.span)
+        self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
+        self._route = how.engine, how.page_cache
         self._map: MapRange | None = None
         if how.engine == "mmap":
             from mfload.io import mapped  # Late: most do without it.
@@ -81,7 +88,8 @@ class LazyCheckpoint:
 
     def offset_keys(self) -> list[str]:
         """Names of the tensors in the order in which the files hold them."""
-        return list(self._opened().tensors)
+        index = self._opened()
+        return [name for name in index.tensors if name in index.names]
 
     def metadata(self) -> dict[str, str] | None:
         """The free-form strings of the headers; None if there are none."""
@@ -108,8 +116,8 @@ class LazyCheckpoint:
         """
         row = self.info(name)
         if self._reads_small and _is_small(row, row.nbytes):
-            return self._read_small(row, row.shape, (0,), row.nbytes)
-        return self._load([Request(row, row.dtype)])[0]
+            return self._read_small(row, row.shape, ((0,), row.nbytes))
+        return self.load([Request(row, row.dtype)])[0]
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Several tensors, read together. Default: all.
@@ -120,11 +128,13 @@ class LazyCheckpoint:
         index = self._opened()
         if names is None:
             columns = index.columns
+            if len(columns) > len(index):  # The index file leaves some out.
+                columns = index.take(self.offset_keys())
         else:
             names = list(dict.fromkeys(names))
             index.take([name for name in names if name in index.names])  # Reads headers together.
             columns = Columns.of(map(self.info, names))
-        arrays = self._load(whole(columns))
+        arrays = self.load(whole(columns))
         return dict(zip(columns.names, arrays, strict=True))
 
     def get_slice(self, name: str) -> TensorSlice:
@@ -147,30 +157,34 @@ class LazyCheckpoint:
             start, shape = found
             nbytes = math.prod(shape) * row.dtype.nbytes
             if _is_small(row, nbytes):
-                return self._read_small(row, shape, (start,), nbytes)
+                return self._read_small(row, shape, ((start,), nbytes))
         with errors.about(file=self.file_of(row)):
-            selection = select(row, index)
-        request = Request(row, row.dtype, selection)
-        if self._reads_small and self._reads_rows and _is_small(row, request.nbytes):
-            apart = whole_rows(request)
-            if apart is not None and len(apart[0]) <= _FEW_ROWS:
-                return self._read_small(row, request.shape, *apart)
-        return self._load([request])[0]
+            request = Request(row, row.dtype, select(row, index))
+        if self._reads_parts and _is_small(row, request.nbytes):
+            rows = whole_rows(request)
+            if rows is not None and len(rows[0]) <= _FEW_ROWS:
+                return self._read_small(row, request.shape, rows)
+            source = self._sources[row.pieces[0].source]
+            wanted = [(source, min(boxes.span(request), source.size))]
+            (leg,) = route.choose(wanted, *self._route)
+            if not (leg.direct or leg.cold):
+                return self._read_small(row, request.shape, request)
+        return self.load([request])[0]
 
     def _read_small(
-        self, row: TensorInfo, shape: tuple[int, ...], starts: Sequence[int], nbytes: int
+        self, row: TensorInfo, shape: tuple[int, ...], part: tuple[Sequence[int], int] | Request
     ) -> Any:
-        """A part of a tensor, read range by range, or one range out of the map of its file.
+        """A part of a tensor of some shape: a request, or ranges by where they begin, and bytes.
 
-        The ranges begin at `starts` in the tensor and have `nbytes` each. They land in memory of
-        NumPy's, which is not counted: to map a buffer takes longer than to read.
+        Past plan and session, which take longer than to read it.
         """
-        adapter, piece = self._adapter, row.pieces[0]
-        source = self._sources[piece.source]
-        dtype = row.dtype
-        align = adapter.alignment or max(1, dtype.nbytes // dtype.elements)
+        adapter, dtype = self._adapter, row.dtype
+        source = self._sources[row.pieces[0].source]
         try:
-            memory, at = self._land(source, piece.offset, starts, nbytes, align)
+            if isinstance(part, Request):
+                memory, at = self._land_part(source, part), 0
+            else:
+                memory, at = self._land(source, row, *part)
             source.check()
         except (OSError, MemoryError, errors.MfloadError) as error:
             memory = None
@@ -181,32 +195,51 @@ class LazyCheckpoint:
         return adapter.wrap([view.as_bytes() if how == "bytes" else view])[0]
 
     def _land(
-        self, source: Source, offset: int, starts: Sequence[int], nbytes: int, align: int
+        self, source: Source, row: TensorInfo, starts: Sequence[int], nbytes: int
     ) -> tuple[Any, int]:
-        """Memory with ranges that begin `starts` behind an offset, and where in it they begin."""
+        """Memory that holds ranges of a tensor, and where in it they begin."""
+        align = self._adapter.alignment or max(1, row.dtype.nbytes // row.dtype.elements)
         map_range = self._map  # None after another thread has closed the checkpoint.
+        offset = row.pieces[0].offset
         # As in a plan, what is not aligned in the file is read.
         if map_range is not None and (offset + starts[0]) % align == 0:
             return map_range(source, offset + starts[0], nbytes)
-        count = len(starts)
-        memory = buffers.small(nbytes * count, self._adapter.alignment)
+        # NumPy's memory, which is not counted: to map a buffer takes longer than to read.
+        memory = buffers.small(nbytes * len(starts), self._adapter.alignment)
         handle = source.open()
         try:
-            if count == 1:
-                handle.read([memory], offset + starts[0])
-            else:
-                for n, start in enumerate(starts):
-                    handle.read([memory[n * nbytes : (n + 1) * nbytes]], offset + start)
+            for n, start in enumerate(starts):
+                handle.read([memory[n * nbytes : (n + 1) * nbytes]], offset + start)
         finally:
             handle.close()
         return memory, 0
 
-    def _load(self, requests: Sequence[Request]) -> list[Any]:
-        options = started(self._arguments[1])
-        return Loader(self._opened(), self._sources, self._adapter, options).load(requests)
+    def _land_part(self, source: Source, request: Request) -> Any:
+        """Memory that holds what a request takes of a tensor."""
+        reads = Reads(source.costs)
+        reads.parts([request], [None], [(0, 0)])
+        memory = buffers.small(request.nbytes, self._adapter.alignment)
+        reader, slot = PreadReader(source, window=source.costs.span), buffers.WorkerSlot()
+        try:
+            for block in reads.end():
+                reader.fill(block, [memory], slot)
+        finally:
+            reader.close()
+        return memory
+
+    def load(
+        self,
+        requests: Sequence[Request],
+        report: Report | None = None,
+        adapter: Adapter | None = None,
+    ) -> list[Any]:
+        """An array for each request, made by an adapter. Default: that of the checkpoint."""
+        options, adapter = started(self._arguments[1]), adapter or self._adapter
+        loader = Loader(self._opened(), self._sources, adapter, options)
+        return loader.load(requests, report=report)
 
     def _opened(self) -> Index:
-        if self._closed:
+        if self.closed:
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
         return self._index
 
@@ -221,7 +254,7 @@ class LazyCheckpoint:
 
     def close(self) -> None:
         """Ends it, and closes its files; arrays taken from it live on."""
-        self._closed = True
+        self.closed = True
         for source in self._sources:
             source.keep(False)
         self._map = None
@@ -241,7 +274,7 @@ class LazyCheckpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         origin = getattr(self._index, "found", self._sources)
-        return _reopen, (origin, self._adapter.name, self._arguments, self._closed)
+        return _reopen, (origin, self._adapter.name, self._arguments, self.closed)
 
 
 def _is_small(row: TensorInfo, nbytes: int) -> bool:

@@ -7,7 +7,6 @@ batch is made of waits on its devices until the transforms have run, within the 
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import itertools
 import time
@@ -29,7 +28,7 @@ from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import Share, TensorShares, Whole
-from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives
+from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives, moved
 from mfload.planning import request
 from mfload.planning.request import Request
 from mfload.planning.slicing import shape_of
@@ -37,15 +36,12 @@ from mfload.report import Report
 from mfload.sources.base import Source
 from mfload.trees import batches, jax_transforms, small_leaves
 from mfload.trees.batches import BatchItem, LeafPart
-from mfload.trees.recipe import Recipe
+from mfload.trees.recipe import Recipe, new_row
 from mfload.trees.transforms import Shape, Transform
 
 # One in so many bytes of the overhead is for the readers' slots while transforms are under way;
 # the rest is for what waits for them.
 _SLOTS = 4
-
-# Seconds to wait for memory to be released, if another load of the process needs none.
-_PATIENCE, _TICK = 0.1, 0.0002
 
 Advance = Callable[[int], None] | None
 
@@ -113,10 +109,13 @@ class Assembly:
         kinds: dict[Any, _Kind] = {}
         for number, goal in enumerate(goals):
             recipe, sharding = goal
-            key = recipe.transform, recipe.dtype.name, recipe.landed.name, sharding
-            if key not in kinds:
-                kinds[key] = self._kind(goal)
-            kind = kinds[key]
+            # By id first, since hashes take longer: most alike leaves share these objects.
+            key = id(recipe.transform), id(recipe.dtype), id(recipe.landed), id(sharding)
+            if (kind := kinds.get(key)) is None:
+                same = recipe.transform, recipe.dtype.name, recipe.landed.name, sharding
+                if same not in kinds:
+                    kinds[same] = self._kind(goal)
+                kind = kinds[key] = kinds[same]
             self._nbytes += kind.nbytes
             if kind.alone is not None:
                 self._alone.setdefault(kind.alone, []).append(number)
@@ -135,7 +134,7 @@ class Assembly:
         given: int | None = getattr(options, overhead)
         limit = OVERHEAD
         if given is not None:
-            waiting = self._wanted(_sources(part for _, some in made for part in some)).mine
+            waiting = self._wanted(batches.sources(part for _, some in made for part in some)).mine
             least = _least_for_readers(waiting, index, sources, adapter, options)
             if adapter.on_host:
                 waiting = self._wanted(self._sources_of(small)).mine
@@ -158,7 +157,7 @@ class Assembly:
         # What is fetched, by what, and what makes leaves of it.
         self._steps: list[tuple[_Wanted, Loader, Callable[[_Wanted, list[Any]], None]]] = []
         for batch in compiled:
-            wanted = self._wanted(_sources(part for item in batch for part in item.parts))
+            wanted = self._wanted(batches.sources(part for item in batch for part in item.parts))
             self._steps.append((wanted, waits, functools.partial(self._transform, batch)))
         for batch in small_leaves.batches(small, limit - slots):
             wanted = self._wanted(self._sources_of(batch.items()))
@@ -265,7 +264,10 @@ class Assembly:
 
     def _whole_tensors(self, numbers: Sequence[int]) -> list[Request]:
         recipes = [self._goals[number].recipe for number in numbers]
-        return [Request(each.tensors[0], each.landed, None, each.checked) for each in recipes]
+        return [
+            new_row(Request, (each.tensors[0], each.landed, None, each.checked, ()))
+            for each in recipes
+        ]
 
     def arguments(self) -> Iterator[str]:
         """What is wanted of each leaf: lines that must be the same on all processes."""
@@ -296,7 +298,7 @@ class Assembly:
             fetched = self._fetch(wanted.requests, loader, group, report, advance)
             start = time.perf_counter()
             make(wanted, fetched)
-            _settle(before)
+            jax_adapter.wait_for_release(memory.live_bytes, before)
             took = time.perf_counter() - start
             report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
         report.framework, report.tensors = "jax", len(self._goals)
@@ -359,7 +361,7 @@ class Assembly:
             arrays, sharding = self._arrays[owner], self._goals[owner].sharding
             jax_transforms.wait(list(arrays.values()))
             for device in list(arrays) if last else ():
-                arrays[device] = jax_transforms.move(arrays.pop(device), sharding)
+                arrays[device] = moved(arrays.pop(device), sharding.memory_kind)
 
     def _make(
         self, item: BatchItem, transform: Transform, numbers: list[int], rows: list[list[Any]]
@@ -409,17 +411,6 @@ def _shares(
         yield TensorShares(recipe.tensors[number], recipe.landed, recipe.checked, held, separate)
 
 
-def _sources(
-    parts: Iterable[LeafPart],
-) -> Iterator[tuple[int, TensorShares]]:
-    """What parts are made of, in order, with the number of the part."""
-    for number, part in enumerate(parts):
-        for info, box in part.sources:
-            held: tuple[Share, ...] = tuple(share._replace(box=box) for share in part.holders)
-            recipe = part.recipe
-            yield number, TensorShares(info, recipe.landed, recipe.checked, held)
-
-
 def _least_for_readers(
     requests: Sequence[Request],
     index: Index,
@@ -435,14 +426,3 @@ def _least_for_readers(
     if adapter.devices:
         return found.least_on_device * _SLOTS
     return found.least * (_SLOTS if adapter.on_host else 1)
-
-
-def _settle(before: int) -> None:
-    """Waits until what was landed is gone.
-
-    XLA lets go of it in threads that need the GIL, and of NumPy arrays in its part of a collection.
-    """
-    end = time.monotonic() + _PATIENCE
-    while memory.live_bytes() > before and time.monotonic() < end:
-        time.sleep(_TICK)
-        gc.collect(0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mfload.index import Box, TensorInfo
-from mfload.mesh.base import Share
+from mfload.mesh.base import Share, TensorShares
 from mfload.planning.slicing import shape_of
 from mfload.trees.recipe import Recipe
 from mfload.trees.transforms import Transform
@@ -31,7 +31,7 @@ class LeafPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The same for all parts of a leaf: JAX shards evenly."""
+        """Of the box."""
         return shape_of(self.box)
 
 
@@ -57,6 +57,15 @@ def _part(recipe: Recipe, box: Box, holders: tuple[Share, ...]) -> LeafPart:
     sources = tuple((recipe.tensors[number], read) for number, read in reads)
     nbytes = sum(recipe.landed.size_of(shape_of(read)) or 0 for _, read in sources)
     return LeafPart(recipe, box, holders, sources, transform, nbytes)
+
+
+def sources(parts: Iterable[LeafPart]) -> Iterator[tuple[int, TensorShares]]:
+    """What parts are made of, in order, with the number of the part."""
+    for number, part in enumerate(parts):
+        recipe = part.recipe
+        for info, box in part.sources:
+            held = tuple([share._replace(box=box) for share in part.holders])
+            yield number, TensorShares(info, recipe.landed, recipe.checked, held)
 
 
 def batches(
@@ -102,11 +111,13 @@ def _items(owner: int, whole: Sequence[LeafPart], limit: int) -> Iterator[BatchI
 
     These lie in the longest runs of the files, for the least over-read.
     """
-    shape = whole[0].shape
+    shape: tuple[int, ...] = ()
+    if most(whole) > limit:  # Parts of uneven shards end before the largest does.
+        shape = tuple(map(max, zip(*(part.shape for part in whole), strict=True)))
     found: list[tuple[bool, int, int, int]] = []
-    for axis, length in enumerate(shape if most(whole) > limit else ()):
+    for axis, length in enumerate(shape):
         if length > 1:
-            size, fit = _largest_stretch(whole, axis, limit)
+            size, fit = _largest_stretch(whole, axis, length, limit)
             run = min(map(_run, _stretch(whole[:1], axis, 0, size)))
             found.append((fit, run, size, axis))
     if not found:
@@ -118,9 +129,10 @@ def _items(owner: int, whole: Sequence[LeafPart], limit: int) -> Iterator[BatchI
         yield BatchItem(owner, _stretch(whole, axis, at, size), start, at + size >= shape[axis])
 
 
-def _largest_stretch(whole: Sequence[LeafPart], axis: int, limit: int) -> tuple[int, bool]:
+def _largest_stretch(
+    whole: Sequence[LeafPart], axis: int, length: int, limit: int
+) -> tuple[int, bool]:
     """The size of the largest stretches along a dim that fit; of the smallest if none do."""
-    length = whole[0].shape[axis]
     count = math.ceil(most(whole) / limit) if limit > 0 else length
     size = max(1, -(-length // max(2, count)), length // _STRETCHES)
     # Where a reshape splits dims, stretches of one size take different boxes.
@@ -133,10 +145,12 @@ def _largest_stretch(whole: Sequence[LeafPart], axis: int, limit: int) -> tuple[
 
 
 def _stretch(whole: Sequence[LeafPart], axis: int, at: int, size: int) -> list[LeafPart]:
-    """A stretch of each part along one dim, counted from the part's own start."""
+    """A stretch of each part along one dim, counted from the part's own start, if it has one."""
     found: list[LeafPart] = []
     for part in whole:
         first, end = part.box[axis]
+        if first + at >= end:
+            continue
         dim = (first + at, min(first + at + size, end))
         box = (*part.box[:axis], dim, *part.box[axis + 1 :])
         found.append(_part(part.recipe, box, part.holders))

@@ -59,7 +59,7 @@ def resolve(
         infos=some,
         own=own,
         aliases=[leaf.names for leaf in some],
-        known=[name for leaf in leaves for name in leaf.names],
+        known=(name for leaf in leaves for name in leaf.names),
     )
 
 
@@ -99,11 +99,13 @@ def _has_devices(sharding: Any) -> bool:
 def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:
     """What a leaf says of itself, if anything."""
     own = leaf.sharding
+    if own is None:
+        return None if leaf.axes is None else of_axes(leaf.name, leaf.axes, mesh, rules)
     abstract = jax_specs.is_abstract(own)
     # An abstract sharding that splits nothing is what tracing leaves behind on Auto axes.
     traced = abstract and all(part is None for part in tuple(own.spec))
-    if own is None or (traced and leaf.axes is not None):
-        return None if leaf.axes is None else of_axes(leaf.name, leaf.axes, mesh, rules)
+    if traced and leaf.axes is not None:
+        return of_axes(leaf.name, leaf.axes, mesh, rules)
     if abstract and mesh is None:
         raise errors.ShardingError(
             "the leaf names axes of a mesh, and no mesh has devices for them",

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mfload import errors
-from mfload.frameworks.jax_memory import undisturbed
+from mfload.frameworks.jax_memory import full_device, undisturbed
 from mfload.trees.transforms import Transform
 
 Devices = tuple[Any, ...]
@@ -59,26 +58,8 @@ def empty(devices: Devices, shape: tuple[int, ...], dtype: Any) -> list[Any]:
 
 def wait(arrays: Sequence[Any]) -> None:
     """Waits until arrays are there, and what they were made of is no longer read."""
-    try:
+    with full_device():
         jax.block_until_ready(list(arrays))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        text = str(error).splitlines()[0]
-        raise errors.MemoryLimitError("the device is out of memory", found=text) from error
-
-
-def move(array: Any, sharding: Any) -> Any:
-    """An array in the memory of its device that a sharding names, once it is there.
-
-    JAX does not donate memory to another kind: release each array before the next is moved.
-    """
-    kind = sharding.memory_kind
-    if kind is None or array.sharding.memory_kind == kind:
-        return array
-    with undisturbed():
-        there = SingleDeviceSharding(array.device, memory_kind=kind)
-        return jax.block_until_ready(jax.device_put(array, there))
 
 
 def _together(devices: Devices, rows: Rows) -> list[Any]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mfload import dtypes, errors
 from mfload.dtypes import DType
-from mfload.trees.recipe import Leaf
+from mfload.trees.recipe import Leaf, new_row
 
 _Path = tuple[str, ...]
 _STATISTICS = "batch_stats"  # Linen's collection of them.
@@ -49,8 +49,9 @@ def take_apart(target: Any) -> Tree:
     top = walk.below if is_node(target) else walk.node
     build: Any = top(target, (), Leaf((), ()))  # What is a node is no leaf.
     leaves = tuple(_leaf(*found) for found in walk.found)
-    counts = Counter(name for leaf in leaves for name in leaf.names)
-    for name in (name for name, count in counts.items() if count > 1):
+    names = list(itertools.chain.from_iterable(leaf.names for leaf in leaves))
+    if len(set(names)) < len(names):
+        name = Counter(names).most_common(1)[0][0]
         raise errors.UsageError("two leaves of the target have the same name", found=repr(name))
     return Tree(leaves, lambda values: build(values, {}))
 
@@ -112,11 +113,11 @@ class _Walk:
         training = isinstance(tree, _flax("training.train_state", "TrainState"))
         builds: list[Any] = []  # Functions, and numbers of leaves.
         for entries, each in flat:
-            names = [_text(entry) for entry in entries[hidden:]]
+            names = tuple(map(_text, entries[hidden:]))
             said = role
             if training and names[0] in _OPTIMIZER:
                 said = role._replace(optimizer=True)
-            builds.append(self.below(each, (*path, *names), said))
+            builds.append(self.below(each, path + names, said))
         return lambda values, made: structure.unflatten(
             [values[b] if type(b) is int else b(values, made) for b in builds]
         )
@@ -154,7 +155,10 @@ def _text(entry: Any) -> str:
 
 
 def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
-    names = tuple(dict.fromkeys(map(".".join, paths)))
+    names, parts = (".".join(paths[0]),), paths[0]
+    if len(paths) > 1:
+        names = tuple(dict.fromkeys(map(".".join, paths)))
+        parts = tuple(itertools.chain.from_iterable(paths))
     tracer, number, abstract, array = _traits(type(value))
     if tracer:
         raise errors.UsageError(
@@ -169,13 +173,14 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
     # Typed PRNG keys are arrays of an extended dtype.
     if extended or not isinstance(shape, tuple):
         return role._replace(names=names, value=value, held=False, abstract=abstract, optional=True)
-    optional = role.optional or _STATISTICS in itertools.chain.from_iterable(paths)
+    optional = role.optional or _STATISTICS in parts
     sharding = role.sharding
     # Others merely lie on the default device.
     if not array or getattr(value, "committed", getattr(value, "_committed", True)):
         sharding = getattr(value, "sharding", None)
-    said = optional, role.optimizer, row is not None, abstract
-    return Leaf(names, shape, row, value, sharding, role.axes, *said)
+    held = row is not None
+    said = names, shape, row, value, sharding, role.axes, optional, role.optimizer, held, abstract
+    return new_row(Leaf, said)
 
 
 @functools.lru_cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,6 +21,8 @@ from mfload.trees import matching
 from mfload.trees.recipe import Leaf, brief
 
 Path = Location | Sequence[Location]
+_MODULES = {"keras": "Layer", "torch": "nn.Module", "paddle": "nn.Layer"}
+"""What a module is in each framework that `mfload.trees` has a `<framework>_modules` for."""
 
 
 def load_into(
@@ -36,17 +40,25 @@ def load_into(
     report: Report | None = None,
     options: Options | None = None,
 ) -> Any:
-    r"""Loads a checkpoint into a tree of JAX: its names, shapes, dtypes and shardings.
+    r"""Loads a checkpoint into a module or a tree of JAX: its names, shapes and dtypes.
 
-    The target is a template: it is left as it is, and a new tree of the same type is returned. Its
-    leaves are named by their paths, joined by dots ("layers.0.attn.kernel"); what Flax calls the
-    value of a variable or a box is not part of the name.
+    A `torch.nn.Module` is filled in place and returned: its parameters and the buffers that it
+    saves, by their names in `state_dict()`. What lies on the meta device gets memory; DTensors
+    (`fully_shard`, `distribute_module`) are filled with the part of this process, and all processes
+    of their meshes must call this together. So is a `paddle.nn.Layer`; parameters that were made
+    under `paddle.LazyGuard` get memory. Of a `keras.Model` or another layer of Keras, which must be
+    built, the weights are filled, by `variable.path` ("dense/kernel"): where TensorFlow or JAX is
+    under Keras, they are assigned new arrays.
+
+    A tree of JAX is a template: it is left as it is, and a new tree of the same type is returned.
+    Its leaves are named by their paths, joined by dots ("layers.0.attn.kernel"); what Flax calls
+    the value of a variable or a box is not part of the name.
 
     Args:
-        target: A pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists, named tuples,
-            dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables, Linen's
-            params and boxes, a `TrainState`. What the checkpoint lacks of these stays as it is:
-            PRNG keys, batch statistics, plain numbers, leaves that are not arrays, and an
+        target: A module as above; or a pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists,
+            named tuples, dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables,
+            Linen's params and boxes, a `TrainState`. What the checkpoint lacks of these stays as it
+            is: PRNG keys, batch statistics, plain numbers, leaves that are not arrays, and an
             optimizer's state as a whole (with a warning). Typed PRNG keys are never loaded: put
             `jax.random.key_data(key)` into the target, and wrap what is loaded with
             `jax.random.wrap_key_data`.
@@ -57,8 +69,8 @@ def load_into(
             `{regex: mfload.rule(...)}`; `{regex: [...]}` with any of these for a tensor that goes
             to several leaves; `{regex: None}` for tensors that are left out, unless another regex
             matches them. Or a function from a name to a name, or to None.
-        mesh: The `jax.sharding.Mesh` for leaves that name no devices. Default: that of
-            `jax.set_mesh`.
+        mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves that name no
+            devices. Default: that of `jax.set_mesh`.
         shardings: As for `mfload.load`, for names of the target. It takes precedence over the
             shardings of the leaves.
         unmatched: What becomes of leaves for which neither a rule nor the leaf itself gives a
@@ -66,7 +78,8 @@ def load_into(
         logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
             name logical axes.
         dtype: "target" (what each leaf holds), "stored", or as for `mfload.load`, for names of
-            the target; leaves that no entry matches get what they hold.
+            the target; leaves that no entry matches get what they hold. What a module holds in
+            memory keeps its dtype, and another is refused.
         strict: Whether every leaf must be filled and every stored tensor used. If False, what
             fits is loaded and the other leaves stay as they are; something must fit.
         progress: As for `mfload.load`.
@@ -74,16 +87,40 @@ def load_into(
         options: As for `mfload.load`; what a rule transforms lies in JAX's memory in any case.
 
     Returns:
-        A tree of the target's type, with arrays in place. The report notes which leaves stayed as
-        they were; a `UserWarning` names those that have no value.
+        The module itself, or a tree of the target's type with arrays in place. The report notes
+        which leaves stayed as they were; a `UserWarning` names those that have no value, such as
+        buffers on the meta device that a module does not save.
 
     Raises:
         UsageError: The target has no leaf that could hold a tensor, or an argument is invalid.
         MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
             before data is read.
         ShardingError: A sharding does not fit its leaf.
-        MfloadError: Any other of the tree in `mfload.errors`; nothing is left half loaded.
+        MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded; a
+            module that is filled in place may be, of which a note of the exception tells.
     """
+    if (framework := _framework(target)) is not None:
+        from mfload.trees import modules
+
+        made = importlib.import_module(f"mfload.trees.{framework}_modules").make(target)
+        asked = None if unmatched == "replicate" else unmatched
+        modules.load_into(
+            made,
+            path,
+            refused={
+                "mesh": mesh,
+                "shardings": shardings,
+                "unmatched": asked,
+                "logical_axis_rules": logical_axis_rules,
+            },
+            mapping=mapping,
+            dtype=dtype,
+            strict=strict,
+            progress=progress,
+            report=report,
+            options=options,
+        )
+        return target
     frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
     from mfload.frameworks.jax_adapter import JaxAdapter
     from mfload.mesh import load as mesh_load
@@ -146,6 +183,17 @@ def load_into(
         done.notes = tuple(dict.fromkeys((*notes, *done.notes)))
         vars(report).update(vars(done))
     return tree.rebuild(values)
+
+
+def _framework(target: Any) -> str | None:
+    """The framework whose module a target is, if it is one; that has been imported then."""
+    for framework, kind in _MODULES.items():
+        found: Any = sys.modules.get(framework)
+        for name in kind.split("."):
+            found = getattr(found, name, None)
+        if isinstance(found, type) and isinstance(target, found):
+            return framework
+    return None
 
 
 def _tell_what_stays(leaves: Sequence[Leaf], filled: Collection[int], notes: list[str]) -> None:

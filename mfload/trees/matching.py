@@ -17,7 +17,7 @@ from mfload.index import Index, TensorInfo
 from mfload.planning import selection
 from mfload.trees import keymap
 from mfload.trees.keymap import Entry, Rule
-from mfload.trees.recipe import Claim, Leaf, MisfitError, Recipe, Recipes, brief
+from mfload.trees.recipe import Claim, Leaf, MisfitError, Recipe, Recipes, brief, new_row
 
 _GUESSED, _AMONG = 20, 500  # Names with close ones, and names that these are sought among.
 _TRIED = 1_000_000  # How often rules are tried on names for hints, all together.
@@ -43,10 +43,12 @@ def match(
     strict: bool = True,
     dtype: Any = "target",
     arrays: Collection[str] = dtypes.TABLE,
+    fits: Callable[[Leaf, Recipe], None] | None = None,
 ) -> Matched:
     """Finds out how a target is made of a checkpoint; arguments as for `mfload.load_into`.
 
-    `arrays` are the names of the dtypes that the framework has arrays of.
+    `arrays` are the names of the dtypes that the framework has arrays of. `fits` raises MisfitError
+    if a leaf can't take what a recipe makes.
     """
     if isinstance(dtype, str) and dtype in ("target", "stored"):
         dtype = {} if dtype == "target" else None  # No rules, and as stored.
@@ -58,12 +60,12 @@ def match(
     if claims.twice:
         problems["matched twice"] += claims.twice
     made: dict[str, Recipe] = {}
-    recipe = Recipes(held, wish)
+    recipe = Recipes(held, wish, arrays)
     for name, found in claims.by_target.items():
         try:
             made[name] = recipe.make(name, found)
-            if (row := made[name].dtype).name not in arrays:
-                raise MisfitError("misfit", f"the framework has no arrays of {row}")
+            if fits is not None:
+                fits(held[name], made[name])
         except MisfitError as misfit:
             problems[misfit.kind].append(f"{name}: {misfit}")
     if strict:
@@ -98,7 +100,7 @@ def match(
             notes.append(f"{target} was not loaded{_unheld_hint(unheld[target])}")
     recipes: dict[int, Recipe] = {}
     for number, leaf in enumerate(leaves):
-        names = [name for name in leaf.names if name in made]
+        names = list(filter(made.__contains__, leaf.names))
         if names:
             recipes[number] = made[names[0]]
         for other in names[1:]:
@@ -128,7 +130,7 @@ class _Claims:
             for info in tensors:
                 name = info.name if mapping is None else _called(mapping, info.name, targets)
                 if name is not None:
-                    self._add(name, Claim(info, _UNCHANGED, (name,)))
+                    self._add(name, new_row(Claim, (info, _UNCHANGED, (name,), 0, None)))
             return
         self.entries = keymap.read(mapping)
         self._likely = likely([entry.pattern for entry in self.entries])
@@ -148,7 +150,7 @@ class _Claims:
                     names = tuple(None if n is None else expand(n, groups) for n in rule.names)
                     for part, name in enumerate(names):
                         if name is not None:
-                            self._add(name, Claim(info, rule, names, part, groups))
+                            self._add(name, new_row(Claim, (info, rule, names, part, groups)))
 
     def _matching(self, name: str) -> list[tuple[int, re.Match[str]]]:
         r"""The entries that match all of a name, by number, with what they matched.

@@ -20,6 +20,9 @@ from mfload.trees.transforms import Branch, Shape, Transform
 _OPAQUE = ("scale", "packed", "unknown")
 _INTEGERS = ("int", "uint", "bool")
 
+new_row: Any = tuple.__new__
+"""Makes a named tuple, of all of its fields, in half the time that its own constructor takes."""
+
 
 class Leaf(NamedTuple):
     """One leaf of a target."""
@@ -82,29 +85,36 @@ class MisfitError(Exception):
 
 
 class Recipes:
-    """Makes the recipes of leaves; those that are alike share a transform.
+    """Makes the recipes of leaves; those that are alike share a transform, and dtypes.
 
-    `leaves` are all leaves by name: some may share a stored tensor.
+    `leaves` are all leaves by name: some may share a stored tensor. `arrays` are the names of the
+    dtypes that the framework has arrays of.
     """
 
-    def __init__(self, leaves: Mapping[str, Leaf], dtype: Any) -> None:
-        self._leaves, self._dtype = leaves, dtype
+    def __init__(self, leaves: Mapping[str, Leaf], dtype: Any, arrays: Collection[str]) -> None:
+        self._leaves, self._dtype, self._arrays = leaves, dtype, arrays
         self._known: dict[Any, Recipe] = {}
 
     def make(self, name: str, claims: Sequence[Claim]) -> Recipe:
         """The recipe of a leaf; raises `MisfitError`, whose message does not name the leaf."""
-        leaf, (info, rule, *_) = self._leaves[name], claims[0]
+        leaf, claim = self._leaves[name], claims[0]
+        info, rule = claim.info, claim.rule
         if len(claims) > 1 or rule.stack or rule.concat or rule.split:
-            return _make(name, leaf, claims, self._leaves, self._dtype)
-        found = self._dtype.find(name) if isinstance(self._dtype, selection.Rules) else None
-        # Rules are told apart by id, and dtypes by name, since their hashes take longer.
-        held, asked = leaf.dtype and leaf.dtype.name, found and found.name
-        key = id(rule), info.dtype.name, info.shape, leaf.shape, held, asked
+            return self._made(name, claims)
+        asked = self._dtype.find(name) if isinstance(self._dtype, selection.Rules) else None
+        # By id, since the hashes of rules and dtypes take longer; all of them outlive this.
+        key = id(rule), id(info.dtype), info.shape, leaf.shape, id(leaf.dtype), id(asked)
         alike = self._known.get(key)
         if alike is None:
-            alike = self._known[key] = _make(name, leaf, claims, self._leaves, self._dtype)
+            alike = self._known[key] = self._made(name, claims)
         _, dtype, _, transform, landed, checked = alike
-        return Recipe(name, dtype, (info,), transform, landed, checked)
+        return new_row(Recipe, (name, dtype, (info,), transform, landed, checked))
+
+    def _made(self, name: str, claims: Sequence[Claim]) -> Recipe:
+        made = _make(name, self._leaves[name], claims, self._leaves, self._dtype)
+        if made.dtype.name not in self._arrays:
+            raise MisfitError("misfit", f"the framework has no arrays of {made.dtype}")
+        return made
 
 
 def _make(

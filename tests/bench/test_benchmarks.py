@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib import image
@@ -20,8 +21,10 @@ from benchmarks import (
     load,
     pages,
     saving,
+    shards,
     verifying,
 )
+from benchmarks.checkpoint import write_divisible
 from benchmarks.process import ChildError
 from benchmarks.runner import Case
 from mfload.bench import machine
@@ -130,6 +133,43 @@ def test_the_loading_table_follows_from_its_samples(tmp_path: Path, folder: Path
     assert written == (folder / "loading_table.md").read_text()
 
 
+def test_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    names = ("mfload/once", "torch")
+    monkeypatch.setattr(shards, "CASES", {"columns": names})
+    assert shards.main([*_places(tmp_path), "--gb", "0.005"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "shards.json").read_text())
+    assert set(found["summary"]["columns"]) == set(names)
+    (ours,) = (each for each in found["samples"] if each["name"] == "mfload/once")
+    assert sum(ours["read"]) == found["checkpoints"]["large"]["nbytes"]
+    assert min(ours["exchanged"]) > 0
+    page = (out / "shards.md").read_text()
+    assert "| HuggingFaceStorageReader |" in page
+    _check_picture(out / "shards.png")
+    _check_picture(out / "shards-choice.png")
+
+
+def test_shards_of_a_loader_that_makes_other_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = iter((5, 6, 5, 7))
+
+    def answers(program: str, jobs: list[Any], case: Case, subject: object) -> Any:
+        figures = dict.fromkeys(("seconds", "cpu_s", "peak_over", "read", "exchanged"), 1)
+        return [{**figures, "notes": [], "total": next(totals)} for _ in jobs], 1.0
+
+    monkeypatch.setattr(shards.mesh_processes, "answers", answers)
+    found = write_divisible(tmp_path / "c", 1, 2_000_000)
+    known: dict[tuple[str, int], int] = {}
+    shards._take("torch", Case("rows"), found, "", known)
+    with pytest.raises(ChildError, match="process 1 holds other values"):
+        shards._take("mfload/once", Case("rows-cold"), found, "", known)
+
+
 @pytest.mark.parametrize("module", ["listing", "verifying", "saving"])
 def test_the_pages_figures_follow_from_their_samples(module: str, tmp_path: Path) -> None:
     for suffix in ("json", "md"):
@@ -140,7 +180,7 @@ def test_the_pages_figures_follow_from_their_samples(module: str, tmp_path: Path
     assert written == (PERFORMANCE / f"{module}.md").read_text()
 
 
-@pytest.mark.parametrize("module", ["load", "listing", "verifying", "saving"])
+@pytest.mark.parametrize("module", ["load", "listing", "verifying", "saving", "shards"])
 def test_a_case_that_there_is_not(module: str, tmp_path: Path) -> None:
     # Were it taken, there would be nothing to read.
     redraw = ["--redraw", "--out", str(tmp_path)]

@@ -174,9 +174,9 @@ def test_names_of_options_are_those_of_the_library() -> None:
 
     from mfload.cli.commands import load, plan
 
-    # Meshes are objects of a program. A command's arguments are seen by other users, so secrets are
-    # in .netrc.
-    meshes = {"mesh", "shardings", "unmatched"}
+    # Meshes are objects of a program, and shards are for its processes. A command's arguments are
+    # seen by other users, so secrets are in .netrc.
+    meshes = {"mesh", "shardings", "shard", "unmatched"}
     fields = {*mfload.Options.__dataclass_fields__} - {"exchange", "headers"}
     ours = {*inspect.signature(load).parameters}
     assert fields <= ours

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from mfload.cuda.copies import rows
 from mfload.cuda.device import Rows
-from mfload.planning.steps import Copy
+from mfload.planning.blocks import Copy
 
 
 @given(st.data())

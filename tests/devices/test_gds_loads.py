@@ -32,10 +32,9 @@ from mfload.io import buffers, probes
 from mfload.io.subprocess_probe import Answer
 from mfload.load_options import LoadOptions
 from mfload.loading import session
-from mfload.planning.blocks import Block, Segment
+from mfload.planning.blocks import Block, Copy, Segment
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
-from mfload.planning.steps import Copy
 from mfload.runtime import Deadline
 
 MODEL = samples.model()

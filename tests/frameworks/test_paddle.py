@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,9 +18,11 @@ from conformance.suite import ENGINES, WritableConformance, no_gpu
 from devices.fake import FakeDevice
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
+from samples import save_raw
 
 import mfload
 from mfload.cuda.device import Device
+from mfload.errors import ShardingError
 from mfload.frameworks.base import Adapter
 
 with warnings.catch_warnings():
@@ -272,3 +275,20 @@ class TestPaddleGives(ExportConformance):
             row, array = self.numbers(dtype, (5, 3))
             given = give(self.made(array).cuda())
             assert (read(given), given.span) == (row, None)
+
+
+def test_5_rows_over_4_ranks(tmp_path: Path) -> None:
+    whole = np.arange(15, dtype=np.float32).reshape(5, 3)
+    raw = whole.tobytes()
+    path = save_raw(tmp_path / "m.safetensors", [("w", "F32", (5, 3), raw)])
+    for dim in (0, -2, 1):
+        parts = [
+            mfload.load(path, "paddle", shardings=[("w", dim)], shard=(rank, 4))["w"]
+            for rank in range(4)
+        ]
+        sizes = [2, 2, 1, 0] if dim != 1 else [1, 1, 1, 0]
+        assert [part.shape[dim] for part in parts] == sizes
+        found = np.concatenate([part.numpy() for part in parts], dim)
+        assert np.array_equal(found, whole)
+    with pytest.raises(ShardingError, match="no dim 2"):
+        mfload.load(path, "paddle", shardings=[("w", 2)], shard=(0, 4))

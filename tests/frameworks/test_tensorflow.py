@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,10 +21,12 @@ from conformance.export import ExportConformance, give, read
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ROOT, Conformance, no_gpu
 from devices.fake import FakeDevice
+from samples import save_raw
 
 import mfload
 from mfload import errors
 from mfload.cuda.device import Device
+from mfload.errors import ShardingError
 from mfload.frameworks import tensorflow_adapter
 from mfload.frameworks.base import Adapter
 from mfload.frameworks.tensorflow_adapter import TensorflowAdapter
@@ -382,3 +385,20 @@ def uninitialised() -> Any:
     from tensorflow.python.ops import resource_variable_ops
 
     return resource_variable_ops.UninitializedVariable(shape=[2], dtype=tf.float32)
+
+
+def test_5_rows_over_4_ranks(tmp_path: Path) -> None:
+    whole = np.arange(15, dtype=np.float32).reshape(5, 3)
+    raw = whole.tobytes()
+    path = save_raw(tmp_path / "m.safetensors", [("w", "F32", (5, 3), raw)])
+    for dim in (0, -2, 1):
+        parts = [
+            mfload.load(path, "tensorflow", shardings=[("w", dim)], shard=(rank, 4))["w"]
+            for rank in range(4)
+        ]
+        sizes = [2, 2, 1, 0] if dim != 1 else [1, 1, 1, 0]
+        assert [part.shape[dim] for part in parts] == sizes
+        found = np.concatenate([part.numpy() for part in parts], dim)
+        assert np.array_equal(found, whole)
+    with pytest.raises(ShardingError, match="no dim 2"):
+        mfload.load(path, "tensorflow", shardings=[("w", 2)], shard=(0, 4))

@@ -1,0 +1,138 @@
+"""Lazy tensors: parts of a checkpoint that are read when they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.dlpack import View
+from mfload.dtypes import DType
+from mfload.frameworks.base import Adapter, Lent
+from mfload.load_options import LoadOptions
+from mfload.loading.lazy import LazyCheckpoint
+from mfload.planning.request import Allocation, Request
+from mfload.planning.slicing import Axis, within
+from mfload.report import Report
+
+
+class LazyTensor:
+    """A tensor, or a part of one, that is read anew each time it is used.
+
+    Handed out by `mfload.stream(lazy=True)`.
+
+    Attributes:
+        name: The name of the tensor.
+        shape: Shape of the array that it becomes.
+        dtype: Dtype of that array, as the framework has it.
+        adapter: Makes the array.
+    """
+
+    __slots__ = (
+        "_file", "_like", "_opened", "_packed", "_report", "_request",
+        "adapter", "dtype", "name", "shape",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        opened: LazyCheckpoint,
+        file: str,
+        request: Request,
+        like: Any,
+        adapter: Adapter,
+        report: Report | None,
+    ) -> None:
+        self._opened, self._file, self._request, self._report = opened, file, request, report
+        self.name, self.dtype, self.adapter = request.info.name, like.dtype, adapter
+        row, self._like = request.dtype, like
+        self._packed = tuple(like.shape) != (row.elements,)
+        self.shape = row.storage_shape(request.shape) if self._packed else request.shape
+
+    def __getitem__(self, index: Any) -> LazyTensor:
+        """A part, which is lazy too.
+
+        Args:
+            index: Integers, slices, Ellipsis, or a tuple of these.
+
+        Raises:
+            SliceError: The index does not fit, or takes a part of the last dim of elements that
+                share a byte or arrive as bytes.
+        """
+        request = self._request
+        info, whole = request.info, Axis(0, request.info.shape[-1] if request.info.shape else 1)
+        with errors.about(file=self._file):
+            selection = within(info, request.selection, index)
+            before, after = ((each or (whole,))[-1] for each in (request.selection, selection))
+            if self._packed and before != after:
+                raise errors.SliceError(
+                    f"{info.dtype} does not arrive as one item an element",
+                    tensor=info.name,
+                    expected="all of the last dim",
+                    found=repr(index),
+                )
+        request = request._replace(selection=selection)
+        given = self._opened, self._file, request, self._like, self.adapter, self._report
+        return LazyTensor(*given)
+
+    def read(self, lent: Lent | None = None, *, unknown: bool = False) -> Any:
+        """Reads it into a new array, or into one of the same dtype and shape that is lent.
+
+        `unknown`: the operation that it is for may need less; the report counts it.
+
+        Raises:
+            UsageError: The stream was closed.
+            MfloadError: As `mfload.load` does.
+        """
+        if self._opened.closed:
+            raise errors.UsageError(
+                "the lazy tensor can't be read: its stream was closed",
+                file=self._file,
+                tensor=self.name,
+                expected="use it before close(), or inside the with block",
+            )
+        adapter = self.adapter if lent is None else _Into(self.adapter, lent)
+        one = None if self._report is None else Report()
+        (array,) = self._opened.load([self._request], one, adapter)
+        if self._report is not None and one is not None:
+            one.whole_reads = int(unknown)
+            self._report.add(one)
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """The array as one of NumPy's; `copy=False` is refused."""
+        if copy is False:
+            raise ValueError("a lazy tensor is read, and so copied")
+        return np.asarray(self.read(), dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dims")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self._request.dtype} {list(self.shape)}, not read>"
+
+
+class _Into(Adapter):
+    """An adapter for one request, which lands in an array that is lent."""
+
+    def __init__(self, adapter: Adapter, lent: Lent) -> None:
+        super().__init__()
+        self.name, self.forms, self._lent = adapter.name, adapter.forms, lent
+
+    def allocation(self, request: Request, options: LoadOptions) -> Allocation:
+        return Allocation(None, "framework", copied=False)
+
+    def lend(self, requests: Any) -> list[Lent]:
+        return [self._lent]
+
+    def wrap(self, views: Any) -> list[Any]:
+        return []
+
+
+def like(adapter: Adapter, dtype: DType) -> Any:
+    """A smallest array of those that an adapter makes of a dtype."""
+    view = View("", dtype, (dtype.elements,), np.zeros(64, np.uint8), 0)
+    how = adapter.forms[dtype.name].how
+    return adapter.wrap([view.as_bytes() if how == "bytes" else view])[0]

@@ -1,0 +1,321 @@
+"""Streams: tensors one after the other, read ahead in a thread, in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mfload import errors
+from mfload.dlpack import View
+from mfload.frameworks.base import Adapter
+from mfload.index import Index
+from mfload.io import buffers
+from mfload.load_options import OVERHEAD, LoadOptions
+from mfload.loading.session import Loader, check
+from mfload.planning.request import Request, names
+from mfload.progress import Progress, shown
+from mfload.report import Report
+from mfload.runtime import Deadline
+from mfload.sources.base import Source
+
+if TYPE_CHECKING:
+    from mfload.loading.lazy import LazyCheckpoint
+
+BATCH = 64 << 20
+"""Bytes of tensors that are read together, at most; a larger tensor is read alone."""
+
+# Parts of the overhead: one for a batch of which the consumer still holds a tensor, one for what is
+# handed out, one for what is read meanwhile, and one for the readers.
+_PARTS = 4
+_GRACE = 5.0  # Seconds that the end of a stream waits for reads under way.
+
+
+class Stream(Iterator[tuple[str, Any]]):
+    """Names and tensors, one after the other. Made by `mfload.stream`.
+
+    What was handed out stays as it is. A stream ends with its last tensor, an error, `close()`, the
+    end of a `with` block, or when nothing refers to it any more; reading ahead ends with it.
+    """
+
+    def __init__(
+        self,
+        rows: Generator[tuple[str, Any]],
+        end: Callable[[], object] = bool,
+        close: Callable[[], object] = bool,
+    ) -> None:
+        self._rows, self._end, self._close = rows, end, close
+        self._lock = threading.Lock()
+
+    def __next__(self) -> tuple[str, Any]:
+        with self._alone():
+            try:
+                return next(self._rows)
+            except BaseException:
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """Ends it; lazy tensors of it can't be read any more."""
+        with self._alone():
+            self._rows.close()
+            self._end()
+            self._close()
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise errors.UsageError(
+                "the stream is in use", expected="one thread at a time, which also closes it"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._rows.close()
+        self._end()
+
+
+class Tensors:
+    """What a stream hands out: whole tensors of a checkpoint, for one process.
+
+    Attributes:
+        names: The name of each tensor.
+        sizes: Bytes of each tensor.
+        batches: Which of them are read together.
+        most: Bytes of a batch of several tensors, at most.
+        options: Those of the readers of one batch.
+        ahead: Whether a batch is read while the one before is in use.
+        late: Whether arrays are made in the thread that iterates. Threads of frameworks differ in
+            their modes and default devices, and in what they may let go of.
+    """
+
+    ahead = late = True
+
+    def __init__(
+        self,
+        index: Index,
+        sources: Sequence[Source],
+        adapter: Adapter,
+        options: LoadOptions,
+        requests: Sequence[Request],
+        sizes: Sequence[int],
+        report: Report | None,
+    ) -> None:
+        self._index, self._sources, self._adapter = index, sources, adapter
+        self._requests, self._report = requests, report
+        limit = options.max_host_overhead
+        self.most = min(BATCH, (OVERHEAD if limit is None else limit) // _PARTS)
+        if limit is not None:
+            options = options.replace(max_host_overhead=limit - (_PARTS - 1) * self.most)
+        self.options = options
+        self.names, self.sizes, self.batches = names(requests), sizes, batches(sizes, self.most)
+        self._live = buffers.live_bytes()
+
+    def read(self, batch: range, deadline: Deadline) -> list[Any]:
+        """Reads a batch, in any thread."""
+        return self._load(self._requests[batch.start : batch.stop], deadline)
+
+    def arrays(self, batch: range, take: Callable[[], list[Any]]) -> list[Any]:
+        """The arrays of a batch; `take` gives what was read of it."""
+        return self._wrap(take())
+
+    def leave(self) -> None:
+        """Called at the end, however it came."""
+
+    def _load(self, requests: Sequence[Request], deadline: Deadline) -> list[Any]:
+        adapter: Any = _Unwrapped(self._adapter) if self.late else self._adapter
+        options = self.options.replace(deadline=deadline)
+        loader = Loader(self._index, self._sources, adapter, options)
+
+        def advance(_: int) -> None:
+            deadline.left()  # It raises if the stream has ended.
+
+        with self._reported() as one:
+            return loader.load(requests, report=one, advance=advance)
+
+    def _wrap(self, landed: Sequence[Any]) -> list[Any]:
+        made = iter(self._adapter.wrap([each for each in landed if isinstance(each, View)]))
+        whole = [next(made) if isinstance(each, View) else each for each in landed]
+        return list(self._adapter.results(whole))
+
+    @contextmanager
+    def _reported(self) -> Generator[Report | None]:
+        """The report of a batch, which is added to that of the stream."""
+        if self._report is None:
+            yield None
+            return
+        one, others = Report(), buffers.live_bytes() - self._live
+        yield one
+        one.peak_bytes += others
+        self._report.add(one)
+
+
+class _Unwrapped:
+    """An adapter that leaves views as they are."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    def wrap(self, views: Sequence[View]) -> Sequence[View]:
+        return views
+
+    results = wrap
+
+
+class _Stopped(Exception):
+    """The stream has ended while a batch was read."""
+
+
+class _Until(Deadline):
+    """A deadline that passes early if a stream ends: it raises `_Stopped`, once."""
+
+    def __init__(self, seconds: float | None, stopped: threading.Event) -> None:
+        super().__init__(seconds)
+        self._stopped: threading.Event | None = stopped
+
+    def left(self) -> float:
+        if self._stopped is not None and self._stopped.is_set():
+            self._stopped = None  # What stops readers asks how long it may wait for them.
+            raise _Stopped
+        return super().left()
+
+
+class _Ahead:
+    """Reads the batch that is asked for next, in a thread, if there is room for it."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors, self._stopped = tensors, threading.Event()
+        self._thread: threading.Thread | None = None
+        self._outcome: list[tuple[Any, BaseException | None]] = []
+
+    def take(self, number: int) -> list[Any]:
+        """What was read of a batch; they are taken in order."""
+        if self._thread is None:
+            self._read(number)
+        else:
+            self._thread.join()
+            self._thread = None
+            if not self._outcome:  # A fork leaves the thread to the parent.
+                self._read(number)
+        landed, error = self._outcome.pop()
+        if error is None:
+            self._begin(number + 1)
+            return landed
+        try:
+            raise error
+        finally:
+            del error  # It refers to this frame.
+
+    def close(self) -> None:
+        """Ends reading, and waits for the thread; one that hangs in the kernel is left behind."""
+        self._stopped.set()
+        # The collector may have come upon the stream in that very thread.
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(_GRACE)
+        self._thread, self._outcome = None, []
+
+    def _begin(self, number: int) -> None:
+        every = self._tensors.batches
+        if not self._tensors.ahead or number == len(every):
+            return
+        now, after = (
+            sum(map(self._tensors.sizes.__getitem__, every[n])) for n in (number - 1, number)
+        )
+        # A tensor that was read alone is the consumer's.
+        if after + (now if len(every[number - 1]) > 1 else 0) > 2 * self._tensors.most:
+            return
+        thread = threading.Thread(
+            target=self._read, args=(number,), name="mfload-stream", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # The system gives no more threads.
+            return
+        self._thread = thread
+
+    def _read(self, number: int) -> None:
+        deadline = _Until(self._tensors.options.timeout, self._stopped)
+        try:
+            landed = self._tensors.read(self._tensors.batches[number], deadline)
+            self._outcome.append((landed, None))
+        except BaseException as error:  # noqa: BLE001 - raised again by `take`
+            self._outcome.append(([], error))
+
+
+def stream(tensors: Tensors, progress: Progress) -> Stream:
+    """The stream of some tensors."""
+    ahead = _Ahead(tensors)
+
+    def end() -> None:
+        ahead.close()
+        tensors.leave()
+
+    return Stream(_rows(tensors, ahead.take, progress), end)
+
+
+def _rows(
+    tensors: Tensors, take: Callable[[int], list[Any]], progress: Progress
+) -> Generator[tuple[str, Any]]:
+    with shown(progress, sum(tensors.sizes)) as advance:
+        for number, batch in enumerate(tensors.batches):
+            arrays = deque(tensors.arrays(batch, partial(take, number)))
+            for n in batch:
+                # It is kept nowhere here, so that it goes when the consumer lets go of it.
+                yield tensors.names[n], arrays.popleft()
+                if advance is not None:
+                    advance(tensors.sizes[n])
+
+
+def lazily(
+    opened: LazyCheckpoint,
+    index: Index,
+    adapter: Adapter,
+    requests: Sequence[Request],
+    report: Report | None,
+) -> Stream:
+    """The stream of some tensors that are read when they are used, of one device."""
+    from mfload.loading import lazy_tensor  # Other streams do without.
+
+    if adapter.assign(requests) is not requests:
+        expected = "one device, or lazy=False"
+        raise errors.UsageError("lazy tensors are for one device", expected=expected)
+    check(requests, index)
+    kinds: dict[str, Any] = {}
+
+    def rows() -> Generator[tuple[str, Any]]:
+        for request in requests:
+            kind = request.dtype.name
+            if kind not in kinds:
+                kinds[kind] = lazy_tensor.like(adapter, request.dtype)
+            file = index.files[request.info.pieces[0].source]
+            given = opened, file, request, kinds[kind], adapter, report
+            yield request.info.name, adapter.lazy(lazy_tensor.LazyTensor(*given))
+
+    return Stream(rows(), close=opened.close)
+
+
+def batches(sizes: Sequence[int], most: int) -> list[range]:
+    """Runs of tensors, of so many bytes each, that have at most `most` together."""
+    made: list[range] = []
+    first = held = 0
+    for n, nbytes in enumerate(sizes):
+        if n > first and held + nbytes > most:
+            made.append(range(first, n))
+            first, held = n, 0
+        held += nbytes
+    return [*made, range(first, len(sizes))] if len(sizes) else []

@@ -1,0 +1,408 @@
+"""Lazy tensors of PyTorch: what stays lazy, what is read for it, and copies into parameters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conformance import material
+from hypothesis import given, strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+import mfload
+from mfload import errors
+from mfload.frameworks.torch_lazy import LazyTensor
+
+SHAPE = (64, 96)
+MODEL = {
+    "w": torch.randn(*SHAPE).to(torch.bfloat16),
+    "bias": torch.randn(64),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "cube": torch.arange(4 * 6 * 8, dtype=torch.int32).reshape(4, 6, 8),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("lazy") / "model.safetensors"
+    save_file(MODEL, made)
+    return made
+
+
+class Opened:
+    """The lazy tensors of a stream, and its report."""
+
+    def __init__(self, path: Path, **given: Any) -> None:
+        self.report = mfload.Report()
+        self.stream = mfload.stream(path, "torch", lazy=True, report=self.report, **given)
+        self.tensors: dict[str, Any] = dict(self.stream)
+
+    def read_by(self, act: Callable[[], Any]) -> tuple[Any, int, int]:
+        """What an act returns, the bytes that it read, and its reads of unknown need."""
+        nbytes, whole = self.report.read_bytes, self.report.whole_reads
+        made = act()
+        return made, self.report.read_bytes - nbytes, self.report.whole_reads - whole
+
+
+@pytest.fixture
+def opened(path: Path) -> Iterator[Opened]:
+    made = Opened(path)
+    yield made
+    made.stream.close()
+
+
+def test_shape_dtype_and_device_at_once(opened: Opened) -> None:
+    assert list(opened.tensors) == list(mfload.load(_path(opened), "torch"))
+    for name, lazy in opened.tensors.items():
+        like = MODEL[name]
+        assert isinstance(lazy, torch.Tensor)
+        assert isinstance(lazy, LazyTensor)
+        for each in ("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cpu", "is_cuda",
+                     "requires_grad", "grad", "is_leaf", "itemsize", "nbytes"):  # fmt: skip
+            assert getattr(lazy, each) == getattr(like, each), each
+        for each in ("size", "numel", "dim", "stride", "element_size", "is_contiguous",
+                     "is_floating_point"):  # fmt: skip
+            assert getattr(lazy, each)() == getattr(like, each)(), each
+        if like.ndim:
+            assert len(lazy) == len(like)
+            assert lazy.size(0) == like.size(0)
+        assert f"{name}: " in repr(lazy)
+        assert "not read" in repr(lazy)
+    assert opened.report.read_bytes == 0
+
+
+def _path(opened: Opened) -> Any:
+    return opened.tensors["w"].part._file
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (3, 4)])
+def test_a_ranks_part_reads_no_more_than_the_plan_says(
+    opened: Opened, rank: int, ranks: int
+) -> None:
+    lazy, like = opened.tensors["w"], MODEL["w"]
+    mine = like.numel() * 2 // ranks
+    ways: list[Callable[[Any, int], Any]] = [
+        lambda x, dim: x.narrow(dim, rank * (x.shape[dim] // ranks), x.shape[dim] // ranks),
+        lambda x, dim: x.chunk(ranks, dim)[rank],
+        lambda x, dim: x.split(x.shape[dim] // ranks, dim=dim)[rank],
+        lambda x, dim: torch.tensor_split(x, ranks, dim)[rank],
+        lambda x, dim: x[_stretch(x, dim, rank, ranks)],
+    ]
+    how: dict[str, Any] = {"names": ["w"], "shard": (rank, ranks)}
+    over = mfload.plan(_path(opened), "torch", shardings=[("w", 1)], **how).over_read_bytes
+    for way in ways:
+        part, nbytes, unknown = opened.read_by(lambda way=way: way(lazy, 0))
+        assert (nbytes, unknown, type(part)) == (0, 0, LazyTensor)
+        read, nbytes, unknown = opened.read_by(part.clone)
+        assert torch.equal(read, way(like, 0))
+        assert (nbytes, unknown) == (mine, 0)
+        read, nbytes, unknown = opened.read_by(lambda way=way: way(lazy, 1).clone())
+        assert torch.equal(read, way(like, 1))
+        assert unknown == 0
+        assert mine <= nbytes <= mine + over
+
+
+def _stretch(x: Any, dim: int, rank: int, ranks: int) -> Any:
+    length = x.shape[dim] // ranks
+    return (*[slice(None)] * dim, slice(rank * length, (rank + 1) * length), ...)
+
+
+def _slices(length: int) -> st.SearchStrategy[slice]:
+    ends = st.one_of(st.none(), st.integers(-length, length))
+    return st.builds(slice, ends, ends, st.one_of(st.none(), st.integers(1, 3)))
+
+
+@given(st.data())
+def test_parts_of_parts(path: Path, data: st.DataObject) -> None:
+    opened = Opened(path)
+    lazy, like = opened.tensors["cube"], MODEL["cube"]
+    for _ in range(3):
+        if not like.ndim or not like.numel():
+            break
+        dim = data.draw(st.integers(-like.ndim, like.ndim - 1))
+        length = like.shape[dim]
+        kind = data.draw(st.sampled_from(["narrow", "chunk", "split", "tensor_split", "index"]))
+        if kind == "narrow":
+            start = data.draw(st.integers(-length, length - 1))
+            size = data.draw(st.integers(0, length - start % length))
+            lazy, like = (each.narrow(dim, start, size) for each in (lazy, like))
+        elif kind == "index":
+            items = tuple(
+                data.draw(st.one_of(st.integers(-n, n - 1), _slices(n)))
+                for n in like.shape[: data.draw(st.integers(1, like.ndim))]
+            )
+            lazy, like = lazy[items], like[items]
+        else:
+            count = data.draw(st.integers(1, 5))
+            made, pieces = (getattr(each, kind)(count, dim=dim) for each in (lazy, like))
+            assert len(made) == len(pieces)
+            at = data.draw(st.integers(0, len(pieces) - 1))
+            lazy, like = made[at], pieces[at]
+        assert type(lazy) is LazyTensor
+        assert lazy.shape == like.shape
+    assert opened.report.read_bytes == 0
+    assert torch.equal(lazy.clone(), like)
+    assert opened.report.whole_reads == 0
+
+
+UNKNOWN: dict[str, Callable[[Any], Any]] = {
+    "add": lambda x: x + 1,
+    "transposed": lambda x: x.t(),
+    "T": lambda x: x.T,
+    "view": lambda x: x.view(-1),
+    "float": lambda x: x.float(),
+    "sum": lambda x: x.sum(),
+    "list": lambda x: x[[3, 1]],
+    "none": lambda x: x[None],
+    "index tensor": lambda x: x[torch.tensor([1, 2])],
+    "cat": lambda x: torch.cat([x[:2], MODEL["w"]]),
+    "linear": lambda x: functional.linear(MODEL["w"], x),
+    "tolist": lambda x: x[0].tolist(),
+    "item": lambda x: x[3, 4].item(),
+    "bool": lambda x: bool(x[3, 4] == x[3, 4].clone()),
+    "format": lambda x: f"{x[0, 0]}",
+    "iterated": lambda x: [each.tolist() for each in x[:2]],
+    "pickled": lambda x: pickle.loads(pickle.dumps(x)),
+    "deepcopied": copy.deepcopy,
+    "by keyword": lambda x: torch.narrow(input=x, dim=0, start=1, length=2),
+    "past the function protocol": lambda x: torch.tensor(x),
+    "dlpack": torch.from_dlpack,
+    "stacked": lambda x: torch.stack((x[0], x[1])),
+}
+
+
+@pytest.mark.parametrize("act", UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+def test_unknown_operations_read_the_whole_and_are_counted(
+    opened: Opened, act: Callable[[Any], Any]
+) -> None:
+    made, nbytes, unknown = opened.read_by(lambda: act(opened.tensors["w"]))
+    like = act(MODEL["w"])
+    assert nbytes > 0
+    assert unknown > 0
+    if isinstance(like, torch.Tensor):
+        assert type(made) is torch.Tensor
+        assert made.device.type == "cpu"
+        assert torch.equal(made, like)
+    else:
+        assert made == like
+    assert "read whole" in str(opened.report)
+
+
+def test_what_needs_all_of_it_is_not_counted(opened: Opened) -> None:
+    lazy, like = opened.tensors["w"], MODEL["w"]
+    acts: list[Callable[[Any], Any]] = [
+        lambda x: x.to(torch.float64),
+        lambda x: x.to("cpu"),
+        lambda x: x.clone(),
+        lambda x: x.cpu(),
+        lambda x: torch.zeros(SHAPE).copy_(x),
+        lambda x: torch.zeros(2, *SHAPE).copy_(x)[1],
+    ]
+    for act in acts:
+        made, nbytes, unknown = opened.read_by(lambda act=act: act(lazy))
+        assert torch.equal(made, act(like))
+        assert (nbytes, unknown) == (like.numel() * 2, 0)
+    assert np.array_equal(opened.tensors["bias"].numpy(), MODEL["bias"].numpy())
+    assert np.array_equal(np.asarray(opened.tensors["cube"]), MODEL["cube"].numpy())
+    assert opened.report.whole_reads == 0
+
+
+def test_what_is_lazy_still(opened: Opened) -> None:
+    lazy = opened.tensors["w"]
+    for same in (lazy.detach(), lazy.data, lazy.contiguous()):
+        assert same is lazy
+    assert opened.report.read_bytes == 0
+
+
+def test_copies_read_into_parameters(opened: Opened) -> None:
+    """Into the memory of the parameter itself, where nothing is in between."""
+    layer = nn.Linear(96, 64, dtype=torch.bfloat16)
+    lazy, like = opened.tensors["w"], MODEL["w"]
+    with _NoArrays(opened):
+        layer.weight.data.copy_(lazy)
+        assert torch.equal(layer.weight.data, like)
+        layer.weight.data.zero_()
+        version = layer.weight._version
+        with torch.no_grad():
+            assert layer.weight.copy_(lazy) is layer.weight
+            layer.weight[3:9].copy_(lazy[10:16])
+            assert layer.weight._version == version + 2
+        assert torch.equal(layer.weight[3:9], like[10:16])
+        layer.weight.data.copy_(lazy[:, 0:96])
+        # A rank's part of a row-parallel and of a column-parallel weight.
+        mine = torch.empty(64, 48, dtype=torch.bfloat16)
+        mine.copy_(lazy.narrow(1, 48, 48))
+        assert torch.equal(mine, like[:, 48:])
+    layer.load_state_dict({"weight": lazy, "bias": opened.tensors["bias"]})
+    assert torch.equal(layer.weight.data, like)
+    assert torch.equal(layer.bias.data, MODEL["bias"].to(torch.bfloat16))
+    assert opened.report.whole_reads == 0
+
+
+class _NoArrays:
+    """Refuses to make arrays of views: what is read lands elsewhere."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._adapter = opened.tensors["w"].part.adapter
+
+    def __enter__(self) -> None:
+        def refuse(views: Any) -> Any:
+            raise AssertionError("it was not read in place")
+
+        self._adapter.wrap = refuse
+
+    def __exit__(self, *_: object) -> None:
+        del self._adapter.wrap
+
+
+def test_copies_to_other_layouts_and_dtypes(opened: Opened) -> None:
+    lazy, like = opened.tensors["w"], MODEL["w"]
+    turned = torch.empty(96, 64, dtype=torch.bfloat16)
+    turned.t().copy_(lazy)
+    assert torch.equal(turned.t(), like)
+    strided = torch.zeros(64, 192, dtype=torch.bfloat16)
+    strided[:, ::2].copy_(lazy)
+    assert torch.equal(strided[:, ::2], like)
+    wide = torch.empty(SHAPE)
+    wide.copy_(lazy, non_blocking=True)
+    assert torch.equal(wide, like.float())
+    rows = torch.zeros(3, 96, dtype=torch.bfloat16)
+    rows.copy_(lazy[5])
+    assert torch.equal(rows[2], like[5])
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        nn.Linear(96, 64, dtype=torch.bfloat16).weight.copy_(lazy)
+    with pytest.raises(RuntimeError, match="size"):
+        torch.empty(5, 5).copy_(lazy)
+    empty = torch.empty(0, 4)
+    assert empty.copy_(opened.tensors["empty"]) is empty
+    assert torch.zeros(()).copy_(opened.tensors["scalar"]) == 3.5
+
+
+def test_a_read_that_fails_names_file_and_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"w": MODEL["w"]}, path)
+    opened = Opened(path)
+    with path.open("r+b") as file:
+        file.truncate(4000)
+    for act in (lambda x: x.clone(), lambda x: torch.empty(SHAPE, dtype=x.dtype).copy_(x)):
+        with pytest.raises(errors.SourceError) as info:
+            act(opened.tensors["w"])
+        assert (info.value.file, info.value.tensor) == (str(path), "w")
+
+
+def test_changes_are_refused(opened: Opened) -> None:
+    def assigned(x: Any) -> None:
+        x[0] = 1
+
+    def data(x: Any) -> None:
+        x.data = MODEL["w"]
+
+    acts: list[Callable[[Any], Any]] = [
+        assigned, data, lambda x: x.add_(1), lambda x: x.__iadd__(1), lambda x: x.zero_(),
+        lambda x: x.requires_grad_(), lambda x: x.copy_(MODEL["w"]), nn.Parameter,
+        lambda x: torch.add(MODEL["w"], 1, out=x),
+    ]  # fmt: skip
+    for act in acts:
+        with pytest.raises(errors.UsageError, match="can't be changed in place"):
+            act(opened.tensors["w"])
+    with pytest.raises(RuntimeError):  # PyTorch's own words.
+        nn.Parameter(torch.empty(2)).data = opened.tensors["w"]
+    with pytest.raises(IndexError):
+        opened.tensors["w"][64]
+    with pytest.raises(RuntimeError, match="exceeds"):
+        opened.tensors["w"].narrow(0, 60, 9)
+    assert opened.report.read_bytes == 0
+
+
+@pytest.mark.parametrize("where", [[3, 1], [9, 2, 4], (-2,), [70]])
+def test_pieces_of_tensor_split_may_overlap(opened: Opened, where: Any) -> None:
+    pieces = opened.tensors["w"].tensor_split(where)
+    for found, expected in zip(pieces, MODEL["w"].tensor_split(where), strict=True):
+        assert torch.equal(found.clone(), expected)
+
+
+def test_there_is_no_address(opened: Opened, tmp_path: Path) -> None:
+    with pytest.raises(errors.UsageError, match="has no memory of its own"):
+        opened.tensors["w"].data_ptr()
+    with pytest.raises(errors.UsageError, match="has no memory of its own"):
+        save_file({"w": opened.tensors["w"]}, tmp_path / "lazy.safetensors")
+    read = opened.tensors["w"].clone()
+    assert read.data_ptr() != 0
+    assert torch.equal(read, MODEL["w"])
+
+
+def test_they_outlive_the_iteration_but_not_the_stream(path: Path) -> None:
+    with mfload.stream(path, "torch", lazy=True) as stream:
+        kept = dict(stream)
+        assert torch.equal(kept["bias"].clone(), MODEL["bias"])
+    for act in (lambda x: x.clone(), lambda x: x + 1, lambda x: x[:3].clone()):
+        with pytest.raises(errors.UsageError, match="its stream was closed") as info:
+            act(kept["w"])
+        assert info.value.tensor == "w"
+    assert kept["w"].shape == SHAPE
+
+
+def test_conversions(path: Path) -> None:
+    opened = Opened(path, dtype="float32", names="w|bias")
+    lazy = opened.tensors["w"]
+    assert lazy.dtype == torch.float32
+    target = torch.empty(64, 48)
+    target.copy_(lazy.chunk(2, 1)[1])
+    assert torch.equal(target, MODEL["w"].float()[:, 48:])
+
+
+def test_every_dtype(zoo: Callable[[int], tuple[Path, list[material.Stored]]]) -> None:
+    path, _ = zoo(13)
+    like = mfload.load(path, "torch")
+    opened = Opened(path)
+    assert list(opened.tensors) == list(like)
+    for name, lazy in opened.tensors.items():
+        assert (lazy.dtype, lazy.shape) == (like[name].dtype, like[name].shape)
+        assert _same(lazy.clone(), like[name]), name
+        target = torch.empty_like(like[name])
+        target.copy_(lazy)
+        assert _same(target, like[name]), name
+        for dim, length in enumerate(like[name].shape):
+            part = lazy.narrow(dim, length // 2, length - length // 2)
+            assert _same(part.clone(), like[name].narrow(dim, length // 2, length - length // 2))
+
+
+def test_packed_elements_are_cut_as_the_tensor_counts_them(tmp_path: Path) -> None:
+    """Its items may be two elements each: what would cut otherwise is read whole."""
+    rows = [material.stored(f"w.{kind}", kind, (4, 32)) for kind in ("F4", "F6_E2M3", "F8_E4M3")]
+    path = material.save(tmp_path / "packed.safetensors", rows, 8)
+    opened = Opened(path)
+    for name, like in mfload.load(path, "torch").items():
+        lazy = opened.tensors[name]
+        for start, length in ((4, 4), (8, 8), (0, 8)):
+            assert _same(lazy.narrow(1, start, length).clone(), like.narrow(1, start, length))
+            assert _same(
+                lazy[1:3, start : start + length].clone(), like[1:3, start : start + length]
+            )
+        assert _same(lazy[:, 4].clone(), like[:, 4])
+        assert type(lazy.narrow(0, 1, 2)) is LazyTensor
+        for mine, theirs in zip(lazy.chunk(2, 1), like.chunk(2, 1), strict=True):
+            assert _same(mine.clone(), theirs)
+
+
+def _same(one: Any, other: Any) -> bool:
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+
+
+def test_streams_of_whole_tensors(path: Path) -> None:
+    streamed = dict(mfload.stream(path, "torch", order=list(MODEL)[::-1]))
+    assert list(streamed) == list(MODEL)[::-1]
+    for name, tensor in streamed.items():
+        assert type(tensor) is torch.Tensor
+        assert torch.equal(tensor, MODEL[name])
