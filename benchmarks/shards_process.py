@@ -1,24 +1,32 @@
 """One of several processes of PyTorch that load a checkpoint together.
 
-Started by `mesh_processes`, which tells it by one line of JSON what to do. It loads a tiny
-checkpoint, says `ready`, waits for `go`, and answers with one line of JSON.
+Each is forked from a process that has imported PyTorch and done nothing else. It loads a tiny
+checkpoint, says `ready`, waits for `go`, and answers.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
-import sys
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, TypedDict
 
 from benchmarks.mesh_layouts import LAYOUTS
+from benchmarks.process import ENV, ChildError
+from benchmarks.runner import Case, prepare
+from benchmarks.subject import Subject
 from mfload.bench import machine
 
+IMPORTED = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo",
+            "fastsafetensors", "mfload.mesh.torch_backend")  # fmt: skip
+_TIMEOUT = 120.0
 BLOCK = 16 << 20
 Loaded = tuple[dict[str, Any], int, int, list[str]]
 """Arrays of this process, bytes that it read and that came from others, and notes."""
@@ -97,6 +105,44 @@ def _ceiling(job: Job, mesh: Any) -> Loaded:
     return made, sum(each.numel() for each in made.values()), 0, []
 
 
+def _floor(job: Job, mesh: Any) -> Loaded:
+    """Each of two processes reads half of the bytes, and sends it to the other meanwhile."""
+    import torch
+    import torch.distributed as dist
+
+    from mfload.io import buffers
+
+    made, blocks = dict[str, Any](), list[tuple[int, int, Any]]()
+    for path in sorted(Path(job["folder"]).glob("*.safetensors")):
+        fd, size = os.open(path, os.O_RDONLY), path.stat().st_size
+        memory = buffers.allocate(size)
+        blocks += [(fd, at, memory[at : at + BLOCK]) for at in range(0, size, BLOCK)]
+        made[str(path)] = torch.from_numpy(memory)
+    rank, ready = job["rank"], queue.SimpleQueue[Any]()
+    mine, theirs = blocks[rank::2], blocks[1 - rank :: 2]
+
+    def read() -> None:
+        for fd, start, memory in mine:
+            os.preadv(fd, [memory], start)
+            ready.put(torch.from_numpy(memory))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for number in range(max(len(mine), len(theirs))):
+        works: list[Any] = []
+        if number < len(theirs):
+            works.append(dist.irecv(torch.from_numpy(theirs[number][2]), 1 - rank))
+        if number < len(mine):
+            works.append(dist.isend(ready.get(), 1 - rank))
+        for work in works:
+            work.wait()
+    thread.join()
+    for fd in {fd for fd, _, _ in blocks}:
+        os.close(fd)
+    own, came = (sum(memory.size for _, _, memory in some) for some in (mine, theirs))
+    return made, own, came, []
+
+
 def _mfload(exchange: str) -> Callable[[Job, Any], Loaded]:
     def load(job: Job, mesh: Any) -> Loaded:
         from torch.distributed.tensor import Replicate, Shard
@@ -170,6 +216,7 @@ def _storage_reader(job: Job, mesh: Any) -> Loaded:
 
 LOADERS: dict[str, Callable[[Job, Any], Loaded]] = {
     "ceiling": _ceiling,
+    "floor": _floor,
     "mfload/never": _mfload("never"),
     "mfload/once": _mfload("once"),
     "fastsafetensors": _fastsafetensors,
@@ -186,7 +233,7 @@ def _touch(arrays: dict[str, Any]) -> int:
     return sum(int(each[..., ::4096].sum(dtype=torch.int64)) for each in rows)
 
 
-def _measure(job: Job, answers: TextIO) -> Answer:
+def _measure(job: Job, parent: Any) -> Answer:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -199,9 +246,8 @@ def _measure(job: Job, answers: TextIO) -> Answer:
     mesh, load = init_device_mesh("cpu", (job["processes"],)), LOADERS[job["loader"]]
     load({**job, "folder": job["warmup"]}, mesh)
     gc.collect()
-    print("ready", file=answers)
-    if sys.stdin.readline().strip() != "go":
-        raise SystemExit("the parent has gone")
+    parent.send("ready")
+    parent.recv()
     before = machine.memory_status("VmRSS")
     machine.reset_peak()
     dist.barrier()
@@ -223,15 +269,54 @@ def _measure(job: Job, answers: TextIO) -> Answer:
     }
 
 
-def main() -> None:
-    """Serve one job and exit."""
-    answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    job: Job = json.loads(sys.stdin.readline())
-    print(json.dumps(_measure(job, answers)), file=answers)
-    sys.stdin.readline()  # All stay until each is done: the others would be told to end.
+def serve(job: Job, parent: Any) -> None:
+    """Does one job, in a process of its own, which it ends."""
+    try:
+        parent.send(_measure(job, parent))
+        parent.recv()  # All stay until each is done: the others would be told to end.
+    except Exception as error:  # noqa: BLE001 - the parent tells of it
+        parent.send(f"{type(error).__name__}: {error}"[:300])
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
+def answers(jobs: Sequence[Job], case: Case, subject: Subject) -> tuple[list[Answer], float | None]:
+    """What processes answer, each to its job, and the share in the page cache before.
+
+    Raises ChildError if one fails or hangs.
+    """
+    os.environ.update(ENV)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__, *IMPORTED])
+    with ExitStack() as stack:
+        started: list[tuple[Any, Any]] = []
+        for job in jobs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(job, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+            stack.callback(process.join)
+            stack.callback(process.kill)
+
+        def hear() -> list[Any]:
+            until, heard = time.monotonic() + _TIMEOUT, list[Any]()
+            for process, pipe in started:
+                if not pipe.poll(max(0.0, until - time.monotonic())):
+                    raise ChildError(f"no answer within {_TIMEOUT:g} s")
+                try:
+                    heard.append(pipe.recv())
+                except EOFError:
+                    process.join()
+                    raise ChildError(f"ended with status {process.exitcode}") from None
+                if isinstance(heard[-1], str) and heard[-1] != "ready":
+                    raise ChildError(heard[-1])
+            return heard
+
+        hear()
+        cached = prepare(case, subject)
+        for _, pipe in started:
+            pipe.send("go")
+        found = hear()
+        for _, pipe in started:
+            pipe.send("done")
+    return found, cached

@@ -21,9 +21,10 @@ from mfload.planning.slicing import boxed
 from mfload.report import human
 from mfload.sources.base import Costs
 
-CEILING = "ceiling"
+CEILING, FLOOR = BARE = "ceiling", "floor"  # They know no tensors.
 LABELS = {
     CEILING: "one process, plain reads",
+    FLOOR: "bare reads and bare sends",
     "mfload/never": "mfload, never",
     "mfload/once": "mfload, once",
     "fastsafetensors": "fastsafetensors",
@@ -33,9 +34,9 @@ _OURS, _PEERS = ("mfload/never", "mfload/once"), ("fastsafetensors", "torch")
 CASES = {
     "rows": (CEILING, *_OURS, *_PEERS),
     "columns": (CEILING, *_OURS, *_PEERS),
-    "replicated": (CEILING, *_OURS, *_PEERS),
+    "replicated": (CEILING, FLOOR, *_OURS, *_PEERS),
     "rows-cold": (*_OURS, *_PEERS),
-    "replicated-cold": (*_OURS, *_PEERS),
+    "replicated-cold": (FLOOR, *_OURS, *_PEERS),
 }
 """What is measured in each case."""
 TITLES = {case: case.replace("-cold", ", page cache empty") for case in CASES}
@@ -81,7 +82,7 @@ def _table(results: Results, case: str) -> str:
                 markdown.seconds(results.best(case, name, "cpu_s")),
                 ", ".join(f"{nbytes / 1e6:.0f}" for nbytes in found[-1]["read"]),
                 ", ".join(f"{nbytes / 1e6:.0f}" for nbytes in found[-1]["exchanged"]),
-                "–" if peak is None or name == CEILING else f"{peak:.0f}",
+                "–" if peak is None or name in BARE else f"{peak:.0f}",
             ]
         )
     head = ("", "best s", "median s", "CPU s of both", "MB read by each", "MB that came to each",
@@ -115,7 +116,7 @@ def draw(results: Results, path: Path) -> None:
     drawn, grid = plot.figure((7.4 * columns, 0.6 + 2.1 * rows), columns, rows)
     panels = [axes for line in grid for axes in line]
     for axes, case in zip(panels, cases, strict=False):
-        bars = timings.bars(results, case, LABELS, (CEILING,))
+        bars = timings.bars(results, case, LABELS, BARE)
         read = {s["name"]: max(s["read"]) for s in results.samples if s["case"] == case}
         kept = timings.measured(results, case, LABELS)
         bars = [

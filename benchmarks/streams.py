@@ -1,85 +1,136 @@
-"""What `mfload.stream` costs beside `mfload.load`, both keeping all tensors.
+"""Measure `mfload.stream` beside `mfload.load`, both keeping all tensors.
 
-Run as `python -m benchmarks.streams [MB] [numpy torch …]`. The two take turns in processes of their
-own; files are in the page cache, and every page of the result is touched.
+    python -m benchmarks.streams
+
+Writes `streams.json` and the figures of `loading.md`. The two take turns in one process for each
+framework; files are in the page cache, memory is given back between samples, and every page of the
+result is touched before the clock stops.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import secrets
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-from safetensors.numpy import save_file
+from benchmarks import arguments, described, markdown, pages, process, tables, timings
+from benchmarks.checkpoint import write_llama
+from benchmarks.results import Results
+from benchmarks.targets import Target
 
-_ROUNDS = 9
+FRAMEWORKS = ("numpy", "torch")
+WAYS = ("load", "stream")
+_LIMIT = 1.1
 _CHILD = """
-import importlib, resource, sys, time
-import numpy as np, mfload
-way, framework, folder = sys.argv[1:]
-importlib.import_module(framework)
+import gc, importlib, json, random, resource, sys, time
+import mfload
+framework, folder, rounds, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+int16 = importlib.import_module(framework).int16
 ways = {"load": mfload.load, "stream": lambda *given: dict(mfload.stream(*given))}
-ways[way](folder + "/tiny.safetensors", framework)
-# The system may have taken pages back: they are touched before the clock starts.
-np.ones(2 << 27).sum()
-before = resource.getrusage(resource.RUSAGE_SELF)
-start = time.perf_counter()
-arrays = ways[way](folder + "/model", framework)
-for each in arrays.values():
-    each.reshape(-1)[::2048].sum()
-took = time.perf_counter() - start
-after = resource.getrusage(resource.RUSAGE_SELF)
-print(took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+def used():
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    return found.ru_utime + found.ru_stime
+chance, order = random.Random(seed), list(ways)
+for number in range(-1, rounds):  # The first is for imports and the page cache.
+    chance.shuffle(order)
+    for way in order:
+        cpu, start = used(), time.perf_counter()
+        arrays = ways[way](folder, framework)
+        total = 0
+        for each in arrays.values():
+            total += int(each.reshape(-1)[::2048].view(int16).sum())
+        took, cpu = time.perf_counter() - start, used() - cpu
+        if number >= 0:
+            print(json.dumps({"name": way, "round": number, "seconds": took, "cpu_s": cpu,
+                              "total": total}))
+        del arrays, each
+        gc.collect()
 """
 
 
-def main(megabytes: int, frameworks: list[str]) -> None:
-    """Prints seconds and CPU seconds, best and median."""
-    chance = np.random.default_rng(0)
-    found: dict[tuple[str, str], list[Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "model")
-        place.mkdir()
-        save_file({"a": np.zeros(1, np.float32)}, Path(folder, "tiny.safetensors"))
-        for number in range(
-            3
-        ):  # Each with 30 matrices of 11 MB for 1000 MB, and a norm beside each.
-            shape = 2048, megabytes * 1_000_000 // 90 // 4096
-            arrays: dict[str, Any] = {}
-            for n in range(30):
-                bits = np.frombuffer(chance.bytes(shape[0] * shape[1] * 2), ml_dtypes.bfloat16)
-                arrays[f"layer.{number}.{n}"] = bits.reshape(shape)
-                arrays[f"layer.{number}.{n}.norm"] = bits[:4096]
-            save_file(arrays, place / f"{number}.safetensors")
-            del arrays
-        for _ in range(_ROUNDS):
-            for framework in frameworks:
-                for way in ("load", "stream"):
-                    made = subprocess.run(
-                        [sys.executable, "-c", _CHILD, way, framework, folder],
-                        check=True,
-                        capture_output=True,
-                        text=True,
-                    )
-                    runs = found.setdefault((framework, way), [])
-                    runs.append(list(map(float, made.stdout.split())))
-    for (framework, way), runs in found.items():
-        wall, cpu = zip(*runs, strict=True)
-        row = {
-            "framework": framework,
-            "way": way,
-            "best": round(min(wall), 4),
-            "median": round(statistics.median(wall), 4),
-            "cpu": round(min(cpu), 4),
-        }
-        print(json.dumps(row))
+def measure(folder: Path, frameworks: Sequence[str], rounds: int, seed: int, gb: float) -> Results:
+    """Writes a checkpoint and measures each framework."""
+    found = write_llama(folder / "model", seed, int(gb * 1e9))
+    about = {"nbytes": found.nbytes, "tensors": found.tensors, "files": len(found.paths)}
+    results = timings.begun(folder, seed, rounds, {"large": about})
+    for framework in frameworks:
+        busy = described.busy_share()
+        results.run["busy_share"][framework] = round(busy, 3)
+        print(f"{framework}: {len(WAYS)} × {rounds}, machine {busy:.0%} busy with other things")
+        given = [framework, str(folder / "model"), str(rounds), str(seed)]
+        made = subprocess.run(
+            [sys.executable, "-c", _CHILD, *given],
+            env=process.environment({"OMP_NUM_THREADS": "1"}, []),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if made.returncode:
+            reason = process.last_words(made.returncode, made.stderr)
+            results.skipped.append((framework, "all", reason))
+            print(f"  FAILED {reason}")
+            continue
+        samples: list[dict[str, Any]] = [json.loads(line) for line in made.stdout.splitlines()]
+        assert len({sample["total"] for sample in samples}) == 1, "they hold other values"
+        results.samples += [{"case": framework, **sample} for sample in samples]
+    return results
+
+
+def _ratio(results: Results, framework: str, kind: str, key: str = "seconds") -> float | None:
+    ours, theirs = (getattr(results, kind)(framework, way, key) for way in ("stream", "load"))
+    return ours / theirs if ours and theirs else None
+
+
+def page(results: Results) -> str:
+    """The figures as Markdown."""
+    found, rows = results.checkpoints["large"], list[list[str]]()
+    for framework in timings.cases(results):
+        for way in WAYS:
+            best, middle = results.best(framework, way), results.median(framework, way)
+            cells = [markdown.seconds(best), markdown.seconds(middle)]
+            cells.append(markdown.seconds(results.best(framework, way, "cpu_s")))
+            ratios = (("best", "seconds"), ("median", "seconds"), ("best", "cpu_s"))
+            for kind, key in ratios:
+                times = _ratio(results, framework, kind, key)
+                cells.append("" if way == "load" else markdown.times(times))
+            rows.append([f"`mfload.{way}`, {framework}", *cells])
+    head = ("", "best s", "median s", "CPU s", "over load: best", "median", "CPU")
+    judged = [
+        Target(f"{each}: time of a stream over a load's", _LIMIT, _ratio(results, each, "best"))
+        for each in timings.cases(results)
+    ]
+    m = results.machine
+    text = (
+        f"{described.sentence(m)}. {found['nbytes'] / 1e9:.2f} GB of bf16, {found['tensors']} "
+        f"tensors in {found['files']} files, all in the page cache. {timings.busy(results)}."
+    )
+    parts = [text, markdown.table(head, rows), tables.targets(judged)]
+    return "\n\n".join([*parts, *timings.skipped(results)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status, 0."""
+    parser = arguments.parser("streams", __doc__)
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint in GB (1)")
+    args = arguments.parsed(parser, FRAMEWORKS, argv)
+    if not args.redraw:
+        seed = secrets.randbelow(2**32) if args.seed is None else args.seed
+        with tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as folder:
+            results = measure(Path(folder), args.cases, args.rounds, seed, args.gb)
+        results.run["ended"] = time.strftime("%Y-%m-%d %H:%M")
+        results.save(args.out / "streams.json")
+    results = Results.read(args.out / "streams.json")
+    figures = page(results)
+    print(figures)
+    pages.put(args.out / "loading.md", figures)
+    return 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000, sys.argv[2:] or ["numpy", "torch"])
+    sys.exit(main())

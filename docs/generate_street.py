@@ -31,6 +31,8 @@ ROOMS = (
     ("saving", "arrays to files"),
     ("checking", "verify, diff, align"),
     ("diagnostics", "doctor"),
+    ("compat", "seams of other libraries"),
+    ("compat/safetensors", "the interface of that package"),
     ("cli", "the command"),
     ("bench", "mfload bench"),
 )

@@ -35,6 +35,7 @@ PROGRAM = """
 import sys
 import textwrap
 
+import paddle
 import paddle.distributed as dist
 from paddle.distributed import ProcessMesh, Shard
 
@@ -65,6 +66,13 @@ plain = mfload.load(
 )
 same = [bool((plain[name] == tensor._local_value()).all()) for name, tensor in state.items()]
 print("plain shards are the same:", all(same))
+
+# A layer that is sharded already is filled with the part of each process.
+layer = paddle.nn.Linear(2049, 2048, bias_attr=False)
+layer.weight = dist.shard_tensor(layer.weight, mesh, [Shard(0)])
+mfload.load_into(layer, sys.argv[1], mapping={"up_proj.weight": "weight", "(?!up).*": None})
+same = layer.weight._local_value() == plain["up_proj.weight"].astype("float32")
+print("the layer holds its part:", layer.weight._local_shape, bool(same.all()))
 """
 
 # %% [markdown]

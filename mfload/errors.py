@@ -64,8 +64,9 @@ class MfloadError(Exception):
         names = ("file", "tensor", "expected", "found")
         fields = {name: _plain(getattr(self, name)) for name in names}
         make = functools.partial(type(self), problems=self.problems, **fields)
-        system = {name: getattr(self, name, None) for name in ("errno", "strerror", "filename")}
-        return make, (self.message,), {k: v for k, v in system.items() if v is not None} or None
+        names = ("errno", "strerror", "filename", "__notes__")
+        more = {name: getattr(self, name, None) for name in names}
+        return make, (self.message,), {k: v for k, v in more.items() if v is not None} or None
 
 
 def _plain(value: object) -> object:

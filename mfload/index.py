@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import (
-    Collection,
-    ItemsView,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -237,27 +229,9 @@ class Table(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self.columns.names)
 
-    def values(self) -> ValuesView[TensorInfo]:
+    def values(self) -> Any:
         """The tensors, in order."""
-        return _Values(self)
-
-    def items(self) -> ItemsView[str, TensorInfo]:
-        """Names and tensors, in order."""
-        return _Items(self)
-
-
-class _Values(ValuesView[TensorInfo]):
-    _mapping: Table
-
-    def __iter__(self) -> Iterator[TensorInfo]:
-        return iter(self._mapping.columns)
-
-
-class _Items(ItemsView[str, TensorInfo]):
-    _mapping: Table
-
-    def __iter__(self) -> Iterator[tuple[str, TensorInfo]]:
-        return zip(self._mapping, self._mapping.columns, strict=True)
+        return self.columns
 
 
 class Index:

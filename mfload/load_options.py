@@ -52,11 +52,6 @@ class LoadOptions:
         """The same options with some of them changed."""
         return LoadOptions(**{**vars(self), **changes})
 
-    @property
-    def lands_on_devices(self) -> bool:
-        """Whether arrays may land in device memory directly."""
-        return not self.by_host and self.engine != "mmap"
-
 
 _DEFAULT = LoadOptions()
 

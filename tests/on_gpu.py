@@ -17,6 +17,7 @@ NEEDS = {
     "tests/devices": ("cupy",),
     "tests/frameworks/test_cupy.py": ("cupy",),
     "tests/frameworks/test_torch.py": ("cupy", "torch"),
+    "tests/worlds/test_torch_devices.py": ("cupy", "torch"),
     "tests/frameworks/test_jax.py": ("cupy", "jax"),
     "tests/frameworks/test_jax_landing.py": ("cupy", "jax"),
     "tests/frameworks/test_several.py": ("cupy", "torch", "jax"),

@@ -58,7 +58,9 @@ FIELDS: dict[str, Any] = {
 def test_errors_travel_with_all_they_carry(name: str, move: Callable[[Any], Any]) -> None:
     more = {"problems": ("one", "two")} if issubclass(CLASSES[name], errors.FormatError) else {}
     error = CLASSES[name]("what is wrong", **FIELDS, **more)
+    error.add_note("what it was part of")
     arrived = move(error)
+    assert arrived.__notes__ == ["what it was part of"]
     assert type(arrived) is type(error)
     assert arrived.message == "what is wrong"
     assert {key: getattr(arrived, key) for key in [*FIELDS, *more]} == {**FIELDS, **more}

@@ -23,6 +23,7 @@ import numpy as np
 import samples
 
 from mfload import errors
+from mfload.dtypes import TABLE
 from mfload.io import buffers, pread
 from mfload.mesh import link
 
@@ -108,6 +109,16 @@ def model(directory: Path) -> int:
     return sum(array.nbytes for arrays in files for array in arrays.values())
 
 
+def every_dtype() -> dict[str, tuple[str, tuple[int, ...], Any]]:
+    """By name, a dtype that files hold, a shape and its bytes; the same in every process."""
+    made: dict[str, tuple[str, tuple[int, ...], Any]] = {}
+    for n, (name, row) in enumerate(TABLE.items()):
+        for shape in ((8, 96), (256, 768)):  # Parts that travel in a row, and by themselves.
+            raw = samples.numbers(row.storage_shape(shape), np.uint8, n)
+            made[f"t.{name}.{shape[0]}"] = name, shape, raw & 1 if name == "BOOL" else raw
+    return made
+
+
 def io_error() -> None:
     raise OSError(errno.EIO, "Input/output error")
 
@@ -166,6 +177,9 @@ def said(world: World, cases: list[str], run: Callable[[str], dict[str, Any] | N
             line["seconds"] = time.monotonic() - start
             failed = failed or line["error"] is not None
             gc.collect()
+            for thread in threading.enumerate():  # A stream that was dropped does not wait.
+                if thread.name == "mfload-stream":
+                    thread.join(5)
             line["live"] = buffers.live_bytes()
             out.write(json.dumps(line) + "\n")
             out.flush()

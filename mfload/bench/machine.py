@@ -86,7 +86,7 @@ def file_system(path: str | os.PathLike[str]) -> str:
 
 def memory_status(field: str, pid: int | str = "self") -> int:
     """A memory field of a process's status, such as VmRSS or VmHWM, in bytes."""
-    return probes.sizes(Path(f"/proc/{pid}/status"))[field]
+    return probes.sizes(f"/proc/{pid}/status")[field]
 
 
 def reset_peak() -> None:
@@ -110,7 +110,7 @@ def prime(nbytes: int) -> bool:
     A virtual machine may give freed pages back to its host, and the next process to touch them
     pays ten times what fresh memory costs. The page cache is not pushed out.
     """
-    free, room = probes.sizes(Path("/proc/meminfo"))["MemFree"], probes.memory_room()
+    free, room = probes.sizes("/proc/meminfo")["MemFree"], probes.memory_room()
     most = free if room is None else min(free, room[0])
     command = [sys.executable, "-I", "-S", "-c", _PRIME, str(min(nbytes, int(0.4 * most)))]
     return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0

@@ -10,9 +10,8 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats import base, checkpoint, discovery, hints, safetensors
-from mfload.formats.checkpoint import Headers
+from mfload.formats.checkpoint import Headers, Problem
 from mfload.formats.discovery import CheckpointFiles, Path
-from mfload.formats.problems import Problem
 from mfload.formats.strict_json import brief
 from mfload.load_options import LoadOptions
 

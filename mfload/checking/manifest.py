@@ -90,8 +90,8 @@ class Manifest:
     ) -> Manifest:
         """A manifest of tensors and files; files whose names are not text are left out."""
         return Manifest(
-            {name: TensorEntry(info.dtype.name, info.shape, digests[name] if digests else None)
-             for name, info in tensors.items()},
+            {name: TensorEntry(dtype.name, shape, digests[name] if digests else None)
+             for name, dtype, shape, _ in tensors.values()},
             {name: entry for name, entry in (files or {}).items() if encodable(name)},
         )  # fmt: skip
 

@@ -17,9 +17,8 @@ from mfload.checking.published import PublishedSum, Sums
 from mfload.checking.scan import Advance, joined, throughput
 from mfload.formats import base
 from mfload.formats.base import Checksum
-from mfload.formats.checkpoint import Headers
+from mfload.formats.checkpoint import Headers, Problem
 from mfload.formats.discovery import Path
-from mfload.formats.problems import Problem
 from mfload.load_options import LoadOptions, started
 from mfload.loading.execute import reader_threads
 from mfload.options import Options

@@ -70,7 +70,7 @@ def bench(
     if out is not None and picture is not None and out.resolve() == picture.resolve():
         raise errors.UsageError("--out and --plot are one file", file=out)
     said = ""
-    with bar("", ("MofNCompleteColumn",)) as advance:
+    with bar("", unit="it") as advance:
 
         def watch(done: int, total: int, what: str) -> None:
             nonlocal said

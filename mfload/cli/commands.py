@@ -215,11 +215,10 @@ def diff(
 
 
 _TARGET = "A file or a directory. Default: the source is replaced, which takes --overwrite."
-_ALIGN = "The data of each file begins on a multiple of this."
 _SHARD = "Bytes of tensors a file, such as 5GB. Default: files stay as they are."
 
 Target = Annotated[str | None, argument("TARGET", _TARGET)]
-Align = Annotated[int, sized("--align", _ALIGN)]
+Align = Annotated[int, sized("--align", "The data of each file begins on a multiple of this.")]
 ShardSize = Annotated[int | None, sized("--max-shard-size", _SHARD)]
 
 

@@ -92,7 +92,6 @@ _PAGE_CACHE = "What is read from the disk is kept in the page cache or not: auto
 _ALLOCATOR = "Whose memory holds the arrays: auto, mfload or framework."
 _HOST = "Host memory beside the result, such as 256MiB."
 _GPU = "Memory of a GPU beside the result, such as 256MiB."
-_THREADS = "Number of reader threads. Default: chosen."
 
 Checkpoint = Annotated[str, argument("PATH", _PATH)]
 Framework = Annotated[str, option("NAME", _FRAMEWORK, "--framework", "-f", offers=_FRAMEWORKS)]
@@ -104,7 +103,7 @@ PageCache = Annotated[str, option("HOW", _PAGE_CACHE, "--page-cache", offers=PAG
 Allocator = Annotated[str, option("NAME", _ALLOCATOR, offers=ALLOCATORS)]
 HostOverhead = Annotated[int | None, sized("--max-host-overhead", _HOST)]
 DeviceOverhead = Annotated[int | None, sized("--max-device-overhead", _GPU)]
-Threads = Annotated[int | None, option("N", _THREADS)]
+Threads = Annotated[int | None, option("N", "Number of reader threads. Default: chosen.")]
 Timeout = Annotated[float | None, option("SECONDS", "Give up after that long.")]
 Overwrite = Annotated[bool, flag("Replace what is there already.", "--overwrite")]
 Json = Annotated[bool, flag("Print JSON for machines.", "--json")]

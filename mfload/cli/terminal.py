@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 _PATIENCE = 0.4
@@ -51,46 +50,22 @@ def mute(stream: Any) -> None:
 
 
 @contextlib.contextmanager
-def bar(
-    what: str, columns: tuple[str, ...] = ("DownloadColumn", "TransferSpeedColumn")
-) -> Generator[Callable[..., None] | Literal[False]]:
-    """A progress bar while the context lasts, on a terminal only.
+def bar(what: str, unit: str = "B") -> Generator[Callable[..., None] | Literal[False]]:
+    """A progress bar by tqdm while the context lasts, on a terminal only.
 
     Yields a function of (done, total, what is being done) as `progress=` takes it, or False.
-    `columns` are rich's names of what stands beside the bar.
     """
     if not fancy(sys.stderr):
         yield False
         return
-    start = time.monotonic()
-    drawn: Any = None
+    from tqdm import tqdm
 
-    def advance(done: int, total: int, now: str = what) -> None:
-        nonlocal drawn
-        if drawn is None:
-            if done >= total or time.monotonic() - start < _PATIENCE:
-                return
-            drawn = _progress(columns)
-            drawn.add_task(now)
-            drawn.start()
-        drawn.update(drawn.task_ids[0], completed=done, total=total, description=now)
+    how: dict[str, Any] = {"unit": unit, "unit_scale": unit == "B", "unit_divisor": 1024}
+    with tqdm(desc=what, file=sys.stderr, delay=_PATIENCE, leave=False, **how) as drawn:
 
-    try:
+        def advance(done: int, total: int, now: str = what) -> None:
+            drawn.total = total
+            drawn.set_description(now, refresh=False)
+            drawn.update(done - drawn.n)
+
         yield advance
-    finally:
-        if drawn is not None:
-            drawn.stop()
-
-
-def _progress(columns: Iterable[str]) -> Any:
-    from rich import progress
-    from rich.console import Console
-
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        *(getattr(progress, name)() for name in columns),
-        progress.TimeRemainingColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-    )

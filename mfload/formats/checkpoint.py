@@ -9,23 +9,44 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mfload import errors, sources
 from mfload.formats import discovery, safetensors, strict_json
 from mfload.formats.discovery import CheckpointFiles, Path
 from mfload.index import Columns, Index, Table, TensorInfo
 from mfload.load_options import LoadOptions
-from mfload.runtime import Deadline, gc_paused
+from mfload.runtime import Deadline, NamedTuple, gc_paused
 from mfload.sources.base import Source
-
-if TYPE_CHECKING:
-    from mfload.formats.problems import Problem
 
 T = TypeVar("T")
 
 _TRIES = 5
 _NAME = attrgetter("name")
+
+
+class Problem(NamedTuple):
+    """Something that is wrong with a checkpoint."""
+
+    what: str
+    file: str | None = None
+    tensor: str | None = None
+    expected: object = None
+    found: object = None
+
+    @staticmethod
+    def of(error: errors.MfloadError) -> Problem:
+        """An error as a problem."""
+        values = [
+            value if isinstance(value, int | None) else str(value)
+            for value in (error.expected, error.found)
+        ]
+        return Problem(error.message, error.file, error.tensor, *values)
+
+    def __str__(self) -> str:
+        what, fields = self.what, self._asdict()
+        del fields["what"]
+        return str(errors.MfloadError(what, **fields))
 
 
 class Headers:
@@ -54,13 +75,7 @@ class Headers:
         self, what: str, info: TensorInfo, expected: object = None, found: object = None
     ) -> None:
         """Adds a problem of a tensor."""
-        self.problem(what, self.file_of(info), info.name, expected, found)
-
-    def problem(self, *fields: Any) -> None:
-        """Adds a problem, by its fields."""
-        from mfload.formats.problems import Problem
-
-        self.problems.append(Problem(*fields))
+        self.problems.append(Problem(what, self.file_of(info), info.name, expected, found))
 
 
 class ShardedIndex(Index):
@@ -267,8 +282,6 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
             alone = len(found.files) == 1 and isinstance(error, errors.SourceNotFoundError)
             if alone or not every:
                 raise
-            from mfload.formats.problems import Problem
-
             problems.append(Problem.of(error))
             continue
         seen.sources.append(source)
@@ -276,7 +289,8 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
             seen.metadata = {**(seen.metadata or {}), **strings}
         for row in tensors.add(rows):
             holders = f"{seen.file_of(tensors[row.name])} and {source.name}"
-            seen.problem("two files hold the tensor", None, row.name, "one file", holders)
+            what = "two files hold the tensor"
+            problems.append(Problem(what, None, row.name, "one file", holders))
     if found.placed is not None:
         _compare_index(seen, found.placed)
     return seen
@@ -301,7 +315,7 @@ def _compare_index(seen: Headers, placed: dict[str, str]) -> None:
         holder = None if number is None else paths[holders[number]]
         if holder != file and file in files:
             what = "the tensor is not where the index says"
-            seen.problem(what, seen.found.name, name, file, holder or "no file")
+            seen.problems.append(Problem(what, seen.found.name, name, file, holder or "no file"))
     seen.unnamed = seen.tensors.keys() - placed.keys()
     complete = not (seen.unnamed or seen.found.missing) and len(files) == len(seen.found.files)
     total = sum(row.nbytes for row in seen.tensors.values())

@@ -103,10 +103,15 @@ class Adapter:
         self.devices: Sequence[Device] = () if device is None else (device,)
         self.notes = notes
 
+    def take_traits(self, other: Adapter) -> None:
+        """Takes over what does not depend on the device, for an adapter made of others."""
+        self.name, self.forms, self.alignment = other.name, other.forms, other.alignment
+        self.readonly_maps, self.on_host = other.readonly_maps, other.on_host
+
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
         """Where a request lands; it depends on its dtype and its devices alone."""
         copied = self.forms[request.dtype.name].how == "copy"
-        if self.devices and options.lands_on_devices:
+        if self.devices and not options.by_host and options.engine != "mmap":
             return Allocation(0, "mfload" if copied else self.owner(options.allocator), copied)
         copied = copied or not self.on_host
         lent = options.allocator == "framework" and not copied
@@ -183,11 +188,13 @@ def host_array(view: View) -> Any:
 
 
 @contextlib.contextmanager
-def full_device(framework: str, kind: type[Exception]) -> Generator[None]:
+def full_device(framework: str, kind: type[Exception], says: str = "") -> Generator[None]:
     """A context in which a framework's own error of a full device becomes MemoryLimitError."""
     try:
         yield
     except kind as error:
+        if says not in str(error):
+            raise
         raise errors.MemoryLimitError(
             f"{framework} has no room on the device", found=str(error).partition("\n")[0]
         ) from error

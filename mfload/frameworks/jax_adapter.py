@@ -159,10 +159,7 @@ def make(device: object) -> JaxAdapter:
     """The adapter for a device."""
     base.check_version("jax", jax.__version__, OLDEST)
     if device is None:
-        # A device, the name of a platform, or None.
-        device = jax.config.jax_default_device  # pyright: ignore
-        if not isinstance(device, jax.Device):
-            device = jax.local_devices(backend=device)[0]
+        device = default_device()
     elif isinstance(device, str):
         platform, number = base.split_device(device)
         try:
@@ -177,6 +174,13 @@ def make(device: object) -> JaxAdapter:
             "not a device", expected="a jax.Device or its name", found=repr(device)
         )
     return JaxAdapter(device, *jax_memory.find_device(device))
+
+
+def default_device() -> Any:
+    """The `jax.Device` that JAX puts new arrays on."""
+    # A device, the name of a platform, or None.
+    device: Any = jax.config.jax_default_device  # pyright: ignore
+    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
 
 
 def export(array: Any) -> base.Exported:

@@ -118,16 +118,10 @@ def _run(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> tuple[Any, ...]:
         return jax.block_until_ready(_program(devices, kinds)())
 
 
-@contextlib.contextmanager
-def full_device() -> Generator[None]:
-    """A context in which JAX's own error of a full device becomes MemoryLimitError."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        text = str(error).splitlines()[0]
-        raise errors.MemoryLimitError("JAX has no room on the device", found=text) from error
+full_device = functools.partial(
+    base.full_device, "JAX", jax.errors.JaxRuntimeError, "RESOURCE_EXHAUSTED"
+)
+"""A context in which JAX's own error of a full device becomes MemoryLimitError."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -162,12 +163,25 @@ def paddle_written(tensor: Any) -> None:
         tensor._bump_inplace_version()
 
 
+def paddle_local(tensor: Any) -> Any:
+    """What this process holds of a tensor of Paddle, over the same memory.
+
+    Without the private call distributed tensors raise: `dtensor_to_local` may copy.
+    """
+    return tensor._local_value() if tensor.is_dist() else tensor
+
+
 def paddle_give(new: Any, tensor: Any) -> None:
-    """Gives a tensor that is not initialised the memory of a new one; else copies its values."""
+    """Gives a tensor that is not initialised the memory of a new one; else copies its values.
+
+    Its initialiser goes, as after `initialize()`: in that of a sharded tensor is the tensor itself.
+    """
     try:
         new._share_buffer_to(tensor)
     except AttributeError:
         tensor.set_value(new)
+    if hasattr(tensor, "set_init_func"):
+        tensor.set_init_func(None)
 
 
 def keras_layers(layer: Any) -> list[Any]:
@@ -227,6 +241,25 @@ def jax_store() -> Any | None:
     return client
 
 
+def torch_copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Fills tensors with the numbers of others, without the interpreter between two of them."""
+    import torch
+
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def torch_dispatches() -> bool:
+    """Whether a `TorchDispatchMode` is active; False if this version does not say."""
+    import torch
+
+    count: Any = getattr(torch._C, "_len_torch_dispatch_stack", int)
+    return count() > 0
+
+
 def torch_store() -> Any | None:
     """A connection of its own to the store of PyTorch's default process group.
 
@@ -252,15 +285,46 @@ def torch_group(ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
     import torch.distributed as dist
 
     try:
-        store = _torch_group_store()
-        with contextlib.suppress(AttributeError, RuntimeError):
-            store = store.clone()  # As in `torch_store`.
-        store = dist.PrefixStore(f"mfload/{'_'.join(map(str, ranks))}", store)
+        store = _torch_prefix_store("_".join(map(str, ranks)))
         return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
     except (ImportError, AttributeError, TypeError) as error:
         log.info("a process group of gloo can't be made directly: %s", error)
         given: Any = {"backend": "gloo", "timeout": timeout, "use_local_synchronization": True}
         return dist.new_group(list(ranks), **given)
+
+
+def torch_device_group(
+    place: Any, ranks: Sequence[int], name: str, timeout: datetime.timedelta
+) -> Any:
+    """A group of NCCL's for a CUDA device, which all ranks make at once. Not yet run on a GPU.
+
+    A name serves once: NCCL would take what it finds in the store for what is said now.
+    """
+    import torch.distributed as dist
+
+    store = _torch_prefix_store(f"nccl/{'_'.join(map(str, ranks))}/{name}")
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    variable = "TORCH_NCCL_BLOCKING_WAIT"  # Else a thread of torch's ends the process.
+    before, os.environ[variable] = os.environ.get(variable), "1"
+    try:
+        group = dist.ProcessGroupNCCL(store, ranks.index(dist.get_rank()), len(ranks), options)
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+    group.eager_connect_single_device(place)
+    return group
+
+
+def _torch_prefix_store(name: str) -> Any:
+    import torch.distributed as dist
+
+    store = _torch_group_store()
+    with contextlib.suppress(AttributeError, RuntimeError):
+        store = store.clone()  # As in `torch_store`.
+    return dist.PrefixStore(f"mfload/{name}", store)
 
 
 def _torch_group_store() -> Any:

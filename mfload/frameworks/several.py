@@ -1,4 +1,4 @@
-"""Several devices of one framework: each tensor on all of them, or on the one for its name."""
+"""Adapters made of others: for several devices of one framework, and for memory that is there."""
 
 from __future__ import annotations
 
@@ -26,13 +26,8 @@ class SeveralAdapter(Adapter):
         self, parts: Sequence[Adapter], choose: Callable[[str], int | None] | None = None
     ) -> None:
         super().__init__(notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)))
-        first = parts[0]
-        self._parts = parts
-        self._choose = choose
-        self.name = first.name
-        self.forms = first.forms
-        self.alignment = first.alignment
-        self.readonly_maps = first.readonly_maps
+        self._parts, self._choose = parts, choose
+        self.take_traits(parts[0])
         self.on_host = all(part.on_host for part in parts)
         # What two parts have in common is one device, with one set of buffers.
         self._owners = {device: part for part in parts for device in part.devices}
@@ -112,6 +107,40 @@ class MeshAdapter(SeveralAdapter):
             for n, array in zip(mine, part.wrap([views[n] for n in mine]), strict=True):
                 made[n].append((views[n].devices.index(number), array))
         return [tuple(array for _, array in sorted(each, key=itemgetter(0))) for each in made]
+
+
+class InPlaceAdapter(Adapter):
+    """Requests name places by number, as their device; places without memory get new arrays.
+
+    Attributes:
+        lent: Whether memory was lent, so that something may have been read into it.
+    """
+
+    lends_held = True
+
+    def __init__(self, new: Adapter, memory: Mapping[int, Any]) -> None:
+        super().__init__(new.place, None, new.notes)
+        self._new, self._memory, self.lent = new, memory, False
+        self.take_traits(new)
+        self.devices = new.devices
+
+    def allocation(self, request: Request, options: LoadOptions) -> Allocation:
+        if request.devices[0] in self._memory:
+            return Allocation(None, "framework", copied=False)
+        return self._new.allocation(request, options)
+
+    def wrap(self, views: Sequence[View]) -> list[Any]:
+        return self._new.wrap(views)
+
+    def lend(self, requests: Sequence[Request]) -> list[Lent]:
+        self.lent = True
+        held = [self._memory.get(request.devices[0]) for request in requests]
+        new = [each for each, memory in zip(requests, held, strict=True) if memory is None]
+        rest = iter(self._new.lend(new) if new else ())
+        return [next(rest) if memory is None else Lent(None, memory) for memory in held]
+
+    def pool(self, number: int) -> Pool | None:
+        return self._new.pool(number)
 
 
 def make(

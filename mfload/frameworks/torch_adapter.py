@@ -15,7 +15,7 @@ from torch.utils import dlpack
 from mfload import errors
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
-from mfload.frameworks import base
+from mfload.frameworks import base, private_api
 from mfload.io import pread
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def _convert(source: Any, target: Any) -> None:
     )
     if type(made) is not torch.Tensor or made.data_ptr() != target.ctypes.data:
         raise RuntimeError("not a tensor over the memory of the array")
-    for part, filled in zip(given.split(_ALONE), made.split(_ALONE), strict=True):
-        filled.copy_(part)
+    private_api.torch_copy(made.split(_ALONE), given.split(_ALONE))
 
 
 pread.CONVERTER = _convert
@@ -112,6 +111,17 @@ class TorchAdapter(base.Adapter):
             f"torch.cuda.empty_cache() gives back the {kept} bytes that torch keeps for itself, "
             "and allocator='framework' uses them",
         )
+
+
+def memory_of(tensor: Any) -> Any:
+    """The memory of a tensor, as writable bytes in C order.
+
+    None if it lies on no host, has gaps, or can't be written to directly.
+    """
+    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return base.memory_at(tensor, tensor.data_ptr(), tensor.nbytes)
 
 
 def _tensor(view: View) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mfload import errors
+from mfload.frameworks import private_api
 from mfload.frameworks.base import Lent, memory_at
 
 # What the shape, the dtype and the layout of a tensor in C order say.
@@ -26,17 +27,19 @@ _PARTS = {
     "__getitem__": (),
     "chunk": ("chunks", "dim"),
     "narrow": ("dim", "start", "length"),
+    "select": ("dim", "index"),
     "split": ("split_size", "dim"),
+    "split_with_sizes": ("split_sizes", "dim"),
     "tensor_split": ("indices_or_sections", "dim"),
 }
 # These need all of it, so that reading all of it is no surprise.
-_WHOLE = {"__array__", "clone", "copy_", "cpu", "cuda", "numpy", "to"}
+_WHOLE = {"__array__", "clone", "cpu", "cuda", "numpy", "to"}
 
 
 class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     """A tensor of a checkpoint that has not been read. Made by `mfload.stream(lazy=True)`.
 
-    `narrow`, `chunk`, `split`, integers and slices give lazy tensors again. Any other
+    `narrow`, `chunk`, `split`, `select`, integers and slices give lazy tensors again. Any other
     operation reads all of it, as a plain tensor; `copy_` reads straight into the memory of a dense
     tensor on the CPU of the same shape and dtype. It can't be changed in place.
     """
@@ -87,14 +90,21 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         elif name == "copy_" and _fills(first, args[1:]):
             nbytes = first.numel() * first.element_size()
             memory = memory_at(first, first.data_ptr(), nbytes)
-            args[1].part.read(Lent(first, memory))
-            torch.autograd.graph.increment_version(first)
+            try:
+                args[1].part.read(Lent(first, memory))
+            finally:  # What fails has changed it, too.
+                torch.autograd.graph.increment_version(first)
             return first
+        elif name == "copy_" and isinstance(first, torch.Tensor) and first.is_meta:
+            # Nothing is kept there: loaders count so what they are given.
+            given = [*args, *kwargs.values()]
+            like = [_like(each.part) if isinstance(each, LazyTensor) else each for each in given]
+            return func(*like[: len(args)], **dict(zip(kwargs, like[len(args) :], strict=True)))
         if isinstance(kwargs.get("out"), LazyTensor):
             message, expected = "a lazy tensor can't be changed in place: out=", "a plain tensor"
             raise errors.UsageError(message, expected=expected)
-        unknown = name not in _WHOLE
-        return func(*_read(args, unknown), **_read(kwargs, unknown))
+        needed = name == "copy_" or (name in _WHOLE and isinstance(first, LazyTensor))
+        return func(*_read(args, not needed), **_read(kwargs, not needed))
 
     @classmethod
     def __torch_dispatch__(
@@ -107,9 +117,13 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
 def make(part: Any) -> LazyTensor:
     """The tensor for a `loading.lazy_tensor.LazyTensor`."""
     # The layout is that of the array that it becomes, and takes no memory.
-    made: Any = torch.empty(part.shape, dtype=part.dtype, device="meta").as_subclass(LazyTensor)
+    made: Any = _like(part).as_subclass(LazyTensor)
     made.part = part
     return made
+
+
+def _like(part: Any) -> Any:
+    return torch.empty(part.shape, dtype=part.dtype, device="meta")
 
 
 def _changes(name: str) -> bool:
@@ -136,12 +150,14 @@ def _parts(
     if not all(type(item) in (int, slice, EllipsisType) for item in items):
         return None
     # PyTorch checks the arguments, and says the shapes.
-    like = func(torch.empty(part.shape, dtype=part.dtype, device="meta"), *args[1:], **kwargs)
+    like = func(_like(part), *args[1:], **kwargs)
     with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
         if name == "__getitem__":
             return make(part[index])
         given = dict(zip(_PARTS[name], args[1:], strict=False)) | kwargs
         dim = int(given.get("dim", 0)) % len(part.shape)
+        if name == "select":
+            return make(part[(*[slice(None)] * dim, int(given["index"]))])
         pieces = [like] if name == "narrow" else like
         if name != "narrow" and sum(each.shape[dim] for each in pieces) != part.shape[dim]:
             return None  # Of indices that go back, the pieces overlap.
@@ -162,6 +178,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     part = given[0].part
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
+        and not private_api.torch_dispatches()  # It must see the copy.
         and target.device.type == "cpu"
         and part.adapter.on_host
         and target.dtype == part.dtype

@@ -155,6 +155,7 @@ class WorkerSlot:
 
 
 POPULATE_READ = 22  # Linux 5.14 and newer.
+_POPULATE_WRITE = 23
 _DONT_FORK = 10
 _DO_FORK = 11
 
@@ -180,6 +181,16 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
     if libc.madvise(address, nbytes, advice) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def populate(memory: Any) -> None:
+    """Has the kernel make the pages of a uint8 array at once: a fault for each takes as long."""
+    address = memory.ctypes.data
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (address + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole > 0:
+        with contextlib.suppress(OSError):  # Older kernels fault.
+            madvise(start, whole, _POPULATE_WRITE)
 
 
 def never_forked(array: Any) -> None:

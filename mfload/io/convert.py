@@ -25,6 +25,7 @@ Converter = Callable[[Any, Any], None]
 """Fills an array, its second argument, with the numbers of another."""
 
 _LARGE = 1 << 18  # The same, where the arithmetic takes no memory of its own.
+_LENT = 1 << 20  # The same, for a framework's loop.
 _FEW = 1 << 13  # What has fewer elements is converted before a kernel is prepared.
 _EXPONENT = np.uint32(0x7F80_0000)
 _FRACTION_BITS = 23
@@ -55,7 +56,7 @@ def convert(
         if kernel is None and not checked:
             _as_type(source, target)
             return
-        size = BLOCK if isinstance(kernel, _Rounding) else _LARGE
+        size = BLOCK if isinstance(kernel, _Rounding) else _LENT if lent else _LARGE
         for given, made in _blocks(source, target, plain, size):
             if checked:
                 _check_range(given, target.dtype, tensor)
@@ -84,8 +85,7 @@ def _kernel(
 ) -> Converter | None:
     """What converts a block, in one thread; None if `astype` is as fast."""
     if converter is not None and _agrees(converter, source, target):
-        most = _float(target)[2] if source == np.float32 else np.inf
-        return functools.partial(_lent, converter, most)
+        return functools.partial(_lent, converter, *_range(source, target))
     if source == np.float32:
         return _Rounding(target) if target.name in _ROUNDED else None
     eight = any(each.itemsize == 1 and each.kind in "fV" for each in (source, target))
@@ -126,7 +126,7 @@ class _Rounding:
     """
 
     def __init__(self, target: np.dtype[Any]) -> None:
-        kept, least, self._most = _float(target)
+        kept, least, self._most, _ = _float(target)
         dropped, width = _FRACTION_BITS - kept, 8 * target.itemsize
         self._dropped, self._bits = np.uint32(dropped), np.dtype(f"u{target.itemsize}")
         self._sign = self._bits.type(1 << width - 1)
@@ -159,30 +159,48 @@ class _Rounding:
 
 
 @functools.cache
-def _float(dtype: np.dtype[Any]) -> tuple[int, Any, float]:
-    """Bits of the fraction, least normal number, and a bound below which nothing overflows.
+def _float(dtype: np.dtype[Any]) -> tuple[int, Any, float, int]:
+    """Bits of the fraction, least normal number, and where overflow begins.
 
-    The bound lies a quarter of the last bit above the largest number, to which it rounds.
+    That is a bound a quarter of the last bit above the largest number, to which it rounds, and the
+    bits of that number; 0 if the sign is more than one bit of its own.
     """
     import ml_dtypes
 
     info = ml_dtypes.finfo(dtype)
     kept = int(info.nmant)
     most = float(info.max) * (1 + 0.5 ** (kept + 2))
-    return kept, np.array(info.smallest_normal, np.float32), most
+    largest = int(np.array(info.max, dtype).view(f"u{dtype.itemsize}")[()])
+    largest = largest if dtype.name in _ROUNDED else 0
+    return kept, np.array(info.smallest_normal, np.float32), most, largest
 
 
-def _lent(converter: Converter, most: float, given: Any, made: Any) -> None:
+def _range(source: np.dtype[Any], target: np.dtype[Any]) -> tuple[float, int]:
+    """Up to where a framework converts as NumPy does: a bound, and bits of the narrower float."""
+    if source == np.float32:
+        return _float(target)[2:]
+    return np.inf, _float(source)[3]
+
+
+def _lent(converter: Converter, most: float, largest: int, given: Any, made: Any) -> None:
     """Converts with a framework's loop what it converts as NumPy does.
 
     Frameworks differ in the NaN that they make, and in what they make of numbers out of range.
     """
     with contextlib.suppress(RuntimeError):  # Not in this thread, or not now.
         converter(given, made)
-        wide = given if given.itemsize > made.itemsize else made
-        if -most <= wide.min() and wide.max() <= most:  # NaN compares as false.
+        narrow, wide = sorted((given, made), key=lambda each: each.itemsize)
+        # Fewer bytes are looked at first. NaN compares as false.
+        if _moderate(narrow, largest) or (-most <= wide.min() and wide.max() <= most):
             return
     _as_type(given, made)
+
+
+def _moderate(numbers: Any, largest: int) -> bool:
+    """Whether no number's bits, but for the sign, are those of the largest one or above."""
+    width = numbers.itemsize
+    most, below = numbers.view(f"i{width}").max(), numbers.view(f"u{width}").max()
+    return bool(most < largest and below < largest + (1 << 8 * width - 1))
 
 
 def _agrees(converter: Converter, source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -199,18 +217,21 @@ def _agrees(converter: Converter, source: np.dtype[Any], target: np.dtype[Any]) 
         cleared = chance.integers(0, _FRACTION_BITS, bits.size, np.uint32)
         halves = bits >> cleared << cleared
         given = np.concatenate([bits, halves, halves + 1, halves - 1]).view(np.float32)
-        given = given[np.abs(given) <= _float(target)[2]]
     else:
         return False
+    most, largest = _range(source, target)
     wanted = given.astype(target)
-    numbers = wanted == wanted  # NaN is not equal to itself.
-    given, wanted = given[numbers], wanted[numbers]
     made = np.empty_like(wanted)
     try:
         converter(given, made)
     except (AttributeError, RuntimeError):  # An older version has no such type, or no such loop.
         return False
-    return made.tobytes() == wanted.tobytes()
+    numbers = (np.abs(given) <= most) & (wanted == wanted)  # NaN is not equal to itself.
+    if source == np.float32:  # Whatever is out of range must show in the narrower float.
+        bits = made.view(f"u{made.itemsize}")[~numbers]
+        if np.any(bits & ((1 << 8 * bits.itemsize - 1) - 1) < largest):
+            return False
+    return made[numbers].tobytes() == wanted[numbers].tobytes()
 
 
 def _check_range(source: Any, target: np.dtype[Any], tensor: str | None) -> None:

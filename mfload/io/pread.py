@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +25,8 @@ CONVERTER: Callable[[Any, Any], None] | None = None
 
 _WORTH_MAPPING = 256 << 10  # To map less takes longer than to read it.
 _ROWS_A_MAP = 96  # To read fewer rows that lie apart takes less time than to map them.
+# Bytes that the kernel is asked to fetch at once: it leaves out what is more than a disk request.
+_FETCHED = 256 << 10
 # Of a file that is mapped to be shown, at once: long enough to be worth a lease and a map, and so
 # short that a process that wants to write to the file waits for some milliseconds.
 _WINDOW = 16 << 20
@@ -179,6 +181,15 @@ def read_ahead(sources: Sequence[Source]) -> list[Source]:
             with source.open() as opened, suppress(OSError):
                 os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return began
+
+
+def prefetch(sources: Mapping[int, Source], blocks: Iterable[Block]) -> None:
+    """Has the kernel fetch blocks of some sources into the page cache, and does not wait for it."""
+    for block in blocks:
+        if block.source in sources and hasattr(os, "posix_fadvise"):
+            with sources[block.source].open() as opened, suppress(OSError):
+                for start in range(block.offset, block.offset + block.span, _FETCHED):
+                    os.posix_fadvise(opened.fd, start, _FETCHED, os.POSIX_FADV_WILLNEED)
 
 
 def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:

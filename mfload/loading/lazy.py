@@ -14,7 +14,7 @@ from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
 from mfload.index import Columns, Index, TensorInfo
 from mfload.io import buffers, route
-from mfload.io.pread import PreadReader
+from mfload.io.pread import PreadReader, read_ahead
 from mfload.load_options import started
 from mfload.loading import execute
 from mfload.loading.session import MAX_RANK, Loader, let_go
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mfload.options import Options
     from mfload.report import Report
 
-_SMALL = execute.INLINE
+_FILLED = 64 << 20  # Bytes that a thread reads at once; of more, several read a part each.
 _FEW_ROWS = 256  # To read them one by one takes less time than to plan blocks.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
@@ -50,7 +50,9 @@ class LazyCheckpoint:
         *,
         device: object,
         options: Options | None,
+        small: int = execute.INLINE,
     ) -> None:
+        self._small = small
         self._index, self._sources, self._adapter = index, sources, adapter
         self._sliced = functools.lru_cache(_SLICED)(index.__getitem__)
         self._arguments = (device, options)
@@ -114,8 +116,11 @@ class LazyCheckpoint:
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        row = self.info(name)
-        if self._reads_small and _is_small(row, row.nbytes):
+        return self.read(self.info(name))
+
+    def read(self, row: TensorInfo) -> Any:
+        """One tensor, by its row."""
+        if self._reads_small and self._is_small(row, row.nbytes):
             return self._read_small(row, row.shape, ((0,), row.nbytes))
         return self.load([Request(row, row.dtype)])[0]
 
@@ -149,18 +154,18 @@ class LazyCheckpoint:
         except TypeError:  # Such as a list: not a name, which the index says.
             return TensorSlice(self, self.info(name))
 
-    def _get(self, row: TensorInfo, index: Any) -> Any:
-        """The part of a tensor that an index takes."""
+    def read_part(self, row: TensorInfo, index: Any) -> Any:
+        """The part of a tensor that an index takes (see `TensorSlice`)."""
         self._opened()
         found = one_range(row, index) if self._reads_small else None
         if found is not None:
             start, shape = found
             nbytes = math.prod(shape) * row.dtype.nbytes
-            if _is_small(row, nbytes):
+            if self._is_small(row, nbytes):
                 return self._read_small(row, shape, ((start,), nbytes))
         with errors.about(file=self.file_of(row)):
             request = Request(row, row.dtype, select(row, index))
-        if self._reads_parts and _is_small(row, request.nbytes):
+        if self._reads_parts and self._is_small(row, request.nbytes):
             rows = whole_rows(request)
             if rows is not None and len(rows[0]) <= _FEW_ROWS:
                 return self._read_small(row, request.shape, rows)
@@ -170,6 +175,12 @@ class LazyCheckpoint:
             if not (leg.direct or leg.cold):
                 return self._read_small(row, request.shape, request)
         return self.load([request])[0]
+
+    def _is_small(self, row: TensorInfo, nbytes: int) -> bool:
+        """Whether so many bytes of a tensor may be read at once, past plan and session."""
+        _, dtype, shape, pieces = row
+        small = 0 < nbytes <= self._small and dtype.nbytes > 0 and len(shape) <= MAX_RANK
+        return small and len(pieces) == 1 and pieces[0].stored is None
 
     def _read_small(
         self, row: TensorInfo, shape: tuple[int, ...], part: tuple[Sequence[int], int] | Request
@@ -227,6 +238,43 @@ class LazyCheckpoint:
             reader.close()
         return memory
 
+    def fill(self, request: Request, memory: Any) -> route.Leg | None:
+        """Reads a part into memory of the caller, past plan and session.
+
+        None, and nothing is read, if these would read it in another way.
+        """
+        info, dtype, selection, *_ = request
+        source, at, nbytes, stored = info.pieces[0]
+        if not (self._reads_parts and len(info.pieces) == 1 and stored is None):
+            return None
+        if dtype is not info.dtype or not 0 < memory.nbytes <= _FILLED:
+            return None
+        if selection is not None:
+            rows = whole_rows(request)
+            if rows is None:
+                return None
+            starts, row = rows
+            if len(starts) > 1 and not (isinstance(starts, range) and starts.step == row):
+                return None
+            at, nbytes = at + starts[0], len(starts) * row
+        opened = self._sources[source]
+        if opened.file is None or nbytes != memory.nbytes:
+            return None
+        try:
+            (leg,) = route.choose([(opened, nbytes)], *self._route)
+            if leg.direct:
+                return None
+            if leg.cold:
+                read_ahead([opened])
+            buffers.populate(memory)
+            with opened.open() as handle:
+                handle.read([memory], at)
+            opened.check()
+        except (OSError, MemoryError, errors.MfloadError) as error:
+            let_go(error)
+            raise execute.named(error, opened.name, info.name)  # noqa: B904 - it has its cause
+        return leg
+
     def load(
         self,
         requests: Sequence[Request],
@@ -277,13 +325,6 @@ class LazyCheckpoint:
         return _reopen, (origin, self._adapter.name, self._arguments, self.closed)
 
 
-def _is_small(row: TensorInfo, nbytes: int) -> bool:
-    """Whether so many bytes of a tensor may be read at once, past plan and session."""
-    _, dtype, shape, pieces = row
-    small = 0 < nbytes <= _SMALL and dtype.nbytes > 0 and len(shape) <= MAX_RANK
-    return small and len(pieces) == 1 and pieces[0].stored is None
-
-
 def _reopen(
     origin: Any, framework: str, arguments: tuple[Any, Options], closed: bool
 ) -> LazyCheckpoint:
@@ -326,7 +367,7 @@ class TensorSlice:
         Raises:
             SliceError: The index does not fit the tensor.
         """
-        return self._opened._get(self._info, index)  # pyright: ignore[reportPrivateUsage]
+        return self._opened.read_part(self._info, index)
 
     def __repr__(self) -> str:
         return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"

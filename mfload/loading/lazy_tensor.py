@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,14 @@ from mfload import errors
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter, Lent
-from mfload.load_options import LoadOptions
+from mfload.frameworks.several import InPlaceAdapter
 from mfload.loading.lazy import LazyCheckpoint
-from mfload.planning.request import Allocation, Request
+from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, within
 from mfload.report import Report
+from mfload.runtime import process_usage
+
+_counting = threading.Lock()  # Several threads may read, for one report.
 
 
 class LazyTensor:
@@ -91,12 +96,39 @@ class LazyTensor:
                 tensor=self.name,
                 expected="use it before close(), or inside the with block",
             )
-        adapter = self.adapter if lent is None else _Into(self.adapter, lent)
+        adapter, request = self.adapter, self._request
+        start, before = time.perf_counter(), process_usage()
+        try:
+            leg = None if lent is None else self._opened.fill(request, lent.memory)
+        except BaseException as error:
+            error.add_note(f"the target of {self.name} may hold some of the new values")
+            raise
+        if lent is not None and leg is not None:
+            if self._report is not None:
+                nbytes, after = lent.memory.nbytes, process_usage()
+                one = Report(adapter.name, 1, nbytes, read_bytes=nbytes, aliased_bytes=nbytes)
+                one.threads, one.route = 1, ((leg.file, leg.engine, leg.why),)
+                one.stages = {"transfer": time.perf_counter() - start}
+                one.user_seconds = after[0] - before[0]
+                one.system_seconds = after[1] - before[1]
+                one.page_faults = after[2] - before[2]
+                with _counting:
+                    self._report.add(one)
+            return lent.array
+        if lent is not None:
+            adapter = InPlaceAdapter(adapter, {0: lent.memory})
+            request = request._replace(devices=(0,))
         one = None if self._report is None else Report()
-        (array,) = self._opened.load([self._request], one, adapter)
+        try:
+            (array,) = self._opened.load([request], one, adapter)
+        except BaseException as error:
+            if lent is not None:
+                error.add_note(f"the target of {self.name} may hold some of the new values")
+            raise
         if self._report is not None and one is not None:
             one.whole_reads = int(unknown)
-            self._report.add(one)
+            with _counting:
+                self._report.add(one)
         return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -112,23 +144,6 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self._request.dtype} {list(self.shape)}, not read>"
-
-
-class _Into(Adapter):
-    """An adapter for one request, which lands in an array that is lent."""
-
-    def __init__(self, adapter: Adapter, lent: Lent) -> None:
-        super().__init__()
-        self.name, self.forms, self._lent = adapter.name, adapter.forms, lent
-
-    def allocation(self, request: Request, options: LoadOptions) -> Allocation:
-        return Allocation(None, "framework", copied=False)
-
-    def lend(self, requests: Any) -> list[Lent]:
-        return [self._lent]
-
-    def wrap(self, views: Any) -> list[Any]:
-        return []
 
 
 def like(adapter: Adapter, dtype: DType) -> Any:

@@ -104,7 +104,7 @@ class Loader:
         filled: list[Filled] = []
         try:
             with gc_paused():
-                session = Session(self, requests, by_host=fill is not None, observer=observer)
+                session = Session(self, requests, observer=observer)
             batches = session.limits.batches
             if len(batches) > 1:
                 # Each batch is checked when its turn comes: what can't end must not begin.
@@ -186,8 +186,11 @@ class Session:
         wanted, apart = _wanted(self.requests)
         used = sorted(wanted)
         files: list[tuple[Source, int]] = []
+        total = 0
         for number in used:
-            files.append((sources[number], min(wanted[number], sources[number].size)))
+            nbytes = min(wanted[number], sources[number].size)
+            files.append((sources[number], nbytes))
+            total += nbytes
         how = options.engine, options.page_cache
         choose = functools.partial(routing.choose, files, *how)
         if self._devices:
@@ -209,6 +212,7 @@ class Session:
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
         readers.threads, readers.costs, readers.decodes = self.threads, costs, bool(apart)
+        readers.nbytes = total
         readers.direct, readers.cold, readers.mapped = self._direct, cold, all_mapped
         self._gds = False
         if self._devices:

@@ -44,7 +44,7 @@ class Stream(Iterator[tuple[str, Any]]):
     def __init__(
         self,
         rows: Generator[tuple[str, Any]],
-        end: Callable[[], object] = bool,
+        end: Callable[[bool], object] = bool,
         close: Callable[[], object] = bool,
     ) -> None:
         self._rows, self._end, self._close = rows, end, close
@@ -55,14 +55,14 @@ class Stream(Iterator[tuple[str, Any]]):
             try:
                 return next(self._rows)
             except BaseException:
-                self._end()
+                self._end(True)
                 raise
 
     def close(self) -> None:
         """Ends it; lazy tensors of it can't be read any more."""
         with self._alone():
             self._rows.close()
-            self._end()
+            self._end(True)
             self._close()
 
     @contextmanager
@@ -83,8 +83,9 @@ class Stream(Iterator[tuple[str, Any]]):
         self.close()
 
     def __del__(self) -> None:
+        # The collector may come here in any thread, whatever locks this holds: nothing may wait.
         self._rows.close()
-        self._end()
+        self._end(False)
 
 
 class Tensors:
@@ -131,7 +132,7 @@ class Tensors:
         """The arrays of a batch; `take` gives what was read of it."""
         return self._wrap(take())
 
-    def leave(self) -> None:
+    def leave(self, may_wait: bool) -> None:
         """Called at the end, however it came."""
 
     def _load(self, requests: Sequence[Request], deadline: Deadline) -> list[Any]:
@@ -221,11 +222,10 @@ class _Ahead:
         finally:
             del error  # It refers to this frame.
 
-    def close(self) -> None:
-        """Ends reading, and waits for the thread; one that hangs in the kernel is left behind."""
+    def close(self, may_wait: bool) -> None:
+        """Ends reading. If it may, waits for the thread; one that hangs in the kernel is left."""
         self._stopped.set()
-        # The collector may have come upon the stream in that very thread.
-        if self._thread not in (None, threading.current_thread()):
+        if may_wait and self._thread is not None:
             self._thread.join(_GRACE)
         self._thread, self._outcome = None, []
 
@@ -254,16 +254,17 @@ class _Ahead:
             landed = self._tensors.read(self._tensors.batches[number], deadline)
             self._outcome.append((landed, None))
         except BaseException as error:  # noqa: BLE001 - raised again by `take`
-            self._outcome.append(([], error))
+            if not self._stopped.is_set():  # Else it would keep what it refers to.
+                self._outcome.append(([], error))
 
 
 def stream(tensors: Tensors, progress: Progress) -> Stream:
     """The stream of some tensors."""
     ahead = _Ahead(tensors)
 
-    def end() -> None:
-        ahead.close()
-        tensors.leave()
+    def end(may_wait: bool) -> None:
+        ahead.close(may_wait)
+        tensors.leave(may_wait)
 
     return Stream(_rows(tensors, ahead.take, progress), end)
 

@@ -11,11 +11,13 @@ collective breaks or at the deadline.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -39,7 +41,9 @@ _SHOWN, _LINE = 300, 4096  # Characters of an error that others show, of a line 
 _WIDTH = 64 << 10  # Bytes of a row if there is no store.
 _AGREED, _FAILED = "agreed", "failed, and this load with it"
 _END = "end"
+_HERE = "here"
 _GAVE_UP = "gave up waiting for the others"
+_ABSENT = "each rank must load with exchange='once', about when the others do"
 
 # Loads of this process with others, in the order in which threads began them; the first runs.
 _queue: list[ProcessGroup] = []
@@ -53,22 +57,34 @@ class ProcessGroup:
         self.rank, self.ranks, self.deadline = backend.rank, tuple(sorted(set(ranks))), deadline
         self.thread = threading.get_ident()
         self._step, self._next_beat, self._over = 0, 0.0, False
+        # Seconds until the others must be there, which a given timeout says itself.
+        self._comes_by: float = getattr(backend, "arrival", math.inf)
+        self._arrival = self._comes_by if deadline.seconds is None else math.inf
         store = self._store = backend.store()
         if store is None:
             self._link = backend.link(self.ranks, _WIDTH, deadline)
             return
-        if not store.counts:
-            # From now on the others can see whether this process runs. A framework may have a
-            # process wait for the others at its exit: one that waits there counts as gone.
-            store.put(f"{_ALIVE}{self.rank}", heartbeat.identity())
-            atexit.register(_ended, store, self.rank)
+        self._first = not store.counts
         name = _digest([str(each) for each in self.ranks])
         number = store.counts[name] = store.counts.get(name, 0) + 1
         self._before, self._load = f"mfload/{name}/{number - 1}/", f"mfload/{name}/{number}/"
 
+    def announce(self) -> None:
+        """Lets the others see that this process runs, and that it came to the load."""
+        if (store := self._store) is None:
+            return
+        if self._first:
+            # A framework may have a process wait for the others at its exit: one that waits there
+            # counts as gone.
+            store.put(f"{_ALIVE}{self.rank}", heartbeat.identity())
+            atexit.register(_ended, store, self.rank)
+        if self._comes_by < math.inf:  # Headers may take longer.
+            store.put(f"{self._load}0/{_HERE}{self.rank}", "")
+
     def agree(self, what: str, lines: Sequence[str] = ()) -> None:
         """Waits for all processes; raises ProcessError if their lines of `what` differ."""
-        said = self.gather(what, f"{len(lines)} {_digest(lines)}")
+        arrival = math.inf if self._step else self._arrival
+        said = self.gather(what, f"{len(lines)} {_digest(lines)}", arrival)
         if len(set(said.values())) == 1:
             return
         # Bisection: the first `same` lines do not differ, the first `differ` do.
@@ -83,14 +99,16 @@ class ProcessGroup:
         message = f"the processes do not see the same {what}"
         raise errors.ProcessError(message, problems=_by_value(found))
 
-    def gather(self, what: str, text: str = "") -> dict[int, str]:
+    def gather(self, what: str, text: str = "", arrival: float = math.inf) -> dict[int, str]:
         """The text of each process, by rank.
 
         Raises:
-            ProcessError: A process failed, is gone, or is at another step than `what`.
+            ProcessError: A process failed, is gone, is at another step than `what`, or has not
+                begun to load after so many seconds, if there is a store.
             LoadTimeoutError: The deadline passed first.
         """
-        said = self._by_link(what, text) if self._store is None else self._by_store(what, text)
+        link = self._store is None
+        said = self._by_link(what, text) if link else self._by_store(what, text, arrival)
         steps = {rank: step for rank, (step, _) in said.items()}
         if len(set(steps.values())) > 1:
             message = "the processes are not at the same call: each must load the same, in order"
@@ -161,18 +179,22 @@ class ProcessGroup:
         text = json.dumps(outcome or _AGREED)
         return json.loads(self._store.first(f"{self._load}{self._step}/outcome", text))
 
-    def _by_store(self, what: str, text: str) -> dict[int, tuple[str, str]]:
+    def _by_store(self, what: str, text: str, arrival: float) -> dict[int, tuple[str, str]]:
         """The step that each process is at, and its text."""
         assert self._store is not None
         self._store.put(f"{self._load}{self._step}/{self.rank}", json.dumps([what, text]))
-        pause, warn_at = _FIRST, time.monotonic() + _PATIENCE
+        pause, begun, warn_at = _FIRST, time.monotonic(), time.monotonic() + _PATIENCE
         while "outcome" not in (texts := self.check(what)):
             missing = [rank for rank in self.ranks if str(rank) not in texts]
             if not missing:
                 self._propose()
             elif self.deadline.left() <= 0:
-                whom = f"waiting for process {', '.join(map(str, missing[:16]))} ({what})"
-                self._propose(self.rank, _GAVE_UP, whom)
+                self._propose(self.rank, _GAVE_UP, f"waiting for {_named(missing)} ({what})")
+            elif time.monotonic() > begun + arrival and (
+                absent := [rank for rank in missing if f"{_HERE}{rank}" not in texts]
+            ):
+                late = f"{_named(absent)} did not come within {arrival:g} s"
+                self._propose(self.rank, f"{_GAVE_UP}: {_ABSENT}", late)
             else:
                 if time.monotonic() > warn_at:
                     warn_at = float("inf")
@@ -220,8 +242,14 @@ def joined(
     if backend.rank not in ranks:
         raise errors.UsageError(
             "this process takes no part in the load: none of its devices is in the mesh",
-            expected=f"process {', '.join(map(str, ranks[:16]))}",
+            expected=_named(ranks),
             found=f"process {backend.rank}",
+        )
+    if max(ranks) >= (count := backend.group()[1]):
+        raise errors.UsageError(
+            "processes of the mesh are not joined: the process group is another, or gone",
+            expected=f"a mesh of no more processes than the group has, {count}",
+            found=_named(ranks),
         )
     with _turns:
         if any(each.thread == threading.get_ident() for each in _queue):
@@ -230,6 +258,7 @@ def joined(
         group = ProcessGroup(backend, ranks, deadline)
         _queue.append(group)
     try:
+        group.announce()
         # Without a store, a thread that gave up before its turn could not tell the others.
         _wait_for_turn(group, Deadline(None) if backend.store() is None else deadline)
         yield group
@@ -241,6 +270,23 @@ def joined(
         with _turns:
             _queue.remove(group)
             _turns.notify_all()
+
+
+def fail_next(backend: MeshBackend, ranks: Sequence[int], error: BaseException) -> None:
+    """Counts a load that takes no part in the others' next one, and fails it; never waits.
+
+    For backends with a store.
+    """
+    group = ProcessGroup(backend, ranks, Deadline(None))
+
+    def tell() -> None:
+        with contextlib.suppress(Exception):  # `fail` logs the same.
+            group.announce()
+        group.fail(error)
+
+    # It is no load that others of this process would wait for, nor any that the exit waits for.
+    with contextlib.suppress(RuntimeError):  # No more threads: the others have their deadline.
+        _thread.start_new_thread(tell, ())
 
 
 def described(error: BaseException) -> str:
@@ -274,10 +320,11 @@ def _digest(lines: Sequence[str]) -> str:
 
 def _by_value(values: Mapping[int, str]) -> tuple[str, ...]:
     """A line for each value, with the processes that have it."""
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
-        ranks.setdefault(value, []).append(str(rank))
-    return tuple(
-        f"process{'es' if len(who) > 1 else ''} {', '.join(who[:16])}: {value}"
-        for value, who in ranks.items()
-    )
+        ranks.setdefault(value, []).append(rank)
+    return tuple(f"{_named(who)}: {value}" for value, who in ranks.items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:16]))}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mfload import errors, frameworks
 from mfload.dtypes import DType
@@ -14,13 +14,15 @@ from mfload.planning.request import Request, box_of
 from mfload.planning.slicing import Selection, boxed
 from mfload.runtime import Deadline
 
+if TYPE_CHECKING:  # Only loads of several processes import it.
+    from mfload.mesh.link import Link
+
 Shape = tuple[int, ...]
 Requests = Mapping[int, Sequence[Request]]
 """The requests of each process, by its number."""
 
-HELD = 8
-"""Times the rows of a round that an exchange holds: those to send, their copy in the framework,
-those that came, and theirs, of the round that travels and of the one that is read meanwhile."""
+ARRIVAL = 60.0
+"""Seconds until a rank must be there of which nothing but `exchange="once"` says that it comes."""
 SMALL = "max_host_overhead is too small for an exchange"
 
 
@@ -31,34 +33,18 @@ class Transport(NamedTuple):
         price: What a byte that comes through hosts costs, in bytes read from the page cache.
         width: Bytes of a row at most. Rows that are copied should fit the processor's cache.
         by_devices: Whether bytes for accelerators travel between these.
+        held: Times the rows of a round that an exchange holds: those to send and those that came,
+            and the framework's copies of both, of the round that travels and of the next.
     """
 
     price: float
     width: int
     by_devices: bool = True
+    held: int = 8
 
 
 GLOO = Transport(20.0, 2 << 20)
 """An all-to-all of XLA on CPUs: 17 to 23 measured (docs/design/decisions.md)."""
-
-
-class Pieces(NamedTuple):
-    """What travels in a round beside the first bytes of each row.
-
-    A piece is the number of the other process, its first byte in the row, and the memory that it is
-    sent from or comes to. Sender and receiver list the pieces between them in the same order.
-
-    Attributes:
-        sent: Pieces for others. They need not lie in the rows.
-        taken: Pieces from others.
-        sizes: Bytes of the row for each process that are sent apart from pieces.
-        come: The same of the row from each process.
-    """
-
-    sent: list[tuple[int, int, Any]]
-    taken: list[tuple[int, int, Any]]
-    sizes: list[int]
-    come: list[int]
 
 
 class Share(NamedTuple):
@@ -102,9 +88,10 @@ class MeshBackend(Protocol):
     The devices of a process have numbers, by which requests name them. What a user gives as `mesh=`
     and `shardings=`, and the shardings that `resolve` makes of it, only the backend looks into.
 
-    A backend may have an attribute `transport`, a `Transport`. Default: `GLOO`. JAX's also has
-    `abstract(requests, shardings)`: what the arrays of whole tensors will be, without data; a
-    sharding may be None.
+    A backend may have an attribute `transport`, a `Transport`. Default: `GLOO`. For `arrival`
+    seconds, others are waited for that have not begun the load. Default: until the timeout. JAX's
+    also has `abstract(requests, shardings)`: what the arrays of whole tensors will be, without
+    data; a sharding may be None.
 
     Attributes:
         rank: The number of this process.
@@ -189,35 +176,6 @@ class Store(Protocol):
 
     def drop(self, prefix: str) -> None:
         """Removes all texts whose keys begin with a prefix."""
-        ...
-
-
-class Link(Protocol):
-    """Swaps rows of bytes between processes, which all call it equally often."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether an earlier swap was given up or failed: then no other can be begun."""
-        ...
-
-    def buffer(self) -> Any:
-        """Memory for what is sent: uint8 (processes, width)."""
-        ...
-
-    def start(self, rows: Any, pieces: Pieces | None = None) -> None:
-        """Begins to send a row to each process; `rows` and pieces stay alone until `finish`."""
-        ...
-
-    def finish(self, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
-        """Waits for what was begun; returns a row from each process, in the order of their ranks.
-
-        If there were pieces, rows may end where these begin. Calls `check` while waiting, which may
-        raise. Ctrl-C is returned if it came meanwhile; a second one is raised.
-        """
-        ...
-
-    def close(self) -> None:
-        """Lets go of the buffers."""
         ...
 
 

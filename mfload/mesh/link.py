@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.mesh.base import Pieces
 from mfload.runtime import Deadline
 
 # Seconds between two looks at a collective that is under way, until a process that is gone is
@@ -19,8 +19,29 @@ _TICK, _MISSED, _GRACE = 0.1, 0.3, 2.0
 _broken: set[Hashable] = set()
 
 
+class Pieces(NamedTuple):
+    """What travels in a round beside the first bytes of each row.
+
+    A piece is the number of the other process, its first byte in the row, and the memory that it is
+    sent from or comes to. Sender and receiver list the pieces between them in the same order.
+
+    Attributes:
+        sent: Pieces for others. They need not lie in the rows.
+        taken: Pieces from others.
+        sizes: Bytes of the row for each process that are sent apart from pieces.
+        come: The same of the row from each process.
+        most: The most pieces that travel from one process to another; the same on all of them.
+    """
+
+    sent: list[tuple[int, int, Any]]
+    taken: list[tuple[int, int, Any]]
+    sizes: list[int]
+    come: list[int]
+    most: int
+
+
 class Link:
-    """Swaps rows of bytes between processes, which all call it equally often (see `base.Link`).
+    """Swaps rows of bytes between processes, which all call it equally often.
 
     A collective can't be interrupted: one that hangs is left behind, and with it the group.
 
@@ -28,6 +49,8 @@ class Link:
         group: What tells the processes from others that have a link.
         deadline: Of the load.
     """
+
+    device: Any = None  # Where results lie, and pieces that are sent. Default: in host memory.
 
     def __init__(self, group: Hashable, deadline: Deadline) -> None:
         self._group, self._deadline = group, deadline
@@ -37,12 +60,45 @@ class Link:
         """Memory for what is sent: uint8 (processes, width)."""
         raise NotImplementedError
 
+    def moves(self, device: Any) -> bool:
+        """Whether pieces can travel from and to memory of a device."""
+        return False
+
+    def connect(self, device: Any, spots: Sequence[str], check: Callable[[], object]) -> str:
+        """Connects the device with those of the others at these spots; why not, if it can't be.
+
+        What fails once is not tried again.
+        """
+        return ""
+
+    def room(self, rows: Any) -> Any:
+        """Memory for pieces that are sent: of the device, or that of the rows."""
+        if self.device is None:
+            return rows.reshape(-1)
+        allocate = partial(self.device.allocate, rows.size)
+        return self._deadline.bound(allocate, "allocating on a device")
+
+    def view(self, memory: Any) -> Any:
+        """The bytes of a buffer, as pieces are taken from it."""
+        return memory
+
+    def copy(self, copies: Sequence[tuple[Any, Any]]) -> None:
+        """Copies bytes of rows and pieces to where they belong, (target, source)."""
+        for target, source in copies:
+            target[:] = source
+
+    def abandon(self) -> None:
+        """Ends what is under way on devices, after a swap that was given up or failed."""
+
     def exchange(self, rows: Any) -> Any:
-        """Sends a row to each process and returns a row from each; any error means it broke off."""
+        """Sends a row to each process and returns those that came; an error means it broke off."""
         raise NotImplementedError
 
     def swap(self, rows: Any, pieces: Pieces) -> Any:
-        """The same with pieces. Default: they travel in the rows; a link may send them directly."""
+        """The same with pieces. Default: they travel in the rows; a link may send them directly.
+
+        It is enough to return as much of each row as `pieces` says comes apart from them.
+        """
         for number, at, memory in pieces.sent:
             place = rows[number, at : at + memory.size]
             if place.ctypes.data != memory.ctypes.data:
@@ -61,12 +117,17 @@ class Link:
         return self._group in _broken
 
     def start(self, rows: Any, pieces: Pieces | None = None) -> None:
-        """Begins to send a row to each process; `rows` and pieces stay alone until `finish`."""
+        """Begins to send a row to each process; `rows` and pieces stay alone until `finish`.
+
+        Without pieces, whole rows travel.
+        """
         outcome: list[Any] = []
+        sizes = [len(row) for row in rows]
+        pieces = pieces or Pieces([], [], sizes, sizes, 0)
 
         def run() -> None:
             try:
-                outcome.append(self.exchange(rows) if pieces is None else self.swap(rows, pieces))
+                outcome.append(self.swap(rows, pieces))
             except Exception as error:  # noqa: BLE001 - raised in the thread that loads
                 outcome.append(error)
 
@@ -99,6 +160,7 @@ class Link:
                 raise errors.ProcessError(message, found=found) from outcome[0]
         except BaseException:
             _broken.add(self._group)
+            self.abandon()
             raise
         return outcome.pop(), interrupted
 

@@ -22,7 +22,7 @@ from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.mesh.base import MeshBackend, Requests, Share, TensorShares, Whole
-from mfload.planning.request import Request
+from mfload.planning.request import HOST, Request
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
@@ -30,7 +30,9 @@ from mfload.runtime import Deadline, gc_paused
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:  # Only loads of several processes import them.
+    from mfload.cuda.device import Device
     from mfload.mesh.agree import ProcessGroup
+    from mfload.mesh.link import Link
 
 # Pages of each file that processes compare, and of all files together; two of each at least.
 _SAMPLED, _IN_ALL = 16, 512
@@ -43,6 +45,7 @@ _PRICE = 0.2
 _REMOTE = 2
 _WORTH = 1.1  # An exchange must save a tenth of what is read.
 _NARROWEST = 4096  # Bytes of a row.
+_BETWEEN = "; bytes travel between devices"
 _OUT_OF_STEP = "an exchange broke off before, so that the collectives are out of step"
 
 
@@ -285,7 +288,7 @@ def _exchange(
 ) -> tuple[list[tuple[Any, ...]] | None, str]:
     """The arrays of this process by an exchange, or None if each process reads its own; and why."""
     requests = {rank: requests.get(rank, []) for rank in group.ranks}
-    options, platform = loader.options, backend.platform()
+    options = loader.options
     width, why = exchanged(requests, options, backend, loader.sources)
     if width is None:
         return None, why
@@ -293,17 +296,38 @@ def _exchange(
 
     link = backend.link(group.ranks, width, options.deadline)
     try:
-        if any(group.gather("exchange", "broken" if link.broken else "").values()):
+        device = landing(requests[group.rank], loader, link, len(requests) * width)
+        spot = "" if device is None else f"on {os.uname().nodename} {device.pci or device.name}"
+        said = group.gather("exchange", "broken" if link.broken else spot).values()
+        if "broken" in said:
             if options.exchange == "once":
                 advice = "start the processes anew, or load with exchange='never'"
                 raise errors.ProcessError(f"{_OUT_OF_STEP}: {advice}")
             return None, f"each process reads its own: {_OUT_OF_STEP}"
+        if all(said) and len(set(said)) == len(said):  # NCCL refuses a device of two processes.
+            problem = link.connect(device, [*said], lambda: group.check("connect"))
+            problems = [*filter(None, group.gather("connect", problem).values())]
+            link.device = None if problems else device
+            why += f"; bytes travel by the host: {problems[0]}" if problems else _BETWEEN
         # Results wait in host memory until they are copied to a device that is not the host.
-        limit = math.inf if platform == "cpu" else options.max_host_overhead or OVERHEAD
+        straight = link.device or backend.platform() == "cpu"
+        limit = math.inf if straight else options.max_host_overhead or OVERHEAD
         given = requests, loader, group, link, width, limit, report, advance
         return redistribute.load(*given), why
     finally:
         link.close()
+
+
+def landing(mine: Sequence[Request], loader: Loader, link: Link, nbytes: int) -> Device | None:
+    """The device that all results land on, if pieces can travel from there and rows fit."""
+    devices, most = loader.adapter.devices, loader.options.max_device_overhead
+    if len(devices) != 1 or not link.moves(devices[0]):
+        return None
+    there = session.Session(loader, mine)
+    if any(each.device is None for each in there.allocations or [HOST] * len(mine)):
+        return None
+    beside = 0 if most is None else max(there.plan().device_overhead.values(), default=0)
+    return devices[0] if most is None or most >= 2 * nbytes + beside else None
 
 
 def exchanged(
@@ -333,9 +357,9 @@ def exchanged(
             return None, f"{own}: {why}"
     given = options.max_host_overhead
     limit = (OVERHEAD if given is None else given) // 2
-    held = base.HELD * len(requests)  # The other half is for readers.
-    widest = _transport(backend).width
-    width = min(widest, 2 * widest // len(requests), limit // held)
+    transport = _transport(backend)
+    widest, held = transport.width, transport.held * len(requests)
+    width = min(widest, 2 * widest // len(requests), limit // held)  # The rest is for readers.
     width = max(_NARROWEST, 1 << max(0, width.bit_length() - 1))
     if held * width > limit:
         if not asked:
@@ -402,22 +426,29 @@ def preview(
         width, note = exchanged(requests, chosen.options, backend, chosen.sources)
         notes += [note] if note else []
         if width is not None:
+            beside, rows = 0, len(ranks) * width
             if here.plan.device_bytes:
-                # What is exchanged is put together on the host.
-                here = job.loader.preview(job.mine, by_host=True)
+                link = backend.link(ranks, width, chosen.options.deadline)
+                if landing(job.mine, job.loader, link, rows) is None:
+                    # What is exchanged is put together on the host.
+                    here = job.loader.preview(job.mine, by_host=True)
+                else:
+                    beside = here.device_overhead_bytes + 2 * rows
             from mfload.mesh import redistribute
 
             schedule = redistribute.schedule(requests, width)
             read, received = schedule.read[backend.rank], schedule.received(backend.rank)
+            held = _transport(backend).held * len(ranks) * width if schedule.travels else 0
             notes.append("the blocks of this plan are what the process would read on its own")
             here = replace(
                 here,
                 read_bytes=read,
                 wanted_bytes=read,
                 copied_bytes=here.copied_bytes + received,
-                overhead_bytes=here.overhead_bytes + schedule.overhead,
-                peak_bytes=here.peak_bytes + schedule.overhead,
+                overhead_bytes=here.overhead_bytes + held,
+                peak_bytes=here.peak_bytes + held,
                 exchanged_bytes=received,
+                device_overhead_bytes=beside,
             )
     return replace(here, notes=tuple(notes), processes=len(ranks))
 

@@ -16,14 +16,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mfload import errors
+from mfload.cuda.staging import DEPTH
 from mfload.index import Box
-from mfload.io import buffers
+from mfload.io import buffers, pread
 from mfload.load_options import OVERHEAD
 from mfload.loading import execute
 from mfload.loading.session import Filled, Loader, Session
 from mfload.mesh import agree, base
 from mfload.mesh.agree import ProcessGroup
-from mfload.mesh.base import Link, Pieces, Requests, Target
+from mfload.mesh.base import Requests, Target
+from mfload.mesh.link import Link, Pieces
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Place, Plan, make_plan
 from mfload.planning.request import Request
@@ -66,11 +68,6 @@ class Schedule(NamedTuple):
     def travels(self) -> bool:
         """Whether a process gets anything from another."""
         return any(parcel.wire for parcels in self.rounds for parcel in parcels)
-
-    @property
-    def overhead(self) -> int:
-        """Bytes that a process holds for rows that travel."""
-        return base.HELD * len(self.ranks) * self.width if self.travels else 0
 
     def received(self, rank: int) -> int:
         """Bytes that a process gets from others."""
@@ -212,6 +209,8 @@ def load(
 ) -> list[tuple[Any, ...]]:
     """The arrays of this process, of which at most `limit` bytes wait in host memory at once."""
     options, arrays = loader.options, dict[int, tuple[Any, ...]]()
+    by_host = options.replace(by_host=link.device is None)
+    loader = Loader(loader.index, loader.sources, loader.adapter, by_host)
     for batch in batches(requests, limit):
         wanted = {rank: [requests[rank][n] for n in batch[rank]] for rank in group.ranks}
         made = schedule(wanted, width)
@@ -225,17 +224,34 @@ def load(
             )
             # Half of the overhead is for what travels.
             pages = (options.max_host_overhead or OVERHEAD) // 2 // threads // buffers.PAGE - 2
+            if link.device is not None:
+                # Of each slot a part is for what the host converts, and there are several a thread.
+                every = itertools.chain.from_iterable(requests.values())
+                growth = 1 + max(-(-r.dtype.nbytes // r.info.dtype.nbytes) for r in every)
+                pages, costs = pages // (DEPTH * growth) - 3, costs._replace(span=0)
             block = max(buffers.PAGE, min(costs.block, pages * buffers.PAGE))
             # What lies between parts is mostly for another process to read.
             costs = costs._replace(block=block, merge_gap=buffers.PAGE)
             plans, notes = list[Plan](), list[str]()
+            cold = {number: sources[number] for number, leg in session.route.items() if leg.cold}
 
             def read(some: Sequence[Request], given: Any, there: list[Any]) -> None:
                 specs = [BufferSpec(array.nbytes) for array in there]
                 plans.append(make_plan(some, costs=costs, given=given, specs=specs))
-                notes.extend(execute_run(plans[-1], there, sources, session.route))
+                slots = None if link.device is None else _slots(plans[-1], there, block)
+                notes.extend(execute_run(plans[-1], there, sources, session.route, staging=slots))
 
-            run(made, group, link, read, plan.places, memory, advance)
+            def ahead(some: Sequence[Request]) -> None:
+                blocks = make_plan(some, costs=costs).blocks
+                options.deadline.bound(partial(pread.prefetch, cold, blocks), "reading ahead")
+
+            kept = pread.read_ahead(list(cold.values()))
+            try:
+                given = made, group, link, read, plan.places, memory, advance
+                run(*given, ahead if cold else None)
+            finally:
+                for source in kept:
+                    source.keep(False)
             return plans, tuple(notes), made.received(group.rank)
 
         one = Report()
@@ -246,6 +262,15 @@ def load(
     return [arrays[n] for n in range(len(arrays))]
 
 
+def _slots(plan: Plan, memory: Sequence[Any], spare: int) -> Any:
+    """What reads onto a device go through (see `staging`)."""
+    from mfload.cuda import copies, memory as device_memory, staging
+
+    own = device_memory.DeviceBuffer
+    methods = copies.Methods([each.device if isinstance(each, own) else None for each in memory])
+    return staging.staging(plan.blocks, methods, spare)
+
+
 def run(
     schedule: Schedule,
     group: ProcessGroup,
@@ -254,8 +279,11 @@ def run(
     places: Sequence[Place],
     memory: list[Any],
     advance: execute.Advance | None,
+    ahead: Callable[[Sequence[Request]], None] | None = None,
 ) -> None:
     """Fills the results of this process; `read` reads requests to places, (buffer, first byte).
+
+    `ahead` is told of requests some rounds before they are read.
 
     A process that fails keeps taking part until it has said so in the header of its rows. Then all
     of them stop after the same round, and their collectives stay in step.
@@ -263,30 +291,47 @@ def run(
     rank, ranks, width = group.rank, schedule.ranks, schedule.width
     # While one travels, the next is filled.
     rows = [link.buffer(), link.buffer()] if schedule.travels else []
+    # On a device, what travels by itself is read and sent from there; the rest goes by the rows.
+    rooms = [link.room(each) for each in rows]
+    wide = [link.view(each).reshape(-1, width) for each in rooms]
+    seen = [link.view(each) for each in memory]
 
     def spots(parcel: Parcel) -> list[tuple[int, int]]:
         return [(places[n].buffer, places[n].at + parcel.at) for n in parcel.target.numbers]
 
-    def read_round(parcels: Sequence[Parcel], wire: Any) -> None:
+    def wanted(parcels: Sequence[Parcel]) -> tuple[list[Request], list[tuple[int, int]]]:
         requests, given = list[Request](), list[tuple[int, int]]()
         for parcel in (each for each in parcels if each.reader == rank and not each.same):
             # Numbers of another process mean nothing here.
             row = ranks.index(parcel.target.rank) * width + parcel.wire
-            there = [(len(memory), row)] if parcel.wire else spots(parcel)
+            there = (
+                [(len(memory) + (parcel.nbytes >= ALONE), row)] if parcel.wire else spots(parcel)
+            )
             whole = parcel.target.request
             selection = boxed(whole.info, parcel.box)
             requests += [whole._replace(selection=selection, devices=())] * len(there)
             given += there
+        return requests, given
+
+    def read_round(number: int, parcels: Sequence[Parcel]) -> None:
+        if ahead is not None:
+            for later in schedule.rounds[number + 2 if number else 1 : number + 3]:
+                ahead(wanted(later)[0])
+        requests, given = wanted(parcels)
         if requests:
-            read(requests, given, memory if wire is None else [*memory, wire.reshape(-1)])
+            sent = [rows[number % 2].reshape(-1), rooms[number % 2]] if rows else []
+            read(requests, given, [*memory, *sent])
 
     def place(parcel: Parcel) -> Any:
         buffer, at = spots(parcel)[0]
-        return memory[buffer][at : at + parcel.nbytes]
+        return seen[buffer][at : at + parcel.nbytes]
 
     def pieces_of(parcels: Sequence[Parcel], wire: Any) -> Pieces:
-        pieces = Pieces([], [], [_ROW] * len(ranks), [_ROW] * len(ranks))
-        for parcel in (each for each in parcels if each.wire):
+        wired = [each for each in parcels if each.wire]
+        alone = Counter((p.reader, p.target.rank) for p in wired if p.nbytes >= ALONE)
+        most = max(alone.values(), default=0)
+        pieces = Pieces([], [], [_ROW] * len(ranks), [_ROW] * len(ranks), most)
+        for parcel in wired:
             given, to = parcel.reader == rank, parcel.target.rank
             if not given and to != rank:
                 continue
@@ -304,7 +349,7 @@ def run(
         return pieces
 
     def take_round(parcels: Sequence[Parcel], came: Any) -> None:
-        nbytes = 0
+        nbytes, copies = 0, list[tuple[Any, Any]]()
         for parcel in (each for each in parcels if each.target.rank == rank):
             info, dtype, *_ = parcel.target.request
             nbytes += parcel.nbytes // dtype.nbytes * info.dtype.nbytes
@@ -313,9 +358,9 @@ def run(
             part, rest = place(parcel), spots(parcel)[1:]
             if parcel.nbytes < ALONE:
                 row = came[ranks.index(parcel.reader)][parcel.wire :]
-                part[:] = row[: parcel.nbytes]
-            for buffer, at in rest:
-                memory[buffer][at : at + parcel.nbytes] = part
+                copies.append((part, row[: parcel.nbytes]))
+            copies += [(seen[buffer][at : at + parcel.nbytes], part) for buffer, at in rest]
+        link.copy(copies)
         if advance is not None:
             advance(nbytes)
 
@@ -338,7 +383,7 @@ def run(
     for number, parcels in enumerate([*schedule.rounds, ()] if rows else schedule.rounds):
         last, came = number == len(schedule.rounds), None
         wire = rows[number % 2] if rows else None
-        failed = failed or _attempt(read_round, parcels, wire)
+        failed = failed or _attempt(read_round, number, parcels)
         if number and rows:
             came, interrupted = finish(number - 1)
             failed = failed or interrupted
@@ -346,10 +391,10 @@ def run(
             text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
             header = _HEADER.pack(number, len(text)) + text
             wire[:, : len(header)] = memoryview(header)
-            pieces = pieces_of(parcels, wire)
+            pieces = pieces_of(parcels, wide[number % 2])
             if failed is not None:  # As many bytes, and none that would come over the text.
                 for n, (to, at, part) in enumerate(pieces.sent):
-                    pieces.sent[n] = to, at, wire[to, at : at + part.size]
+                    pieces.sent[n] = to, at, wide[number % 2][to, at : at + len(part)]
             link.start(wire, pieces)
         taken = before if rows else parcels
         failed = failed or _attempt(take_round, taken, came)

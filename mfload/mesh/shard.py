@@ -24,8 +24,11 @@ class ShardBackend:
 
     Shardings are dims: numbers, or None for whole tensors. Each process reads its own chunks, and
     no process group is needed, unless the exchange is asked for: then the framework's own group
-    takes part, which must have the same rank and size.
+    takes part, which must have the same rank and size. A rank that does not ask for it tells the
+    others nothing, so these wait for it for `arrival` seconds at most, or until their timeout.
     """
+
+    arrival = base.ARRIVAL
 
     def __init__(
         self,
@@ -79,17 +82,8 @@ class ShardBackend:
                 expected=f"shard={self.group()}, or exchange='never'",
                 found=f"shard={self._shard}",
             )
-        infos = [request.info for request in requests]
-        dims = specs.resolve(
-            [(info.name, info.shape) for info in infos],
-            shardings,
-            unmatched,
-            infos,
-            _dim,
-            single=_is_dim,
-            expected=_EXPECTED,
-            known=known,
-        )
+        given = requests, shardings, unmatched, known
+        dims = specs.of_requests(*given, _dim, single=_is_dim, expected=_EXPECTED)
         for (info, dtype, *_), dim in zip(requests, dims, strict=True):
             if info.dtype.elements > 1:  # Refused by all, also by one whose own chunk would do.
                 every = self._chunks(dim, info.shape, range(self._size))
@@ -161,7 +155,7 @@ def _is_dim(spec: Any) -> bool:
     return not isinstance(spec, bool)
 
 
-def _dim(name: str, shape: Shape, spec: Any) -> int | None:
+def _dim(name: str, shape: Shape, _: DType, spec: Any) -> int | None:
     if spec is None:
         return None
     if not _is_dim(spec):

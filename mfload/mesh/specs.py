@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mfload import errors
+from mfload.dtypes import DType
 from mfload.load_options import UNMATCHED
+from mfload.planning.request import Request
 from mfload.planning.selection import Rules
 
 Shape = tuple[int, ...]
+PLACEMENTS = "Shard(dim), Replicate(), or a list of them, one for each dim of the mesh"
 _NOTHING = object()
 
 
@@ -75,6 +78,60 @@ def resolve(
             misfits[0].problems = tuple(f"{each.tensor}: {each.message}" for each in misfits)
         raise misfits[0]
     return resolved
+
+
+def of_requests(
+    requests: Sequence[Request],
+    shardings: Any,
+    unmatched: str,
+    known: Iterable[str],
+    place: Callable[[str, Shape, DType, Any], Any],
+    *,
+    single: Callable[[Any], bool],
+    expected: str,
+) -> list[Any]:
+    """One sharding for each whole tensor (see `resolve`); `place` is also given its dtype."""
+    infos = [request.info for request in requests]
+    dtypes = {request.info.name: request.dtype for request in requests}
+    return resolve(
+        [(info.name, info.shape) for info in infos],
+        shardings,
+        unmatched,
+        infos,
+        lambda name, shape, spec: place(name, shape, dtypes[name], spec),
+        single=single,
+        expected=expected,
+        known=known,
+    )
+
+
+def is_single(whole: Any, item: Any, spec: Any) -> bool:
+    """Whether a spec is of the one class, or a list of the other, and so one for all tensors."""
+    if isinstance(spec, list | tuple) and spec:
+        return all(isinstance(each, item) for each in spec)
+    return isinstance(spec, whole)
+
+
+def placements(
+    kind: type, name: str, shape: Shape, sizes: Sequence[int], spec: Any
+) -> tuple[list[Any], Callable[[str, str], errors.ShardingError]]:
+    """The placements that a user gave for a tensor, and what makes the error of one that misfits.
+
+    `kind` is the framework's class of placements, `sizes` are those of the mesh.
+    """
+    given: Any = [] if spec is None else [spec] if isinstance(spec, kind) else spec
+    if not isinstance(given, list | tuple) or not all(isinstance(each, kind) for each in given):
+        expected = f"{PLACEMENTS}, for {name!r}"
+        raise errors.UsageError("not placements", expected=expected, found=repr(spec))
+    given = list(given)
+
+    def misfit(message: str, expected: str) -> errors.ShardingError:
+        found = f"{given} for shape {list(shape)} on a mesh of {', '.join(map(str, sizes))}"
+        return errors.ShardingError(message, tensor=name, expected=expected, found=found)
+
+    if len(given) > len(sizes):
+        raise misfit(f"{len(given)} placements for {len(sizes)} dims of the mesh", "one for each")
+    return given, misfit
 
 
 def _rules(shardings: Any, expected: str) -> Rules:

@@ -71,14 +71,25 @@ class Sharded(Tensors):
         self._left = left
         return made
 
-    def leave(self) -> None:
-        """Tells the other processes that this one takes no further batch."""
+    def leave(self, may_wait: bool) -> None:
+        """Tells the other processes that this one takes no further batch.
+
+        Without a store that takes collectives. If it may not wait for these, the others find out
+        when this process loads something else or ends, or at their deadline.
+        """
         left, self._left = self._left, 0
-        if left and len(self._ranks) > 1:
+        if not left or len(self._ranks) == 1:
+            return
+        error = errors.ProcessError("it left a stream before the end")
+        if self._backend.store() is not None:
+            from mfload.mesh import agree
+
+            agree.fail_next(self._backend, self._ranks, error)
+        elif may_wait:
             deadline = Deadline(self.options.timeout)
             together = mesh_load.together(self._backend, self._ranks, deadline)
             with contextlib.suppress(errors.MfloadError), together:
-                raise errors.ProcessError("it left a stream before the end")
+                raise error
 
 
 def stream(

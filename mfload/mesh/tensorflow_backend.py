@@ -78,17 +78,14 @@ class TensorflowBackend:
                 found=repr(mesh),
             )
         self._mesh, self._owners = mesh, owners
-        infos = [request.info for request in requests]
-        dtypes = {request.info.name: request.dtype for request in requests}
-        return specs.resolve(
-            [(info.name, info.shape) for info in infos],
+        return specs.of_requests(
+            requests,
             shardings,
             unmatched,
-            infos,
-            lambda name, shape, spec: _sharding(name, shape, dtypes[name], mesh, spec),
+            known,
+            functools.partial(_sharding, mesh),
             single=_is_single,
             expected=_EXPECTED,
-            known=known,
         )
 
     def shares(self, sharding: Sharding, shape: Shape) -> tuple[Share, ...]:
@@ -165,13 +162,10 @@ def _owners(mesh: Any) -> list[tuple[int, int]] | None:
     return None
 
 
-def _is_single(spec: Any) -> bool:
-    if isinstance(spec, list | tuple) and spec:
-        return all(isinstance(each, str) for each in spec)
-    return isinstance(spec, dtensor.Layout)
+_is_single = functools.partial(specs.is_single, dtensor.Layout, str)
 
 
-def _sharding(name: str, shape: Shape, dtype: DType, mesh: Any, spec: Any) -> Sharding:
+def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sharding:
     """The sharding that a user's spec means for a tensor."""
     if spec is None:
         return (dtensor.UNSHARDED,) * len(shape)
@@ -195,7 +189,7 @@ def _sharding(name: str, shape: Shape, dtype: DType, mesh: Any, spec: Any) -> Sh
         if axis == dtensor.UNSHARDED:
             continue
         if axis not in sizes or given.count(axis) > 1:
-            where = "cuts two dims" if axis in sizes else "is no dim of the mesh"
+            where = "cuts two dims" if axis in sizes else "is not a dim of the mesh"
             raise misfit(f"{axis!r} {where}", f"each once: {', '.join(sizes)}, or UNSHARDED")
         unit = sizes[axis] * (dtype.elements if dim == len(shape) - 1 else 1)
         if length % unit:

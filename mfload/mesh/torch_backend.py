@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
+import hashlib
 import itertools
+import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,26 +19,30 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as _Placement
+from torch.utils import dlpack
 
 from mfload import errors
-from mfload.dtypes import DType
+from mfload.cuda.device import CUDA, Device
+from mfload.dlpack import View, capsule
+from mfload.dtypes import TABLE, DType
 from mfload.frameworks import base as adapters, private_api, torch_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.mesh import specs
-from mfload.mesh.base import MeshBackend, Pieces, Share, Transport, Whole
-from mfload.mesh.link import Link
+from mfload.mesh.base import MeshBackend, Share, Transport, Whole
+from mfload.mesh.link import Link, Pieces
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 
 Shape = tuple[int, ...]
 Placement: Any = _Placement
 _FORMS = torch_adapter.TorchAdapter.forms
-_EXPECTED = "Shard(dim), Replicate(), or a list of them, one for each dim of the mesh"
 # The process waits at its exit for gloo's threads, which give up a collective that hangs.
 _GIVEN_UP = datetime.timedelta(minutes=5)
+# Seconds for NCCL to connect devices, and between two looks at the other processes meanwhile.
+_CONNECTED, _TICK = 60.0, 0.1
 
 
 class Sharding(NamedTuple):
@@ -47,7 +56,8 @@ class TorchBackend:
     """PyTorch's meshes, for one load (see `MeshBackend`). A process has one device."""
 
     # 2.3 to 2.6 measured, in both directions at once.
-    transport = Transport(2.5, 8 << 20, by_devices=False)
+    # Pieces are sent from where they lie: of the rows, gloo holds no copies.
+    transport = Transport(2.5, 16 << 20, by_devices=False, held=4)
 
     def __init__(self) -> None:
         self.rank, _ = self.group()
@@ -83,17 +93,14 @@ class TorchBackend:
                 found=repr(mesh),
             )
         self._mesh = mesh
-        infos = [request.info for request in requests]
-        dtypes = {request.info.name: request.dtype for request in requests}
-        return specs.resolve(
-            [(info.name, info.shape) for info in infos],
+        return specs.of_requests(
+            requests,
             shardings,
             unmatched,
-            infos,
-            lambda name, shape, spec: _sharding(name, shape, dtypes[name], mesh, spec),
-            single=_is_single,
-            expected=_EXPECTED,
-            known=known,
+            known,
+            functools.partial(_sharding, mesh),
+            single=functools.partial(specs.is_single, Placement, Placement),
+            expected=specs.PLACEMENTS,
         )
 
     def shares(self, sharding: Sharding, shape: Shape) -> tuple[Share, ...]:
@@ -154,26 +161,10 @@ def make() -> MeshBackend:
     return TorchBackend()
 
 
-def _is_single(spec: Any) -> bool:
-    if isinstance(spec, list | tuple) and spec:
-        return all(isinstance(each, Placement) for each in spec)
-    return isinstance(spec, Placement)
-
-
-def _sharding(name: str, shape: Shape, dtype: DType, mesh: Any, spec: Any) -> Sharding:
+def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sharding:
     """The sharding that a user's spec means for a tensor."""
-    given: Any = [] if spec is None else [spec] if isinstance(spec, Placement) else spec
-    if not isinstance(given, list | tuple) or not all(isinstance(p, Placement) for p in given):
-        expected = f"{_EXPECTED}, for {name!r}"
-        raise errors.UsageError("not placements", expected=expected, found=repr(spec))
-
-    def misfit(message: str, expected: str) -> errors.ShardingError:
-        sizes = ", ".join(map(str, mesh.mesh.shape))
-        found = f"{tuple(given)} for shape {list(shape)} on a mesh of {sizes}"
-        return errors.ShardingError(message, tensor=name, expected=expected, found=found)
-
-    if len(given) > mesh.ndim:
-        raise misfit(f"{len(given)} placements for {mesh.ndim} dims of the mesh", "one for each")
+    sizes = tuple(mesh.mesh.shape)
+    given, misfit = specs.placements(Placement, name, shape, sizes, spec)
     made: list[Any] = []
     for each in given:
         if isinstance(each, Replicate):
@@ -189,7 +180,6 @@ def _sharding(name: str, shape: Shape, dtype: DType, mesh: Any, spec: Any) -> Sh
             each = type(each)(each.dim + len(shape), **given_factor)
         made.append(each)
     made += [Replicate()] * (mesh.ndim - len(made))
-    sizes = tuple(mesh.mesh.shape)
     if dtype.elements > 1 and shape:
         count = 1
         for size, each in zip(sizes, made, strict=True):
@@ -295,13 +285,14 @@ class World:
     def __init__(self) -> None:
         store = private_api.torch_store()
         self.store = None if store is None else TorchStore(store)
-        self._groups: dict[tuple[int, ...], Any] = {}
+        # By ranks, and by the devices of all of them: NCCL's, None if it can't connect these.
+        self.groups: dict[tuple[tuple[int, ...], tuple[str, ...] | None], Any] = {}
 
     def group(self, ranks: tuple[int, ...]) -> Any:
         """A group of gloo's, so that a load does not get between the collectives of its user."""
-        if ranks not in self._groups:
-            self._groups[ranks] = private_api.torch_group(ranks, _GIVEN_UP)
-        return self._groups[ranks]
+        if (ranks, None) not in self.groups:
+            self.groups[ranks, None] = private_api.torch_group(ranks, _GIVEN_UP)
+        return self.groups[ranks, None]
 
 
 # A strong reference would keep the port of a group that its user has destroyed.
@@ -310,14 +301,19 @@ _worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
 
 def _world() -> World:
     group = dist.group.WORLD
-    if group is None:
-        raise errors.UsageError(
-            "the processes of the mesh are not joined: there is no process group, or no more",
-            expected="torch.distributed.init_process_group() before the load",
-        )
     if group not in _worlds:
         _worlds[group] = World()
     return _worlds[group]
+
+
+@contextlib.contextmanager
+def _beside(place: Any) -> Generator[None]:
+    """Has a device work on a stream of its own, which is over at the end."""
+    stream: Any = torch.cuda.Stream(place) if place.type == "cuda" else None
+    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+        yield
+    if stream:
+        stream.synchronize()
 
 
 class TorchLink(Link):
@@ -329,14 +325,87 @@ class TorchLink(Link):
 
     def __init__(self, ranks: tuple[int, ...], width: int, deadline: Deadline) -> None:
         self._world, self._ranks, self._width = _world(), ranks, width
+        self._over: Any = None  # NCCL's group.
         super().__init__((self._world, ranks), deadline)
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width)."""
         return buffers.allocate(len(self._ranks) * self._width).reshape(-1, self._width)
 
+    def moves(self, device: Device) -> bool:
+        """Whether NCCL can move its bytes (see `Link`)."""
+        return device.place[0] == CUDA and dist.is_nccl_available()
+
+    def connect(self, device: Device, spots: Sequence[str], check: Callable[[], object]) -> str:
+        """Makes a group of NCCL's, once for these devices (see `Link`)."""
+        key, groups, outcome = (self._ranks, tuple(spots)), self._world.groups, list[Any]()
+        self._place = torch.device("cuda" if device.place[0] == CUDA else "cpu", device.place[1])
+        if key not in groups:
+            groups[key] = None
+            name = hashlib.sha256(repr(spots).encode()).hexdigest()[:16]
+            given = self._place, self._ranks, name, _GIVEN_UP
+
+            def run() -> None:
+                try:
+                    outcome.append(private_api.torch_device_group(*given))
+                except Exception as error:  # noqa: BLE001 - then the host does it
+                    outcome.append(error)
+
+            thread = threading.Thread(target=run, name="mfload-connect", daemon=True)
+            thread.start()
+            end = time.monotonic() + min(_CONNECTED, self._deadline.left() / 2)
+            while thread.is_alive() and time.monotonic() < end:
+                thread.join(_TICK)
+                check()
+            if not outcome:
+                return "NCCL did not connect the devices in time"
+            if isinstance(outcome[0], Exception):
+                found = (str(outcome[0]).splitlines() or [""])[0][:300]
+                return f"NCCL can't connect the devices: {found}"
+            groups[key] = outcome[0]
+        self._over = groups[key]
+        return "" if self._over else "NCCL could not connect the devices before"
+
+    def view(self, memory: Any) -> Any:
+        """The same for torch if it lies on a device (see `Link`)."""
+        view = View("", TABLE["U8"], (memory.nbytes,), memory, 0)
+        return memory if self.device is None else dlpack.from_dlpack(capsule(view))
+
+    def copy(self, copies: Sequence[tuple[Any, Any]]) -> None:
+        """Copies on a stream beside the user's (see `Link`)."""
+
+        def act() -> None:
+            with _beside(self._place):
+                for target, source in copies:
+                    target.copy_(torch.as_tensor(source))
+
+        if self.device is None or not copies:
+            return super().copy(copies)
+        return self._deadline.bound(act, "copying on a device")
+
+    def abandon(self) -> None:
+        """Has NCCL's kernels end (see `Link`): until then, CUDA frees no memory."""
+        if self._over:
+            threading.Thread(target=self._over.abort, daemon=True).start()
+
     def swap(self, rows: Any, pieces: Pieces) -> Any:
         """Sends to and receives from each process (see `Link`)."""
+        if self.device is None:
+            return self._swap(rows, pieces)
+        came = self._swap(rows, pieces._replace(sent=[], taken=[]))
+        # All are at one round, and none tells of an error: else no process sends pieces.
+        well = [*rows[0, :8], *bytes(8)]
+        if (pieces.sent or pieces.taken) and all([*row[:16]] == well for row in came):
+            with _beside(self._place):
+                group = self._over
+                group._start_coalescing()
+                for begin, every in ((group.recv, pieces.taken), (group.send, pieces.sent)):
+                    for number, _, memory in every:
+                        begin([memory], number, 0)
+                group._end_coalescing().wait()
+        return came
+
+    def _swap(self, rows: Any, pieces: Pieces) -> Any:
         ends = list(itertools.accumulate(pieces.come))
         came = np.split(buffers.allocate(ends[-1]), ends[:-1])
         group, works = self._world.group(self._ranks), list[Any]()
@@ -352,11 +421,4 @@ class TorchLink(Link):
                     works.append(begin([torch.from_numpy(memory)], number, tag))
         for work in works:
             work.wait()
-        return came
-
-    def exchange(self, rows: Any) -> Any:
-        """One collective (see `Link`)."""
-        came = buffers.allocate(rows.size).reshape(rows.shape)
-        given = torch.from_numpy(came), torch.from_numpy(rows)
-        self._world.group(self._ranks).alltoall_base(*given, [], []).wait()
         return came

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import TypeVar
 
 from mfload import errors
 from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Costs
 from mfload.planning.request import Allocation, Request
+
+T = TypeVar("T")
 
 _PAGE = 4096
 _LEAST_BLOCK = 64 << 10
@@ -24,6 +27,8 @@ _ROUNDED = 2 * _PAGE
 # What comes from a disk is read by more threads than there are cores, in smaller blocks. Slots of
 # this size stay in the processor's cache until they are copied out.
 _COLD_BLOCK = 4 << 20
+# What the page cache holds is shared out so evenly: a load waits for its last block.
+_SHARES, _LEAST_SHARE = 4, 2 << 20  # Blocks of each reader, at least; bytes of one.
 # To lock pages takes some twenty times as long as to read as much from the page cache (reported,
 # not measured here). So of what is loaded no more than this part is locked, in slots that are
 # still worth a read.
@@ -38,6 +43,7 @@ class Readers:
     """The readers of a load, as far as memory is concerned."""
 
     threads: int = 1
+    nbytes: int = 1 << 60  # What they read, about.
     direct: bool = False  # Whether a file is read with O_DIRECT.
     cold: bool = False  # Whether a file comes from a disk, with O_DIRECT or without.
     mapped: bool = False  # Whether all files are mapped.
@@ -98,6 +104,10 @@ class Limits:
             # Rows are copied on to devices slot by slot, and read from a disk block by block.
             span = min(self.costs.span, 0 if there else block)
             self.costs = self.costs._replace(block=block, span=span)
+        elif self.costs.concurrency is None:
+            share = readers.nbytes // (threads * _SHARES) // _PAGE * _PAGE
+            block = min(block, max(_LEAST_SHARE, share))
+            self.costs = self.costs._replace(block=block)
         if limit is not None:
             most = limit // count // (1 + self.growth) // _PAGE * _PAGE - _ROUNDED
             # Of mapped files mostly nothing is read: see `slots`.
@@ -176,6 +186,21 @@ def batches(
             if n in waiting:
                 held[waiting[n][0]] += waiting[n][1]
     return made
+
+
+def grouped(items: Iterable[T], limit: int, nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Groups of up to `limit` bytes, in order; a larger item is a group of its own."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        size = nbytes(item)
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size
+    if group:
+        yield group
 
 
 def split_tensors(requests: Sequence[Request], batches: Sequence[Sequence[int]]) -> int:

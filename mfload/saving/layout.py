@@ -22,6 +22,7 @@ from mfload.dtypes import DType
 from mfload.formats.safetensors import MAX_HEADER
 from mfload.formats.strict_json import encodable
 from mfload.index import Piece, TensorInfo
+from mfload.planning.memory import grouped
 
 if TYPE_CHECKING:
     from mfload.saving.export import TensorToSave
@@ -63,10 +64,14 @@ class Layout(NamedTuple):
 
 
 def lay_out(
-    entries: Iterable[AnyRow], metadata: Mapping[str, str] | None = None, align: int = ALIGN
+    entries: Iterable[AnyRow],
+    metadata: Mapping[str, str] | None = None,
+    align: int = ALIGN,
+    *,
+    ranked: bool = True,
 ) -> Layout:
-    """Lays out one file; equal arguments give equal bytes."""
-    rows = _ranked(entries)
+    """Lays out one file; equal arguments give equal bytes. Unless `ranked`, in the given order."""
+    rows = _ranked(entries) if ranked else list(entries)
     parts = [] if metadata is None else [f'"{_METADATA}":{_metadata_json(metadata)}']
     shapes: dict[tuple[str, tuple[int, ...]], str] = {}
     cursor = 0
@@ -103,15 +108,7 @@ def split(entries: Iterable[AnyRow], limit: int | None) -> list[list[AnyRow]]:
     """
     if limit is None:
         return [list(entries)]
-    files: list[list[AnyRow]] = [[]]
-    held = 0
-    for entry in _ranked(entries):
-        if files[-1] and held + entry.nbytes > limit:
-            files.append([])
-            held = 0
-        files[-1].append(entry)
-        held += entry.nbytes
-    return files
+    return [*grouped(_ranked(entries), limit, operator.attrgetter("nbytes"))] or [[]]
 
 
 def index_json(

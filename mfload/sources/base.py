@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from mfload import errors
 from mfload.runtime import NamedTuple
@@ -106,8 +106,21 @@ class Handle(Protocol):
         """Closes it; more than once does nothing."""
         ...
 
-    def __enter__(self) -> Handle: ...
+    def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
+
+
+class ClosedAtEnd:
+    """A context manager whose end calls `close`."""
+
+    def close(self) -> None:
+        """Closes it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Costs(NamedTuple):

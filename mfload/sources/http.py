@@ -27,7 +27,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from mfload import errors
 from mfload.load_options import LoadOptions
-from mfload.sources.base import Costs, redacted, shrunk
+from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
 
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ class HttpSource:
         raise errors.SourceError(what, file=self.name, found=found)
 
 
-class HttpHandle:
+class HttpHandle(ClosedAtEnd):
     """Reads ranges for one thread (see `Handle`), over a connection that is kept."""
 
     fd = -1
@@ -447,12 +447,6 @@ class HttpHandle:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._source.pool.give(self._server, connection)
-
-    def __enter__(self) -> HttpHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _BusyError(http.client.HTTPException):

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from mfload import errors
-from mfload.sources.base import Costs, Identity, shrunk
+from mfload.sources.base import ClosedAtEnd, Costs, Identity, shrunk
 
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
@@ -145,7 +145,7 @@ class LocalFile:
             )
 
 
-class OpenFile:
+class OpenFile(ClosedAtEnd):
     """A file while it is open (see `Handle`); `flags` are added to those it is opened with."""
 
     def __init__(self, source: LocalFile, flags: int = 0) -> None:
@@ -189,12 +189,6 @@ class OpenFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def __enter__(self) -> OpenFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Kept(OpenFile):

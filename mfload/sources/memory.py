@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.sources.base import Costs, shrunk
+from mfload.sources.base import ClosedAtEnd, Costs, shrunk
 
 
 class MemorySource:
@@ -57,7 +57,7 @@ class MemorySource:
         raise errors.UsageError("nothing lies beside bytes in memory", found=name)
 
 
-class MemoryHandle:
+class MemoryHandle(ClosedAtEnd):
     """Reads bytes in memory (see `Handle`)."""
 
     fd = -1
@@ -77,12 +77,3 @@ class MemoryHandle:
                 np.frombuffer(part, np.uint8)[:nbytes] = self._source.part(offset, nbytes)
             offset += nbytes
         return offset - start
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def __enter__(self) -> MemoryHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass

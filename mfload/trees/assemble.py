@@ -30,6 +30,7 @@ from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import Share, TensorShares, Whole
 from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives, moved
 from mfload.planning import request
+from mfload.planning.memory import grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import shape_of
 from mfload.report import Report
@@ -38,10 +39,6 @@ from mfload.trees import batches, jax_transforms, small_leaves
 from mfload.trees.batches import BatchItem, LeafPart
 from mfload.trees.recipe import Recipe, new_row
 from mfload.trees.transforms import Shape, Transform
-
-# One in so many bytes of the overhead is for the readers' slots while transforms are under way;
-# the rest is for what waits for them.
-_SLOTS = 4
 
 Advance = Callable[[int], None] | None
 
@@ -141,7 +138,7 @@ class Assembly:
                 host = NumpyAdapter()
                 least = max(least, _least_for_readers(waiting, index, sources, host, options))
             limit = max(given, least)
-        slots = limit // _SLOTS
+        slots = limit // batches.SLOTS
         compiled = list(batches.batches(made, limit - slots))
         if given is not None:
             items = itertools.chain.from_iterable(compiled)
@@ -159,9 +156,9 @@ class Assembly:
         for batch in compiled:
             wanted = self._wanted(batches.sources(part for item in batch for part in item.parts))
             self._steps.append((wanted, waits, functools.partial(self._transform, batch)))
-        for batch in small_leaves.batches(small, limit - slots):
-            wanted = self._wanted(self._sources_of(batch.items()))
-            self._steps.append((wanted, for_numpy, functools.partial(self._arrange, batch)))
+        for batch in grouped(small, limit - slots, lambda each: each[1].nbytes):
+            wanted = self._wanted(self._sources_of(batch))
+            self._steps.append((wanted, for_numpy, functools.partial(self._arrange, dict(batch))))
 
     def _kind(self, goal: Goal) -> _Kind:
         recipe, sharding = goal
@@ -203,7 +200,7 @@ class Assembly:
             return None
         made = small_leaves.kind(recipe, sharding, self._backend)
         most = OVERHEAD if given is None else given
-        return made if made.nbytes <= most - most // _SLOTS else None
+        return made if made.nbytes <= most - most // batches.SLOTS else None
 
     def _compiled_parts(self, goal: Goal) -> list[LeafPart]:
         """The parts of a leaf that compiled functions make."""
@@ -243,7 +240,7 @@ class Assembly:
         wanted: list[tuple[int, str, str | None]] = [(limit, small, None)]
         for item in items:
             recipe, sharding = self._goals[item.owner].recipe, self._goals[item.owner].sharding
-            waits = (batches.most(item.parts) - 1) * _SLOTS // (_SLOTS - 1) + 1
+            waits = batches.least_overhead(batches.most(item.parts))
             wanted.append((waits, "what the tensor is made of exceeds the overhead", recipe.name))
             if on_host and not self._backend.in_default_memory(sharding):
                 # A shard takes host memory twice while it is moved.
@@ -424,5 +421,5 @@ def _least_for_readers(
     free = options.replace(allocator="mfload", max_host_overhead=None, max_device_overhead=None)
     found = Session(Loader(index, sources, adapter, free), requests).limits
     if adapter.devices:
-        return found.least_on_device * _SLOTS
-    return found.least * (_SLOTS if adapter.on_host else 1)
+        return found.least_on_device * batches.SLOTS
+    return found.least * (batches.SLOTS if adapter.on_host else 1)

@@ -17,6 +17,9 @@ from mfload.trees.recipe import Recipe
 from mfload.trees.transforms import Transform
 
 _STRETCHES = 1 << 14  # Of a leaf; each is a call of a compiled function.
+# One in so many bytes of the overhead is for the readers' slots while leaves are made; the rest is
+# for what waits for that.
+SLOTS = 4
 
 
 class LeafPart(NamedTuple):
@@ -92,6 +95,11 @@ def batches(
 def most(parts: Iterable[LeafPart]) -> int:
     """The most bytes that parts make wait on any process."""
     return max(_cost(parts).values(), default=0)
+
+
+def least_overhead(waits: int) -> int:
+    """The least overhead that leaves so many bytes for what waits."""
+    return (waits - 1) * SLOTS // (SLOTS - 1) + 1
 
 
 def _cost(parts: Iterable[LeafPart]) -> Counter[int]:

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mfload import errors
+from mfload.frameworks import jax_adapter
 from mfload.mesh import jax_specs
 from mfload.trees import jax_trees
 from mfload.trees.jax_trees import Axes
@@ -42,10 +43,7 @@ def resolve(
     mesh = _mesh(mesh, asked, some)
     alone = None
     if mesh is None and asked is None:
-        default = jax.config.jax_default_device  # pyright: ignore
-        if not isinstance(default, jax.Device):
-            default = jax.local_devices(backend=default)[0]
-        alone = SingleDeviceSharding(default)
+        alone = SingleDeviceSharding(jax_adapter.default_device())
 
     def own(number: int) -> Any:
         said = _own(some[number], mesh, pairs)

@@ -15,15 +15,17 @@ import numpy as np
 
 from mfload import errors, frameworks
 from mfload.frameworks import base, private_api
-from mfload.trees.modules import New, WholeModule, unfit
+from mfload.trees.modules import Module, New, overlapping, unfit
 from mfload.trees.recipe import Leaf, brief
 
+_BACKEND = keras.backend.backend()
 
-class KerasModule(WholeModule):
+
+class KerasModule(Module):
     """A `keras.Model` or `keras.layers.Layer`, taken apart (see `modules.Module`)."""
 
+    framework = "keras"
     sharded_by = "keras.distribution, set before the model is made"
-    replaces = True
 
     def __init__(self, layer: Any) -> None:
         unbuilt = [each.name for each in private_api.keras_layers(layer) if not each.built]
@@ -47,8 +49,16 @@ class KerasModule(WholeModule):
             for variable in layer.variables
             if variable.path not in counts
         ]
-        self._backend = keras.backend.backend()
         self._gathered: dict[int, Any] = {}  # Arrays that are not complete.
+        in_place = _BACKEND == "torch" and all(v.value.device.type == "cpu" for v in self.variables)
+        self.replaces = not in_place
+
+    def mesh(self, *, once: bool) -> tuple[None, tuple[int, ...]]:
+        """There is none; `once` is refused, since nothing would be exchanged."""
+        if once:
+            message = "exchange='once' is not for models of Keras: each process fills its own"
+            raise errors.UsageError(message, expected="exchange='auto' or 'never'", found="once")
+        return None, ()
 
     def memory(self, number: int) -> Any:
         """Of contiguous tensors of PyTorch in host memory."""
@@ -60,14 +70,14 @@ class KerasModule(WholeModule):
     def _units(self, number: int) -> Any:
         """The memory of a leaf as a NumPy array that can be written to."""
         value = self.variables[number].value
-        if self._backend != "torch" or value.device.type != "cpu":
+        if _BACKEND != "torch" or value.device.type != "cpu":
             return None
         plain = value.detach()
         return base.host_units(plain, plain.stride(), plain.element_size())
 
     def adapter(self) -> base.Adapter:
         """On the backend's default device; assigned, an array goes to that of the variable."""
-        return frameworks.get(self._backend)
+        return frameworks.get(_BACKEND)
 
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
         """Copies in place, or gathers an array that is assigned once it is complete."""
@@ -84,8 +94,9 @@ class KerasModule(WholeModule):
         elif array.shape == shape:
             variable.assign(array)
         else:
-            whole = self._gathered.setdefault(number, np.empty(shape, array.dtype))
-            whole[part] = array
+            if number not in self._gathered:
+                self._gathered[number] = np.empty(shape, array.dtype)
+            self._gathered[number][part] = array
             if stop == shape:  # The parts of a leaf come in order.
                 variable.assign(self._gathered.pop(number))
 
@@ -98,7 +109,7 @@ class KerasModule(WholeModule):
 
     def _written(self, number: int) -> None:
         """Has PyTorch's autograd refuse what it kept of the values from before."""
-        if self._backend == "torch":
+        if _BACKEND == "torch":
             import torch
 
             torch.autograd.graph.increment_version(self.variables[number].value)
@@ -111,4 +122,9 @@ def _leaf(variable: Any) -> Leaf:
     kind = keras.backend.standardize_dtype(variable.dtype)
     if kind not in base.ROWS:
         return unfit((variable.path,), kind)
+    why = (
+        overlapping(variable.value.shape, variable.value.stride()) if _BACKEND == "torch" else None
+    )
+    if why is not None:
+        return unfit((variable.path,), why)
     return Leaf((variable.path,), tuple(map(int, variable.shape)), base.ROWS[kind], variable)

@@ -45,10 +45,10 @@ def load_into(
     A `torch.nn.Module` is filled in place and returned: its parameters and the buffers that it
     saves, by their names in `state_dict()`. What lies on the meta device gets memory; DTensors
     (`fully_shard`, `distribute_module`) are filled with the part of this process, and all processes
-    of their meshes must call this together. So is a `paddle.nn.Layer`; parameters that were made
-    under `paddle.LazyGuard` get memory. Of a `keras.Model` or another layer of Keras, which must be
-    built, the weights are filled, by `variable.path` ("dense/kernel"): where TensorFlow or JAX is
-    under Keras, they are assigned new arrays.
+    of their meshes must call this together. So is a `paddle.nn.Layer`, with its distributed
+    tensors; parameters that were made under `paddle.LazyGuard` get memory. Of a `keras.Model` or
+    another layer of Keras, which must be built, the weights are filled, by `variable.path`
+    ("dense/kernel"): where TensorFlow or JAX is under Keras, they are assigned new arrays.
 
     A tree of JAX is a template: it is left as it is, and a new tree of the same type is returned.
     Its leaves are named by their paths, joined by dots ("layers.0.attn.kernel"); what Flax calls

@@ -15,7 +15,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from mfload import errors
 from mfload.dtypes import DType
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
-from mfload.frameworks.in_place_adapter import InPlaceAdapter
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.index import Box
+from mfload.frameworks.several import InPlaceAdapter
+from mfload.index import Box, TensorInfo
 from mfload.io import buffers
 from mfload.load_options import OVERHEAD, LoadOptions, started
 from mfload.loading import session
@@ -33,8 +33,9 @@ from mfload.loading.allocate import check_host
 from mfload.loading.execute import Advance
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
-from mfload.mesh.base import MeshBackend, Share, TensorShares
+from mfload.mesh.base import MeshBackend, Share, TensorShares, Whole
 from mfload.options import Options
+from mfload.planning.memory import grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
@@ -44,9 +45,9 @@ from mfload.trees import batches, matching
 from mfload.trees.batches import BatchItem, LeafPart
 from mfload.trees.recipe import Leaf, MisfitError, Recipe, brief
 
-# One in so many bytes of the overhead is for the readers' slots while leaves are arranged. Of the
-# rest, `batches` counts what has landed twice; NumPy may hold two more copies of a part.
-_SLOTS, _COPIES = 4, 2
+# `batches` counts what has landed twice; NumPy may hold two more copies of a part.
+_COPIES = 2
+_TOGETHER = 16 << 20  # Bytes of new arrays that replace others at once, or the largest one.
 _PIECE = 32 << 10  # Characters that a process says at once: a row of a link has room for them.
 
 
@@ -64,88 +65,129 @@ class Unfit(NamedTuple):
     dtype: str
 
 
-class Module(Protocol):
+class Module:
     """A model of a framework, taken apart. Leaves go by their numbers.
 
     Attributes:
+        framework: Its name, as that of its mesh backend.
         leaves: What a checkpoint may have tensors for. A variable with several names is one leaf.
             `abstract`: it has no memory; not `held`: it can't be filled, `value.dtype` says why.
+        tensors: The framework's own, those of leaves first.
         sharded_by: What a user does instead of giving `mesh=` and `shardings=`.
         replaces: Whether leaves that have no `memory` get new arrays from the adapter, installed
             batch by batch, where they are stored as they are wanted.
     """
 
+    framework: str
     leaves: Sequence[Leaf]
+    tensors: Sequence[Any]
     sharded_by: str
-    replaces: bool
+    replaces = False
+
+    def placed(self, tensor: Any) -> tuple[Any, Sequence[Any]] | None:
+        """The mesh and the placements of a tensor; None if this process holds all of it."""
+
+    def local(self, tensor: Any) -> Any:
+        """What this process holds of a tensor, over the same memory."""
+        return tensor
 
     def mesh(self, *, once: bool) -> tuple[MeshBackend | None, tuple[int, ...]]:
         """A backend, and the processes that load together; None if this one loads alone.
 
-        With `once`, all processes of the program do if nothing says which.
+        With `once`, all processes of the framework do if no tensor says which.
         """
-        ...
+        found = {placed[0] for each in self.tensors if (placed := self.placed(each)) is not None}
+        if not found and not once:
+            return None, ()
+        backend: Any = base.backend(self.framework)
+        if not found:
+            backend.arrival = base.ARRIVAL
+        ranks = {rank for mesh in found or (None,) for rank in backend.processes(mesh, None)}
+        if not found and len(ranks) < 2:
+            raise errors.UsageError(
+                "exchange='once' needs other processes to exchange with, and there are none",
+                expected=f"processes that {self.framework} has joined, or exchange='never'",
+                found="one process",
+            )
+        return backend, tuple(sorted(ranks))
 
     def sharding(self, number: int, dtype: DType, backend: MeshBackend) -> Any:
         """The sharding of a leaf that becomes a dtype; None if this process holds all of it.
 
         Raises ShardingError if what this process holds is not a box.
         """
-        ...
+        leaf, tensor = self.leaves[number], self.tensors[number]
+        if (placed := self.placed(tensor)) is None:
+            return None
+        request = Request(TensorInfo(leaf.name, dtype, leaf.shape, ()), dtype)
+        (made,) = backend.resolve([request], placed[0], list(placed[1]), "error", ())
+        shares = backend.shares(made, leaf.shape)
+        box = next((share.box for share in shares if share.process == backend.rank), None)
+        held = tuple(self.local(tensor).shape)
+        if box is None or stored(dtype, shape_of(box)) != held:
+            raise errors.ShardingError(
+                "this process holds another part than the placements say",
+                tensor=leaf.name,
+                expected=f"{box} by {placed[1]}",
+                found=f"a local tensor of shape {list(held)}",
+            )
+        return made
 
     def memory(self, number: int) -> Any:
         """The memory of what this process holds of a leaf, as writable bytes in C order.
 
         None if it lies on no host, has gaps, or can't be written to directly.
         """
-        ...
+        raise NotImplementedError
 
     def adapter(self) -> Adapter:
         """Makes the new arrays of leaves without memory."""
-        ...
+        raise NotImplementedError
 
     def empty(self, number: int, shape: tuple[int, ...], dtype: DType) -> Any:
         """A new array for what this process holds of a leaf without memory; `put` fills it."""
-        ...
+        raise NotImplementedError
 
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
         """Copies a NumPy array into what this process holds of a leaf, from `start` on."""
-        ...
+        raise NotImplementedError
 
     def install(self, made: Mapping[int, New], written: Iterable[int]) -> None:
         """Puts new arrays in the place of leaves, under all names; `memory` of others was written.
 
         Called once everything has arrived on all processes; and after each batch that `replaces`.
         """
-        ...
+        raise NotImplementedError
+
+    def assembled(self, number: int, new: New) -> Any:
+        """The new tensor of a leaf, sharded if the leaf is."""
+        if new.sharding is None:
+            return new.array
+        whole = Whole(self.leaves[number].shape, new.dtype, new.sharding, {0: new.array})
+        return base.backend(self.framework).assemble([whole])[0]
 
     def bare(self) -> list[str]:
         """Names of all its variables that have no memory, also of those that no file holds."""
-        ...
-
-
-class WholeModule:
-    """What modules have in common that each process holds whole and loads alone."""
-
-    replaces = False
-
-    def mesh(self, *, once: bool) -> tuple[MeshBackend | None, tuple[int, ...]]:
-        """There is none; `once` is refused, since nothing would be exchanged."""
-        if once:
-            message = "exchange='once' fills modules of PyTorch; this one is filled by each process"
-            raise errors.UsageError(message, expected="exchange='auto' or 'never'", found="once")
-        return None, ()
-
-    def sharding(self, number: int, dtype: DType, backend: MeshBackend) -> Any:
-        """There is none."""
-
-    def empty(self, number: int, shape: tuple[int, ...], dtype: DType) -> Any:
-        """Where no leaf is abstract, none is made."""
-        raise NotImplementedError
-
-    def bare(self) -> list[str]:
-        """Where no leaf is abstract, all have memory."""
         return []
+
+
+def stored(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor of a framework, in which packed elements count as bytes."""
+    return dtype.storage_shape(shape) if dtype.elements > 1 else shape
+
+
+def overlapping(shape: Sequence[int], strides: Sequence[int]) -> str | None:
+    """Why a strided tensor can't be filled: its items may share their memory; else None.
+
+    As in PyTorch, a stride must lead past all that the smaller ones reach.
+    """
+    reach = 0
+    for step, size in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if step <= reach:
+            why = "an expanded tensor, or another of which several items share their memory"
+            return f"{why} (strides {list(strides)})"
+        reach += step * (size - 1)
+    return None
 
 
 def unfit(names: Sequence[str], why: str, optional: bool = False) -> Leaf:
@@ -327,7 +369,7 @@ class _Filling:
             rows.append((self._box(number, recipe.transform.shape), lands))
         every = {self._rank: rows}
         if self._group is not None and options.exchange != "never":
-            every = _gather(self._group, rows)
+            every = gather_rows(self._group, rows)
         direct: list[TensorShares] = []
         replaced: list[tuple[int, TensorShares]] = []
         arranged: list[tuple[int, list[LeafPart]]] = []
@@ -368,16 +410,12 @@ class _Filling:
 
     def _replacing(self, leaves: Sequence[tuple[int, TensorShares]], loader: Loader) -> list[_Step]:
         """The steps of what is replaced: the new arrays of a batch lie beside the old ones."""
-        given, held = loader.options.max_host_overhead, 0
-        limit = (OVERHEAD if given is None else given) // _SLOTS  # The readers may need the rest.
-        together: list[list[TensorShares]] = []
-        for nbytes, wanted in leaves:
-            if not together or held + nbytes > limit:
-                together.append([])
-                held = 0
-            together[-1].append(wanted)
-            held += nbytes
-        every = list(map(self._requests, together))
+        given = loader.options.max_host_overhead
+        # The readers may need the rest. Keras's own loader holds the largest weight twice as well.
+        limit = (OVERHEAD if given is None else given) // batches.SLOTS
+        limit = min(limit, max([_TOGETHER, *(nbytes for nbytes, _ in leaves)]))
+        together = grouped(leaves, limit, lambda each: each[0])
+        every = [self._requests(wanted for _, wanted in group) for group in together]
         return [
             _Step(requests, loader, functools.partial(self._replace, requests[self._rank]))
             for requests in every
@@ -397,20 +435,30 @@ class _Filling:
         """The steps of what is not stored as it is wanted; refuses limits that are too small."""
         given = options.max_host_overhead
         limit = OVERHEAD if given is None else given
-        slots = max(limit // _SLOTS, session.least_overhead(options))
+        floor = session.least_overhead(options)
+        slots, gathered = max(limit // batches.SLOTS, floor), 0
+
+        def check(waits: int, recipe: Recipe) -> None:
+            least = max(floor + waits, batches.least_overhead(waits))
+            if given is not None and least > limit:
+                raise errors.MemoryLimitError(
+                    "max_host_overhead is too small for what the tensor is made of",
+                    tensor=recipe.name,
+                    expected=f"{least} bytes or more",
+                    found=given,
+                )
+
+        if given is not None and self._module.replaces and leaves:
+            # What is assigned in one is put together before, of parts that should not be tiny.
+            recipes = (some[0].recipe for _, some in leaves)
+            gathered, recipe = max(((_nbytes(r), r) for r in recipes), key=lambda each: each[0])
+            check(gathered + gathered // 8, recipe)
         on_host = options.replace(allocator="mfload", max_host_overhead=slots)
         loader = Loader(self._loader.index, self._loader.sources, NumpyAdapter(), on_host)
         steps: list[_Step] = []
-        for batch in batches.batches(leaves, (limit - slots) // _COPIES):
-            for item in batch if given is not None else ():
-                least = slots + _COPIES * batches.most(item.parts)
-                if least > limit:
-                    raise errors.MemoryLimitError(
-                        "max_host_overhead is too small for what the tensor is made of",
-                        tensor=item.parts[0].recipe.name,
-                        expected=f"{least} bytes or more",
-                        found=given,
-                    )
+        for batch in batches.batches(leaves, (limit - slots - gathered) // _COPIES):
+            for item in batch:
+                check(_COPIES * batches.most(item.parts) + gathered, item.parts[0].recipe)
             parts = [part for item in batch for part in item.parts]
             requests = self._requests(share for _, share in batches.sources(parts))
             if self._group is not None and self._backend is not None:
@@ -481,7 +529,11 @@ class _Filling:
                     self._module.put(item.owner, item.start or (0,) * made.ndim, made)
 
 
-def _gather(group: Any, rows: Any) -> dict[int, Any]:
+def _nbytes(recipe: Recipe) -> int:
+    return recipe.dtype.size_of(recipe.transform.shape) or 0
+
+
+def gather_rows(group: Any, rows: Any) -> dict[int, Any]:
     """The rows of each process, by rank: a sharding may know only some of the processes."""
     text = base64.b85encode(zlib.compress(json.dumps(rows).encode())).decode()
     sizes = group.gather("sizes", str(len(text)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,14 +13,15 @@ import paddle
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import base, paddle_adapter, private_api
-from mfload.trees.modules import New, WholeModule, tied, unfit
+from mfload.trees.modules import Module, New, overlapping, tied, unfit
 from mfload.trees.recipe import Leaf
 
 
-class PaddleModule(WholeModule):
+class PaddleModule(Module):
     """A `paddle.nn.Layer`, taken apart (see `modules.Module`)."""
 
-    sharded_by = "a layer that each process holds whole"
+    framework = "paddle"
+    sharded_by = "a layer that is sharded already, by paddle.distributed.shard_layer"
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -39,9 +41,21 @@ class PaddleModule(WholeModule):
         self._adapter = paddle_adapter.make(None if any(x.abstract for x in leaves) else "cpu")
         self._new: dict[int, Any] = {}
 
+    def placed(self, tensor: Any) -> tuple[Any, Sequence[Any]] | None:
+        """Those of a distributed tensor."""
+        if not isinstance(tensor, paddle.Tensor) or not tensor.is_dist():
+            return None
+        mesh = tensor.process_mesh
+        known = tuple(mesh.process_ids), tuple(mesh.shape), tuple(mesh.dim_names)
+        return _mesh(*known), tensor.placements
+
+    def local(self, tensor: Any) -> Any:
+        """What this process holds."""
+        return private_api.paddle_local(tensor)
+
     def memory(self, number: int) -> Any:
         """Of a contiguous tensor in host memory."""
-        tensor = self.tensors[number]
+        tensor = self.local(self.tensors[number])
         if not tensor.place.is_cpu_place() or not tensor.is_contiguous():
             return None
         nbytes = tensor.element_size() * math.prod(tensor.shape)
@@ -60,7 +74,7 @@ class PaddleModule(WholeModule):
         """Copies on the host by NumPy, elsewhere by Paddle."""
         target = self._new.get(number)
         if target is None:
-            target = self.tensors[number]
+            target = self.local(self.tensors[number])
             private_api.paddle_written(target)
         part = tuple(slice(at, at + n) for at, n in zip(start, array.shape, strict=True)) or ...
         if target.place.is_cpu_place():
@@ -75,7 +89,7 @@ class PaddleModule(WholeModule):
     def install(self, made: Mapping[int, New], written: Iterable[int]) -> None:
         """Gives parameters their memory; autograd refuses what it kept of others from before."""
         for number, new in made.items():
-            private_api.paddle_give(new.array, self.tensors[number])
+            private_api.paddle_give(self.assembled(number, new), self.tensors[number])
         for number in written:
             private_api.paddle_written(self.tensors[number])
 
@@ -92,20 +106,25 @@ def _leaf(names: Sequence[str], tensor: Any, own: set[int]) -> Leaf:
     if not isinstance(tensor, paddle.Tensor) or id(tensor) not in own:
         return unfit(names, "what the layer makes when it is saved", True)
     kind = str(tensor.dtype).removeprefix("paddle.")
-    if tensor.is_dist():
-        return unfit(names, "a distributed tensor; load before paddle.distributed shards the layer")
     if tensor.is_sparse() or tensor.is_selected_rows() or kind not in base.ROWS:
         return unfit(names, f"a sparse tensor or one of {kind}")
-    abstract, shape = not _initialised(tensor), tuple(tensor.shape)
-    pairs = zip(shape, () if abstract else tensor.strides, strict=not abstract)
-    if any(size > 1 and not step for size, step in pairs):
-        return unfit(names, "an expanded tensor, of which several items share their memory")
-    return Leaf(tuple(names), shape, base.ROWS[kind], tensor, abstract=abstract)
+    abstract, local = not _initialised(tensor), private_api.paddle_local(tensor)
+    if not abstract and (why := overlapping(local.shape, local.strides)) is not None:
+        return unfit(names, why)
+    return Leaf(tuple(names), tuple(tensor.shape), base.ROWS[kind], tensor, abstract=abstract)
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh(ids: tuple[int, ...], shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """A mesh of the class that users make: tensors hold one of a class below it."""
+    return paddle.distributed.ProcessMesh(np.reshape(ids, shape), list(names))
 
 
 def _initialised(tensor: Any) -> bool:
+    """Whether it has memory, or needs none: Paddle keeps none for an empty part."""
+    local = private_api.paddle_local(tensor)
     try:
-        return 0 in tensor.shape or bool(tensor.data_ptr())
+        return 0 in local.shape or bool(local.data_ptr())
     except RuntimeError:
         return False
 

@@ -7,7 +7,7 @@ what is scaled is left to compiled functions, so that its numbers do not depend 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,20 +86,6 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
     taken = tuple((number, tuple(held)) for number, held in sorted(reads.items()))
     most = max(waits.values())
     return Kind(shape, dtype, sharding, taken, mine, tuple(cuts), devices, partly, most, result)
-
-
-def batches(kinds: Iterable[tuple[int, Kind]], limit: int) -> Iterator[dict[int, Kind]]:
-    """Leaves by number that are made together; what waits for them stays within `limit` bytes."""
-    batch: dict[int, Kind] = {}
-    held = 0
-    for number, each in kinds:
-        if batch and held + each.nbytes > limit:
-            yield batch
-            batch, held = {}, 0
-        batch[number] = each
-        held += each.nbytes
-    if batch:
-        yield batch
 
 
 def make(leaves: Iterable[tuple[Kind, Sequence[Any]]]) -> list[Any]:

@@ -12,26 +12,21 @@ import torch
 from mfload import errors
 from mfload.dtypes import DType
 from mfload.frameworks import base, torch_adapter
-from mfload.index import TensorInfo
-from mfload.mesh import base as meshes
-from mfload.mesh.base import MeshBackend, Whole
-from mfload.planning.request import Request
-from mfload.planning.slicing import shape_of
-from mfload.trees.modules import New, tied, unfit
+from mfload.trees.modules import Module, New, overlapping, stored, tied, unfit
 from mfload.trees.recipe import Leaf
 
 # Integers of the width of each item: they are copied bit for bit, whatever they stand for.
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class TorchModule:
+class TorchModule(Module):
     """A `torch.nn.Module`, taken apart (see `modules.Module`)."""
 
+    framework = "torch"
     sharded_by = (
         "a module that is sharded already, by torch.distributed.fsdp.fully_shard, "
         "torch.distributed.tensor.distribute_module or parallelize_module"
     )
-    replaces = False
 
     def __init__(self, module: Any) -> None:
         fsdp = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
@@ -84,11 +79,9 @@ class TorchModule:
             return str(tensor.dtype)
         if tensor.is_meta:
             return None
-        local = _local(tensor)
-        if any(
-            step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
-        ):
-            return "an expanded tensor, of which several items share their memory"
+        local = self.local(tensor)
+        if (why := overlapping(local.shape, local.stride())) is not None:
+            return why
         try:
             last = local.storage_offset() * local.element_size() + local.nbytes
             held = local.untyped_storage().nbytes() >= last or not local.is_contiguous()
@@ -96,45 +89,25 @@ class TorchModule:
             return None
         return None if held else "a tensor whose memory was given back"
 
-    def mesh(self, *, once: bool) -> tuple[MeshBackend | None, tuple[int, ...]]:
-        found = {t.device_mesh for t in self.tensors if _is_dtensor(t)}
-        if not found and not (once and _joined()):
-            return None, ()
-        backend = meshes.backend("torch")
-        if not found:
-            return backend, backend.processes(None, None)
-        return backend, tuple(sorted({r for each in found for r in backend.processes(each, None)}))
+    def placed(self, tensor: Any) -> tuple[Any, Sequence[Any]] | None:
+        """Those of a DTensor."""
+        return (tensor.device_mesh, tensor.placements) if _is_dtensor(tensor) else None
 
-    def sharding(self, number: int, dtype: DType, backend: MeshBackend) -> Any:
-        tensor, leaf = self.tensors[number], self.leaves[number]
-        if not _is_dtensor(tensor):
-            return None
-        request = Request(TensorInfo(leaf.name, dtype, leaf.shape, ()), dtype)
-        placements = list(tensor.placements)
-        (made,) = backend.resolve([request], tensor.device_mesh, placements, "error", ())
-        mine = (s.box for s in backend.shares(made, leaf.shape) if s.process == backend.rank)
-        box = next(mine, None)
-        local = tuple(_local(tensor).shape)
-        if box is None or _stored(dtype, shape_of(box)) != local:
-            raise errors.ShardingError(
-                "this process holds another part than the placements say",
-                tensor=leaf.name,
-                expected=f"{box} by {tensor.placements}",
-                found=f"a local tensor of shape {list(local)}",
-            )
-        return made
+    def local(self, tensor: Any) -> Any:
+        """What this process holds, without autograd."""
+        plain = tensor.detach()
+        if not _is_dtensor(plain):
+            return plain
+        with torch.no_grad():
+            return plain.to_local()
 
     def memory(self, number: int) -> Any:
-        local = _local(self.tensors[number])
-        plain = type(local) is torch.Tensor and local.device.type == "cpu"
-        if not plain or not local.is_contiguous() or local.is_conj() or local.is_neg():
-            return None
-        return base.memory_at(local, local.data_ptr(), local.nbytes)
+        return torch_adapter.memory_of(self.local(self.tensors[number]))
 
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
         target = self._new.get(number)
         if target is None:
-            target = _local(self.tensors[number])
+            target = self.local(self.tensors[number])
         row = self.leaves[number].dtype
         first = (*start[:-1], start[-1] // row.elements) if row and start else start
         units = torch.from_numpy(array.view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
@@ -162,27 +135,23 @@ class TorchModule:
 
     def empty(self, number: int, shape: tuple[int, ...], dtype: DType) -> Any:
         kind = getattr(torch, torch_adapter.TorchAdapter.forms[dtype.name].type)
-        self._new[number] = torch.empty(
-            _stored(dtype, shape), dtype=kind, device=self.adapter().place
-        )
+        device = self.adapter().place
+        self._new[number] = torch.empty(stored(dtype, shape), dtype=kind, device=device)
         return self._new[number]
 
     def install(self, made: Mapping[int, New], written: Iterable[int]) -> None:
         for number in written:  # Autograd refuses what it kept of the values from before.
-            torch.autograd.graph.increment_version(_local(self.tensors[number]))
+            torch.autograd.graph.increment_version(self.local(self.tensors[number]))
         sharded: list[Any] = []
-        for number, (array, dtype, sharding) in made.items():
-            old, leaf = self.tensors[number], self.leaves[number]
-            if sharding is not None:
-                whole = Whole(leaf.shape, dtype, sharding, {0: array})
-                (array,) = meshes.backend("torch").assemble([whole])
+        for number, new in made.items():
+            old, array = self.tensors[number], self.assembled(number, new)
             if isinstance(old, torch.nn.Parameter):
                 array = _parameter(old, array)
             for key, value in vars(old).items():
                 vars(array).setdefault(key, value)
             for owner, name in self._owners[id(old)]:
                 setattr(owner, name, array)
-                sharded += [owner] if sharding is not None else []
+                sharded += [owner] if new.sharding is not None else []
         for owner in dict.fromkeys(sharded):
             # Loads nothing; its hooks tell FSDP2 of the new parameters.
             owner.load_state_dict({}, strict=False)
@@ -207,25 +176,6 @@ def _is_dtensor(tensor: Any) -> bool:
 def _name(tensor: Any) -> str:
     """What NumPy and others call its dtype."""
     return str(tensor.dtype).removeprefix("torch.").removesuffix("_x2")
-
-
-def _stored(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor of PyTorch, in which packed elements count as bytes."""
-    return dtype.storage_shape(shape) if dtype.elements > 1 else shape
-
-
-def _joined() -> bool:
-    found = torch.distributed
-    return found.is_available() and found.is_initialized() and found.get_world_size() > 1
-
-
-def _local(tensor: Any) -> Any:
-    """What this process holds of a tensor, without autograd."""
-    plain = tensor.detach()
-    if not _is_dtensor(plain):
-        return plain
-    with torch.no_grad():
-        return plain.to_local()
 
 
 def _variables(module: Any, *, recurse: bool = True) -> Any:

@@ -22,6 +22,7 @@ from benchmarks import (
     pages,
     saving,
     shards,
+    streams,
     verifying,
 )
 from benchmarks.checkpoint import write_divisible
@@ -153,16 +154,29 @@ def test_shards(
     _check_picture(out / "shards-choice.png")
 
 
+def test_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*_places(tmp_path), "--cases", "numpy"]
+    assert streams.main([*given, "--gb", "0.005"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "streams.json").read_text())
+    assert set(found["summary"]["numpy"]) == {"load", "stream"}
+    page = (out / "loading.md").read_text()
+    assert "| `mfload.stream`, numpy |" in page
+    assert streams.main([*_places(tmp_path), "--redraw"]) == 0
+    assert (out / "loading.md").read_text() == page
+
+
 def test_shards_of_a_loader_that_makes_other_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     totals = iter((5, 6, 5, 7))
 
-    def answers(program: str, jobs: list[Any], case: Case, subject: object) -> Any:
+    def answers(jobs: list[Any], case: Case, subject: object) -> Any:
         figures = dict.fromkeys(("seconds", "cpu_s", "peak_over", "read", "exchanged"), 1)
         return [{**figures, "notes": [], "total": next(totals)} for _ in jobs], 1.0
 
-    monkeypatch.setattr(shards.mesh_processes, "answers", answers)
+    monkeypatch.setattr(shards.shards_process, "answers", answers)
     found = write_divisible(tmp_path / "c", 1, 2_000_000)
     known: dict[tuple[str, int], int] = {}
     shards._take("torch", Case("rows"), found, "", known)

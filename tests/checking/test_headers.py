@@ -13,8 +13,7 @@ import samples
 
 from mfload import errors
 from mfload.checking import headers
-from mfload.formats.checkpoint import Headers
-from mfload.formats.problems import Problem
+from mfload.formats.checkpoint import Headers, Problem
 
 NAMES = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 TOTAL = 3 * 8 * 4

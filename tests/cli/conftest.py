@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import samples
 
-from mfload.cli import running
+from mfload import cli
 
 SECONDS = 60
 
@@ -39,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
     def run(*arguments: object) -> Ran:
         capsys.readouterr()
-        code = running.run([str(each) for each in arguments])
+        code = cli.run([str(each) for each in arguments])
         return Ran(code, *capsys.readouterr())
 
     return run

@@ -18,8 +18,7 @@ import pytest
 import samples
 
 from mfload.bench import machine, measuring, results
-from mfload.cli import bench
-from mfload.cli.running import run
+from mfload.cli import bench, run
 from mfload.io.subprocess_probe import Answer
 
 QUICK = ("--quick", "--rounds", "1", "--frameworks", "numpy")

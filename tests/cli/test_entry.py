@@ -25,7 +25,7 @@ LOADED = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=s
 def test_version_imports_next_to_nothing() -> None:
     ran = process("--version", code=LOADED)
     assert (ran.code, ran.out) == (0, f"mfload {mfload.__version__}\n")
-    assert not {*ran.err.split()} & {*FRAMEWORKS, "rich", "numpy", "tqdm", "mfload.api"}
+    assert not {*ran.err.split()} & {*FRAMEWORKS, "numpy", "tqdm", "mfload.api"}
 
 
 @pytest.mark.parametrize("options", [[], ["--tree"], ["--json"], ["--summary"]])
@@ -34,10 +34,10 @@ def test_ls_imports_no_framework_and_no_typer(model: Path, options: list[str]) -
     assert ran.code == 0
     loaded = {*ran.err.split()}
     assert "mfload.formats.checkpoint" in loaded
-    assert not loaded & {*FRAMEWORKS, "numpy", "typer", "rich", "safetensors", "mfload.api"}
+    assert not loaded & {*FRAMEWORKS, "numpy", "typer", "tqdm", "safetensors", "mfload.api"}
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("missing", ["typer", "tqdm"])
 def test_without_the_extra_there_is_one_line_and_no_trace(missing: str, model: Path) -> None:
     hide = f"""
 import importlib.util
@@ -56,7 +56,7 @@ def test_the_entry_point_and_its_extra_are_declared() -> None:
     project = tomllib.loads(root.read_text())["project"]
     assert project["scripts"] == {"mfload": "mfload.cli:main"}
     extra = {each.split(">")[0] for each in project["optional-dependencies"]["cli"]}
-    assert extra == {"typer", "rich"}
+    assert extra == {"typer", "tqdm"}
     script = Path(sys.executable).parent / "mfload"
     if script.exists():
         done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
@@ -290,11 +290,11 @@ def test_long_work_has_a_bar_with_speed_and_time_left(model: Path) -> None:
     code, screen = terminal("load", model, code=BAR)
     assert code == 0
     assert "loading" in screen
-    assert "GB/s" in screen
-    assert "0:00:0" in screen
+    assert "B/s" in screen
+    assert "<00:00" in screen
     assert "numpy tensors" in screen
     # It is cleared away: what stays is the result.
-    assert "\x1b[1A\x1b[2K" in screen[screen.rindex("GB/s") : screen.index("numpy tensors")]
+    assert "\r" + " " * 20 in screen[: screen.index("numpy tensors")]
 
 
 def test_a_pipe_has_no_bar(model: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 import samples
 from hypothesis import example, given, strategies as st
 
-from mfload import errors, options
-from mfload.cli import output, running
+from mfload import cli, errors, options
+from mfload.cli import output
 
 NASTY = st.one_of(
     st.text(max_size=40),
@@ -41,7 +41,7 @@ def _file(names: list[str]) -> Iterator[Path]:
 def _run(*arguments: object) -> str:
     out = StringIO()
     with redirect_stdout(out):
-        assert running.run([str(each) for each in arguments]) == 0
+        assert cli.run([str(each) for each in arguments]) == 0
     return out.getvalue()
 
 

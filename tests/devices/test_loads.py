@@ -378,7 +378,9 @@ def test_what_processes_exchange_is_reported_as_copied(path: Path) -> None:
     requests = [Request(info, info.dtype) for info in index.tensors.values()]
     for fill, share in ((exchange, 0), (None, 1)):
         device = FakeDevice()
-        loader = session.Loader(index, sources, OnDevice(device), LoadOptions())
+        loader = session.Loader(
+            index, sources, OnDevice(device), LoadOptions(by_host=fill is not None)
+        )
         report = mfload.Report()
         found = loader.load(requests, report=report, fill=fill)
         names = [request.info.name for request in requests]

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -310,16 +311,56 @@ def test_little_lies_beside_the_model(tmp_path: Path) -> None:
     assert all(same(each, arrays[each.path].T.reshape(shape)) for each in model.weights)
 
 
+def test_new_arrays_replace_the_old_ones_in_small_batches(tmp_path: Path) -> None:
+    model = large()
+    arrays = numbers(model)
+    path = samples.save(tmp_path / "x.safetensors", arrays)
+    for _ in range(2):
+        gc.collect()
+        buffers.peak_bytes(reset=True)
+        mfload.load_into(model, path)
+    held = 0 if IN_PLACE else 32 << 20
+    assert buffers.peak_bytes() <= held + (17 << 20)  # Two of 8 MiB at once.
+    assert all(same(each, arrays[each.path]) for each in model.weights)
+
+
+@pytest.mark.parametrize("given", [4 << 20, 9 << 20])
+def test_limits_that_are_too_small_name_one_that_is_not(tmp_path: Path, given: int) -> None:
+    """What a rule makes is put together before it is assigned, and counts."""
+    shape, layer = (2048, 1024), one((2048, 1024))
+    (weight,) = layer.weights
+    values = samples.numbers(shape, np.float32, 3)
+    path = samples.save(tmp_path / "x.safetensors", {weight.path: values})
+    mapping = {weight.path: mfload.rule(weight.path, transpose=(1, 0), reshape=shape)}
+    limit = given
+    if not IN_PLACE:
+        options = mfload.Options(max_host_overhead=limit, threads=1)
+        with pytest.raises(errors.MemoryLimitError, match="too small for what the tensor") as found:
+            mfload.load_into(layer, path, mapping=mapping, options=options)
+        assert not value(weight).any()
+        assert found.value.tensor == weight.path
+        limit = int(str(found.value.expected).split()[0])
+        assert limit < 12 << 20
+    tracemalloc.start()
+    options = mfload.Options(max_host_overhead=limit, threads=1)
+    mfload.load_into(layer, path, mapping=mapping, options=options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    copied = values.nbytes if BACKEND == "tensorflow" else 0  # By TensorFlow, when it is assigned.
+    assert peak <= limit + copied + (1 << 20)
+    assert bits(weight) == values.T.tobytes()
+
+
 def test_a_fault_in_the_middle_says_so(tmp_path: Path) -> None:
     model = large()
     path = samples.save(tmp_path / "x.safetensors", numbers(model))
-    true, calls = os.preadv, []
+    true, read = os.preadv, [0]
 
     def preadv(*args: Any) -> int:
-        calls.append(1)
-        if len(calls) > 2:
+        if read[0] > 9 << 20:  # More than what is read at once.
             raise OSError(errno.EIO, "Input/output error")
-        return true(*args)
+        read[0] += (got := true(*args))
+        return got
 
     options = mfload.Options(engine="pread", threads=1, max_host_overhead=9 << 20)
     with (

@@ -313,6 +313,10 @@ def test_tensors_with_gaps(tmp_path: Path) -> None:
     if 0 in net.weight.strides:
         with pytest.raises(errors.MappingError, match="share their memory"):
             mfload.load_into(net, tmp_path / "x.safetensors")
+    net.weight = paddle.arange(24.0).as_strided([6, 4], [2, 1])
+    if net.weight.strides == [2, 1]:
+        with pytest.raises(errors.MappingError, match=r"share their memory \(strides \[2, 1\]\)"):
+            mfload.load_into(net, tmp_path / "x.safetensors")
 
 
 def test_autograd_refuses_what_it_kept(tmp_path: Path) -> None:
@@ -335,16 +339,31 @@ def test_without_the_private_calls() -> None:
     assert same(layer.weight, new)
 
 
-def test_distributed_parameters_are_refused(tmp_path: Path) -> None:
-    from paddle import distributed
+@pytest.mark.parametrize("how", ["held", "lazy", "turned", "lazy turned"])
+def test_distributed_parameters_of_one_process(tmp_path: Path, how: str) -> None:
+    from paddle import distributed as dist
 
-    net = paddle.nn.Linear(4, 4)
-    samples.save(tmp_path / "x.safetensors", numbers(net))
-    net.weight = distributed.shard_tensor(
-        net.weight, distributed.ProcessMesh([0]), [distributed.Shard(0)]
-    )
-    with pytest.raises(errors.MappingError, match="weight: no stored tensor becomes a distributed"):
-        mfload.load_into(net, tmp_path / "x.safetensors")
+    mesh = dist.ProcessMesh([[0]], ["x", "y"])
+    net = lazy(lambda: paddle.nn.Linear(5, 4)) if "lazy" in how else paddle.nn.Linear(5, 4)
+    values = {"weight": samples.numbers((5, 4), np.float32, 1), "bias": np.ones(4, np.float32)}
+    net.weight = dist.shard_tensor(net.weight, mesh, [dist.Shard(0), dist.Shard(1)])
+    held, mapping = net.weight, None
+    if "turned" in how:
+        mapping = {"weight": mfload.rule("weight", transpose=(1, 0)), "bias": "bias"}
+    stored = values | ({"weight": values["weight"].T.copy()} if mapping else {})
+    samples.save(tmp_path / "x.safetensors", stored)
+    once = mfload.Options(exchange="once")
+    mfload.load_into(net, tmp_path / "x.safetensors", mapping=mapping, options=once)
+    assert net.weight is held
+    assert net.weight.is_dist()
+    assert net.weight.placements == [dist.Shard(0), dist.Shard(1)]
+    assert same(net.weight._local_value(), values["weight"])
+    assert same(net.bias, values["bias"])
+    assert net.weight.stop_gradient is False
+    part = One([1])
+    part.weight = dist.shard_tensor(paddle.ones([5, 4]), mesh, [dist.Partial(), dist.Replicate()])
+    with pytest.raises(errors.MappingError, match="does not say where values lie"):
+        mfload.load_into(part, tmp_path / "x.safetensors", mapping=mapping, strict=False)
 
 
 @pytest.mark.parametrize("argument", ["mesh", "shardings", "logical_axis_rules"])
@@ -353,6 +372,6 @@ def test_what_is_for_jax_is_refused(stored: Any, argument: str) -> None:
         mfload.load_into(Net(), stored[0], **{argument: [1]})
 
 
-def test_an_exchange_is_refused(stored: Any) -> None:
-    with pytest.raises(errors.UsageError, match="exchange='once'"):
+def test_an_exchange_of_one_process_is_refused(stored: Any) -> None:
+    with pytest.raises(errors.UsageError, match="exchange='once' needs other processes"):
         mfload.load_into(Net(), stored[0], options=mfload.Options(exchange="once"))

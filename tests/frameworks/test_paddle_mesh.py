@@ -49,7 +49,7 @@ class TestPaddle(mesh_backend.Conformance):
 
 
 def shares(shape: tuple[int, ...], mesh: Any, spec: Any, dtype: str = "F32") -> list[Box]:
-    sharding = paddle_backend._sharding("w", shape, dtypes.TABLE[dtype], mesh, spec)
+    sharding = paddle_backend._sharding(mesh, "w", shape, dtypes.TABLE[dtype], spec)
     return [share.box for share in paddle_backend.PaddleBackend().shares(sharding, shape)]
 
 
@@ -179,7 +179,7 @@ def bytes_of(tensor: Any) -> bytes:
 
 def test_meshes_and_groups_that_do_not_fit(tmp_path: Path) -> None:
     path = samples.save(tmp_path / "m.safetensors", {"w": np.zeros((8, 8), np.float32)})
-    with pytest.raises(errors.UsageError, match="must be all that are joined"):
+    with pytest.raises(errors.UsageError, match="are not joined"):
         mfload.load(path, "paddle", mesh=ProcessMesh([0, 1]), shardings=[("w", [Shard(0)])])
     with pytest.raises(errors.UsageError, match="takes no part"):
         mfload.load(path, "paddle", mesh=ProcessMesh([1, 2]), shardings=[("w", [Shard(0)])])

@@ -185,8 +185,8 @@ def test_what_becomes_bytes_is_cut_between_blocks(tmp_path: Path) -> None:
     ("spec", "words"),
     [
         (["x", WHOLE], "dim 0 of 5 does not divide into 4 shards"),
-        ([WHOLE, "no"], "'no' is no dim of the mesh"),
-        ([dtensor.MATCH, WHOLE], "'match' is no dim of the mesh"),
+        ([WHOLE, "no"], "'no' is not a dim of the mesh"),
+        ([dtensor.MATCH, WHOLE], "'match' is not a dim of the mesh"),
         (["y", "y"], "'y' cuts two dims"),
         (["x"], "1 specs for a tensor of 2 dims"),
         ([], "0 specs for a tensor of 2 dims"),

@@ -283,9 +283,20 @@ def test_what_is_copied_waits_within_the_overhead(tmp_path: Path) -> None:
         assert buffers.peak_bytes() + arrays <= limit
         assert all(torch.equal(net[name], each) for name, each in expected.items())
         assert report.read_bytes == 4 * nbytes
+
+
+def test_the_overhead_that_an_error_names_is_enough(tmp_path: Path) -> None:
+    state = {"w": torch.rand(64, 8192)}
+    safetensors.torch.save_file(state, tmp_path / "wide.safetensors")
+    net = torch.nn.ParameterDict({"w": torch.zeros(8192, 64).T})
     small = mfload.Options(max_host_overhead=60_000, threads=1)
-    with pytest.raises(errors.MemoryLimitError, match="bytes or more"):
-        mfload.load_into(net, tmp_path / "large.safetensors", options=small)
+    with pytest.raises(errors.MemoryLimitError, match="bytes or more") as raised:
+        mfload.load_into(net, tmp_path / "wide.safetensors", options=small)
+    enough = int(str(raised.value.expected).split()[0])
+    del raised
+    options = mfload.Options(max_host_overhead=enough, threads=1)
+    mfload.load_into(net, tmp_path / "wide.safetensors", options=options)
+    assert torch.equal(net["w"], state["w"])
 
 
 def test_in_place_takes_no_second_copy(tmp_path: Path) -> None:
@@ -498,6 +509,14 @@ def test_what_can_not_be_filled_is_named(tmp_path: Path) -> None:
     wide.weight = torch.nn.Parameter(torch.zeros(1, 4).expand(4, 4))
     with pytest.raises(errors.MappingError, match="an expanded tensor"):
         mfload.load_into(wide, path)
+    for shape, strides in (((4, 4), (2, 1)), ((4, 4), (1, 1)), ((4, 4), (1, 3))):
+        wide.weight = torch.nn.Parameter(torch.zeros(40).as_strided(shape, strides))
+        with pytest.raises(errors.MappingError, match="several items share their memory") as raised:
+            mfload.load_into(wide, path)
+        assert f"(strides {list(strides)})" in str(raised.value)
+        assert not wide.weight.any()
+    with pytest.raises(errors.UsageError, match="exchange='once' needs other processes"):
+        mfload.load_into(lazy, path, options=mfload.Options(exchange="once"))
     freed = torch.nn.Linear(4, 4)
     freed.weight.untyped_storage().resize_(0)
     with pytest.raises(errors.MappingError, match="memory was given back"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,31 +86,49 @@ def _path(opened: Opened) -> Any:
     return opened.tensors["w"].part._file
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (3, 4)])
-def test_a_ranks_part_reads_no_more_than_the_plan_says(
-    opened: Opened, rank: int, ranks: int
+# Short rows, of which columns are read with what lies between; long ones, of which they are read
+# apart; experts.
+SPLIT = {"short": (64, 96), "long": (8, 1 << 18), "experts": (4, 8, 1 << 16)}
+WAYS: dict[str, Callable[[Any, int, int, int], Any]] = {
+    "narrow": lambda x, dim, n, of: x.narrow(dim, n * (x.shape[dim] // of), x.shape[dim] // of),
+    "chunk": lambda x, dim, n, of: x.chunk(of, dim)[n],
+    "split": lambda x, dim, n, of: x.split(x.shape[dim] // of, dim=dim)[n],
+    "tensor_split": lambda x, dim, n, of: torch.tensor_split(x, of, dim)[n],
+    "index": lambda x, dim, n, of: x[_stretch(x, dim, n, of)],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_rank_reads_its_part_and_what_the_plan_names(
+    tmp_path: Path, name: str, ranks: int
 ) -> None:
-    lazy, like = opened.tensors["w"], MODEL["w"]
-    mine = like.numel() * 2 // ranks
-    ways: list[Callable[[Any, int], Any]] = [
-        lambda x, dim: x.narrow(dim, rank * (x.shape[dim] // ranks), x.shape[dim] // ranks),
-        lambda x, dim: x.chunk(ranks, dim)[rank],
-        lambda x, dim: x.split(x.shape[dim] // ranks, dim=dim)[rank],
-        lambda x, dim: torch.tensor_split(x, ranks, dim)[rank],
-        lambda x, dim: x[_stretch(x, dim, rank, ranks)],
-    ]
-    how: dict[str, Any] = {"names": ["w"], "shard": (rank, ranks)}
-    over = mfload.plan(_path(opened), "torch", shardings=[("w", 1)], **how).over_read_bytes
-    for way in ways:
-        part, nbytes, unknown = opened.read_by(lambda way=way: way(lazy, 0))
-        assert (nbytes, unknown, type(part)) == (0, 0, LazyTensor)
-        read, nbytes, unknown = opened.read_by(part.clone)
-        assert torch.equal(read, way(like, 0))
-        assert (nbytes, unknown) == (mine, 0)
-        read, nbytes, unknown = opened.read_by(lambda way=way: way(lazy, 1).clone())
-        assert torch.equal(read, way(like, 1))
-        assert unknown == 0
-        assert mine <= nbytes <= mine + over
+    """Of dim 0 exactly its share of the bytes; elsewhere, the over-read of the plan beside that."""
+    numbers = torch.arange(np.prod(SPLIT[name])).to(torch.int16)
+    like = numbers.reshape(SPLIT[name]).view(torch.bfloat16)
+    path = tmp_path / "w.safetensors"
+    save_file({"first": torch.zeros(3), "w": like}, path)
+    opened = Opened(path)
+    lazy, mine = opened.tensors["w"], like.numel() * 2 // ranks
+    over_reads = set()
+    for dim in range(like.ndim):
+        for rank in range(ranks):
+            how: dict[str, Any] = {"names": ["w"], "shard": (rank, ranks)}
+            over = mfload.plan(path, "torch", shardings=[("w", dim)], **how).over_read_bytes
+            over_reads.add(over)
+            for way in WAYS.values():
+                given = dim, rank, ranks
+                part, nbytes, unknown = opened.read_by(lambda w=way, g=given: w(lazy, *g))
+                assert (nbytes, unknown, type(part)) == (0, 0, LazyTensor)
+                target = torch.empty(part.shape, dtype=part.dtype)
+                _, nbytes, unknown = opened.read_by(lambda p=part, t=target: t.copy_(p))
+                assert _same(target, way(like, *given))
+                assert unknown == 0
+                assert mine <= nbytes <= mine + over
+                assert dim or nbytes == mine
+    # So that both kinds were among them.
+    assert 0 in over_reads
+    assert name != "short" or max(over_reads) > 0
 
 
 def _stretch(x: Any, dim: int, rank: int, ranks: int) -> Any:
@@ -257,7 +277,8 @@ class _NoArrays:
 
     def __enter__(self) -> None:
         def refuse(views: Any) -> Any:
-            raise AssertionError("it was not read in place")
+            assert not views, "it was not read in place"
+            return []
 
         self._adapter.wrap = refuse
 
@@ -288,6 +309,19 @@ def test_copies_to_other_layouts_and_dtypes(opened: Opened) -> None:
     assert torch.zeros(()).copy_(opened.tensors["scalar"]) == 3.5
 
 
+def test_copies_to_the_meta_device_read_nothing(opened: Opened) -> None:
+    target = torch.empty(32, 96, device="meta")
+    lazy = opened.tensors["w"].narrow(0, 32, 32)
+    made, *read = opened.read_by(lambda: target.copy_(lazy))
+    assert made is target
+    assert read == [0, 0]
+    made, *read = opened.read_by(lambda: target.copy_(other=lazy, non_blocking=True))
+    assert made is target
+    assert read == [0, 0]
+    with pytest.raises(RuntimeError, match="must match"):
+        target.copy_(opened.tensors["w"])
+
+
 def test_a_read_that_fails_names_file_and_tensor(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file({"w": MODEL["w"]}, path)
@@ -298,6 +332,85 @@ def test_a_read_that_fails_names_file_and_tensor(tmp_path: Path) -> None:
         with pytest.raises(errors.SourceError) as info:
             act(opened.tensors["w"])
         assert (info.value.file, info.value.tensor) == (str(path), "w")
+
+
+def _removed(path: Path, _: Any) -> None:
+    os.replace(path.with_name("other.safetensors"), path)
+
+
+def _truncated(path: Path, _: Any) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _touched(path: Path, _: Any) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def _fails(
+    path: Path, patch: pytest.MonkeyPatch, after: Callable[[], object] | None = None
+) -> None:
+    """The second read fails, or comes after something else."""
+    true, reads = os.preadv, []
+
+    def read(*given: Any) -> int:
+        reads.append(given)
+        if len(reads) > 1 and after is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        done = true(given[0], [given[1][0][: 16 << 10]], *given[2:])  # A short one.
+        if after is not None:
+            after()
+        return done
+
+    patch.setattr(os, "preadv", read)
+
+
+def _changed_meanwhile(path: Path, patch: pytest.MonkeyPatch) -> None:
+    _fails(path, patch, lambda: _touched(path, None))
+
+
+FAULTS: list[tuple[Callable[[Path, Any], None], type[errors.MfloadError]]] = [
+    (_removed, errors.SourceChangedError), (_truncated, errors.SourceError),
+    (_touched, errors.SourceChangedError), (_fails, errors.ReadError),
+    (_changed_meanwhile, errors.SourceChangedError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "error"), FAULTS)
+@pytest.mark.parametrize("name", ["w", "large"])
+def test_a_file_that_fails_or_changes_before_its_tensors_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, error: Any, name: str
+) -> None:
+    """The error names both, and says that a target that was read into may hold new values."""
+    model = {"w": torch.ones(128, 128), "large": torch.ones(1024, 1024)}
+    path = tmp_path / "model.safetensors"
+    save_file(model, path)
+    save_file({"w": torch.zeros(128, 128), "other": torch.ones(9)}, tmp_path / "other.safetensors")
+    target = torch.zeros(model[name].shape)
+    version, turned = target._version, torch.zeros(model[name].shape).t()
+    acts: dict[str, Callable[[Any], Any]] = {
+        "in place": lambda x: target.copy_(x),
+        "part in place": lambda x: target[3:].copy_(x[3:]),
+        "copied": lambda x: turned.copy_(x),
+        "to": lambda x: x.to(torch.float64),
+        "clone": lambda x: x.clone(),
+        "add": lambda x: x + 1,
+    }
+    lazy = Opened(path, options=mfload.Options(engine="pread")).tensors[name]
+    fault(path, monkeypatch)
+    for way, act in acts.items():
+        if fault in (_fails, _changed_meanwhile):
+            monkeypatch.undo()
+            save_file(model, path)
+            lazy = Opened(path, options=mfload.Options(engine="pread")).tensors[name]
+            fault(path, monkeypatch)
+        with pytest.raises(error) as info:
+            act(lazy)
+        assert info.value.file == str(path)
+        assert info.value.tensor in (name, None if error is errors.SourceChangedError else name)
+        notes = " ".join(getattr(info.value, "__notes__", ()))
+        assert ("may hold some of the new values" in notes) == ("in place" in way), way
+    assert target._version == version + 2
+    assert not turned.any()  # It was not reached.
 
 
 def test_changes_are_refused(opened: Opened) -> None:

@@ -6,6 +6,7 @@ The process groups are fake ones of many ranks, which never exchange anything.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Generator
 from pathlib import Path
@@ -243,6 +244,22 @@ def test_a_mesh_of_a_process_group_that_was_destroyed(path: Path) -> None:
         mesh_load.together(backend, (0, 1), Deadline(5)),
     ):
         pass
+
+
+@pytest.mark.parametrize("exchange", ["never", "once"])
+def test_a_mesh_of_an_older_and_larger_group(
+    path: Path, exchange: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other processes are not there to be waited for."""
+    monkeypatch.undo()
+    mesh = mesh_of((2,))
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    options, start = mfload.Options(exchange=exchange), time.monotonic()
+    with pytest.raises(errors.UsageError, match=r"are not joined.* group has, 1\b.*processes 0, 1"):
+        mfload.load(path, "torch", mesh=mesh, shardings=[Shard(0)], options=options)
+    assert time.monotonic() - start < 2
 
 
 def test_a_default_device_without_memory_does_not_matter(path: Path) -> None:

@@ -113,11 +113,18 @@ def test_any_strides_and_alignment(source: str, target: str) -> None:
 def test_a_converter_is_used_where_it_agrees() -> None:
     """What a framework makes of NaN and of numbers out of range does not count."""
     called: list[int] = []
+    hidden: list[int] = []
 
     def saturating(source: Any, target: Any) -> None:
         called.append(source.size)
         most = np.float32(448)
-        target[...] = as_type(np.clip(np.nan_to_num(source), -most, most), target.dtype)
+        numbers = np.clip(np.nan_to_num(source, nan=448), -most, most)
+        target[...] = as_type(numbers, target.dtype)
+
+    def hiding(source: Any, target: Any) -> None:
+        hidden.append(source.size)
+        numbers = np.where(np.abs(source) <= 448, source, np.float32(0))
+        target[...] = as_type(numbers, target.dtype)
 
     def truncating(source: Any, target: Any) -> None:
         cut = (source.view(np.uint32) & np.uint32(0xFFF0_0000)).view(np.float32)
@@ -130,11 +137,11 @@ def test_a_converter_is_used_where_it_agrees() -> None:
     numbers = np.random.default_rng(3).standard_normal(600_000).astype(np.float32)
     numbers[[5, 300_000]] = np.nan, 1e9
     made = np.empty(numbers.shape, target)
-    for each in unable, truncating, saturating:
+    for each in unable, truncating, hiding, saturating:
         made[...] = 0
         convert.convert(numbers, made, converter=each)
         same_bits(made, as_type(numbers, target))
-    assert sum(called) > numbers.size
+    assert sum(called) > numbers.size > sum(hidden)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 128.0, -129.0, -1e9])

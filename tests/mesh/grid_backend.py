@@ -16,7 +16,8 @@ from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Box
 from mfload.load_options import LoadOptions
-from mfload.mesh.base import Link, Share, Store, Whole
+from mfload.mesh.base import Share, Store, Whole
+from mfload.mesh.link import Link
 from mfload.planning.request import Request
 from mfload.planning.selection import Rules
 from mfload.runtime import Deadline
@@ -62,26 +63,18 @@ class GridAdapter(NumpyAdapter):
         return [Lent((each.array,), each.memory) for each in super().lend(requests)]
 
 
-class Echo:
+class Echo(Link):
     """The link of a process that is alone."""
 
-    broken = False
-
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, deadline: Deadline) -> None:
+        super().__init__("grid", deadline)
         self._width = width
 
     def buffer(self) -> Any:
         return np.zeros((1, self._width), np.uint8)
 
-    def start(self, rows: Any) -> None:
-        self._came = rows.copy()
-
-    def finish(self, check: Any) -> tuple[Any, None]:
-        check()
-        return self._came, None
-
-    def close(self) -> None:
-        pass
+    def exchange(self, rows: Any) -> Any:
+        return rows.copy()
 
 
 class GridBackend:
@@ -150,7 +143,7 @@ class GridBackend:
         return None
 
     def link(self, ranks: Sequence[int], width: int, deadline: Deadline) -> Link:
-        return Echo(width)
+        return Echo(width, deadline)
 
 
 def boxes(array: Grid) -> list[tuple[Box, Any]]:

@@ -54,7 +54,7 @@ class MemoryStore:
 
 
 class MemoryLink:
-    """See `base.Link`: threads swap rows at a barrier.
+    """See `link.Link`: threads swap rows at a barrier.
 
     Args:
         rank: Of this process.
@@ -67,6 +67,9 @@ class MemoryLink:
         self.ranks = tuple(sorted(ranks))
         self.broken = False
         self._rank, self._width, self._shared = rank, width, shared
+
+    device = None
+    room, view, copy = Link.room, Link.view, Link.copy
 
     def buffer(self) -> Any:
         return np.zeros((len(self.ranks), self._width), np.uint8)
@@ -135,6 +138,9 @@ class Backend:
     def __init__(self, rank: int, store: MemoryStore | None, swaps: Swaps | None = None) -> None:
         self.rank = rank
         self._store, self._swaps = store, swaps
+
+    def group(self) -> tuple[int, int]:
+        return self.rank, 1000
 
     def store(self) -> MemoryStore | None:
         return self._store

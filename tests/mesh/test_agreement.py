@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import random
@@ -208,6 +209,67 @@ def test_a_late_process_and_the_one_that_gave_up_hear_of_it() -> None:
         enter(1, made[1], 2)
     acts = [lambda rank=rank: enter(rank, made[rank], 2) for rank in (0, 1)]
     assert stores.all_at_once(acts) == ["well", "well"]
+
+
+def test_who_does_not_arrive_is_named_before_any_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank of shard= that does not ask for the exchange; one that came may take its time."""
+    monkeypatch.setattr(stores.Backend, "arrival", 0.1, raising=False)
+    memory = stores.Memory()
+    made = [stores.MemoryStore(memory) for _ in range(3)]
+    came = [lambda rank=rank: enter(rank, made[rank], 3) for rank in (0, 2)]
+    for each in stores.all_at_once(came):
+        assert isinstance(each, errors.ProcessError), each
+        for text in ("gave up", "must load with exchange='once'", "process 1 did not"):
+            assert text in str(each)
+    with pytest.raises(errors.ProcessError, match="gave up"):
+        enter(1, made[1], 3)
+    slow = [lambda step: None, lambda step: time.sleep(0.3)]
+    acts = [lambda n=n: enter(n, made[n], 2, act=slow[n], steps=2) for n in (0, 1)]
+    assert stores.all_at_once(acts) == ["well", "well"]
+
+
+@pytest.mark.parametrize("seconds", [(60, 60), (60, None)])
+def test_a_given_timeout_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float | None]
+) -> None:
+    monkeypatch.setattr(stores.Backend, "arrival", 0.1, raising=False)
+    memory = stores.Memory()
+    made = [stores.MemoryStore(memory) for _ in range(2)]
+
+    def process(rank: int) -> str:
+        time.sleep(0.3 * rank)
+        return enter(rank, made[rank], 2, seconds=seconds[rank])
+
+    acts = [lambda rank=rank: process(rank) for rank in (0, 1)]
+    assert stores.all_at_once(acts) == ["well", "well"]
+
+
+@pytest.mark.parametrize("arrival", [60.0, math.inf])
+def test_a_load_that_is_left_out_waits_for_no_store(
+    monkeypatch: pytest.MonkeyPatch, arrival: float
+) -> None:
+    """A stream says so when the collector takes it, maybe while another thread uses the store."""
+    monkeypatch.setattr(stores.Backend, "arrival", arrival, raising=False)
+    memory = stores.Memory()
+    made = [stores.MemoryStore(memory) for _ in range(2)]
+    with memory.lock:
+        backend: Any = stores.Backend(0, made[0])
+        agree.fail_next(backend, (0, 1), errors.ReadError("left"))
+    with pytest.raises(errors.ProcessError, match=r"process 0 failed.*left"):
+        enter(1, made[1], 2)
+    acts = [lambda rank=rank: enter(rank, made[rank], 2) for rank in (0, 1)]
+    assert stores.all_at_once(acts) == ["well", "well"]
+    assert {f"mfload/alive/{rank}" for rank in (0, 1)} < memory.texts.keys()
+
+
+def test_a_mesh_that_has_more_processes_than_are_joined() -> None:
+    backend: Any = stores.Backend(0, stores.MemoryStore(stores.Memory()))
+    backend.group = lambda: (0, 2)
+    with (
+        pytest.raises(errors.UsageError, match="not joined"),
+        agree.joined(backend, [0, 2], Deadline(None)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("identity", ["its identity", "ended"])

@@ -121,17 +121,6 @@ def test_what_is_scaled_or_large_is_compiled(
     assert all((np.asarray(made[name]) == array).all() for name, array in target.items())
 
 
-def test_batches_keep_within_a_limit() -> None:
-    kinds = [
-        small_leaves.Kind((), None, None, (), None, (), [], False, n % 7, 0) for n in range(100)
-    ]
-    found = list(small_leaves.batches(enumerate(kinds), 12))
-    assert [number for batch in found for number in batch] == list(range(100))
-    assert all(sum(each.nbytes for each in batch.values()) <= 12 for batch in found)
-    alone = list(small_leaves.batches([(0, kinds[6]), (1, kinds[6])], 3))
-    assert list(map(list, alone)) == [[0], [1]]
-
-
 @pytest.mark.parametrize("allocator", ["auto", "framework"])
 def test_leaves_that_one_device_holds_whole(tmp_path: Path, allocator: Any) -> None:
     """Many enough for columns; one tensor for several leaves is several arrays all the same."""

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     import paddle.distributed as dist
 from paddle.distributed import ProcessMesh, Replicate, Shard
 
+HOWS = ["held:0", "held:1", "held:whole", "lazy:0", "lazy:1", "lazy:whole", "turned:0", "turned:1"]
 SPECS: dict[str, Any] = {
     "rows": [Shard(0)],
     "columns": [Shard(-1)],
@@ -99,6 +100,98 @@ def values(here: World, name: str, exchange: str) -> dict[str, Any]:
         same(array, plain[key], paddles(plain[key], here.mesh, placements))
     fields = ("read_bytes", "exchanged_bytes", "over_read_bytes", "notes")
     return {each: getattr(report, each) for each in fields} | {"counted": here.read}
+
+
+def dtypes(here: World, name: str, exchange: str) -> dict[str, Any]:
+    """Every dtype, bit for bit."""
+    report = mfload.Report()
+    path = here.directory / "dtypes.safetensors"
+    arrays = here.load(SPECS[name], path, exchange=exchange, report=report)
+    kinds: dict[str, str] = {}
+    for key, (kind, _, raw) in world.every_dtype().items():
+        kinds[kind] = str(arrays[key].dtype)
+        like = np.split(raw, here.count, SPECS[name][0].get_dim())[here.rank]
+        assert _bytes(arrays[key]._local_value()) == like.tobytes(), key
+    return {"exchanged": report.exchanged_bytes, "kinds": kinds}
+
+
+def network() -> Any:
+    """Layers, a head that is tied to the embedding, and a buffer."""
+    net = paddle.nn.Layer()
+    net.embed = paddle.nn.Embedding(36, 500)
+    net.up, net.down = paddle.nn.Linear(500, 72), paddle.nn.Linear(72, 500, bias_attr=False)
+    net.head = paddle.nn.Linear(500, 36, bias_attr=False)
+    net.head.weight = net.embed.weight
+    net.one = paddle.nn.Linear(500, 1)
+    net.register_buffer("steps", paddle.arange(3))
+    return net
+
+
+ROWS = {"embed.weight": (36, 500), "up.weight": (500, 72), "up.bias": (72,), "steps": (3,),
+        "down.weight": (72, 500), "one.weight": (500, 1), "one.bias": (1,)}  # fmt: skip
+
+
+def stored(turned: bool) -> dict[str, Any]:
+    """What each of its tensors is to hold; some of them are stored the other way."""
+    held = {
+        name: samples.numbers(shape, np.int64 if name == "steps" else np.float32, len(name))
+        for name, shape in ROWS.items()
+    }
+    return {n: a.T.copy() if turned and "down" in n else a for n, a in held.items()}
+
+
+def sharded(here: World, dim: int) -> Any:
+    """The network with each parameter cut along a dim that it has, where Paddle can."""
+    net, cut = network(), dict[int, Any]()
+    for layer in [net, *net.sublayers()]:
+        for name, each in list(layer.named_parameters(include_sublayers=False)):
+            axis = min(dim, len(each.shape) - 1)
+            placement = Replicate() if name == "bias" and dim else Shard(axis)
+            if id(each) not in cut:
+                cut[id(each)] = dist.shard_tensor(each, here.mesh, [placement])
+            setattr(layer, name, cut[id(each)])
+    return net
+
+
+def into(here: World, how: str, dim: str, exchange: str) -> dict[str, Any]:
+    """Fills a sharded layer, against what `shard_tensor` makes of the whole values."""
+    report, turned = mfload.Report(), "turned" in how
+    with paddle.LazyGuard() if "lazy" in how else contextlib.nullcontext():
+        net = sharded(here, int(dim)) if dim != "whole" else network()
+    held, mapping = dict(net.state_dict()), None
+    if turned:
+        mapping = {r"(down.*)": mfload.rule(r"\1", transpose=(1, 0)), "(?!down)(.*)": r"\1"}
+    path = here.directory / f"net.{turned}.safetensors"
+    given = as_options({"timeout": 20, "exchange": exchange, "engine": "pread"})
+    with here.counted():
+        mfload.load_into(net, path, mapping=mapping, report=report, **given)
+    assert all(each is held[name] for name, each in net.state_dict().items())
+    for name, whole in stored(turned=False).items():
+        tensor = held[name]
+        if tensor.is_dist():
+            like = dist.shard_tensor(paddle.to_tensor(whole), here.mesh, tensor.placements)
+            assert (tensor.shape, tensor._local_value().shape) == (
+                list(whole.shape),
+                like._local_value().shape,
+            )
+            assert tensor.stop_gradient is False
+            assert _bytes(tensor._local_value()) == _bytes(like._local_value()), name
+        else:
+            assert tensor.numpy().tobytes() == whole.tobytes(), name
+    return {"counted": here.read, "read": report.read_bytes, "over": report.over_read_bytes,
+            "exchanged": report.exchanged_bytes}  # fmt: skip
+
+
+def into_disk(here: World, exchange: str) -> dict[str, Any]:
+    """The disk fails on one process: all raise, and say what may be half filled."""
+    net = sharded(here, 0)
+    try:
+        with here.failing(0, io_error):
+            given = as_options({"timeout": 20, "exchange": exchange, "engine": "pread"})
+            mfload.load_into(net, here.directory / "net.False.safetensors", **given)
+    except errors.MfloadError as error:
+        return {"error": type(error).__name__, "notes": getattr(error, "__notes__", [])}
+    return {}
 
 
 def drawn(here: World, seed: str) -> dict[str, Any]:

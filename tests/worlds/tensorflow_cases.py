@@ -75,6 +75,20 @@ def values(here: World, name: str, exchange: str) -> dict[str, Any]:
     return {each: getattr(report, each) for each in fields} | {"counted": here.read}
 
 
+def dtypes(here: World, name: str, exchange: str) -> dict[str, Any]:
+    """Every dtype, bit for bit."""
+    report = mfload.Report()
+    path = here.directory / "dtypes.safetensors"
+    arrays = here.load(SPECS[name], path, exchange=exchange, report=report)
+    kinds: dict[str, str] = {}
+    for key, (kind, _, raw) in world.every_dtype().items():
+        kinds[kind] = arrays[key].dtype.name
+        for n, part in zip(here.mesh.local_device_ids(), dtensor.unpack(arrays[key]), strict=True):
+            like = np.split(raw, here.mesh.size, SPECS[name].index("p"))[n]
+            assert np.asarray(part.numpy()).tobytes() == like.tobytes(), key
+    return {"exchanged": report.exchanged_bytes, "kinds": kinds}
+
+
 def usable(here: World) -> None:
     """TensorFlow computes with what was loaded, over all clients."""
     arrays = here.load(SPECS["columns"])

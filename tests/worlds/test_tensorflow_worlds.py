@@ -9,7 +9,7 @@ import launching
 import numpy as np
 import pytest
 import samples
-from world import model
+from world import every_dtype, model
 
 SCRIPT = Path(__file__).with_name("tensorflow_cases.py")
 
@@ -32,14 +32,24 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
     samples.save(tmp_path / "five.safetensors", {"w": whole})
     specs = ("rows", "columns", "replicated")
     names = [f"values:{spec}:{how}" for spec in specs for how in ("never", "once", "auto")]
-    names += ["usable", "shards:never", "shards:once"]
+    samples.save_raw(
+        tmp_path / "dtypes.safetensors",
+        [(key, kind, shape, raw.tobytes()) for key, (kind, shape, raw) in every_dtype().items()],
+    )
+    dtypes = [f"dtypes:{spec}:once" for spec in ("rows", "columns")]
+    names += [*dtypes, "usable", "shards:never", "shards:once"]
     ended = launch(tmp_path, names, count=count, seconds=240)
     for each in ended:
         assert each.code == 0, each.log
         for name in names:
             assert each.said[name]["error"] is None, each.said[name]
             assert each.said[name]["live"] == 0, name
-    for name in names[:-3]:
+        for name in dtypes:
+            assert each.said[name]["exchanged"] > 0 or count == 1 or "rows" in name
+            kinds = each.said[name]["kinds"]
+            assert kinds["F8_E4M3"] == "float8_e4m3fn"
+            assert (kinds["C64"], kinds["BF16"], kinds["BOOL"]) == ("complex64", "bfloat16", "bool")
+    for name in names[:9]:
         lines = [each.said[name] for each in ended]
         for line in lines:
             assert line["counted"] == line["read_bytes"], name

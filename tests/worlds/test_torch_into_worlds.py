@@ -72,7 +72,7 @@ def cases_state(directory: Path) -> dict[str, Any]:
 def test_what_fails_in_one_fails_in_all(tmp_path: Path) -> None:
     files(tmp_path)
     disks = [f"disk:{where}:{how}" for where in ("held", "meta") for how in ("never", "once")]
-    names = ["refused", "other", *disks, "values:fsdp:meta:once"]
+    names = ["refused", "other", "some_ask", *disks, "values:fsdp:meta:once"]
     ended = launching.launch(tmp_path, names, count=2, seconds=120, script=SCRIPT)
     for each in ended:
         assert each.code == 0, each.log
@@ -81,7 +81,11 @@ def test_what_fails_in_one_fails_in_all(tmp_path: Path) -> None:
         assert each.said["refused"]["error"] == "MappingError"
         assert "weight: Partial(sum)" in text or "Partial" in text
         assert text.count("misfit: ") == 2
-    expected = {"other": ("ProcessError", "MappingError")}
+    assert "process 1 did not come within 1 s" in ended[0].said["some_ask"]["text"]
+    expected = {
+        "other": ("ProcessError", "MappingError"),
+        "some_ask": ("ProcessError", "ProcessError"),
+    }
     expected |= dict.fromkeys(disks, ("ProcessError", "ReadError"))
     for case, kinds in expected.items():
         found = [each.said[case] for each in ended]

@@ -60,6 +60,7 @@ FAILURES = [
     ("disk:once:1000000", "ProcessError", "ReadError"),
     ("full", "ProcessError", "MemoryLimitError"),
     ("alone", "LoadTimeoutError", "ProcessError"),
+    ("some_ask", "ProcessError", "ProcessError"),
     ("interrupted", "ProcessError", "KeyboardInterrupt"),
     *((f"wrong:{what}", "ProcessError", None) for what in torch_cases.WRONG),
     *((f"wrong_shard:{what}", "ProcessError", None) for what in torch_cases.WRONG_SHARD),
@@ -72,6 +73,7 @@ WORDS = {
     "other_exchange": ("once", "never"),
     "disk:once:1000000": ("process 1", "ReadError", "Input/output"),
     "wrong:placement": ("process 1", "does not say where values lie"),
+    "some_ask": ("process 1 did not come within 1 s", "must load with exchange='once'"),
     "wrong_shard:rank": ("process 1", "same rank and size"),
     "wrong_shard:float": ("process 1", "shard is invalid"),
 }
@@ -129,7 +131,8 @@ def test_shared_streams(tmp_path: Path, count: int) -> None:
     if count > 1:
         names += ["stream_orders", "stream_disk:once", "stream_disk:never"]
         names += [f"stream_leaves:{how}" for how in ("once:break", "never:break", "once:raise")]
-        names += ["stream_leaves:never:unbegun", "values:rows:once"]
+        names += ["stream_leaves:never:unbegun", "stream_collected:once"]
+        names += ["stream_collected:never", "values:rows:once"]
     last = ["stream_killed"] if count > 1 else []
     ended = launching.launch(tmp_path, names + last, count=count, seconds=180, script=SCRIPT)
     for rank, each in enumerate(ended):
@@ -145,7 +148,7 @@ def test_shared_streams(tmp_path: Path, count: int) -> None:
             expected = ["ProcessError"] * count
         elif name.startswith("stream_disk"):
             expected = ["ReadError" if rank == 1 else "ProcessError" for rank in range(count)]
-        elif name.startswith("stream_leaves"):
+        elif name.startswith(("stream_leaves", "stream_collected")):
             expected = ["ProcessError"] * count
             expected[1] = "KeyError" if "raise" in name else None
             others = [line["text"] for line in lines if line["error"] == "ProcessError"]

@@ -6,6 +6,7 @@ python torch_cases.py RANK COUNT PORT DIRECTORY CASE…
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import sys
@@ -31,7 +32,7 @@ from mfload import errors
 from mfload.dtypes import TABLE
 from mfload.frameworks import private_api
 from mfload.loading import allocate
-from mfload.mesh import torch_backend
+from mfload.mesh import shard, torch_backend
 
 SPECS: dict[str, Any] = {
     "rows": [Shard(0)],
@@ -151,6 +152,32 @@ def stream_leaves(here: World, exchange: str, how: str) -> None:
             break
         if here.rank == 1 and how == "raise":
             raise KeyError(name)
+
+
+def stream_collected(here: World, exchange: str) -> None:
+    """The collector drops the stream of process 1, where the store is slow: it does not wait."""
+    gc.collect()
+    gc.freeze()  # What was there takes a collector of a busy machine longer than the store.
+    rows = here.stream([Shard(0)], options=_in_batches(exchange))
+    next(rows)
+    if here.rank != 1:
+        dict(rows)
+    true = torch_backend.TorchStore.first
+
+    def slow(*given: Any) -> str:
+        time.sleep(0.7)
+        return true(*given)
+
+    cycle: list[Any] = [rows]
+    cycle.append(cycle)
+    del rows
+    with mock.patch.object(torch_backend.TorchStore, "first", slow):
+        start = time.monotonic()
+        del cycle
+        gc.collect()
+        assert time.monotonic() - start < 0.5
+        gc.unfreeze()
+        time.sleep(1)
 
 
 def stream_disk(here: World, exchange: str) -> None:
@@ -468,6 +495,22 @@ def wrong_shard(here: World, what: str) -> None:
     mfload.load(here.model, **(right | (WRONG_SHARD[what] if here.rank == 1 else {})))
 
 
+def some_ask(here: World) -> None:
+    """A rank that does not ask for the exchange reads alone; the others wait no full timeout."""
+    given: dict[str, Any] = {"shardings": [("^t", 0)], "shard": (here.rank, here.count)}
+    once = mfload.Options(exchange="once")
+    gave_up = here.directory / "some_ask"
+    if here.rank:
+        mfload.load(here.model, "torch", **given)
+        while not gave_up.exists():
+            time.sleep(0.05)
+    try:
+        with mock.patch.object(shard.ShardBackend, "arrival", 1.0):
+            mfload.load(here.model, "torch", options=once, **given)
+    finally:
+        gave_up.touch()
+
+
 def alone(here: World) -> None:
     """Process 0 loads, the other does not come in time; then both go on."""
     if here.rank == 0:
@@ -538,7 +581,7 @@ def without_a_store(here: World) -> None:
 def without_gloos_group(here: World) -> None:
     """The public way to a process group."""
     with (
-        mock.patch.object(torch_backend._world(), "_groups", {}),
+        mock.patch.object(torch_backend._world(), "groups", {}),
         mock.patch.object(private_api, "_torch_group_store", side_effect=ImportError),
     ):
         here.check(here.load([Shard(1)], exchange="once"), [Shard(1)])

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -28,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from world import World, io_error
 
 import mfload
+from mfload.mesh import base
 
 WIDTH, HIDDEN = 64, 152
 
@@ -212,6 +215,20 @@ def plain(here: World) -> dict[str, Any]:
     state = safetensors.torch.load_file(path)
     assert all(torch.equal(net.state_dict()[name], each) for name, each in state.items())
     return {"read": report.read_bytes}
+
+
+def some_ask(here: World) -> None:
+    """A process that does not ask for the exchange loads alone; the others name it."""
+    path, gave_up = here.directory / "net.safetensors", here.directory / "some_ask"
+    if here.rank:
+        mfload.load_into(Net(), path)
+        while not gave_up.exists():
+            time.sleep(0.05)
+    try:
+        with mock.patch.object(base, "ARRIVAL", 1.0):
+            mfload.load_into(Net(), path, options=mfload.Options(exchange="once"))
+    finally:
+        gave_up.touch()
 
 
 def refused(here: World) -> None:

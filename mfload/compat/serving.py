@@ -1,0 +1,140 @@
+"""What the loaders for serving systems share: the weights of a model, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import fields
+from os import path as os_path
+from typing import Any
+
+import mfload
+from mfload import errors
+
+_OPTIONS = [field.name for field in fields(mfload.Options)]
+
+_SMALL = 1 << 20  # Bytes of a part that is kept.
+
+# The model that each single path of `model_loader_extra_config` was first used for.
+_models: dict[str, str] = {}
+
+
+class Weights:
+    """The weights that `model_loader_extra_config` says: `path`, and fields of `mfload.Options`.
+
+    Raises:
+        UsageError: A key or a value is invalid.
+    """
+
+    def __init__(self, given: Any) -> None:
+        if not isinstance(given, Mapping):
+            what, found = "model_loader_extra_config is invalid", type(given).__name__
+            raise errors.UsageError(what, expected="a JSON object", found=found)
+        rest = dict(given)
+        self._path = rest.pop("path", None)
+        if not isinstance(self._path, str | Mapping | None):
+            what, expected = "path is invalid", "a path or URL, or {model: path}"
+            raise errors.UsageError(what, expected=expected, found=repr(self._path))
+        if unknown := [key for key in rest if key not in _OPTIONS]:
+            raise errors.UsageError(
+                "model_loader_extra_config has a key that mfload does not know",
+                expected=", ".join(["path", *_OPTIONS]),
+                found=", ".join(map(repr, unknown)),
+            )
+        self._options = mfload.Options(**rest)
+        self._reports: list[mfload.Report] = []
+
+    @property
+    def report(self) -> mfload.Report:
+        """What this process has read so far."""
+        total = mfload.Report()
+        for each in self._reports:
+            total.add(each)
+        return total
+
+    def path(self, model: str) -> str | None:
+        """Where the weights of a model lie for mfload; None to ask the serving system.
+
+        Raises:
+            UsageError: The one `path` that was given is for another model.
+        """
+        if isinstance(self._path, Mapping):
+            given = self._path.get(model)
+        else:
+            given = self._path
+            # A draft model, or weights of another model to go on with, must not get these.
+            if given is not None and _models.setdefault(given, model) != model:
+                raise errors.UsageError(
+                    "path in model_loader_extra_config is for one model, and another is loaded",
+                    expected=f'{{"path": {{{_models[given]!r}: {given!r}, {model!r}: …}}}}',
+                    found=model,
+                )
+        if given is None and ("://" in model or os_path.isfile(model)):
+            return model
+        return given
+
+    def rows(
+        self, path: str | list[str], skip: Callable[[str], bool] | None = None
+    ) -> Generator[tuple[str, Any]]:
+        """Names and tensors of PyTorch in the order of the files, in host memory.
+
+        They are lazy: what the model's loaders copy is read when they copy it. Of
+        `exchange="once"` they are whole, and all processes of the default process group must
+        iterate alike.
+
+        Args:
+            path: What `mfload.load` takes.
+            skip: Whether a tensor is not handed out, by its name. Default: all are.
+
+        Raises:
+            MfloadError: As `mfload.stream` does.
+        """
+        self._reports.append(mfload.Report())
+        given: dict[str, Any] = {"device": "cpu", "report": self._reports[-1]}
+        once = self._options.exchange == "once"
+        if once:
+            from torch import distributed
+
+            if not distributed.is_initialized():
+                what, expected = "exchange='once' needs a process group", "torch.distributed"
+                raise errors.UsageError(what, expected=f"{expected}, or exchange='auto'")
+            given["shardings"] = _whole
+            given["shard"] = distributed.get_rank(), distributed.get_world_size()
+        # It is not closed: what loads a layer at a time keeps lazy tensors for later.
+        for name, tensor in mfload.stream(
+            path, "torch", lazy=not once, options=self._options, **given
+        ):
+            if skip is None or not skip(name):
+                if not once:
+                    tensor.part = _Kept(tensor.part, {}, ())
+                yield name, tensor
+
+
+class _Kept:
+    """A lazy part that keeps what is small: vLLM copies biases twice when it reloads."""
+
+    def __init__(self, part: Any, kept: dict[Any, Any], indices: tuple[str, ...]) -> None:
+        self._part, self._kept, self._indices = part, kept, indices
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def __getitem__(self, index: Any) -> _Kept:
+        return _Kept(self._part[index], self._kept, (*self._indices, repr(index)))
+
+    def __repr__(self) -> str:
+        return repr(self._part)
+
+    def read(self, lent: Any = None, *, unknown: bool = False) -> Any:
+        kept = self._kept.get(self._indices)
+        if lent is not None:
+            return self._part.read(lent) if kept is None else lent.array.copy_(kept)
+        if kept is None:
+            kept = self._part.read(unknown=unknown)
+            if kept.nbytes > _SMALL:
+                return kept
+            self._kept[self._indices] = kept
+        return kept.clone()  # It may be changed.
+
+
+def _whole(name: str, info: Any) -> None:
+    """The sharding of each tensor: none."""

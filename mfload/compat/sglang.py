@@ -1,0 +1,87 @@
+"""`--load-format mfload` for SGLang: its entry point, and the loader.
+
+Used of SGLang, beside its plug-ins: `DefaultModelLoader`, of which this is a subclass, with
+`_get_weights_iterator`, `_prepare_weights` and `_filter_mtp_weights`; and
+`LoadConfig._verify_load_format`, which is hooked, since it knows the formats of SGLang only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import mfload
+from mfload.compat import serving
+
+
+@functools.cache
+def loader() -> type[Any]:
+    """The class of the loader; SGLang's modules for models are imported here."""
+    from sglang.srt.configs.load_config import LoadFormat
+    from sglang.srt.model_loader import loader as loaders, weight_utils
+
+    class MfloadModelLoader(loaders.DefaultModelLoader):  # pyright: ignore[reportUntypedBaseClass]
+        """Reads what the weight loaders of the model copy, and no more, on every rank.
+
+        `model_loader_extra_config` takes `path`, where the weights lie for `mfload.load`, and the
+        fields of `mfload.Options`; `{"exchange": "once"}` has each byte read by one rank.
+
+        Raises:
+            UsageError: `model_loader_extra_config` is invalid.
+        """
+
+        def __init__(self, load_config: Any) -> None:
+            self._weights = serving.Weights(load_config.model_loader_extra_config or {})
+            # For SGLang these are safetensors files: it finds or downloads them.
+            given = {"load_format": LoadFormat.SAFETENSORS, "model_loader_extra_config": {}}
+            super().__init__(dataclasses.replace(load_config, **given))
+
+        @property
+        def report(self) -> mfload.Report:
+            """What this process has read so far."""
+            return self._weights.report
+
+        def download_model(self, model_config: Any) -> None:
+            """Downloads a model from the Hub; files elsewhere are read where they are."""
+            if self._weights.path(model_config.model_path) is None:
+                super().download_model(model_config)
+
+        def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, Any]]:
+            path: Any = self._weights.path(source.model_or_path)
+            if path is None:
+                given = source.model_or_path, source.revision, False
+                found = self._prepare_weights(*given, source.allow_patterns_overrides)
+                folder, path, _ = found
+                if source.model_config is not None:
+                    index, config = "model.safetensors.index.json", source.model_config.hf_config
+                    path = weight_utils.maybe_add_mtp_safetensors(path, folder, index, config)
+                path = sorted(path)
+            rows = self._weights.rows(path)
+            if self.load_config.draft_model_idx is not None:
+                return self._filter_mtp_weights(
+                    rows, source.prefix, self.load_config.draft_model_idx
+                )
+            return ((source.prefix + name, tensor) for name, tensor in rows)
+
+    return MfloadModelLoader
+
+
+def register() -> None:
+    """Adds the load format to the command line and to `LoadConfig`; SGLang calls it."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if "mfload" in choices.LOAD_FORMAT_CHOICES:
+        return
+    choices.add_load_format_choices(["mfload"])
+    target = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
+    HookRegistry.register(target, _verify, HookType.AROUND)
+
+
+def _verify(original: Any, config: Any) -> None:
+    # SGLang takes a class in the place of the name of a format.
+    if isinstance(config.load_format, str) and config.load_format.lower() == "mfload":
+        config.load_format = loader()
+    original(config)

@@ -1,0 +1,105 @@
+"""mfload in the place of the package safetensors, and the original back again."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy as original
+
+import mfload
+from mfload.compat import patch
+from mfload.compat.safetensors import SafetensorError, numpy, safe_open
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that has imported the original in all ways."""
+    made = ModuleType("some_library")
+    code = """
+import safetensors
+import safetensors.numpy as by_module
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file as renamed
+"""
+    exec(code, vars(made))
+    monkeypatch.setitem(sys.modules, "some_library", made)
+    return made
+
+
+def test_names_that_were_imported_before_are_mfloads_and_then_the_originals(
+    library: ModuleType,
+) -> None:
+    former = dict(vars(library))
+    with patch():
+        assert library.renamed is library.by_module.load_file is numpy.load_file
+        assert library.safe_open is library.safetensors.safe_open is safe_open
+        assert sys.modules["safetensors.numpy"] is numpy
+        assert pickle.loads(pickle.dumps(library.renamed)) is library.renamed  # For pools.
+    assert vars(library) == former
+    assert sys.modules["safetensors"] is safetensors is former["safetensors"]
+    assert sys.modules["safetensors.numpy"] is original
+    assert numpy.__spec__.name == "mfload.compat.safetensors.numpy"
+
+
+def test_what_is_imported_meanwhile_is_mfloads_and_then_the_originals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_library.py").write_text("from safetensors.numpy import load_file, save_file")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("safetensors", "safetensors.numpy"):
+        monkeypatch.delitem(sys.modules, name)
+    with patch():
+        import late_library  # pyright: ignore
+
+        assert late_library.load_file is numpy.load_file
+        assert "safetensors" in sys.modules
+    assert late_library.load_file.__module__ == "safetensors.numpy"
+    del sys.modules["late_library"]
+
+
+def test_patches_nest_and_end_in_any_order(library: ModuleType) -> None:
+    former = library.safe_open
+    first, second = patch(), patch()
+    first.undo()
+    first.undo()
+    assert library.safe_open is safe_open
+    with second:
+        pass
+    assert library.safe_open is former
+    assert not any("_Finder" in repr(finder) for finder in sys.meta_path)
+
+
+def test_threads_patch_at_once(library: ModuleType) -> None:
+    former, wrong = library.safe_open, list[object]()
+
+    def work() -> None:
+        for _ in range(5):
+            with patch():
+                if library.safe_open is not safe_open:
+                    wrong.append(library.safe_open)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert library.safe_open is former
+
+
+def test_the_originals_error_catches_mfloads(library: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"nothing of the kind")
+    with patch():
+        for kind in (library.SafetensorError, safetensors.SafetensorError, mfload.MfloadError):
+            with pytest.raises(kind) as caught:
+                library.safe_open(tmp_path / "x", "np")
+    assert type(caught.value) is SafetensorError
+    assert caught.value.file == str(tmp_path / "x")
+    assert np.__version__

@@ -1,0 +1,214 @@
+"""mfload.compat.transformers against from_pretrained of transformers, in an environment of its own.
+
+`make transformers` makes that and runs this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mfload
+from mfload import errors
+
+WHY = "transformers and PyTorch are installed by `make transformers` alone"
+torch = pytest.importorskip("torch", reason=WHY)
+transformers = pytest.importorskip("transformers", reason=WHY)
+pytest.importorskip("accelerate", reason=WHY)
+
+safetensors = pytest.importorskip("safetensors.torch", reason=WHY)
+load_file, save_file = safetensors.load_file, safetensors.save_file
+from_pretrained = pytest.importorskip("mfload.compat.transformers").from_pretrained
+
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+EXPERTS = {
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+MODELS = {
+    "llama": ("LlamaForCausalLM", {**SMALL, "num_key_value_heads": 2}),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**SMALL, **EXPERTS}),
+    "bert": ("BertModel", SMALL),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Any) -> Any:
+    """A directory for each model; of Llama with several files."""
+    made: dict[str, tuple[Any, Any, Path]] = {}
+    for name, (kind, given) in MODELS.items():
+        cls, directory = getattr(transformers, kind), tmp_path_factory.mktemp(name)
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**given))
+        model.save_pretrained(directory, max_shard_size="100KB" if name == "llama" else "1GB")
+        auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+        made[name] = cls, auto, directory
+    return made
+
+
+def same(one: Any, other: Any) -> None:
+    """Every weight and buffer, what is tied, settings and outputs."""
+    assert type(one) is type(other)
+    state, expected = (
+        dict(each.named_parameters(remove_duplicate=False))
+        | dict(each.named_buffers(remove_duplicate=False))
+        for each in (one, other)
+    )
+    assert list(state) == list(expected)
+    ties = [
+        sorted(sorted(n for n in some if some[n] is some[name]) for name in some)
+        for some in (state, expected)
+    ]
+    assert ties[0] == ties[1]
+    for name, wanted in expected.items():
+        given = state[name]
+        assert (given.dtype, given.device) == (wanted.dtype, wanted.device), name
+        assert given.requires_grad == wanted.requires_grad, name
+        assert torch.equal(given, wanted), name
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(one(tokens)[0], other(tokens)[0])
+    assert one.training == other.training
+    assert one.name_or_path == other.name_or_path
+    assert one.config.to_dict() == other.config.to_dict()
+    if one.can_generate():
+        assert one.generation_config.to_dict() == other.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize(
+    "given", [{}, {"dtype": "bfloat16"}, {"dtype": "auto"}, {"device_map": {"": "cpu"}}]
+)
+def test_the_same_model(saved: Any, name: str, auto: bool, given: dict[str, Any]) -> None:
+    cls, general, path = saved[name]
+    cls = general if auto else cls
+    expected = cls.from_pretrained(path, **given)
+    for options in (None, mfload.Options(engine="pread")):
+        same(from_pretrained(cls, path, options=options, **given), expected)
+
+
+def test_the_dtype_of_the_files(saved: Any, tmp_path: Path) -> None:
+    cls, _, path = saved["bert"]
+    model = cls.from_pretrained(path, dtype="float16")
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float16",', ""))
+    made = from_pretrained(cls, tmp_path)
+    assert made.dtype == torch.float16
+    same(made, cls.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_auto_takes_the_dtype_of_the_first_weight(saved: Any, tmp_path: Path, first: bool) -> None:
+    cls, _, path = saved["llama"]
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32",', ""))
+    assert '"dtype"' not in config.read_text()
+    every = sorted(tmp_path.glob("*.safetensors"))
+    assert len(every) > 1
+    for file in every[:1] if first else every[1:]:
+        state = {name: each.half() for name, each in load_file(file).items()}
+        save_file(state, file, {"format": "pt"})
+    made = from_pretrained(cls, tmp_path, dtype="auto")
+    assert made.dtype == (torch.float16 if first else torch.float32)
+    same(made, cls.from_pretrained(tmp_path, dtype="auto"))
+
+
+def test_training_leaves_the_files_as_they_are(saved: Any) -> None:
+    cls, _, path = saved["gpt2"]
+    (file,) = path.glob("*.safetensors")
+    before = file.read_bytes()
+    model = from_pretrained(cls, path)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    assert file.read_bytes() == before
+    same(from_pretrained(cls, path), cls.from_pretrained(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("transformers_weights", '"model.safetensors"'),
+        ("quantization_config", '{"quant_method": "fp8"}'),
+    ],
+)
+@pytest.mark.parametrize("auto", [False, True])
+def test_what_a_config_names_beside_is_refused(
+    saved: Any, tmp_path: Path, name: str, value: str, auto: bool
+) -> None:
+    cls, general, path = saved["bert"]
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("{", f'{{"{name}": {value},', 1))
+    with pytest.raises(errors.UsageError, match=name):
+        from_pretrained(general if auto else cls, tmp_path)
+
+
+def test_arguments_of_the_config_and_the_loading_info(saved: Any) -> None:
+    cls, general, path = saved["gpt2"]
+    for each in (cls, general):
+        given: dict[str, Any] = {"resid_pdrop": 0.5, "output_loading_info": True}
+        (one, said), (other, expected) = (
+            from_pretrained(each, path, **given),
+            each.from_pretrained(path, **given),
+        )
+        same(one, other)
+        assert said == expected
+        assert one.config.resid_pdrop == 0.5
+
+
+def test_the_file_that_transformers_takes(saved: Any, tmp_path: Path) -> None:
+    cls, _, path = saved["bert"]
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "consolidated.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    same(from_pretrained(cls, tmp_path), cls.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{name: "a"} for name in ("state_dict", "variant", "subfolder", "quantization_config")],
+)
+def test_what_is_refused(saved: Any, given: dict[str, Any], tmp_path: Path) -> None:
+    cls, _, path = saved["bert"]
+    with pytest.raises(errors.UsageError, match=next(iter(given))):
+        from_pretrained(cls, path, **given)
+    with pytest.raises(errors.UsageError, match="disk"):
+        from_pretrained(cls, path, device_map={"encoder": "disk", "": "cpu"})
+    small = {"device_map": "auto", "max_memory": {"cpu": 100_000}}
+    for folder in ({}, {"offload_folder": str(tmp_path / "off")}):
+        with pytest.raises(errors.UsageError, match=r"disk|offload_folder"):
+            from_pretrained(cls, path, **small, **folder)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(errors.UsageError, match="adapter"):
+        from_pretrained(cls, tmp_path)
+
+
+def test_a_damaged_file(saved: Any, tmp_path: Path) -> None:
+    cls, _, path = saved["bert"]
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(errors.HeaderError, match=r"model\.safetensors"):
+        from_pretrained(cls, tmp_path)
+    weights.unlink()
+    with pytest.raises(errors.SourceNotFoundError):
+        from_pretrained(cls, tmp_path, options=mfload.Options(timeout=5))

@@ -1,0 +1,175 @@
+"""torch.distributed.checkpoint in one process: mfload's reader against torch's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+import mfload
+from mfload import errors
+from mfload.compat.dcp import HuggingFaceReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def empty(reader: Any) -> dict[str, Any]:
+    rows = reader.read_metadata().state_dict_metadata.items()
+    return {name: torch.empty(row.size, dtype=row.properties.dtype) for name, row in rows}
+
+
+def test_what_torch_writes(tmp_path: Path) -> None:
+    whole = {"w": torch.randn(6, 4), "b": torch.randn(3)}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(whole, storage_writer=writer)
+    state = empty(HuggingFaceReader(tmp_path))
+    dcp.load(state, storage_reader=HuggingFaceReader("elsewhere"), checkpoint_id=tmp_path)
+    assert all(torch.equal(state[name], each) for name, each in whole.items())
+
+
+def save_parts(directory: Path, bounds: list[int]) -> None:
+    """Files of parts, as HuggingFaceStorageWriter(save_distributed=True) writes them."""
+    for start, stop in itertools.pairwise(bounds):
+        said = {"w": {"saved_offsets": [start, 0]}}
+        path = directory / f"shard-0000{start + 1}-model-00001-of-00001.safetensors"
+        save_file(
+            {"w": torch.zeros(stop - start, 4)}, path, {"DCP_SHARDING_INFO": json.dumps(said)}
+        )
+
+
+@pytest.mark.parametrize("bounds", [[0, 2, 5], [2, 5], [10, 12]])
+def test_files_of_parts_are_refused(tmp_path: Path, bounds: list[int]) -> None:
+    save_parts(tmp_path, bounds)
+    with pytest.raises(errors.CheckpointError, match=r"two files hold|parts of tensors") as caught:
+        HuggingFaceReader(tmp_path).read_metadata()
+    assert caught.value.file == str(tmp_path)
+
+
+class Planner(dcp.DefaultLoadPlanner):  # pyright: ignore[reportUntypedBaseClass]
+    """Notes what is committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed: list[str] = []
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        self.committed.append(read_item.dest_index.fqn)
+
+
+def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
+    stored = {"w": torch.randn(64, 32), "v": torch.randn(8), "none": torch.zeros(0, 3)}
+    save_file(stored, tmp_path / "a.safetensors")
+    report, planner = mfload.Report(), Planner()
+    state = {name: torch.zeros_like(each) for name, each in stored.items()}
+    placed = {name: each.data_ptr() for name, each in state.items()}
+    versions = {name: each._version for name, each in state.items()}
+    reader = HuggingFaceReader(tmp_path, report=report)
+    dcp.load(state, storage_reader=reader, planner=planner)
+    assert all(torch.equal(state[name], each) for name, each in stored.items())
+    assert {name: each.data_ptr() for name, each in state.items()} == placed
+    assert all(state[name]._version > versions[name] for name in ("w", "v"))
+    assert sorted(planner.committed) == sorted({"w", "v"} | set(planner.committed))
+    assert report.result_bytes == sum(each.nbytes for each in stored.values())
+    assert report.read_bytes >= report.result_bytes
+
+
+def test_what_is_copied_stays_within_the_overhead(tmp_path: Path) -> None:
+    stored = {"w": torch.randn(4096, 1024), "v": torch.randn(1 << 20).bfloat16()}
+    save_file(stored, tmp_path / "a.safetensors")
+    report = mfload.Report()
+    options = mfload.Options(max_host_overhead="8MiB", threads=1)
+    state = {name: torch.empty(each.shape, dtype=torch.float64) for name, each in stored.items()}
+    dcp.load(state, storage_reader=HuggingFaceReader(tmp_path, options=options, report=report))
+    assert all(torch.equal(state[name], each.double()) for name, each in stored.items())
+    assert report.peak_bytes <= 8 << 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_box_of_a_tensor(tmp_path_factory: Any, data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    path = tmp_path_factory.mktemp("box")
+    save_file({"w": whole}, path / "a.safetensors")
+    starts = [data.draw(st.integers(0, n - 1)) for n in shape]
+    lengths = [data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True)]
+    kind = data.draw(st.sampled_from([torch.int64, torch.float32]))
+    target = torch.zeros(lengths, dtype=kind)
+    reader = HuggingFaceReader(path)
+    (index,) = reader.read_metadata().storage_data
+    sizes = {"storage_offsets": torch.Size(starts), "dest_offsets": torch.Size([0] * len(shape))}
+    item = ReadItem(
+        LoadItemType.TENSOR, index, storage_index=index, **sizes, lengths=torch.Size(lengths)
+    )
+
+    class Given(Planner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            return target
+
+    reader.read_data(LoadPlan([item]), Given()).wait()
+    box = tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))
+    assert torch.equal(target, whole[box].to(kind))
+
+
+@pytest.mark.parametrize(("start", "shape"), [(6, (4, 4)), (0, (1, 4))])
+def test_a_planner_that_asks_for_what_does_not_fit(
+    tmp_path: Path, start: int, shape: tuple[int, ...]
+) -> None:
+    save_file({"v": torch.zeros(8, 4), "w": torch.zeros(8, 4)}, tmp_path / "a.safetensors")
+    reader = HuggingFaceReader(tmp_path)
+    index = next(each for each in reader.read_metadata().storage_data if each.fqn == "v")
+    sizes = {"storage_offsets": torch.Size([start, 0]), "dest_offsets": torch.Size([0, 0])}
+    lengths = torch.Size([4, 4])
+    item = ReadItem(LoadItemType.TENSOR, index, storage_index=index, lengths=lengths, **sizes)
+
+    class Given(Planner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            return torch.ones(shape)
+
+    with pytest.raises(errors.UnsupportedShapeError, match="does not fit") as caught:
+        reader.read_data(LoadPlan([item]), Given())
+    assert caught.value.tensor == "v"
+
+
+def test_refusals(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4, 4)}, tmp_path / "a.safetensors")
+    once = HuggingFaceReader(tmp_path, options=mfload.Options(exchange="once"))
+    with pytest.raises(dcp.api.CheckpointException, match="UsageError"):
+        dcp.load({"w": torch.zeros(4, 4)}, storage_reader=once)
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        dcp.load({"v": torch.zeros(4)}, storage_reader=HuggingFaceReader(tmp_path))
+    with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):
+        dcp.load({"w": torch.zeros(4)}, storage_reader=HuggingFaceReader(tmp_path))
+    with pytest.raises(errors.SourceNotFoundError):
+        HuggingFaceReader(tmp_path / "none").read_metadata()
+    assert HuggingFaceReader.validate_checkpoint_id("https://host/model.safetensors")
+    assert not HuggingFaceReader.validate_checkpoint_id(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_file_that_is_cut_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"w": torch.zeros(4096, 64)}, path)
+
+    class Cutting(Planner):
+        def create_local_plan(self) -> Any:
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size // 2)
+            return super().create_local_plan()
+
+    with pytest.raises(dcp.api.CheckpointException, match=r"a\.safetensors") as caught:
+        dcp.load(
+            {"w": torch.ones(4096, 64)},
+            storage_reader=HuggingFaceReader(tmp_path),
+            planner=Cutting(),
+        )
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, errors.SourceError)
+    assert any("being filled" in note for note in error.__notes__)
