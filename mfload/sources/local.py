@@ -150,7 +150,12 @@ class OpenFile(ClosedAtEnd):
 
     def __init__(self, source: LocalFile, flags: int = 0) -> None:
         self.name = source.name
-        self.fd, found = _open(source.name, flags)
+        try:
+            self.fd, found = _open(source.name, flags)
+        except errors.SourceError:
+            if "identity" in vars(source):
+                source.check()  # What was seen before and is gone has changed.
+            raise
         if found != vars(source).setdefault("identity", found):
             try:
                 source.compare(found)

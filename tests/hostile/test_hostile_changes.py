@@ -113,6 +113,7 @@ def test_after_the_plan_and_before_the_read(
     with pytest.raises(errors.SourceError) as caught:
         mfload.load(path, framework="numpy", options=mfload.Options(engine=engine))
     assert caught.value.file == str(path)
+    assert type(caught.value) is errors.SourceChangedError
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
@@ -176,7 +177,7 @@ def test_renamed_away_and_back_is_none(tmp_path: Path) -> None:
     path = write(tmp_path / "f.safetensors")
     with mfload.open(path) as opened:
         os.replace(path, tmp_path / "x")
-        with pytest.raises(errors.SourceNotFoundError):
+        with pytest.raises(errors.SourceChangedError):
             opened.get_tensor("w")
         os.replace(tmp_path / "x", path)
         assert opened.get_tensor("w").nbytes == SIZE
