@@ -73,7 +73,7 @@ class LazyCheckpoint:
         limit, costs = how.max_host_overhead, sources[0].costs if sources else Costs()
         waits = costs.concurrency is not None or (limit is not None and limit < 2 * costs.span)
         self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
-        self._route = how.engine, how.page_cache
+        self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
         self._map: MapRange | None = None
         if how.engine == "mmap":
             from mfload.io import mapped  # Late: most do without it.
@@ -261,11 +261,15 @@ class LazyCheckpoint:
         if opened.file is None or nbytes != memory.nbytes:
             return None
         try:
-            (leg,) = route.choose([(opened, nbytes)], *self._route)
+            leg = self._legs.get(source)
+            if leg is None:
+                (leg,) = route.choose([(opened, nbytes)], *self._route)
+                if leg.cold:
+                    read_ahead([opened])
+                if leg.cached is not None:  # To ask again takes as long as to read 2 MB.
+                    self._legs[source] = leg
             if leg.direct:
                 return None
-            if leg.cold:
-                read_ahead([opened])
             buffers.populate(memory)
             with opened.open() as handle:
                 handle.read([memory], at)
