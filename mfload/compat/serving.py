@@ -105,7 +105,7 @@ class Weights:
         ):
             if skip is None or not skip(name):
                 if not once:
-                    tensor.part = _Kept(tensor.part, {}, ())
+                    tensor.whole.part = _Kept(tensor.whole.part, {}, ())
                 yield name, tensor
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from types import EllipsisType
+import math
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
@@ -13,41 +14,45 @@ from mfload import errors
 from mfload.frameworks import private_api
 from mfload.frameworks.base import Lent, memory_at
 
-# What the shape, the dtype and the layout of a tensor in C order say.
+# What the shape, the dtype and the layout of a tensor say.
 _METADATA = {
     "__hash__", "__len__", "_version", "dim", "dtype", "element_size", "grad", "grad_fn",
     "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_leaf",
-    "is_neg", "is_nested", "is_quantized", "is_signed", "is_sparse", "itemsize", "layout", "names",
-    "nbytes", "ndim", "ndimension", "nelement", "numel", "output_nr", "requires_grad",
-    "retains_grad", "shape", "size", "storage_offset", "stride",
+    "is_neg", "is_nested", "is_quantized", "is_shared", "is_signed", "is_sparse", "itemsize",
+    "layout", "names", "nbytes", "ndim", "ndimension", "nelement", "numel", "output_nr",
+    "requires_grad", "retains_grad", "shape", "size", "storage_offset", "stride",
 }  # fmt: skip
-_UNCHANGED = {"contiguous", "data", "detach"}
-# Operations that take parts, with their arguments.
-_PARTS = {
-    "__getitem__": (),
-    "chunk": ("chunks", "dim"),
-    "narrow": ("dim", "start", "length"),
-    "select": ("dim", "index"),
-    "split": ("split_size", "dim"),
-    "split_with_sizes": ("split_sizes", "dim"),
-    "tensor_split": ("indices_or_sections", "dim"),
-}
+# Operations whose results share the memory of the tensor, or do so if its layout allows it.
+_VIEWS = {
+    "H", "T", "__getitem__", "__iter__", "chunk", "contiguous", "data", "detach", "diagonal",
+    "dsplit", "expand", "flatten", "hsplit", "mH", "mT", "moveaxis", "movedim", "narrow", "permute",
+    "ravel", "reshape", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims",
+    "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
+    "vsplit",
+}  # fmt: skip
+# These would give it other memory, or a history.
+_REFUSED = {"requires_grad_", "resize_", "resize_as_", "share_memory_"}
 # These need all of it, so that reading all of it is no surprise.
-_WHOLE = {"__array__", "clone", "cpu", "cuda", "numpy", "to"}
+_WHOLE = {"__array__", "clone", "contiguous", "cpu", "cuda", "numpy", "reshape", "to"}
 
 
 class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     """A tensor of a checkpoint that has not been read. Made by `mfload.stream(lazy=True)`.
 
-    `narrow`, `chunk`, `split`, `select`, integers and slices give lazy tensors again. Any other
-    operation reads all of it, as a plain tensor; `copy_` reads straight into the memory of a dense
-    tensor on the CPU of the same shape and dtype. It can't be changed in place.
+    Views, such as `narrow`, `chunk`, slices, `unbind`, `transpose` and `view`, give lazy tensors
+    again, which read the smallest box that holds them. Any other operation reads all that its
+    tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor on the
+    CPU of the same shape and dtype. To change one in place reads the whole tensor, which all its
+    views then share.
     """
 
-    part: Any
+    whole: Whole
+    like: Any
+    """A plain tensor on the meta device: as a view of the whole one it has the same layout."""
 
     def __repr__(self, **_: Any) -> str:
-        return repr(self.part)
+        whole = self.whole.part
+        return f"<{whole.name}: {self.like.dtype} {list(self.like.shape)}, not read>"
 
     @classmethod
     def __torch_function__(
@@ -63,47 +68,42 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         # Of a property it is that of its accessor.
         name = func.__self__.__name__ if kind in ("__get__", "__set__") else kind  # pyright: ignore
         if isinstance(first, LazyTensor):
-            part = first.part
-            if _changes(kind):
-                raise errors.UsageError(
-                    f"a lazy tensor can't be changed in place: {name}",
-                    tensor=part.name,
-                    expected="a tensor that was read, such as lazy.clone()",
-                )
-            if kind == "data_ptr":  # What is read would be gone before its address is used.
-                raise errors.UsageError(
-                    "a lazy tensor has no memory of its own",
-                    tensor=part.name,
-                    expected="a tensor that was read, such as lazy.clone()",
-                    found="data_ptr()",
-                )
+            place = first.whole.part.adapter.place
+            if kind == "__set__" or name in _REFUSED:
+                raise _refused(first, f"a lazy tensor can't be changed so: {name}", name)
+            if name == "data_ptr" and first.whole.held is None:
+                # What is read would be gone before its address is used.
+                raise _refused(first, "a lazy tensor has no memory of its own", "data_ptr()")
             if name == "device":
-                return part.adapter.place
+                return place
             if name in ("is_cpu", "is_cuda", "is_meta"):
-                return part.adapter.place.type == name.removeprefix("is_")
+                return place.type == name.removeprefix("is_")
+            if name == "get_device":
+                return -1 if place.type == "cpu" else place.index
+            if name == "is_pinned":
+                return False
             if name in _METADATA:
                 return super().__torch_function__(func, types, args, kwargs)
-            if name in _UNCHANGED and len(args) == 1 and not kwargs:
-                return first
-            if (made := _parts(func, name, part, args, kwargs)) is not None:
+            if name in _VIEWS and (made := _views(func, name, args, kwargs)) is not None:
                 return made
         elif name == "copy_" and _fills(first, args[1:]):
-            nbytes = first.numel() * first.element_size()
-            memory = memory_at(first, first.data_ptr(), nbytes)
+            part, *_ = args[1].taken()
+            memory = memory_at(first, first.data_ptr(), first.numel() * first.element_size())
             try:
-                args[1].part.read(Lent(first, memory))
+                part.read(Lent(first, memory))
             finally:  # What fails has changed it, too.
                 torch.autograd.graph.increment_version(first)
             return first
         elif name == "copy_" and isinstance(first, torch.Tensor) and first.is_meta:
             # Nothing is kept there: loaders count so what they are given.
             given = [*args, *kwargs.values()]
-            like = [_like(each.part) if isinstance(each, LazyTensor) else each for each in given]
+            like = [each.like if isinstance(each, LazyTensor) else each for each in given]
             return func(*like[: len(args)], **dict(zip(kwargs, like[len(args) :], strict=True)))
-        if isinstance(kwargs.get("out"), LazyTensor):
-            message, expected = "a lazy tensor can't be changed in place: out=", "a plain tensor"
-            raise errors.UsageError(message, expected=expected)
-        needed = name == "copy_" or (name in _WHOLE and isinstance(first, LazyTensor))
+        for each in _lazy([first if _changes(kind) else None, kwargs.get("out")]):
+            each.whole.hold()
+        needed = name in ("copy_", "__setitem__") or (
+            name in _WHOLE and isinstance(first, LazyTensor)
+        )
         return func(*_read(args, not needed), **_read(kwargs, not needed))
 
     @classmethod
@@ -113,89 +113,211 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         # What PyTorch calls past the protocol above, such as `torch.tensor(lazy)`.
         return func(*_read(args, True), **_read(kwargs or {}, True))
 
+    def taken(self) -> tuple[Any, list[int], int]:
+        """The part that holds it, and its strides and offset in that, in items."""
+        like, part = self.like, self.whole.part
+        strides, offset = list(like.stride()), like.storage_offset()
+        try:
+            box, inside, at = smallest_box(part.shape, like.shape, strides, offset)
+            return part[box], inside, at
+        except errors.SliceError:  # It would cut through packed elements.
+            return part, strides, offset
+
+    def read(self, unknown: bool) -> Any:
+        """What it holds, as a plain tensor; `unknown` as in `loading.lazy_tensor`."""
+        shape, held = self.like.shape, self.whole.held
+        if held is not None:
+            return _view(held, shape, self.like.stride(), self.like.storage_offset())
+        if not self.like.numel():
+            adapter = self.whole.part.adapter
+            return torch.empty(shape, dtype=self.like.dtype, device=adapter.place)
+        part, strides, offset = self.taken()
+        read = part.read(unknown=unknown)
+        if read.shape == shape and read.stride() == tuple(strides):
+            return read
+        return _view(read.contiguous(), shape, strides, offset)
+
+
+class Whole:
+    """A tensor of a checkpoint, whose views share what is changed in it.
+
+    Attributes:
+        part: The `loading.lazy_tensor.LazyTensor`.
+        held: All of it, once it was changed in place.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self.part, self.held = part, None
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        """Reads it to be changed in place."""
+        with self._lock:
+            if self.held is None:
+                self.held = self.part.read(unknown=True)
+
 
 def make(part: Any) -> LazyTensor:
     """The tensor for a `loading.lazy_tensor.LazyTensor`."""
-    # The layout is that of the array that it becomes, and takes no memory.
-    made: Any = _like(part).as_subclass(LazyTensor)
-    made.part = part
+    return _lazy_view(Whole(part), torch.empty(part.shape, dtype=part.dtype, device="meta"))
+
+
+def _lazy_view(whole: Whole, like: Any) -> LazyTensor:
+    made: Any = like.as_subclass(LazyTensor)
+    made.whole, made.like = whole, like
     return made
 
 
-def _like(part: Any) -> Any:
-    return torch.empty(part.shape, dtype=part.dtype, device="meta")
+def _view(dense: Any, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+    return dense.as_strided(shape, strides, dense.storage_offset() + offset)
+
+
+def _refused(lazy: LazyTensor, what: str, found: str) -> errors.UsageError:
+    expected = "a tensor that was read, such as lazy.clone()"
+    return errors.UsageError(what, tensor=lazy.whole.part.name, expected=expected, found=found)
 
 
 def _changes(name: str) -> bool:
-    """Whether a method of that name changes its tensor: `add_`, `__iadd__`, an assignment."""
+    """Whether a function of that name changes its first argument: `add_`, `__iadd__`."""
     in_place = name.endswith("_") and not name.endswith("__")
+    kept = ("__index__", "__int__", "__iter__", "__invert__")
     return (
         in_place
-        or name in ("__set__", "__setitem__", "__delitem__")
-        or (
-            name.startswith("__i")
-            and name not in ("__index__", "__int__", "__iter__", "__invert__")
-        )
+        or name in ("__setitem__", "__delitem__")
+        or (name.startswith("__i") and name not in kept)
     )
 
 
-def _parts(
-    func: Callable[..., Any], name: str, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _views(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The lazy result of an operation that takes parts of a tensor; None if it is another one."""
-    if name not in _PARTS:
+    """The lazy result of an operation that makes views; None if it has to copy."""
+    first, *rest = args
+    if name == "__getitem__":
+        items = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+        if not all(type(item) in (int, slice, EllipsisType, NoneType) for item in items):
+            return None
+    if any(_lazy([rest, kwargs])):
         return None
-    index = args[1] if name == "__getitem__" else ()
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(type(item) in (int, slice, EllipsisType) for item in items):
-        return None
-    # PyTorch checks the arguments, and says the shapes.
-    like = func(_like(part), *args[1:], **kwargs)
-    with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
-        if name == "__getitem__":
-            return make(part[index])
-        given = dict(zip(_PARTS[name], args[1:], strict=False)) | kwargs
-        dim = int(given.get("dim", 0)) % len(part.shape)
-        if name == "select":
-            return make(part[(*[slice(None)] * dim, int(given["index"]))])
-        pieces = [like] if name == "narrow" else like
-        if name != "narrow" and sum(each.shape[dim] for each in pieces) != part.shape[dim]:
-            return None  # Of indices that go back, the pieces overlap.
-        start = int(given.get("start", 0)) % max(1, part.shape[dim])
-        made: list[LazyTensor] = []
-        for piece in pieces:
-            stop = start + piece.shape[dim]
-            made.append(make(part[(*[slice(None)] * dim, slice(start, stop))]))
-            start = stop
-        return made[0] if name == "narrow" else tuple(made)
-    return None
+    # PyTorch checks the arguments, and makes the layout.
+    made = func(first.like, *rest, **kwargs)
+    if made is first.like or name in ("data", "detach"):
+        return first
+    if name == "contiguous" and not kwargs and not rest and _is_dense(first):
+        part = first.taken()[0]  # A copy has nothing to share.
+        return make(part).view(first.like.shape)
+    views = [made] if isinstance(made, torch.Tensor) else list(made)
+    memory = first.like.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    for view in views:
+        if (
+            view.dtype != first.like.dtype
+            or view.is_conj()
+            or view.untyped_storage()._cdata != memory
+        ):
+            return None
+    lazy = [_lazy_view(first.whole, view) for view in views]
+    if isinstance(made, torch.Tensor):
+        return lazy[0]
+    return iter(lazy) if name == "__iter__" else type(made)(lazy)
+
+
+def smallest_box(
+    whole: Sequence[int], shape: Sequence[int], strides: Sequence[int], offset: int
+) -> tuple[tuple[slice, ...], list[int], int]:
+    """The box of a dense tensor that holds a view of it, and the view's strides and offset in it.
+
+    Args:
+        whole: The shape of the tensor.
+        shape: That of the view, which is not empty.
+        strides: Of the view, in items; none is negative.
+        offset: Its first item.
+    """
+    groups = [(dim, dim + 1) for dim in range(len(whole)) if whole[dim] > 1]
+    while True:
+        # Each dim of the view walks over a dim of the tensor, or over several that it merges.
+        sizes = [math.prod(whole[first:last]) for first, last in groups]
+        units = [math.prod(whole[last:]) for _, last in groups]
+        walks: list[dict[int, int]] = [{} for _ in groups]
+        for dim, (length, stride) in enumerate(zip(shape, strides, strict=True)):
+            if length > 1 and stride:
+                n = next(n for n, unit in enumerate(units) if stride % unit == 0)
+                walks[n][dim] = stride // units[n]
+        starts = [offset // unit % size for unit, size in zip(units, sizes, strict=True)]
+        stops = [
+            start + 1 + sum((shape[dim] - 1) * step for dim, step in walk.items())
+            for start, walk in zip(starts, walks, strict=True)
+        ]
+        over = [n for n, stop in enumerate(stops) if stop > sizes[n]]
+        if not over:
+            break
+        groups[over[0] - 1 : over[0] + 1] = [(groups[over[0] - 1][0], groups[over[0]][1])]
+    box = [slice(0, length) for length in whole]
+    inside = [math.prod(shape[dim + 1 :]) if n == 1 else 0 for dim, n in enumerate(shape)]
+    at, unit = 0, 1
+    for n in reversed(range(len(groups))):
+        first, last = groups[n]
+        start, stop, inner = starts[n], stops[n], sizes[n]
+        step = (math.gcd(*walks[n].values()) or 1) if last - first == 1 else 1
+        low = high = 0
+        for dim in range(first, last):  # Of merged dims, the first where the ends differ is cut.
+            inner //= whole[dim]
+            low, high = start // inner, (stop - 1) // inner
+            box[dim] = slice(low % whole[dim], high % whole[dim] + 1, step)
+            if low != high:
+                break
+        for dim, walked in walks[n].items():
+            inside[dim] = walked // step * unit
+        at += (start - low * inner) * unit
+        unit *= len(range(low, high + 1, step)) * inner
+    return tuple(box), inside, at
 
 
 def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     """Whether `target.copy_(*given)` can read a lazy tensor straight into the target's memory."""
     if not given or not isinstance(given[0], LazyTensor):
         return False
-    part = given[0].part
+    lazy = given[0]
+    adapter = lazy.whole.part.adapter
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and not private_api.torch_dispatches()  # It must see the copy.
         and target.device.type == "cpu"
-        and part.adapter.on_host
-        and target.dtype == part.dtype
-        and target.shape == part.shape
+        and adapter.on_host
+        and target.dtype == lazy.like.dtype
+        and target.shape == lazy.like.shape
         and target.numel() > 0
         and target.is_contiguous()
         and not (target.requires_grad and torch.is_grad_enabled())
         and not (target.is_conj() or target.is_neg() or target.is_inference())
+        and lazy.whole.held is None
+        and _is_dense(lazy)
     )
+
+
+def _is_dense(lazy: LazyTensor) -> bool:
+    """Whether it is all of a part, in C order."""
+    part, strides, offset = lazy.taken()
+    shape = lazy.like.shape
+    dense = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    same = all(n == 1 or s == d for n, s, d in zip(shape, strides, dense, strict=True))
+    return same and not offset and math.prod(part.shape) == lazy.like.numel()
 
 
 def _read(value: Any, unknown: bool) -> Any:
     """The same arguments with all lazy tensors in them read."""
     if isinstance(value, LazyTensor):
-        return value.part.read(unknown=unknown)
+        return value.read(unknown)
     if type(value) in (list, tuple):
         return type(value)(_read(each, unknown) for each in value)
     if isinstance(value, dict):
         return {key: _read(each, unknown) for key, each in value.items()}
     return value
+
+
+def _lazy(value: Any) -> Generator[LazyTensor]:
+    """All lazy tensors in some arguments."""
+    if isinstance(value, LazyTensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _lazy(each)
