@@ -220,10 +220,10 @@ def stream(
         order: The names of the tensors, each once, in the order to come in; without `names=` only
             these come. Default: the order of the files.
         lazy: Whether to hand out tensors that are read when they are used, on one device. For
-            PyTorch they are of a subclass of `torch.Tensor`: `narrow`, `chunk`, `split`, integers
-            and slices are lazy again, `copy_` reads into the memory of its target, and anything
-            else reads all of it, which a `Report` counts (`whole_reads`). Others have `shape`,
-            `dtype`, indexing, `read()` and `__array__`. They outlive the iteration, not `close()`.
+            PyTorch they are of a subclass of `torch.Tensor`: views, such as `narrow`, `chunk` and
+            slices, are lazy again, `copy_` reads into the memory of its target, and anything else
+            reads all of it, which a `Report` counts (`whole_reads`). Others have `shape`, `dtype`,
+            indexing, `read()` and `__array__`. They outlive the iteration, not `close()`.
 
     Returns:
         An iterator of (name, tensor) with `close()`, and a context manager. Closing or dropping it
@@ -266,8 +266,9 @@ def stream(
         raise errors.UsageError("lazy tensors show no progress", expected="no progress=")
     from mfload.loading.lazy import LazyCheckpoint
 
+    sources = streaming.ahead(sources, requests, how.max_host_overhead)
     opened = LazyCheckpoint(index, sources, adapter, device=device, options=options)
-    return streaming.lazily(opened, index, adapter, requests, report)
+    return streaming.lazily(opened, index, sources, adapter, requests, report)
 
 
 def plan(

@@ -31,6 +31,7 @@ BATCH = 64 << 20
 # Parts of the overhead: one for a batch of which the consumer still holds a tensor, one for what is
 # handed out, one for what is read meanwhile, and one for the readers.
 _PARTS = 4
+_TOGETHER = 1 << 20  # Bytes of a small tensor.
 _GRACE = 5.0  # Seconds that the end of a stream waits for reads under way.
 
 
@@ -282,9 +283,36 @@ def _rows(
                     advance(tensors.sizes[n])
 
 
+def ahead(sources: Sequence[Source], requests: Sequence[Request], limit: int | None) -> list[Any]:
+    """The sources of lazy tensors; of those that are waited for, small tensors come together.
+
+    Tensors of up to 1 MiB that follow each other are fetched in runs of at most a block, or a part
+    of `limit`, the bytes that the stream may hold.
+    """
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for request in sorted(requests, key=lambda each: each.info.pieces[0][:2]):
+        for source, offset, nbytes, _ in request.info.pieces:
+            costs = sources[source].costs
+            if costs.concurrency is None or not 0 < nbytes <= _TOGETHER:
+                continue
+            mine, stop = runs.setdefault(source, []), offset + nbytes
+            near = mine and offset < mine[-1][1] + costs.merge_gap
+            most = costs.block if limit is None else min(costs.block, limit // _PARTS)
+            if near and stop - mine[-1][0] <= most:
+                mine[-1] = mine[-1][0], max(stop, mine[-1][1])
+            else:
+                mine.append((offset, stop))
+    if not runs:
+        return list(sources)
+    from mfload.sources.ahead import AheadSource  # Files do without.
+
+    return [AheadSource(each, runs[n]) if n in runs else each for n, each in enumerate(sources)]
+
+
 def lazily(
     opened: LazyCheckpoint,
     index: Index,
+    sources: Sequence[Any],
     adapter: Adapter,
     requests: Sequence[Request],
     report: Report | None,
@@ -303,7 +331,10 @@ def lazily(
             kind = request.dtype.name
             if kind not in kinds:
                 kinds[kind] = lazy_tensor.like(adapter, request.dtype)
-            file = index.files[request.info.pieces[0].source]
+            piece = request.info.pieces[0]
+            file = index.files[piece.source]
+            if (advance := getattr(sources[piece.source], "advance", None)) is not None:
+                advance(piece.offset)
             given = opened, file, request, kinds[kind], adapter, report
             yield request.info.name, adapter.lazy(lazy_tensor.LazyTensor(*given))
 
