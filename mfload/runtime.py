@@ -156,12 +156,18 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def process_usage() -> tuple[float, float, int]:
-    """User and system seconds of CPU time, and page faults, of this process so far."""
+def usage(*, thread: bool = False) -> tuple[float, float, int]:
+    """User and system seconds of CPU time, and page faults, of this process so far.
+
+    `thread`: of this thread alone, where the system counts by threads.
+    """
     try:
         import resource  # Not on Windows.
     except ImportError:
         times = os.times()
         return times.user, times.system, 0
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime, usage.ru_stime, usage.ru_minflt + usage.ru_majflt
+    who = resource.RUSAGE_SELF
+    if thread:
+        who = getattr(resource, "RUSAGE_THREAD", who)
+    used = resource.getrusage(who)
+    return used.ru_utime, used.ru_stime, used.ru_minflt + used.ru_majflt

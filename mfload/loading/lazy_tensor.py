@@ -17,7 +17,7 @@ from mfload.loading.lazy import LazyCheckpoint
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, within
 from mfload.report import Report
-from mfload.runtime import process_usage
+from mfload.runtime import usage
 
 _counting = threading.Lock()  # Several threads may read, for one report.
 
@@ -97,7 +97,7 @@ class LazyTensor:
                 expected="use it before close(), or inside the with block",
             )
         adapter, request = self.adapter, self._request
-        start, before = time.perf_counter(), process_usage()
+        start, before = time.perf_counter(), usage(thread=True)
         try:
             leg = None if lent is None else self._opened.fill(request, lent.memory)
         except BaseException as error:
@@ -105,7 +105,7 @@ class LazyTensor:
             raise
         if lent is not None and leg is not None:
             if self._report is not None:
-                nbytes, after = lent.memory.nbytes, process_usage()
+                nbytes, after = lent.memory.nbytes, usage(thread=True)
                 one = Report(adapter.name, 1, nbytes, read_bytes=nbytes, aliased_bytes=nbytes)
                 one.threads, one.route = 1, ((leg.file, leg.engine, leg.why),)
                 one.stages = {"transfer": time.perf_counter() - start}

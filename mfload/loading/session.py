@@ -27,7 +27,7 @@ from mfload.planning import memory as limits
 from mfload.planning.memory import Limits, Readers
 from mfload.planning.plan import Places, Plan, make_plan
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, names, sizes
-from mfload.runtime import gc_paused, process_usage
+from mfload.runtime import gc_paused, usage
 from mfload.sources.base import Costs, Source
 
 # What only some loads need is imported where it is used.
@@ -96,7 +96,7 @@ class Loader:
         if report is not None:
             from mfload.cuda import memory as device_memory
 
-            before = process_usage()
+            before = usage()
             buffers.peak_bytes(reset=True)
             device_memory.peak_bytes(reset=True)
             held = buffers.live_bytes()
@@ -130,7 +130,7 @@ class Loader:
         if report is not None:
             _describe(report, session, filled, stages)
             report.peak_bytes = max(0, buffers.peak_bytes() - held)
-            after = process_usage()
+            after = usage()
             report.user_seconds += after[0] - before[0]
             report.system_seconds += after[1] - before[1]
             report.page_faults += after[2] - before[2]

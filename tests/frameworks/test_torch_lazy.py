@@ -6,7 +6,9 @@ import copy
 import errno
 import os
 import pickle
+import resource
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -511,3 +513,15 @@ def test_streams_of_whole_tensors(path: Path) -> None:
     for name, tensor in streamed.items():
         assert type(tensor) is torch.Tensor
         assert torch.equal(tensor, MODEL[name])
+
+
+def test_threads_count_what_they_used_themselves(tmp_path: Path) -> None:
+    save_file({str(n): torch.ones(1 << 20) for n in range(64)}, tmp_path / "w.safetensors")
+    report = mfload.Report()
+    lazy = [each for _, each in mfload.stream(tmp_path, "torch", lazy=True, report=report)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with ThreadPoolExecutor(16) as threads:
+        kept = list(threads.map(lambda each: torch.empty(1 << 20).copy_(each), lazy))
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert len(kept) == 64
+    assert 0 < report.page_faults <= faults + 1000
