@@ -131,7 +131,7 @@ $(SEAMS:%=.venv/%/.ready): .venv/%/.ready: requirements/%.txt pyproject.toml Mak
 	@touch $@
 
 $(filter-out tunix,$(SEAMS)): %: .venv/%/.ready
-	.venv/$@/bin/python -m pytest -W ignore tests/compat/test_$@.py
+	MFLOAD_REQUIRE=1 .venv/$@/bin/python -m pytest -W ignore tests/compat/test_$@.py
 
 tunix: .venv/tunix/.ready
 	.venv/tunix/bin/python examples/seams/jax_seams.py

@@ -34,16 +34,10 @@ LAYERS, WIDTH = 16, 1024
 
 
 # Tunix: `tunix.models.safetensors_loader.load_and_create_model = tunix_load`
-def tunix_load(
-    file_dir,
-    model_class,
-    config,
-    key_mapping,
-    mesh=None,
-    preprocess_fn=None,
-    dtype=None,
-    mode="auto",
-):
+# fmt: off
+def tunix_load(file_dir, model_class, config, key_mapping, mesh=None, preprocess_fn=None,
+               dtype=None, mode="auto"):
+    # fmt: on
     if preprocess_fn is not None:
         raise NotImplementedError("what preprocess_fn does is a rule of mfload's mapping")
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
@@ -75,7 +69,9 @@ def levanter_load(self, ref=None, dtype=None):
 class MaxTextLoader:
     """Takes the place of LazyHFLoader."""
 
-    def __init__(self, model_id, token):
+    def __init__(self, model_id, token, revision=None):
+        if revision is not None:
+            raise NotImplementedError("mfload reads a directory or a URL: download it first")
         self._opened = mfload.open(model_id)
         self.shard_map = dict.fromkeys(self._opened.keys(), model_id)
 
@@ -90,7 +86,8 @@ def best_effort_sharding(shape):
     """As Levanter's: the last dim that the devices divide, over all of them."""
     mesh = Mesh(np.array(jax.devices()), "d")
     dims = [n for n, size in enumerate(shape) if size % len(jax.devices()) == 0]
-    return NamedSharding(mesh, P(*(("d" if n == dims[-1] else None) for n in range(len(shape)))))
+    last = dims[-1] if dims else None  # Of no such dim, all of it is on each device.
+    return NamedSharding(mesh, P(*("d" if n == last else None for n in range(len(shape)))))
 
 
 class Converter:
@@ -120,7 +117,7 @@ class Converter:
 class LazyHFLoader:
     """As MaxText's reads a local directory."""
 
-    def __init__(self, model_id, token):
+    def __init__(self, model_id, token, revision=None):
         self._lock = threading.Lock()
         self._path = next(Path(model_id).glob("*.safetensors"))
 
@@ -176,7 +173,7 @@ def load(seam, ours, path):
         converter = Converter(path)
         made = levanter_load(converter) if ours else converter.load_state_dict()
         return [made[name] for name in sorted(made)]
-    loader = (MaxTextLoader if ours else LazyHFLoader)(path, None)
+    loader = (MaxTextLoader if ours else LazyHFLoader)(path, None, revision=None)
     stacked = np.stack([loader.get_tensor(f"layers.{n}.weight") for n in range(LAYERS)])
     return [stacked]
 

@@ -209,8 +209,9 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
             for n, (view, array) in enumerate(zip(views, arrays, strict=True)):
                 if n in memory:  # Autograd refuses what it kept of the values from before.
                     torch.autograd.graph.increment_version(view)
-                else:
-                    view.copy_(array)
+                else:  # What inference mode made is changed in it alone, and by views made there.
+                    with torch.inference_mode(view.is_inference()):
+                        view[...].copy_(array)
         return report
 
     def _steps(self, every: _Wanted, how: LoadOptions) -> list[_Wanted]:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,6 +21,7 @@ _active: list[patch] = []
 _originals: dict[str, ModuleType] = {}
 _before: dict[str, ModuleType] = {}
 _changed: list[tuple[dict[str, Any], str, Any, Any]] = []
+_names: dict[str, frozenset[str]] = {}  # That each of these modules had.
 
 
 class patch:
@@ -74,6 +76,7 @@ def _install() -> None:
     importlib.import_module(_OURS)  # Imports the original, if that is installed.
     _originals.update(_imported())
     _before.update(sys.modules)
+    _names.update({name: frozenset(_namespace(module)) for name, module in _before.items()})
     ours = {name: importlib.import_module(_REPLACED[name]) for name in _originals}
     sys.modules.update(ours)
     _changed.extend(_change(_before, _originals, ours))
@@ -89,13 +92,12 @@ def _remove() -> None:
     for namespace, key, former, value in _changed:
         if namespace.get(key) is value:
             namespace[key] = former
-    # In modules that were imported meanwhile.
-    later = {name: module for name, module in sys.modules.items() if name not in _before}
     for name in ours:
         with suppress(ImportError):
             _originals[name] = importlib.import_module(name)
-    _change(later, ours, _originals)
-    for state in (_originals, _before, _changed):
+    # In what was imported meanwhile. A copy: other threads import, too.
+    _change(sys.modules.copy(), ours, _originals, _names)
+    for state in (_originals, _before, _changed, _names):
         state.clear()
 
 
@@ -103,12 +105,20 @@ def _imported() -> dict[str, ModuleType]:
     return {name: sys.modules[name] for name in _REPLACED if name in sys.modules}
 
 
+def _namespace(module: Any) -> dict[str, Any]:
+    return getattr(module, "__dict__", {})  # Anything may be among the modules.
+
+
 def _change(
-    where: dict[str, ModuleType], old: dict[str, ModuleType], new: dict[str, ModuleType]
+    where: Mapping[str, ModuleType],
+    old: dict[str, ModuleType],
+    new: dict[str, ModuleType],
+    but: Mapping[str, frozenset[str]] | None = None,
 ) -> list[tuple[dict[str, Any], str, Any, Any]]:
     """In some modules, puts modules and what they define in the place of others.
 
-    Returns the namespaces and names that it changed, with the former value and the new one.
+    `but`: names of modules that stay as they are. Returns the namespaces and names that it changed,
+    with the former value and the new one.
     """
     changes: dict[int, Any] = {}
     for name in old.keys() & new.keys():
@@ -121,9 +131,9 @@ def _change(
     changed: list[tuple[dict[str, Any], str, Any, Any]] = []
     for name, module in where.items():
         own = f"{name}.".startswith(("safetensors.", f"{_OURS}."))
-        if not own and hasattr(module, "__dict__"):
-            for key, value in list(vars(module).items()):
-                if id(value) in changes:
-                    vars(module)[key] = changes[id(value)]
-                    changed.append((vars(module), key, value, changes[id(value)]))
+        kept = (but or {}).get(name, frozenset())
+        for key, value in [] if own else list(_namespace(module).items()):
+            if id(value) in changes and key not in kept:
+                vars(module)[key] = changes[id(value)]
+                changed.append((vars(module), key, value, changes[id(value)]))
     return changed

@@ -21,6 +21,7 @@ _REFUSED = (
     "revision",
     "offload_folder",
     "quantization_config",
+    "use_safetensors",
 )
 _ELSEWHERE = ("transformers_weights", "extra_files", "quantization_config")
 _PARTED = ("tp_plan", "tp_size", "device_mesh", "distributed_config")
@@ -54,8 +55,10 @@ def from_pretrained(
         MfloadError: As `mfload.load` does.
     """
     path = os.fspath(path)
+    if given.get("revision") == "main":  # As of the Hub by default.
+        del given["revision"]
     for name in _REFUSED:
-        if given.get(name):
+        if given.get(name) or (name == "use_safetensors" and given.get(name) is False):
             what = f"{name}= is not taken: weights come from a local directory, and go to memory"
             raise errors.UsageError(what, expected=_THEIRS, file=path)
     devices = given.get("device_map")
@@ -103,9 +106,12 @@ def from_pretrained(
             raise errors.UsageError(_DISK, file=path, expected=expected, found=devices) from error
     model = made[0] if given.get("output_loading_info") else made
     model.name_or_path = model.config.name_or_path = path
-    stored = os.path.exists(os.path.join(path, "generation_config.json"))
-    if stored and model.can_generate() and given.get("generation_config") is None:
-        model.generation_config = type(model.generation_config).from_pretrained(path)
+    if model.can_generate():
+        local = {"cache_dir": None, "force_download": False, "proxies": None, "token": None}
+        local |= {"local_files_only": True, "revision": None, "subfolder": ""}
+        trusted = given.get("trust_remote_code", False)
+        asked = given.get("generation_config"), auto, None, path
+        model.adjust_generation_fn(*asked, **local, trust_remote_code=trusted)
     return made
 
 

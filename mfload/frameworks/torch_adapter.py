@@ -148,7 +148,9 @@ def make(device: object) -> TorchAdapter:
     try:
         # That of a tensor has a number, where "cuda" says none.
         wanted = torch.empty(0, device=device).device  # pyright: ignore
-    except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
+    except (  # Of a kind of device whose package is not there, ImportError.
+        RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError, ImportError,
+    ) as error:  # fmt: skip
         raise base.no_device("torch", device, str(error).splitlines()[0]) from error
     return _at(wanted)
 

@@ -6,6 +6,7 @@ import gc
 import importlib
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,7 +130,7 @@ def test_torch_writes_the_same_bytes(
 INDEX = st.one_of(
     st.integers(-4, 5),
     st.builds(slice, st.none() | st.integers(-2, 5), st.none() | st.integers(-2, 5)),
-    st.sampled_from([None, Ellipsis, [], [0], "a", 1.0, True]),
+    st.sampled_from([None, Ellipsis, [], [0], "a", 1.0, True, np.int64(1), np.array([0, 1])]),
 )
 
 
@@ -273,6 +274,8 @@ def test_dtypes_are_listed_alike() -> None:
     """vLLM and diffusers use what is private in the original."""
     theirs, mine = (dict(getattr(each, "_TYPES")) for each in (safetensors.torch, ours_torch))  # noqa: B009
     assert mine == theirs
+    sizes = (getattr(each, "_getdtype")("BF16") for each in (safetensors.torch, ours_torch))  # noqa: B009
+    assert [*sizes] == [torch.bfloat16] * 2
     size = getattr(ours_torch, "_SIZE")  # noqa: B009
     assert all(size[kind] == kind.itemsize for kind in mine.values())
 
@@ -343,6 +346,15 @@ def test_what_the_page_cache_lacks_is_read(
     found = ours_torch.load_file(path)
     assert torch.equal(found["a"], torch.arange(5000.0))
     assert (str(path) in Path("/proc/self/maps").read_text()) != cold
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_handles_are_not_pickled(tmp_path: Path, framework: str) -> None:
+    safetensors.numpy.save_file({"x": np.ones((2, 3))}, tmp_path / "a.safetensors")
+    with ours.safe_open(tmp_path / "a.safetensors", framework) as opened:
+        for each in (opened, opened.get_slice("x")):
+            with pytest.raises(TypeError, match="cannot pickle"):
+                pickle.dumps(each)
 
 
 @pytest.mark.parametrize("framework", ["pt", "np"])

@@ -64,6 +64,46 @@ def test_what_is_imported_meanwhile_is_mfloads_and_then_the_originals(
     del sys.modules["late_library"]
 
 
+def test_names_that_are_bound_meanwhile_are_the_originals_again(library: ModuleType) -> None:
+    with patch():
+        exec("from safetensors.numpy import save_file as late", vars(library))
+        assert library.late is numpy.save_file
+        library.mine = numpy.load_file  # pyright: ignore
+    assert library.late is original.save_file
+    exec("from mfload.compat.safetensors.numpy import load_file as kept", vars(library))
+    with patch():
+        pass
+    assert library.kept is numpy.load_file  # It was there before.
+
+
+def test_other_threads_import_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, wrong = threading.Event(), list[BaseException]()
+
+    def work() -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+            sys.modules[f"some_library_{number}"] = ModuleType("some_library")
+            if number % 500 == 0:
+                for each in range(number - 499, number + 1):
+                    del sys.modules[f"some_library_{each}"]
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(30):
+            with patch():
+                pass
+    except RuntimeError as error:
+        wrong.append(error)
+    ended.set()
+    thread.join()
+    for name in [name for name in sys.modules if name.startswith("some_library_")]:
+        del sys.modules[name]
+    assert not wrong
+    assert sys.modules["safetensors.numpy"] is original
+
+
 def test_patches_nest_and_end_in_any_order(library: ModuleType) -> None:
     former = library.safe_open
     first, second = patch(), patch()

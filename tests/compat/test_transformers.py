@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ pytest.importorskip("accelerate", reason=WHY)
 
 safetensors = pytest.importorskip("safetensors.torch", reason=WHY)
 load_file, save_file = safetensors.load_file, safetensors.save_file
-from_pretrained = pytest.importorskip("mfload.compat.transformers").from_pretrained
+from mfload.compat.transformers import from_pretrained  # noqa: E402
 
 SMALL = {
     "vocab_size": 99,
@@ -127,6 +128,33 @@ def test_auto_takes_the_dtype_of_the_first_weight(saved: Any, tmp_path: Path, fi
     made = from_pretrained(cls, tmp_path, dtype="auto")
     assert made.dtype == (torch.float16 if first else torch.float32)
     same(made, cls.from_pretrained(tmp_path, dtype="auto"))
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_generation_settings_that_only_the_config_has(
+    saved: Any, tmp_path: Path, auto: bool
+) -> None:
+    cls, general, path = saved["llama"]
+    for file in path.iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "config.json"
+    extra = {"num_beams": 4, "max_length": 142, "no_repeat_ngram_size": 3}
+    config.write_text(json.dumps(json.loads(config.read_text()) | extra))
+    cls = general if auto else cls
+    made = from_pretrained(cls, tmp_path)
+    assert made.generation_config.num_beams == 4
+    same(made, cls.from_pretrained(tmp_path))
+    asked = {"generation_config": transformers.GenerationConfig(max_length=7)}
+    same(from_pretrained(cls, path, **asked), cls.from_pretrained(path, **asked))
+
+
+def test_names_of_the_hub(saved: Any) -> None:
+    cls, _, path = saved["llama"]
+    same(from_pretrained(cls, path, revision="main"), cls.from_pretrained(path))
+    for given in ({"revision": "v2"}, {"use_safetensors": False}):
+        with pytest.raises(errors.UsageError, match=next(iter(given))):
+            from_pretrained(cls, path, **given)
 
 
 def test_training_leaves_the_files_as_they_are(saved: Any) -> None:

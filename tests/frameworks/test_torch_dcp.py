@@ -173,3 +173,12 @@ def test_a_file_that_is_cut_meanwhile(tmp_path: Path) -> None:
     ((error, _),) = caught.value.failures.values()
     assert isinstance(error, errors.SourceError)
     assert any("being filled" in note for note in error.__notes__)
+
+
+def test_targets_that_inference_mode_made(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3, 4)}, tmp_path / "a.safetensors")
+    for dtype in (torch.float32, torch.float64):
+        with torch.inference_mode():
+            state = {"w": torch.zeros(3, 4, dtype=dtype)}
+        dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
+        assert state["w"].sum() == 12

@@ -22,6 +22,7 @@ from mfload.io import route
 from mfload.io.mapped import bring_in, map_file
 from mfload.load_options import started
 from mfload.loading.lazy import LazyCheckpoint, TensorSlice
+from mfload.loading.session import MAX_RANK
 from mfload.options import Options
 from mfload.sources.memory import MemorySource
 
@@ -107,7 +108,7 @@ class _Opened(NamedTuple):
 
     def mapped(self, info: Any) -> Any:
         """A tensor over the map; None if it does not lie there as it is."""
-        if self.memory is None or not info.simple:
+        if self.memory is None or not info.simple or len(info.shape) > MAX_RANK:
             return None
         view = View(info.name, info.dtype, info.shape, self.memory, info.pieces[0].offset)
         return self.adapter.wrap([view])[0]
@@ -247,6 +248,9 @@ class safe_open:
     def __exit__(self, *_: object) -> None:
         self._file = None  # Not closed: slices that were taken keep it open.
 
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle safe_open: open the file in each process")
+
 
 class _safe_open_handle(safe_open):  # pyright: ignore[reportUnusedClass]
     """`safe_open` of a Python file."""
@@ -257,6 +261,9 @@ class _safe_open_handle(safe_open):  # pyright: ignore[reportUnusedClass]
 
 class _Slice(TensorSlice):
     """A tensor that has not been read; made by `safe_open.get_slice`."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle a slice of safe_open: open the file in each process")
 
     def __getitem__(self, index: Any) -> Any:
         """Reads a part.
@@ -284,21 +291,29 @@ def _is_basic(index: Any) -> bool:
 
 def _checked(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """An index that the original takes: other than NumPy's, it must lie within the shape."""
-    items = index if isinstance(index, tuple) else (slice(0, 0) if index == [] else index,)
-    if items.count(Ellipsis) == 1:
-        at, missing = items.index(Ellipsis), len(shape) - len(items) + 1
+    empty = isinstance(index, list) and not index
+    items = index if isinstance(index, tuple) else (slice(0, 0) if empty else index,)
+    dots = [n for n, item in enumerate(items) if item is Ellipsis]
+    if len(dots) == 1:
+        at, missing = dots[0], len(shape) - len(items) + 1
         items = (*items[:at], *[slice(None)] * missing, *items[at + 1 :])
-    valid = len(items) <= len(shape)
+    valid, made = len(items) <= len(shape), list[Any]()
     for item, size in zip(items, shape, strict=False):
         if isinstance(item, slice):
             start, stop = item.start or 0, size if item.stop is None else item.stop
             valid &= 0 <= start <= stop <= size and (start < size or size == 0)
-        else:
-            valid &= hasattr(item, "__index__") and -size <= operator.index(item) < size
+            made.append(item)
+            continue
+        try:
+            made.append(operator.index(item))
+        except TypeError:
+            valid = False
+            break
+        valid &= -size <= made[-1] < size
     if not valid:
         expected = f"integers, slices from the start of a dim and one Ellipsis, in {list(shape)}"
-        raise SafetensorError("invalid index", expected=expected, found=index)
-    return tuple(item if isinstance(item, slice) else operator.index(item) for item in items)
+        raise SafetensorError("invalid index", expected=expected, found=repr(index))
+    return tuple(made)
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:

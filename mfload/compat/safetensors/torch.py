@@ -166,6 +166,11 @@ _TYPES = {  # Libraries import it.
 }
 
 
+def _getdtype(dtype_str: str) -> Any:  # pyright: ignore[reportUnusedFunction]
+    """PyTorch's dtype of a name; `torch.distributed.checkpoint` imports it."""
+    return _TYPES[dtype_str]
+
+
 def _to_ndarray(tensor: Any) -> tuple[Any, Any]:  # pyright: ignore[reportUnusedFunction]
     """The bytes of a contiguous tensor as a NumPy array, and what holds them."""
     held = tensor.detach().cpu()
