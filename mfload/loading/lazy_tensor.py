@@ -13,6 +13,7 @@ from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.several import InPlaceAdapter
+from mfload.io.route import Leg
 from mfload.loading.lazy import LazyCheckpoint
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, within
@@ -99,21 +100,13 @@ class LazyTensor:
         adapter, request = self.adapter, self._request
         start, before = time.perf_counter(), usage(thread=True)
         try:
-            leg = None if lent is None else self._opened.fill(request, lent.memory)
+            filled = None if lent is None else self._opened.fill(request, lent.memory)
         except BaseException as error:
             error.add_note(f"the target of {self.name} may hold some of the new values")
             raise
-        if lent is not None and leg is not None:
+        if lent is not None and filled is not None:
             if self._report is not None:
-                nbytes, after = lent.memory.nbytes, usage(thread=True)
-                one = Report(adapter.name, 1, nbytes, read_bytes=nbytes, aliased_bytes=nbytes)
-                one.threads, one.route = 1, ((leg.file, leg.engine, leg.why),)
-                one.stages = {"transfer": time.perf_counter() - start}
-                one.user_seconds = after[0] - before[0]
-                one.system_seconds = after[1] - before[1]
-                one.page_faults = after[2] - before[2]
-                with _counting:
-                    self._report.add(one)
+                self._count(filled, lent.memory.nbytes, time.perf_counter() - start, before)
             return lent.array
         if lent is not None:
             adapter = InPlaceAdapter(adapter, {0: lent.memory})
@@ -130,6 +123,31 @@ class LazyTensor:
             with _counting:
                 self._report.add(one)
         return array
+
+    def _count(
+        self,
+        filled: tuple[Leg, int],
+        nbytes: int,
+        seconds: float,
+        before: tuple[float, float, int],
+    ) -> None:
+        """Adds what was filled to the report, in a part of the time that `Report.add` takes."""
+        (leg, read), after, report = filled, usage(thread=True), self._report
+        assert report is not None
+        with _counting:
+            report.framework = self.adapter.name
+            report.tensors += 1
+            report.result_bytes += nbytes
+            report.aliased_bytes += nbytes
+            report.read_bytes += read
+            report.over_read_bytes += read - nbytes
+            report.threads = max(report.threads, 1)
+            report.stages["transfer"] = report.stages.get("transfer", 0.0) + seconds
+            report.user_seconds += after[0] - before[0]
+            report.system_seconds += after[1] - before[1]
+            report.page_faults += after[2] - before[2]
+            if (taken := (leg.file, leg.engine, leg.why)) not in report.route:
+                report.route += (taken,)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """The array as one of NumPy's; `copy=False` is refused."""
