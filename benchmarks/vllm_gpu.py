@@ -52,7 +52,9 @@ def main() -> None:
                 forget(given.model)
             command = [sys.executable, __file__, given.model, "--one", load_format]
             command += ["--ranks", str(given.ranks)]
-            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            log = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # By default it is stdout.
+            taken = {"env": os.environ | log, "stdout": subprocess.PIPE, "text": True}
+            run = subprocess.run(command, **taken, check=True)
             said = json.loads(run.stdout.splitlines()[-1])
             tokens.add(tuple(said["tokens"]))
             print(f"{'cold' if cold else 'warm'}  {load_format:8} {said['seconds']:.2f} s")

@@ -12,7 +12,7 @@ from mfload import errors
 
 _OPTIONS = [field.name for field in fields(mfload.Options)]
 
-_SMALL = 1 << 20  # Bytes of a part that is kept.
+_SMALL = 1 << 20  # Bytes of a bias that is kept.
 
 # The model that each single path of `model_loader_extra_config` was first used for.
 _models: dict[str, str] = {}
@@ -42,6 +42,11 @@ class Weights:
             )
         self._options = mfload.Options(**rest)
         self._reports: list[mfload.Report] = []
+
+    @property
+    def once(self) -> bool:
+        """Whether each byte is read by one process: all must iterate over the same files alike."""
+        return self._options.exchange == "once"
 
     @property
     def report(self) -> mfload.Report:
@@ -90,8 +95,7 @@ class Weights:
         """
         self._reports.append(mfload.Report())
         given: dict[str, Any] = {"device": "cpu", "report": self._reports[-1]}
-        once = self._options.exchange == "once"
-        if once:
+        if self.once:
             from torch import distributed
 
             if not distributed.is_initialized():
@@ -101,16 +105,16 @@ class Weights:
             given["shard"] = distributed.get_rank(), distributed.get_world_size()
         # It is not closed: what loads a layer at a time keeps lazy tensors for later.
         for name, tensor in mfload.stream(
-            path, "torch", lazy=not once, options=self._options, **given
+            path, "torch", lazy=not self.once, options=self._options, **given
         ):
             if skip is None or not skip(name):
-                if not once:
+                if not self.once:
                     tensor.whole.part = _Kept(tensor.whole.part, {}, ())
                 yield name, tensor
 
 
 class _Kept:
-    """A lazy part that keeps what is small: vLLM copies biases twice when it reloads."""
+    """A lazy part that is kept if it is a bias: vLLM copies these twice when it reloads."""
 
     def __init__(self, part: Any, kept: dict[Any, Any], indices: tuple[str, ...]) -> None:
         self._part, self._kept, self._indices = part, kept, indices
@@ -130,7 +134,8 @@ class _Kept:
             return self._part.read(lent) if kept is None else lent.array.copy_(kept)
         if kept is None:
             kept = self._part.read(unknown=unknown)
-            if kept.nbytes > _SMALL:
+            # A model may keep all its weights in a list first.
+            if kept.ndim > 1 or kept.nbytes > _SMALL:
                 return kept
             self._kept[self._indices] = kept
         return kept.clone()  # It may be changed.

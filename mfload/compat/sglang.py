@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import mfload
+from mfload import errors
 from mfload.compat import serving
+
+_log = logging.getLogger(__name__)
+_QUANTISED = ("auto-round-int8", "modelopt", "modelopt_fp8", "modelopt_mixed")
 
 
 @functools.cache
@@ -48,6 +53,23 @@ def loader() -> type[Any]:
             if self._weights.path(model_config.model_path) is None:
                 super().download_model(model_config)
 
+        def load_model(self, *, model_config: Any, device_config: Any) -> Any:
+            """Makes a model and loads its weights.
+
+            Raises:
+                UsageError: SGLang quantises the model while it loads, with a loader of its own.
+                MfloadError: As `mfload.load` does.
+            """
+            kind = model_config.quantization
+            stored = kind != "auto-round-int8" and model_config._is_already_quantized()
+            if getattr(model_config, "modelopt_quant", None) or (kind in _QUANTISED and not stored):
+                what = "SGLang quantises this model with a loader of its own"
+                raise errors.UsageError(what, expected="--load-format auto", found=kind)
+            given = {"model_config": model_config, "device_config": device_config}
+            model = super().load_model(**given)
+            _log.info("%s", self.report)
+            return model
+
         def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, Any]]:
             path: Any = self._weights.path(source.model_or_path)
             if path is None:
@@ -57,7 +79,8 @@ def loader() -> type[Any]:
                 if source.model_config is not None:
                     index, config = "model.safetensors.index.json", source.model_config.hf_config
                     path = weight_utils.maybe_add_mtp_safetensors(path, folder, index, config)
-                path = sorted(path)
+                if self._weights.once:
+                    path = sorted(path)
             rows = self._weights.rows(path)
             if self.load_config.draft_model_idx is not None:
                 return self._filter_mtp_weights(
@@ -65,7 +88,14 @@ def loader() -> type[Any]:
                 )
             return ((source.prefix + name, tensor) for name, tensor in rows)
 
+    MfloadModelLoader.__qualname__ = MfloadModelLoader.__name__  # For pickles of LoadConfig.
     return MfloadModelLoader
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MfloadModelLoader":
+        return loader()
+    raise AttributeError(name)
 
 
 def register() -> None:

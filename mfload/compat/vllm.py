@@ -1,7 +1,8 @@
 """`--load-format mfload` for vLLM: its entry point, and the loader.
 
 Used of vLLM, beside what it documents for plug-ins: `DefaultModelLoader`, of which this is a
-subclass, with `_get_weights_iterator`, `_prepare_weights` and `local_expert_ids`.
+subclass, with `_get_weights_iterator`, `_prepare_weights`, `local_expert_ids` and the two filters
+of files.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader import register_model_loader, weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
@@ -22,6 +23,7 @@ from mfload import errors
 from mfload.compat import serving
 
 _log = logging.getLogger(__name__)
+_TRACK = "enable_weights_track"  # A setting of vLLM's default loader.
 
 
 class MfloadModelLoader(DefaultModelLoader):  # pyright: ignore[reportUntypedBaseClass]
@@ -35,9 +37,13 @@ class MfloadModelLoader(DefaultModelLoader):  # pyright: ignore[reportUntypedBas
     """
 
     def __init__(self, load_config: Any) -> None:
-        self._weights = serving.Weights(load_config.model_loader_extra_config)
+        own, extra = dict[str, Any](), load_config.model_loader_extra_config
+        if isinstance(extra, dict) and _TRACK in extra:
+            own = {_TRACK: extra[_TRACK]}
+            extra = {key: value for key, value in extra.items() if key != _TRACK}
+        self._weights = serving.Weights(extra)
         # vLLM finds or downloads the files that it would take without mfload.
-        given = {"load_format": "auto", "model_loader_extra_config": {}}
+        given = {"load_format": "auto", "model_loader_extra_config": own}
         super().__init__(dataclasses.replace(load_config, **given))
 
     @property
@@ -68,10 +74,18 @@ class MfloadModelLoader(DefaultModelLoader):  # pyright: ignore[reportUntypedBas
         if path is None:
             given = source.model_or_path, source.subfolder, source.revision, False
             found = self._prepare_weights(*given, source.allow_patterns_overrides)
-            path = sorted(found[1])
-            if not found[2]:
+            folder, path, safe, index = found
+            if not safe:
                 what, expected = "the model has no safetensors files", "another --load-format"
-                raise errors.UsageError(what, expected=expected, found=path[0])
+                raise errors.UsageError(what, expected=expected, found=min(path))
+            if (prefixes := self._encoder_only_lm_prefixes) is not None:
+                mapper = self._encoder_only_weights_mapper
+                path = weight_utils.filter_mm_encoder_only_safetensors_files(
+                    path, folder, index, prefixes, weights_mapper=mapper
+                )
+            if (unused := source.is_unused_weight) is not None:
+                path = weight_utils.filter_safetensors_files_by_weight_name(path, unused)
+            path = sorted(path)
         elif source.subfolder is not None:
             raise errors.UsageError(
                 "path in model_loader_extra_config has no subfolders, and the model loads from one",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from sglang.srt.layers import linear, vocab_parallel_embedding
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models import gemma
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from mfload.compat import serving, sglang as ours
@@ -256,6 +258,48 @@ def test_a_model_is_filled_again_in_place(model: Path) -> None:
     assert {name: each.data_ptr() for name, each in toy.named_parameters()} == places
     assert again.report.read_bytes == sum(sizes().values())
     same(toy, filled(loader("safetensors"), model))
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_norm_that_gemma_changes_in_place(tmp_path: Path, ours: bool) -> None:
+    stored = {"model.norm.weight": torch.randn(16)}
+    save_file(stored, tmp_path / "w.safetensors")
+    made = torch.nn.Module()
+    made.model = torch.nn.Module()
+    made.model.norm = torch.nn.LayerNorm(16, bias=False).requires_grad_(False)
+    rows = serving.Weights({}).rows(str(tmp_path / "w.safetensors"))
+    copies = [(name, each.clone()) for name, each in stored.items()]
+    gemma.GemmaForCausalLM.load_weights(made, rows if ours else copies)
+    assert torch.equal(made.model.norm.weight, stored["model.norm.weight"] + 1)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stored", "refused"),
+    [
+        ("modelopt_fp8", False, True), ("modelopt_fp8", True, False),
+        ("modelopt_fp4", False, False), ("auto-round-int8", True, True), (None, False, False),
+    ],
+)  # fmt: skip
+def test_models_that_sglang_quantises_are_refused(
+    quantization: str | None, stored: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(
+        quantization=quantization, modelopt_quant=None, _is_already_quantized=lambda: stored
+    )
+    monkeypatch.setattr(DefaultModelLoader, "load_model", lambda *_, **__: "model")
+    made = get_model_loader(LoadConfig(load_format="mfload"), config)
+    given = {"model_config": config, "device_config": None}
+    if refused:
+        with pytest.raises(errors.UsageError, match="quantises") as caught:
+            made.load_model(**given)
+        assert caught.value.found == quantization
+    else:
+        assert made.load_model(**given) == "model"
+
+
+def test_the_config_can_be_pickled() -> None:
+    config = pickle.loads(pickle.dumps(LoadConfig(load_format="mfload")))
+    assert type(get_model_loader(config)) is ours.loader()
 
 
 def test_paths_and_settings(model: Path) -> None:

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models import gpt_oss
 
 from mfload.compat import serving, vllm as ours
 
@@ -277,6 +278,99 @@ def test_experts_of_other_ranks_are_not_read(model: Path, filtered: bool) -> Non
                 assert torch.equal(toy.experts.w2_weight[n], true)
 
 
+def real_experts(rank: int, expert_parallel: bool, transposed: bool = False) -> Any:
+    """Fused experts as vLLM's models of mixtures have them, with their own loop over weights."""
+    made: Any = Experts(rank, 2, expert_parallel)
+    made.layer_name, made.lora_base_layer_prefix = "m.experts", ""
+    made.ckpt_gate_proj_name, made.ckpt_up_proj_name = "gate_proj", "up_proj"
+    made.ckpt_down_proj_name = "down_proj"
+    made.moe_config.num_experts = EXPERTS
+    made.is_fused_checkpoint_transposed = transposed
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_the_loader_of_fused_experts(tmp_path: Path, rank: int, expert_parallel: bool) -> None:
+    """It adds a dim and takes it away again, of every expert, before it knows whose that is."""
+    shapes = {"gate_proj": (MIDDLE, HIDDEN), "up_proj": (MIDDLE, HIDDEN)}
+    shapes |= {"down_proj": (HIDDEN, MIDDLE)}
+    stored = {
+        f"{n}.{which}.weight": torch.randn(shape)
+        for n in range(EXPERTS)
+        for which, shape in shapes.items()
+    }
+    save_file(stored, tmp_path / "experts.safetensors")
+    weights = serving.Weights({})
+    with ranked(rank, 2):
+        one, other = (real_experts(rank, expert_parallel) for _ in range(2))
+        assert list(one.load_weights(weights.rows(str(tmp_path / "experts.safetensors"))))
+        list(other.load_weights(iter(stored.items())))
+    same(one, other)
+    total, columns = sum(each.nbytes for each in stored.values()), MIDDLE * HIDDEN * 4 * EXPERTS
+    # Of columns the gaps are read over, but for those before the first and after the last.
+    most = total / 2 + (0 if expert_parallel else columns / 2)
+    assert total / 2 <= weights.report.read_bytes <= most
+    assert weights.report.whole_reads == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_stack_of_all_experts(tmp_path: Path, rank: int, transposed: bool) -> None:
+    stored = {
+        "gate_up_proj": torch.randn(EXPERTS, 2 * MIDDLE, HIDDEN),
+        "down_proj": torch.randn(EXPERTS, HIDDEN, MIDDLE),
+    }
+    if transposed:
+        stored = {name: each.transpose(1, 2).contiguous() for name, each in stored.items()}
+    save_file(stored, tmp_path / "experts.safetensors")
+    weights = serving.Weights({})
+    with ranked(rank, 2):
+        one, other = (real_experts(rank, False, transposed) for _ in range(2))
+        assert list(one.load_weights(weights.rows(str(tmp_path / "experts.safetensors"))))
+        list(other.load_weights(iter(stored.items())))
+    same(one, other)
+    assert one.w13_weight.any()
+    assert weights.report.whole_reads == 0
+    assert weights.report.peak_bytes < 2 * MIDDLE * HIDDEN * 4 * EXPERTS  # Never the whole stack.
+
+
+def test_a_weight_that_gpt_oss_sets_to_zero(tmp_path: Path) -> None:
+    name = "layers.0.mlp.experts.w2_bias"
+    stored = {name: torch.randn(EXPERTS, 16)}
+    save_file(stored, tmp_path / "w.safetensors")
+    (cls,) = (each for each in vars(gpt_oss).values() if "_load_weights_other" in vars_of(each))
+    one = SimpleNamespace(world_size=1, rank_in_group=0)
+    patches = {
+        "get_tensor_model_parallel_world_size": lambda: 2,
+        "get_dp_group": lambda: one,
+        "get_pcp_group": lambda: one,
+        "is_pp_missing_parameter": lambda *_: False,
+        "remap_moe_expert_weights": lambda rows, _: rows,
+    }
+    for weights in (
+        [(name, stored[name].clone())],
+        serving.Weights({}).rows(str(tmp_path / "w.safetensors")),
+    ):
+        bias = torch.nn.Parameter(torch.ones(EXPERTS, 16), requires_grad=False)
+        made = SimpleNamespace(
+            parallel_config=SimpleNamespace(enable_expert_parallel=False),
+            config=SimpleNamespace(intermediate_size=32, num_local_experts=EXPERTS),
+            named_parameters=lambda bias=bias: [(name, bias)],
+            _try_load_streamed_expert=lambda *_: False,
+        )
+        rank = mock.patch.object(
+            gpt_oss.FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp", lambda **_: (2, 1)
+        )
+        with rank, mock.patch.multiple(gpt_oss, **patches):
+            cls._load_weights_other(made, 0, EXPERTS, list(weights), [])
+        assert not bias.any()
+
+
+def vars_of(value: Any) -> Any:
+    return vars(value) if isinstance(value, type) else {}
+
+
 def test_vllm_reloads_a_model_in_place(model: Path, tmp_path: Path) -> None:
     """As after sleep at level 2: parameters lose what they held, and stay where they are."""
     from vllm.model_executor.model_loader.reload import inplace
@@ -349,6 +443,33 @@ def test_one_path_is_for_one_model(model: Path) -> None:
 def test_settings_that_are_wrong_are_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(errors.UsageError):
         get_model_loader(LoadConfig(load_format="mfload", model_loader_extra_config=extra))
+
+
+def test_a_setting_of_vllms_own_loader() -> None:
+    config = LoadConfig(
+        load_format="mfload", model_loader_extra_config={"enable_weights_track": True}
+    )
+    assert get_model_loader(config).enable_weights_track is True
+
+
+def test_files_without_weights_that_a_model_uses_are_not_read(model: Path) -> None:
+    first, *rest = sorted(model.glob("*.safetensors"))
+    with safe_open(first, "pt") as file:
+        unused = set(file.keys())
+    made: Any = get_model_loader(LoadConfig(load_format="mfload"))
+    source = DefaultModelLoader.Source(str(model), None, is_unused_weight=unused.__contains__)
+    names = {name for name, _ in made._get_weights_iterator(source)}
+    assert names
+    assert not names & unused
+    assert rest
+
+
+def test_weights_that_a_model_lists_are_not_kept(tmp_path: Path) -> None:
+    save_file({str(n): torch.ones(512, 512) for n in range(64)}, tmp_path / "w.safetensors")
+    rows = list(serving.Weights({}).rows(str(tmp_path / "w.safetensors")))
+    for _, lazy in rows:
+        torch.empty(512, 512, dtype=torch.float16).copy_(lazy)
+        assert not lazy.whole.part._kept
 
 
 def test_weights_that_are_missing_or_damaged_are_errors(model: Path, tmp_path: Path) -> None:
