@@ -114,7 +114,8 @@ def child(job: dict[str, Any]) -> None:
     load, ours = SEAMS[job["seam"]], job["loader"] == "mfload"
     load(ours, Path(job["small"]), job["ranks"])
     # A virtual machine gives its memory back within seconds: have it there again.
-    b"x" * (2 * sum(each.stat().st_size for each in Path(job["large"]).iterdir()))
+    touched = b"x" * (2 * sum(each.stat().st_size for each in Path(job["large"]).iterdir()))
+    del touched
     if dist.is_initialized():
         dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.

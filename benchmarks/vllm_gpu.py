@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def start(model: str, load_format: str, ranks: int) -> None:
@@ -53,7 +54,7 @@ def main() -> None:
             command = [sys.executable, __file__, given.model, "--one", load_format]
             command += ["--ranks", str(given.ranks)]
             log = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # By default it is stdout.
-            taken = {"env": os.environ | log, "stdout": subprocess.PIPE, "text": True}
+            taken: Any = {"env": os.environ | log, "stdout": subprocess.PIPE, "text": True}
             run = subprocess.run(command, **taken, check=True)
             said = json.loads(run.stdout.splitlines()[-1])
             tokens.add(tuple(said["tokens"]))

@@ -22,6 +22,7 @@ from mfload import errors
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from vllm import config as configs
 from vllm.config import LoadConfig
@@ -348,10 +349,8 @@ def test_a_weight_that_gpt_oss_sets_to_zero(tmp_path: Path) -> None:
         "is_pp_missing_parameter": lambda *_: False,
         "remap_moe_expert_weights": lambda rows, _: rows,
     }
-    for weights in (
-        [(name, stored[name].clone())],
-        serving.Weights({}).rows(str(tmp_path / "w.safetensors")),
-    ):
+    lazy = serving.Weights({}).rows(str(tmp_path / "w.safetensors"))
+    for weights in ([(name, stored[name].clone())], lazy):
         bias = torch.nn.Parameter(torch.ones(EXPERTS, 16), requires_grad=False)
         made = SimpleNamespace(
             parallel_config=SimpleNamespace(enable_expert_parallel=False),
@@ -359,9 +358,8 @@ def test_a_weight_that_gpt_oss_sets_to_zero(tmp_path: Path) -> None:
             named_parameters=lambda bias=bias: [(name, bias)],
             _try_load_streamed_expert=lambda *_: False,
         )
-        rank = mock.patch.object(
-            gpt_oss.FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp", lambda **_: (2, 1)
-        )
+        parallel, flat = gpt_oss.FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp"
+        rank = mock.patch.object(parallel, flat, return_value=(2, 1))
         with rank, mock.patch.multiple(gpt_oss, **patches):
             cls._load_weights_other(made, 0, EXPERTS, list(weights), [])
         assert not bias.any()

@@ -55,8 +55,6 @@ def test_what_fails_in_one_fails_in_all(tmp_path: Path) -> None:
             assert each["seconds"] < 15, name
             assert each["kinds"] == kinds, (name, each)
             # What fails before torch plans, it tells of as an assertion, with the text.
-            text = {"damaged:missing": "shards are missing", "damaged:cut": "is truncated"}.get(
-                name, ""
-            )
-            assert text in each["texts"][0], (name, each)
+            texts = {"damaged:missing": "shards are missing", "damaged:cut": "is truncated"}
+            assert texts.get(name, "") in each["texts"][0], (name, each)
     lines(ended, "values:sharded:model:once")

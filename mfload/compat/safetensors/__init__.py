@@ -292,7 +292,7 @@ def _is_basic(index: Any) -> bool:
 def _checked(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """An index that the original takes: other than NumPy's, it must lie within the shape."""
     empty = isinstance(index, list) and not index
-    items = index if isinstance(index, tuple) else (slice(0, 0) if empty else index,)
+    items: Any = index if isinstance(index, tuple) else (slice(0, 0) if empty else index,)
     dots = [n for n, item in enumerate(items) if item is Ellipsis]
     if len(dots) == 1:
         at, missing = dots[0], len(shape) - len(items) + 1
