@@ -90,12 +90,20 @@ def with_vllm(ours: bool, path: Path, ranks: int) -> list[Any]:
     return seams_vllm.load(ours, path, ranks)
 
 
+def with_sglang(ours: bool, path: Path, ranks: int) -> list[Any]:
+    """The layers of a model of SGLang: of several processes, the part of each."""
+    from benchmarks import seams_sglang
+
+    return seams_sglang.load(ours, path, ranks)
+
+
 SEAMS: dict[str, Callable[[bool, Path, int], list[Any]]] = {
     "transformers": with_transformers,
     "dcp": with_dcp,
     # Whole tensors in each process, of which each byte is read once.
     "dcp-once": functools.partial(with_dcp, exchange="once"),
     "vllm": with_vllm,  # In the environment of `make vllm`.
+    "sglang": with_sglang,  # In that of `make sglang`.
 }
 """What makes the weights of a process: by mfload or not, of a directory, in so many processes."""
 
