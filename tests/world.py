@@ -68,15 +68,17 @@ class World:
 
     @contextlib.contextmanager
     def failing(self, after: int, act: Callable[[], Any]) -> Generator[None]:
-        """Does something in place of the reads of rank 1 that come after so many bytes."""
-        true, done = os.preadv, [0]
+        """Does something in place of the reads of rank 1 that begin after so many bytes."""
+        true, begun, counting = os.preadv, [0], threading.Lock()
 
         def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
-            if done[0] >= after:
+            # Before they are read: several threads may read at once, and all that there is.
+            with counting:
+                before = begun[0]
+                begun[0] += sum(memoryview(part).nbytes for part in vector)
+            if before >= after:
                 act()
-            got = true(fd, vector, offset, *flags)
-            done[0] += got
-            return got
+            return true(fd, vector, offset, *flags)
 
         with mock.patch.object(os, "preadv", preadv if self.rank == 1 else true), NO_MAPS:
             yield
