@@ -17,6 +17,7 @@ FORMATS = {
     ".safetensors": "mfload.formats.safetensors",
     ".npz": "mfload.formats.npy",
     ".npy": "mfload.formats.npy",
+    ".msgpack": "mfload.formats.msgpack",
 }
 """The module of each format by the ends of its files' names. Other files are told by their head."""
 

@@ -32,6 +32,7 @@ _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
 
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _ONE_ARRAY = ".npy"
+_TREE = ".msgpack"
 _SHARD = r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?"
 
 
@@ -198,7 +199,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         raise errors.SourceNotFoundError(
             f"nothing to load in the directory{hints.of_directory(directory, names)}",
             file=directory,
-            expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz or *.npy",
+            expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy or *.msgpack",
             found=", ".join(names[:8]) or "an empty directory",
         )
     # Files that are numbered alike; a file without a number is a family of its own.
@@ -210,7 +211,8 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         families.setdefault((stem, total), {})[name] = number
     stems = [stem for stem, _ in families]
     choices = indexes
-    if not indexes and (not _WHOLE.isdisjoint(stems) or len({*stems}) < len(stems)):
+    whole = not _WHOLE.isdisjoint(stems) or any(name.endswith(_TREE) for name in files)
+    if not indexes and (whole or len({*stems}) < len(stems)):
         counted = [(next(iter(shards)), len(shards)) for shards in families.values()]
         choices = [f"{name} … ({n} files)" if n > 1 else name for name, n in counted]
     if len(choices) > 1:
@@ -239,7 +241,7 @@ def stem(name: str) -> str:
 
 def _shard(name: str) -> tuple[str, int, int | None]:
     """Takes a file name apart: model-00001-of-00002 → model, 1, 2."""
-    stem = name.removesuffix(SUFFIX).removesuffix(".npz")
+    stem = name.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(_TREE)
     shard = re.fullmatch(_SHARD, stem)
     if shard is None:
         return stem, 0, None
