@@ -7,14 +7,17 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors, sources
 from mfload.formats import safetensors, strict_json
 from mfload.formats.strict_json import brief
 from mfload.load_options import LoadOptions
 from mfload.sources.base import Source
+
+if TYPE_CHECKING:
+    from mfload.index import Index
 
 Path = sources.Location
 State = tuple[list[str], list[Any]]
@@ -68,6 +71,31 @@ class CheckpointFiles:
     def index_file(self) -> str | None:
         """Path of the index; None if there is none."""
         return None if self.placed is None else self.name
+
+
+class Opening(os.PathLike[str]):
+    """A path that is found when the headers are read, where all processes hear of an error.
+
+    Attributes:
+        locate: Gives the path to open, for the one that the caller gave.
+        accept: Is told the index before anything else is asked of it, and may raise.
+    """
+
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        locate: Callable[[Any], Any],
+        accept: Callable[[Index], object] | None = None,
+    ) -> None:
+        self._path, self._locate, self.accept = path, locate, accept
+
+    def located(self) -> Path | Sequence[Path]:
+        """The path to open; raises as `locate` does, and UsageError for what is not a path."""
+        check_path(self._path)
+        return self._locate(self._path)
+
+    def __fspath__(self) -> str:
+        return sources.shown(self._path) or "the files"
 
 
 def find(
