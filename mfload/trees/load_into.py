@@ -151,6 +151,7 @@ def fill(
                 "shardings": shardings,
                 "unmatched": asked,
                 "logical_axis_rules": logical_axis_rules,
+                "names": names,
             },
             mapping=mapping,
             dtype=dtype,

@@ -63,13 +63,26 @@ def linen_step(state: TrainState, number: int) -> TrainState:
     return state.apply_gradients(grads=jax.grad(loss)(state.params))
 
 
-def nnx_optimizer(seed: int = 0, steps: int = 0, dtype: Any = jnp.float32) -> nnx.Optimizer:
-    """A model with its optimizer, after some steps; optimizer and model are one tree below."""
+def nnx_optimizer(seed: int = 0, steps: int = 0, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+    """A model and its optimizer, after some steps."""
     model = Net(nnx.Rngs(seed), dtype=dtype)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     for step in range(steps):
         nnx_step(model, optimizer, step)
-    return model, optimizer  # type: ignore[return-value]
+    return model, optimizer
+
+
+def nnx_state(seed: int = 0, steps: int = 0) -> Any:
+    """The model's state alone."""
+    return nnx.state(nnx_optimizer(seed, steps)[0])
+
+
+def keyless(tree: Any) -> Any:
+    """A state with the data of its typed keys."""
+    typed = jax.dtypes.prng_key
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, typed) else x, tree
+    )
 
 
 def nnx_step(model: Any, optimizer: Any, number: int) -> None:

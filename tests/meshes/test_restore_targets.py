@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx, serialization
 from flax.training.train_state import TrainState
-from restore_cases import Net, assert_same, linen_state, linen_step, nnx_optimizer
+from restore_cases import Net, assert_same, keyless, linen_state, linen_step, nnx_optimizer
 
 import mfload
 from mfload import errors
@@ -22,14 +22,6 @@ from mfload import errors
 def saved() -> tuple[TrainState, bytes]:
     state = linen_state(steps=3)
     return state, serialization.to_bytes(state)
-
-
-def keyless(tree: Any) -> Any:
-    """A state with the data of its typed keys."""
-    typed = jax.dtypes.prng_key
-    return jax.tree.map(
-        lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, typed) else x, tree
-    )
 
 
 def test_a_train_state_of_linen(saved: Any) -> None:
