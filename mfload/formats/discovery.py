@@ -7,7 +7,7 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, sources
@@ -18,6 +18,7 @@ from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.formats.base import DirectoryFormat
+    from mfload.index import Index
 
 Path = sources.Location
 State = tuple[list[str], list[Any]]
@@ -74,6 +75,31 @@ class CheckpointFiles:
     def index_file(self) -> str | None:
         """Path of the index; None if there is none."""
         return None if self.placed is None else self.name
+
+
+class Opening(os.PathLike[str]):
+    """A path that is found when the headers are read, where all processes hear of an error.
+
+    Attributes:
+        locate: Gives the path to open, for the one that the caller gave.
+        accept: Is told the index before anything else is asked of it, and may raise.
+    """
+
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        locate: Callable[[Any], Any],
+        accept: Callable[[Index], object] | None = None,
+    ) -> None:
+        self._path, self._locate, self.accept = path, locate, accept
+
+    def located(self) -> Path | Sequence[Path]:
+        """The path to open; raises as `locate` does, and UsageError for what is not a path."""
+        check_path(self._path)
+        return self._locate(self._path)
+
+    def __fspath__(self) -> str:
+        return sources.shown(self._path) or "the files"
 
 
 def find(

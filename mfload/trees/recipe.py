@@ -37,6 +37,7 @@ class Leaf(NamedTuple):
     optimizer: bool = False  # An optimizer's state comes as a whole or not at all.
     held: bool = True  # It can hold a tensor; functions, texts and typed PRNG keys can't.
     abstract: bool = False  # A shape without numbers.
+    also: tuple[str, ...] = ()  # Names that files may have for it as well.
 
     @property
     def name(self) -> str:
