@@ -92,14 +92,14 @@ def align(
     how = started(options)
     limit, begin = layout.shard_limit(max_shard_size), layout.checked_align(align)
     index, sources = checkpoint.read(source, how)
+    found = discovery.find(source, how)
     for each in sources:
-        if base.find(each) is not safetensors:
+        if found.directory is not None or base.find(each) is not safetensors:
             raise errors.UsageError(
                 "align rewrites safetensors files; load this one, and save it as safetensors",
                 file=each.name,
             )
     rows = index.tensors
-    found = discovery.find(source, how)
     place = SaveTarget(_own_place(index.files, found) if target is None else target, overwrite)
     in_place = [f for f in index.files if target is None or os.path.realpath(f) == place.path]
     for file, recorded in published.expected("auto", in_place).items():

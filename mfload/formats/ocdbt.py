@@ -64,25 +64,26 @@ class _Node(NamedTuple):
     prefix: bytes
 
 
-def read(directory: str) -> dict[str, Value]:
-    """The keys and values of the newest version of a store.
+def read(directory: str) -> tuple[dict[str, Value], list[Source]]:
+    """The keys and values of the newest version of a store, and the files that have its nodes.
 
     Raises:
         SourceError: A file of the store is missing or can't be read.
         HeaderError: The manifest or a node breaks a rule of the format, or its checksum is wrong.
         FrameworkMissingError: It is compressed, and the package zstandard is not installed.
     """
-    root = _root(sources.local_file(os.path.join(directory, MANIFEST)))
-    found: dict[str, Value] = {}
+    manifest = _opened(os.path.join(directory, MANIFEST))
+    found, files = dict[str, Value](), {MANIFEST: manifest}
+    root = _root(manifest)
     if root is None:
-        return found
-    files: dict[str, Source] = {}
+        return found, [manifest]
     waiting, seen, budget, last = [root], set[tuple[str, int]](), MAX_NODES, b""
     while waiting:
         node = waiting.pop()
         where = node.base + node.path
-        file = files.get(where) or sources.local_file(os.path.join(directory, where))
-        files[where] = file
+        if where not in files:
+            files[where] = _opened(os.path.join(directory, where))
+        file = files[where]
         if (where, node.offset) in seen:
             raise _bad(file, "two nodes of the B-tree have the same child", None, node.offset)
         seen.add((where, node.offset))
@@ -108,7 +109,13 @@ def read(directory: str) -> dict[str, Value]:
                 found[key.decode()] = value
             except UnicodeDecodeError:
                 raise _bad(file, "a key of the store is not UTF-8", None, brief(key)) from None
-    return found
+    return found, [*files.values()]
+
+
+def _opened(path: str) -> Source:
+    file = sources.local_file(path)
+    file.keep(True)
+    return file
 
 
 def _root(manifest: Source) -> _Node | None:

@@ -122,7 +122,8 @@ def read_directory(
     metadata = _json(tree_file)
     strings = _optional(os.path.join(item, _STRINGS))
     tree, paths = _tree(tree_file, metadata, strings)
-    store = zarr.Store(_values(item), [tree_file], source)
+    values, files = _values(item)
+    store = zarr.Store(values, [tree_file, *files], source)
     held, problems = {*store.arrays()}, list[str]()
     missing = [name for name in paths if name not in held]
     if missing:
@@ -214,8 +215,8 @@ def _item(directory: str, names: Sequence[str]) -> str:
     )
 
 
-def _values(item: str) -> Mapping[str, Value]:
-    """Keys and values of an item's arrays, in a store or in directories."""
+def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
+    """Keys and values of an item's arrays, in a store or in directories; files of the store."""
     if os.path.exists(os.path.join(item, ocdbt.MANIFEST)):
         return ocdbt.read(item)
     found: dict[str, Value] = {}
@@ -231,7 +232,7 @@ def _values(item: str) -> Mapping[str, Value]:
             except OSError as error:
                 raise errors.from_os(error, path, "open") from error
             found[f"{relative}/{name}".replace(os.sep, "/")] = Value(path, 0, size)
-    return found
+    return found, []
 
 
 def _json(file: Source) -> dict[str, Any]:
