@@ -154,9 +154,9 @@ def _paths(body: _Body) -> list[tuple[str, str]]:
             raise _bad(body.file, "malformed table of data files", f"at most {len(path)}", keep)
         path = path[:keep] + body.take(length)
         parts = path.split(b"/")
-        # Such as d/0123…, ocdbt.process_0/d/0123….
-        outside = b".." in parts or b"" in parts or b"\0" in path or b"\\" in path or b":" in path
-        if outside or base > len(path):
+        # Such as d/0123…, ocdbt.process_0/d/0123…; an empty store has an empty one.
+        outside = b".." in parts or b"" in parts or any(each in path for each in b"\0\\:")
+        if (outside and path) or base > len(path):
             raise _bad(body.file, "a data file of the store is outside it", None, brief(path))
         try:
             made.append((path[:base].decode(), path[base:].decode()))
