@@ -38,11 +38,11 @@ MAX_METADATA = 100_000_000
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP, _V1 = "_CHECKPOINT_METADATA", "orbax.checkpoint"
 _STRINGS, _ARRAYS = "_strings.json", "array_metadatas"
-_MARKS = frozenset({TREE, _STEP, _V1, ocdbt.MANIFEST})
+_MARKS = frozenset({TREE, _STEP, _V1, _ARRAYS, ocdbt.MANIFEST})
 _NUMBERED = re.compile(r"(?:(?P<prefix>.+)_)?(?P<step>\d{1,18})")
 _MAIN = ("default", "state")  # What v0's manager and v1 call an item that was given no name.
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
-_KEY_IMPL = "array_metadata.random_key_impl"
+_KEY_IMPL = "random_key_impl"
 _SEQUENCE, _DICT = 1, 2
 _MAX_DEPTH = 100
 _SHOWN = 20
@@ -209,6 +209,9 @@ def _item(directory: str, names: Sequence[str]) -> str:
     if items:
         what = "several items in the checkpoint; name the directory of one of them"
         raise errors.CheckpointError(what, file=directory, problems=tuple(items))
+    for name in names:
+        if _TEMPORARY in name:
+            raise _unfinished(os.path.join(directory, name))
     what = f"the checkpoint has no {TREE}: it was not finished, or holds no arrays"
     raise errors.CheckpointError(
         what, file=directory, expected=TREE, found=", ".join(names[:8]) or "an empty directory"

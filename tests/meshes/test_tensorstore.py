@@ -99,8 +99,8 @@ def arrays(draw: Any) -> tuple[dict[str, Any], Any, list[Any]]:
         return {"driver": "zarr", "metadata": metadata}, dtype, writes
     steps: list[Any] = [{"name": "bytes", "configuration": {"endian": "big" if big else "little"}}]
     if draw(st.booleans()):
-        steps.insert(0, {"name": "transpose",
-                         "configuration": {"order": draw(st.permutations(range(len(shape))))}})  # fmt: skip
+        order = draw(st.permutations(range(len(shape))))
+        steps.insert(0, {"name": "transpose", "configuration": {"order": order}})
     checks = draw(st.sampled_from([(), ("before",), ("after",), ("before", "after")]))
     if "before" in checks:
         steps.append({"name": "crc32c"})
