@@ -78,6 +78,9 @@ def test_the_next_step_is_the_uninterrupted_runs(tmp_path: Path, saver: str) -> 
     found = mfload.restore(tmp_path / "x", linen_state(seed=1))
     assert type(found.step) is type(linen_state().step)
     assert_same(found, state)
+    shapes = mfload.restore(tmp_path / "x", jax.eval_shape(linen_state))  # The step was a number.
+    assert_same(shapes, state.replace(step=jnp.int32(3)))
+    assert int(mfload.restore(tmp_path / "x")["step"]) == 3
     for number in range(3, 6):
         found, state = linen_step(found, number), linen_step(state, number)
     assert_same(found, state)
