@@ -274,6 +274,11 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     """
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
+    if found.directory is not None and found.name is not None:
+        files, rows, seen.metadata = found.directory.read_directory(found.name, first)
+        seen.sources += files
+        seen.tensors.add(rows)
+        return seen
     if len(found.files) > 1:
         _ask_ahead(found.files)
     for file in found.files:

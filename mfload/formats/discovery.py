@@ -17,6 +17,7 @@ from mfload.load_options import LoadOptions
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
+    from mfload.formats.base import DirectoryFormat
     from mfload.index import Index
 
 Path = sources.Location
@@ -48,6 +49,7 @@ class CheckpointFiles:
         missing: A line for each file that belongs to it and does not exist.
         name: What stands for all of them in an error; None for a list.
         index: The index file, if there is one.
+        directory: The format of a checkpoint that is a directory, `name`; it knows the files.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class CheckpointFiles:
         name: str | None = None,
         index: Source | None = None,
         total: Any = None,
+        directory: DirectoryFormat | None = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
         self.name, self.index, self.total = name, index, total
+        self.directory = directory
 
     @property
     def names(self) -> list[str]:
@@ -214,9 +218,16 @@ def check_path(path: Any) -> None:
 
 def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     try:
-        indexes, files = _names(directory, seen[0] if seen else os.listdir(directory))
+        names = seen[0] if seen else os.listdir(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
+    if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        from mfload.formats import base
+
+        kind = base.find_directory(directory, names)
+        if kind is not None:
+            return CheckpointFiles([], name=directory, directory=kind)
+    indexes, files = _names(directory, names)
     if len(indexes) == 1:
         index = sources.local_file(os.path.join(directory, indexes[0]))
         return from_index(index, seen[0] if seen else ())
