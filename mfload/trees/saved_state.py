@@ -73,7 +73,7 @@ class SavedState:
     def matching(self) -> dict[str, Any]:
         """Arguments of `matching.match`."""
         given = {"fits": self.fits, "resolve": self.resolve, "picked": self.picked}
-        return {**given, "remedy": _REMEDY}
+        return {**given, "remedy": _REMEDY, "file": self.index.files[0]}
 
     def _with_numbers(self, index: Index) -> Index:
         """The index with a tensor for each plain number of the tree."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,33 @@ def test_what_does_not_fit_is_told_with_its_path(root: Path) -> None:
     text = "\n".join(caught.value.problems)
     assert "wrong shape: params.Dense_0.kernel" in text
     assert "extra: params.Dense_0.bias" in text
+    assert caught.value.file == str(root / "2" / "default" / "_METADATA")
+
+
+@pytest.mark.parametrize("with_target", [False, True])
+def test_unfinished_checkpoints(tmp_path: Path, with_target: bool) -> None:
+    target = linen_state(seed=1) if with_target else None
+    with orbax_savers.manager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, args=orbax_savers.ocp.args.StandardSave(linen_state(steps=step)))
+    root = tmp_path / "run"
+    half = root / "3.orbax-checkpoint-tmp"
+    shutil.copytree(root / "2", half)
+    assert mfload.restore(root, target, names="step")  # The unfinished one is passed over.
+    with pytest.raises(errors.CheckpointError, match="not finished") as caught:
+        mfload.restore(half, target)
+    assert str(half) in str(caught.value)
+    with pytest.raises(errors.CheckpointError, match="not finished"):
+        mfload.restore(root, target, step=3)
+    (root / "2" / "default" / "_METADATA").unlink()
+    with pytest.raises(errors.CheckpointError, match="_METADATA"):
+        mfload.restore(root / "2", target)
+
+
+def test_a_missing_chunk_is_told(tmp_path: Path) -> None:
+    orbax_savers.save("files", tmp_path / "x", {"a": jnp.ones(4), "b": {"c": jnp.ones(3)}})
+    target = {"a": jnp.zeros(4), "b": {"c": jnp.zeros(3)}}
+    assert_same(mfload.restore(tmp_path / "x", target), jax.tree.map(jnp.ones_like, target))
+    (tmp_path / "x" / "b.c" / "0").unlink()
+    with pytest.raises(errors.MfloadError, match=r"b\.c"):
+        mfload.restore(tmp_path / "x", target)
