@@ -153,7 +153,8 @@ def load_into(
             leaves = tree.leaves
             start = time.perf_counter()
             index, sources = checkpoint.read(path, how)
-            done.stages["headers"] = time.perf_counter() - start
+            read = time.perf_counter()
+            done.add_stage("headers", start, read)
             with gc_paused():
                 forms = JaxAdapter.forms.items()
                 arrays = {name for name, form in forms if form.how != "bytes"}
@@ -167,8 +168,7 @@ def load_into(
                 )
                 goals = list(map(assemble.Goal, found.recipes.values(), chosen))
                 assembly = assemble.Assembly(index, sources, goals, how, backend)
-            headers = done.stages["headers"]
-            done.stages["matching"] = time.perf_counter() - start - headers
+            done.add_stage("matching", read, time.perf_counter())
             if group is not None:
                 mesh_load.agree_on_inputs(group, index, sources, how, list(assembly.arguments()))
             with shown(progress, assembly.stored_bytes if progress else 0) as advance:
