@@ -151,6 +151,7 @@ def take(job: dict[str, Any], cold: bool) -> tuple[float, int]:
                     pass
     port, started = free_port(), list[Any]()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["LOCAL_WORLD_SIZE"] = str(job["ranks"])  # As torchrun says.
     for rank in range(job["ranks"]):
         text = json.dumps({**job, "rank": rank, "port": port})
         command = [sys.executable, "-m", "benchmarks.seams", "--child", text]

@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "reference" / "api.md"
 FUNCTIONS = [
     "load",
     "load_into",
+    "restore",
     "rule",
     "abstract",
     "open",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload import errors
-    from mfload.api import abstract, load, open, plan, save, stream
+    from mfload.api import abstract, load, open, plan, restore, save, stream
     from mfload.checking.align import Aligned, align
     from mfload.checking.diff import Difference, diff
     from mfload.checking.manifest import Manifest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "api": "abstract load open plan save stream",
+    "api": "abstract load open plan restore save stream",
     "checking.align": "Aligned align",
     "checking.diff": "Difference diff",
     "checking.manifest": "Manifest",
@@ -50,7 +50,8 @@ _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in
 __all__ = [
     "Aligned", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options", "Report", "Saved",
     "Verification", "abstract", "align", "diff", "doctor", "errors", "live_bytes", "load",
-    "load_into", "open", "plan", "rule", "save", "stream", "unpack", "verify",
+    "load_into", "open", "plan", "restore", "rule", "save", "stream", "unpack",
+    "verify",
 ]  # fmt: skip
 
 

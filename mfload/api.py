@@ -342,6 +342,119 @@ def abstract(
     return mesh_load.abstract(chosen, name, mesh, shardings, unmatched)
 
 
+def restore(
+    path: Path,
+    target: Any = None,
+    *,
+    mesh: Any = None,
+    shardings: Any = None,
+    mapping: Any = None,
+    step: int | None = None,
+    names: Names = None,
+    dtype: Any = "target",
+    strict: bool = True,
+    framework: str | ModuleType = "jax",
+    unmatched: Unmatched = "replicate",
+    logical_axis_rules: Any = None,
+    progress: Progress = False,
+    report: Report | None = None,
+    options: Options | None = None,
+) -> Any:
+    r"""Restores a model or a train state from a checkpoint, on the devices of the target.
+
+    How the arrays are sharded is said by `shardings=`, the target or `mesh=`, in this order, and
+    never by the topology on which they were saved: without any of them they come to the default
+    device.
+
+    Args:
+        path: A checkpoint as `mfload.load` takes it: safetensors, Flax's msgpack, or Orbax: an item
+            directory, a step directory, or the root of a manager, of which the newest complete step
+            is restored; or a directory with the steps of `flax.training.checkpoints`.
+        target: A pytree of arrays or `jax.ShapeDtypeStruct`s: an `nnx.Module`, an `nnx.State`,
+            Linen's params or boxes, a `TrainState` with optax's state, dicts, lists, dataclasses.
+            All of it is restored: the optimizer's state, steps, batch statistics, PRNG keys, also
+            typed ones from their data, and plain numbers. Names are paths joined by dots, as for
+            `mfload.load_into`; fields of named tuples may be stored as numbers, keys that are
+            integers as strings, and values of variables with `value` in their names or without. A
+            module of PyTorch, Paddle or Keras is filled in place, as by `mfload.load_into`.
+            Default: nested dicts come back, as the checkpoint has them.
+        mesh: The `jax.sharding.Mesh` for leaves that name no devices. Default: that of
+            `jax.set_mesh`. Without a target: as for `mfload.load`.
+        shardings: As for `mfload.load`, for names of the target, or without one for those of the
+            checkpoint.
+        mapping: From names in the checkpoint to names in the target, as for `mfload.load_into`.
+        step: The step to restore from a directory with several.
+        names: Which tensors are restored, by their names in the checkpoint: a regex that is
+            searched for, a list of exact names, or a function from a name to bool. What the others
+            would fill stays as it is in the target, or is left out of the dicts.
+        dtype: "target" (what each leaf holds), "stored", or as for `mfload.load`, for names of the
+            target. Without a target, "target" means as stored.
+        strict: Whether every leaf must be filled and all that is stored be used. If False, what
+            fits is restored and the other leaves stay as they are, which the report notes.
+        framework: Whose arrays come back if there is no target.
+        unmatched: What becomes of arrays for which neither a rule nor the target gives a sharding:
+            "replicate" or "error".
+        logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes of the
+            target that name logical axes.
+        progress: As for `mfload.load`.
+        report: As for `mfload.load`; notes what was left as it was.
+        options: As for `mfload.load`.
+
+    Returns:
+        A tree of the target's type; the target itself is left as it is. Without a target: the tree
+        that was saved, as dicts, lists and plain values with arrays in them. Of a checkpoint that
+        holds no tree the names are split at dots.
+
+    Raises:
+        MappingError: Checkpoint and target do not fit: wrong shapes, wrong dtypes, missing and
+            extra names, all in one error, before data is read.
+        SourceNotFoundError: There is no checkpoint, or no such step.
+        CheckpointError: The checkpoint is unfinished, or without a target its names are no tree.
+        ShardingError: A sharding does not fit its leaf.
+        MfloadError: Any other of the tree in `mfload.errors`; nothing is left half restored.
+    """
+    from mfload.formats import steps
+    from mfload.trees import load_into as filling, nested
+
+    locate = partial(steps.locate, step=step)
+    if target is not None:
+        return filling.fill(
+            target,
+            discovery.Opening(path, locate),
+            mapping=mapping,
+            mesh=mesh,
+            shardings=shardings,
+            unmatched=unmatched,
+            logical_axis_rules=logical_axis_rules,
+            dtype=dtype,
+            strict=strict,
+            progress=progress,
+            report=report,
+            options=options,
+            whole=True,
+            names=names,
+        )
+    for name, value in {"mapping": mapping, "logical_axis_rules": logical_axis_rules}.items():
+        if value is not None:
+            raise errors.UsageError(f"{name}= is for a target", expected="target=", found=value)
+    if isinstance(names, Iterator):
+        names = list(names)
+    tree: list[Any] = []
+    arrays = load(
+        discovery.Opening(path, locate, lambda index: tree.append(nested.tree_of(index, names))),
+        framework,
+        names=names,
+        dtype=None if isinstance(dtype, str) and dtype in ("target", "stored") else dtype,
+        mesh=mesh,
+        shardings=shardings,
+        unmatched=unmatched,
+        progress=progress,
+        report=report,
+        options=options,
+    )
+    return nested.filled(tree[-1], arrays, plain=names is None)
+
+
 def save(
     arrays: Mapping[str, Any],
     path: str | os.PathLike[str],

@@ -35,11 +35,15 @@ def table(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def html_table(rows: Iterable[Sequence[object]]) -> str:
-    """The same for a notebook."""
+def html_table(rows: Iterable[Sequence[object]], *, head: bool = False) -> str:
+    """The same for a notebook; `head`: the first row names the columns."""
     import html  # Late: a load does without it.
 
-    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    lines: list[str] = []
+    for number, row in enumerate(rows):
+        tag = "th" if head and not number else "td"
+        cells = (errors.printable(cell) for cell in row)
+        lines.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells))
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 

@@ -156,6 +156,15 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def share_of_cores() -> int:
+    """Cores for this process, at least one, if others of the same program run beside it.
+
+    How many there are is what launchers such as torchrun say in LOCAL_WORLD_SIZE.
+    """
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, cores() // max(1, int(beside) if beside.isdecimal() else 1))
+
+
 def usage(*, thread: bool = False) -> tuple[float, float, int]:
     """User and system seconds of CPU time, and page faults, of this process so far.
 

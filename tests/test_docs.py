@@ -62,7 +62,7 @@ def _pattern(module: str, *aliases: str) -> str:
 
 FRAMEWORKS = {
     # These two are for JAX alone, and need not say so.
-    "jax": _pattern("jax", "flax") + r"|mfload\.(load_into|abstract)\(",
+    "jax": _pattern("jax", "flax") + r"|mfload\.(load_into|restore|abstract)\(",
     "torch": _pattern("torch", "pt", "pytorch"),
     "tensorflow": _pattern("tensorflow", "tf", "keras"),
     "paddle": _pattern("paddle", "paddlepaddle"),

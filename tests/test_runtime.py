@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mfload.runtime import NamedTuple, cores, gc_paused
+from mfload.runtime import NamedTuple, cores, gc_paused, share_of_cores
 
 
 class Ours(NamedTuple):
@@ -169,3 +169,16 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores() == (os.cpu_count() or 1)
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("beside", "share"), [(None, 8), ("2", 4), ("3", 2), ("16", 1), ("0", 8), ("two", 8)]
+)
+def test_processes_of_one_program_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, beside: str | None, share: int
+) -> None:
+    monkeypatch.setattr("mfload.runtime.cores", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if beside is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", beside)
+    assert share_of_cores() == share

@@ -17,8 +17,12 @@ FORMATS = {
     ".safetensors": "mfload.formats.safetensors",
     ".npz": "mfload.formats.npy",
     ".npy": "mfload.formats.npy",
+    ".msgpack": "mfload.formats.msgpack",
 }
 """The module of each format by the ends of its files' names. Other files are told by their head."""
+
+DIRECTORIES = ("mfload.formats.orbax",)
+"""Modules of the formats whose checkpoint is a directory."""
 
 _HEAD = 256
 
@@ -59,6 +63,33 @@ class Format(Protocol):
     def checksums(self, file: Source) -> Sequence[Checksum]:
         """The checksums in a file that `read` took; a format without any lacks the function."""
         ...
+
+
+class DirectoryFormat(Protocol):
+    """A format whose checkpoint is a directory: a module with these functions."""
+
+    def recognise_directory(self, directory: str, names: Sequence[str]) -> bool:
+        """Whether a directory that has such names is a checkpoint; it looks at few files."""
+        ...
+
+    def read_directory(
+        self, directory: str, source: int = 0
+    ) -> tuple[Sequence[Source], Sequence[TensorInfo], dict[str, str] | None]:
+        """The files of a checkpoint, its tensors, and its free-form strings.
+
+        `source` is the number of the first file in the index; there is at least one.
+
+        Raises:
+            SourceError: A file is missing or can't be read.
+            FormatError: The checkpoint breaks a rule of the format.
+        """
+        ...
+
+
+def find_directory(directory: str, names: Sequence[str]) -> DirectoryFormat | None:
+    """The format of a directory that has such names; None if it is of none."""
+    modules: Any = map(importlib.import_module, DIRECTORIES)
+    return next((each for each in modules if each.recognise_directory(directory, names)), None)
 
 
 def find(file: Source) -> Any:

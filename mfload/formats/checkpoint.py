@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from mfload import errors, sources
 from mfload.formats import discovery, safetensors, strict_json
-from mfload.formats.discovery import CheckpointFiles, Path
+from mfload.formats.discovery import CheckpointFiles, Opening, Path
 from mfload.index import Columns, Index, Table, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.runtime import Deadline, NamedTuple, gc_paused
@@ -198,6 +198,15 @@ def choose(
     if options is not None and options.deadline.seconds is not None:
         call = partial(choose, path, options.replace(deadline=Deadline(None)), ask)
         return options.deadline.bound(call, "reading headers", sources.shown(path))
+    if isinstance(path, Opening):
+        accept = path.accept
+
+        def accepted(index: Index) -> T:
+            if accept is not None:
+                accept(index)
+            return ask(index)
+
+        return choose(path.located(), options, accepted)
     for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
@@ -265,6 +274,11 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     """
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
+    if found.directory is not None and found.name is not None:
+        files, rows, seen.metadata = found.directory.read_directory(found.name, first)
+        seen.sources += files
+        seen.tensors.add(rows)
+        return seen
     if len(found.files) > 1:
         _ask_ahead(found.files)
     for file in found.files:

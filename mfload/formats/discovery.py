@@ -7,14 +7,18 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors, sources
 from mfload.formats import safetensors, strict_json
 from mfload.formats.strict_json import brief
 from mfload.load_options import LoadOptions
 from mfload.sources.base import Source
+
+if TYPE_CHECKING:
+    from mfload.formats.base import DirectoryFormat
+    from mfload.index import Index
 
 Path = sources.Location
 State = tuple[list[str], list[Any]]
@@ -32,6 +36,7 @@ _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
 
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _ONE_ARRAY = ".npy"
+_TREE = ".msgpack"
 _SHARD = r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?"
 
 
@@ -44,6 +49,7 @@ class CheckpointFiles:
         missing: A line for each file that belongs to it and does not exist.
         name: What stands for all of them in an error; None for a list.
         index: The index file, if there is one.
+        directory: The format of a checkpoint that is a directory, `name`; it knows the files.
     """
 
     def __init__(
@@ -54,9 +60,11 @@ class CheckpointFiles:
         name: str | None = None,
         index: Source | None = None,
         total: Any = None,
+        directory: DirectoryFormat | None = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
         self.name, self.index, self.total = name, index, total
+        self.directory = directory
 
     @property
     def names(self) -> list[str]:
@@ -67,6 +75,31 @@ class CheckpointFiles:
     def index_file(self) -> str | None:
         """Path of the index; None if there is none."""
         return None if self.placed is None else self.name
+
+
+class Opening(os.PathLike[str]):
+    """A path that is found when the headers are read, where all processes hear of an error.
+
+    Attributes:
+        locate: Gives the path to open, for the one that the caller gave.
+        accept: Is told the index before anything else is asked of it, and may raise.
+    """
+
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        locate: Callable[[Any], Any],
+        accept: Callable[[Index], object] | None = None,
+    ) -> None:
+        self._path, self._locate, self.accept = path, locate, accept
+
+    def located(self) -> Path | Sequence[Path]:
+        """The path to open; raises as `locate` does, and UsageError for what is not a path."""
+        check_path(self._path)
+        return self._locate(self._path)
+
+    def __fspath__(self) -> str:
+        return sources.shown(self._path) or "the files"
 
 
 def find(
@@ -185,9 +218,16 @@ def check_path(path: Any) -> None:
 
 def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     try:
-        indexes, files = _names(directory, seen[0] if seen else os.listdir(directory))
+        names = seen[0] if seen else os.listdir(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
+    if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        from mfload.formats import base
+
+        kind = base.find_directory(directory, names)
+        if kind is not None:
+            return CheckpointFiles([], name=directory, directory=kind)
+    indexes, files = _names(directory, names)
     if len(indexes) == 1:
         index = sources.local_file(os.path.join(directory, indexes[0]))
         return from_index(index, seen[0] if seen else ())
@@ -198,7 +238,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         raise errors.SourceNotFoundError(
             f"nothing to load in the directory{hints.of_directory(directory, names)}",
             file=directory,
-            expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz or *.npy",
+            expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy or *.msgpack",
             found=", ".join(names[:8]) or "an empty directory",
         )
     # Files that are numbered alike; a file without a number is a family of its own.
@@ -210,7 +250,8 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         families.setdefault((stem, total), {})[name] = number
     stems = [stem for stem, _ in families]
     choices = indexes
-    if not indexes and (not _WHOLE.isdisjoint(stems) or len({*stems}) < len(stems)):
+    whole = not _WHOLE.isdisjoint(stems) or any(name.endswith(_TREE) for name in files)
+    if not indexes and (whole or len({*stems}) < len(stems)):
         counted = [(next(iter(shards)), len(shards)) for shards in families.values()]
         choices = [f"{name} … ({n} files)" if n > 1 else name for name, n in counted]
     if len(choices) > 1:
@@ -239,7 +280,7 @@ def stem(name: str) -> str:
 
 def _shard(name: str) -> tuple[str, int, int | None]:
     """Takes a file name apart: model-00001-of-00002 → model, 1, 2."""
-    stem = name.removesuffix(SUFFIX).removesuffix(".npz")
+    stem = name.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(_TREE)
     shard = re.fullmatch(_SHARD, stem)
     if shard is None:
         return stem, 0, None

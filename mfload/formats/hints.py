@@ -21,7 +21,6 @@ _LISTED = 2000  # Names of a directory that are looked at.
 _SHOWN = 3
 
 _TORCH = "load it with torch.load(path, weights_only=True) and write it with mfload.save"
-_ORBAX = "restore it with Orbax and write it with mfload.save"
 _UNPACK = "unpack it first"
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"PK\x03\x04", f"a zip archive, as PyTorch and Keras write: if PyTorch's, {_TORCH}"),
@@ -29,7 +28,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x93NUMPY", "a NumPy array: name it .npy"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file: load it with Keras or h5py"),
     (0, b"GGUF", "a GGUF file of llama.cpp: look for the model's safetensors"),
-    (0, b"\x0c\xdb\x3a\x2a", f"a part of an Orbax checkpoint: {_ORBAX}"),
+    (0, b"\x0c\xdb\x3a\x2a", "a part of an Orbax checkpoint: give its directory"),
     (0, b"version https://git-lfs", "a Git LFS pointer, not the file: run `git lfs pull`"),
     (0, b"# xet version", "a Xet pointer, not the file: download it with `hf download`"),
     (0, b"<!DOCTYPE html", "a web page saved in place of the file: download it again"),
@@ -46,7 +45,6 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     *((0, bytes((0x80, n)), f"a pickle, as torch.save wrote: {_TORCH}") for n in range(2, 6)),
 )
 _NAMES = (
-    (re.compile(r"_METADATA|manifest\.ocdbt"), f"an Orbax checkpoint: {_ORBAX}"),
     (re.compile(r"saved_model\.pb"), "a SavedModel: load it with tf.saved_model.load"),
     (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: use tf.train"),
     (re.compile(r".*\.distcp"), "a checkpoint of torch.distributed.checkpoint"),

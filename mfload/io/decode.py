@@ -53,7 +53,32 @@ def deflate(read: Reader) -> Reader:
     return made
 
 
-CODECS: dict[str, Callable[[Reader], Reader]] = {"deflate": deflate}
+class _Stream:
+    """A reader as a file."""
+
+    def __init__(self, read: Reader) -> None:
+        self.read = read
+
+
+def zstd(read: Reader) -> Reader:
+    """One frame of zstd; bytes after its end are an error."""
+    try:
+        import zstandard
+    except ImportError:
+        what = "the tensor is compressed with zstd; pip install 'mfload[orbax]'"
+        raise errors.FrameworkMissingError(what, expected="zstandard") from None
+    reader = zstandard.ZstdDecompressor().stream_reader(_Stream(read), read_size=_TAKEN)
+
+    def made(most: int) -> bytes:
+        try:
+            return reader.read(most)
+        except zstandard.ZstdError as error:
+            raise errors.FormatError("malformed zstd data", found=str(error)) from None
+
+    return made
+
+
+CODECS: dict[str, Callable[[Reader], Reader]] = {"deflate": deflate, "zstd": zstd}
 """The codecs by name."""
 
 

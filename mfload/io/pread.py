@@ -27,7 +27,7 @@ _WORTH_MAPPING = 256 << 10  # To map less takes longer than to read it.
 _ROWS_A_MAP = 96  # To read fewer rows that lie apart takes less time than to map them.
 # Bytes that the kernel is asked to fetch at once: it leaves out what is more than a disk request.
 _FETCHED = 256 << 10
-# Of a file that is mapped to be shown, at once: long enough to be worth a lease and a map, and so
+# Of a file that is mapped to be shown or converted, at once: long enough to be worth a map, and so
 # short that a process that wants to write to the file waits for some milliseconds.
 _WINDOW = 16 << 20
 
@@ -46,6 +46,7 @@ class PreadReader:
     def __init__(self, source: Source, *, cold: bool = False, window: int = 0) -> None:
         self._source, self._cold, self._window = source, cold and source.file is not None, window
         self._maps = window > 0 and source.file is not None
+        self._map: Any = None
         self._file = source.open()
 
     def fill(self, block: Block, memory: list[Any], slot: WorkerSlot) -> Any | None:
@@ -109,10 +110,10 @@ class PreadReader:
             return False
         from mfload.io import mapped  # Late: most blocks lie in the file as they are wanted.
 
-        self._maps = False
+        self._maps, self._map = False, self._map or mapped.Window(self._source, _WINDOW)
         with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
             if still and rows is None:
-                window, at = mapped.map_range(self._source, block.offset, nbytes)
+                window, at = self._map.map_range(block.offset, nbytes)
                 place(window[at:], block.offset, block, memory)
             elif still and rows is not None:
                 most = max(1, (self._window - rows.nbytes) // rows.stride + 1)

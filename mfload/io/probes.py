@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+# Stretches of a file, and bytes of each.
+_SAMPLES, _SAMPLE = 64, 256 << 10
 _CACHESTAT = 451  # The same number on every architecture; Linux 6.5 and newer.
 _STATX = {"x86_64": 332, "aarch64": 291}
 _STATX_DIOALIGN = 0x2000
@@ -30,17 +32,25 @@ def _syscall() -> ctypes._NamedFuncPointer | None:  # pyright: ignore[reportPriv
 def cached_share(fd: int, nbytes: int, start: int = 0) -> float | None:
     """The share of the pages of `nbytes` from `start` that the page cache holds; None if unknown.
 
+    More than 16 MiB are sampled: to look at all pages takes a tenth of the time of a load.
     `cachestat(2)` looks without touching; a read with RWF_NOWAIT would start read-ahead.
     """
     call = _syscall()
     if call is None or nbytes == 0:
         return None
-    span = (ctypes.c_uint64 * 2)(start, nbytes)
+    page, length, samples = os.sysconf("SC_PAGE_SIZE"), nbytes, 1
+    if nbytes > _SAMPLES * _SAMPLE:
+        length, samples = _SAMPLE, _SAMPLES
     answer = (ctypes.c_uint64 * 5)()
-    if call(_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(answer), 0) != 0:
-        return None
-    page = os.sysconf("SC_PAGE_SIZE")
-    return min(1.0, answer[0] / (-(-(start + nbytes) // page) - start // page))
+    held = looked = 0
+    for n in range(samples):
+        at = start + (nbytes - length) * n // max(1, samples - 1)
+        span = (ctypes.c_uint64 * 2)(at, length)
+        if call(_CACHESTAT, fd, ctypes.byref(span), ctypes.byref(answer), 0) != 0:
+            return None
+        held += answer[0]
+        looked += -(-(at + length) // page) - at // page
+    return min(1.0, held / looked)
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:

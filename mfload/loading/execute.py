@@ -16,7 +16,7 @@ from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
 from mfload.planning.blocks import Block, Costs, Segment
 from mfload.planning.plan import Plan
-from mfload.runtime import Deadline, cores
+from mfload.runtime import Deadline, share_of_cores
 from mfload.sources import together
 from mfload.sources.base import Source
 
@@ -30,8 +30,9 @@ Advance = Callable[[int], None]
 INLINE = 1 << 20
 """Bytes up to which the loading thread reads by itself."""
 _MAPPED_BLOCK = 8 << 20
-# As many as there are cores, up to this number. Direct readers wait for the disk, not for a core,
-# so they are that many. Of readers through the page cache, more only disturb its reading ahead.
+# As many as there are cores for this process, up to this number. Direct readers wait for the disk,
+# not for a core, so they are that many. Of readers through the page cache, more only disturb its
+# reading ahead.
 _MOST_THREADS = 8
 _A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
 _WORTH_A_THREAD = 64 << 10  # Bytes a block.
@@ -47,7 +48,7 @@ def reader_threads(direct: bool, devices: int = 0, *, concurrency: int | None = 
     if concurrency is not None:
         return max(concurrency, _A_DEVICE * devices)
     most = max(_MOST_THREADS, _A_DEVICE * devices)
-    return max(min(cores(), most), _MOST_THREADS if direct else 1)
+    return max(min(share_of_cores(), most), _MOST_THREADS if direct else 1)
 
 
 def run(

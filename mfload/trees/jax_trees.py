@@ -7,6 +7,7 @@ can only hold these if Flax was imported, so that nothing here imports it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -43,9 +44,19 @@ class Tree(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-def take_apart(target: Any) -> Tree:
-    """The leaves of any pytree, and how to put it together. The tree is left as it is."""
-    walk = _Walk()
+class _Field(str):
+    """A field of a named tuple, as a part of a name."""
+
+    __slots__ = ("number",)
+    number: str
+
+
+def take_apart(target: Any, *, numbered: bool = False) -> Tree:
+    """The leaves of any pytree, and how to put it together. The tree is left as it is.
+
+    `numbered`: whether leaves have the names as well in which fields of named tuples are numbers.
+    """
+    walk = _Walk(numbered=numbered)
     top = walk.below if is_node(target) else walk.node
     build: Any = top(target, (), Leaf((), ()))  # What is a node is no leaf.
     leaves = tuple(_leaf(*found) for found in walk.found)
@@ -56,15 +67,15 @@ def take_apart(target: Any) -> Tree:
     return Tree(leaves, lambda values: build(values, {}))
 
 
-def take_apart_target(target: Any) -> Tree:
+def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
     """The same for a target that is to be filled, which has a place for a tensor."""
     if isinstance(target, str | os.PathLike):
         raise errors.UsageError(
-            "load_into(target, path): the arguments are swapped",
-            expected="a tree first, then a path",
+            "the arguments are swapped: load_into(target, path), restore(path, target)",
+            expected="a tree",
             found=repr(target),
         )
-    made = take_apart(target)
+    made = take_apart(target, numbered=numbered)
     if type(target) is tuple and target and isinstance(target[0], _flax("nnx", "GraphDef")):
         raise errors.UsageError(
             "the target is what nnx.split gives, not a tree of its own",
@@ -90,7 +101,8 @@ _Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 class _Walk:
     """Goes through a tree once. A role is a leaf with nothing but what Flax says of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbered: bool) -> None:
+        self._parts = _numbered if numbered else _texts
         self.found: list[tuple[list[_Path], Any, Leaf]] = []  # Values, all of their paths, roles.
         # By id of a node that may occur again: the node, its first path, and its leaves among
         # all, None while it is taken apart.
@@ -113,7 +125,7 @@ class _Walk:
         training = isinstance(tree, _flax("training.train_state", "TrainState"))
         builds: list[Any] = []  # Functions, and numbers of leaves.
         for entries, each in flat:
-            names = tuple(map(_text, entries[hidden:]))
+            names = self._parts(tree, entries)[hidden:]
             said = role
             if training and names[0] in _OPTIMIZER:
                 said = role._replace(optimizer=True)
@@ -147,6 +159,29 @@ class _Walk:
         return remember
 
 
+def _texts(_: Any, entries: Sequence[Any]) -> _Path:
+    """The entries of a path as parts of a name."""
+    return tuple(map(_text, entries))
+
+
+def _numbered(node: Any, entries: Sequence[Any]) -> _Path:
+    """The same; fields of named tuples on the path, which begins at a node, know their numbers."""
+    parts: list[str] = []
+    for entry in entries:
+        part, kind, inner = _text(entry), type(entry), None
+        with contextlib.suppress(AttributeError, LookupError, TypeError):
+            if kind is jax.tree_util.GetAttrKey and not isinstance(node, _flax("nnx", "Variable")):
+                if isinstance(node, tuple) and part in getattr(node, "_fields", ()):
+                    part = _Field(part)
+                    part.number = str(node._fields.index(part))  # pyright: ignore
+                inner = getattr(node, part)
+            elif kind is jax.tree_util.DictKey or kind is jax.tree_util.SequenceKey:
+                inner = node[entry.key if kind is jax.tree_util.DictKey else entry.idx]
+        parts.append(part)
+        node = inner
+    return tuple(parts)
+
+
 def _text(entry: Any) -> str:
     """An entry of a path as a part of a name."""
     if type(entry) is jax.tree_util.DictKey and type(entry.key) is str:
@@ -167,20 +202,30 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
             found=names[0],
         )
     if number:  # Such as steps and rates.
-        return role._replace(names=names, value=value, optional=True)
+        return role._replace(names=names, value=value, optional=True, also=_also(paths))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     extended, row = (True, None) if dtype is None else _row(dtype)
     # Typed PRNG keys are arrays of an extended dtype.
     if extended or not isinstance(shape, tuple):
-        return role._replace(names=names, value=value, held=False, abstract=abstract, optional=True)
+        said = {"held": False, "abstract": abstract, "optional": True, "also": _also(paths)}
+        return role._replace(names=names, value=value, **said)
     optional = role.optional or _STATISTICS in parts
     sharding = role.sharding
     # Others merely lie on the default device.
     if not array or getattr(value, "committed", getattr(value, "_committed", True)):
         sharding = getattr(value, "sharding", None)
-    held = row is not None
+    held, also = row is not None, _also(paths)
     said = names, shape, row, value, sharding, role.axes, optional, role.optimizer, held, abstract
-    return new_row(Leaf, said)
+    return new_row(Leaf, (*said, also))
+
+
+def _also(paths: Sequence[_Path]) -> tuple[str, ...]:
+    """The names of a leaf with numbers for fields, if these are known."""
+    return tuple(
+        ".".join(part.number if type(part) is _Field else part for part in path)
+        for path in paths
+        if _Field in map(type, path)
+    )
 
 
 @functools.lru_cache

@@ -13,6 +13,7 @@ from mfload.formats import checkpoint
 from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading.session import let_go
 from mfload.options import Options
+from mfload.planning.selection import Names
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
@@ -99,7 +100,45 @@ def load_into(
         MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded; a
             module that is filled in place may be, of which a note of the exception tells.
     """
-    if (framework := _framework(target)) is not None:
+    return fill(
+        target,
+        path,
+        mapping=mapping,
+        mesh=mesh,
+        shardings=shardings,
+        unmatched=unmatched,
+        logical_axis_rules=logical_axis_rules,
+        dtype=dtype,
+        strict=strict,
+        progress=progress,
+        report=report,
+        options=options,
+    )
+
+
+def fill(
+    target: Any,
+    path: Path,
+    *,
+    mapping: Any,
+    mesh: Any,
+    shardings: Any,
+    unmatched: Unmatched,
+    logical_axis_rules: Any,
+    dtype: Any,
+    strict: bool,
+    progress: Progress,
+    report: Report | None,
+    options: Options | None,
+    whole: bool = False,
+    names: Names = None,
+) -> Any:
+    """`load_into`; with `whole`, `mfload.restore` with a target.
+
+    Then nothing of the target may stay as it is but what `names` does not ask for, plain numbers
+    and PRNG keys are loaded too, and names match in the ways that Flax and Orbax write them.
+    """
+    if (framework := framework_of(target)) is not None:
         from mfload.trees import modules
 
         made = importlib.import_module(f"mfload.trees.{framework}_modules").make(target)
@@ -112,6 +151,7 @@ def load_into(
                 "shardings": shardings,
                 "unmatched": asked,
                 "logical_axis_rules": logical_axis_rules,
+                "names": names,
             },
             mapping=mapping,
             dtype=dtype,
@@ -132,7 +172,7 @@ def load_into(
     backend = JaxBackend()
     try:
         with gc_paused():
-            tree = jax_trees.take_apart_target(target)
+            tree = jax_trees.take_apart_target(target, numbered=whole)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
         wrong = error
     ranks = jax_shardings.processes(mesh, shardings, tree and tree.leaves)
@@ -155,14 +195,28 @@ def load_into(
             index, sources = checkpoint.read(path, how)
             read = time.perf_counter()
             done.add_stage("headers", start, read)
+            state, how_to_match = None, {}
+            if whole:
+                from mfload.trees.saved_state import SavedState
+
+                state = SavedState(index, leaves, names)
+                index, leaves = state.index, state.leaves
+                how_to_match = state.matching()
             with gc_paused():
                 forms = JaxAdapter.forms.items()
                 arrays = {name for name, form in forms if form.how != "bytes"}
                 found = matching.match(
-                    index, leaves, mapping, strict=strict, dtype=dtype, arrays=arrays
+                    index,
+                    leaves,
+                    mapping,
+                    strict=strict,
+                    dtype=dtype,
+                    arrays=arrays,
+                    **how_to_match,
                 )
                 notes += found.notes
                 _tell_what_stays(leaves, found.recipes, notes)
+                numbers = {} if state is None else state.numbers(found.recipes)
                 chosen = jax_shardings.resolve(
                     leaves, found.recipes, mesh, shardings, unmatched, logical_axis_rules
                 )
@@ -173,19 +227,22 @@ def load_into(
                 mesh_load.agree_on_inputs(group, index, sources, how, list(assembly.arguments()))
             with shown(progress, assembly.stored_bytes if progress else 0) as advance:
                 loaded = assembly.run(group, done, advance)
+            plain = {} if state is None else state.read(numbers, sources, how)
     except BaseException as error:
         let_go(error)
         raise
     values = [leaf.value for leaf in leaves]
     for number, array in zip(found.recipes, loaded, strict=True):
-        values[number] = array
+        values[number] = array if state is None else state.finished(number, array)
+    for number, value in plain.items():
+        values[number] = value
     if report is not None:
         done.notes = tuple(dict.fromkeys((*notes, *done.notes)))
         vars(report).update(vars(done))
     return tree.rebuild(values)
 
 
-def _framework(target: Any) -> str | None:
+def framework_of(target: Any) -> str | None:
     """The framework whose module a target is, if it is one; that has been imported then."""
     for framework, kind in _MODULES.items():
         found: Any = sys.modules.get(framework)

@@ -44,18 +44,24 @@ def match(
     dtype: Any = "target",
     arrays: Collection[str] = dtypes.TABLE,
     fits: Callable[[Leaf, Recipe], None] | None = None,
+    resolve: Callable[[str], str] | None = None,
+    picked: Collection[str] | None = None,
+    remedy: str | None = None,
+    file: str | None = None,
 ) -> Matched:
     """Finds out how a target is made of a checkpoint; arguments as for `mfload.load_into`.
 
     `arrays` are the names of the dtypes that the framework has arrays of. `fits` raises MisfitError
-    if a leaf can't take what a recipe makes.
+    if a leaf can't take what a recipe makes. `resolve` gives the leaf's name for one that files may
+    have for it. `picked` are the tensors that are loaded; leaves of others stay as they are.
+    `remedy` is what errors of names expect, `file` what errors name.
     """
     if isinstance(dtype, str) and dtype in ("target", "stored"):
         dtype = {} if dtype == "target" else None  # No rules, and as stored.
     wish = selection.read_dtype(dtype)
     held = {name: leaf for leaf in leaves if leaf.held for name in leaf.names}
     unheld = {name: leaf for leaf in leaves if not leaf.held for name in leaf.names}
-    claims = _Claims(index.tensors.values(), held, mapping)
+    claims = _Claims(index.tensors.values(), held, mapping, resolve, picked)
     problems = defaultdict[str, list[str]](list)  # By kind, in the order of the first of each.
     if claims.twice:
         problems["matched twice"] += claims.twice
@@ -81,14 +87,19 @@ def match(
     )
     if counts:
         every = tuple(f"{kind}: {line}" for kind, lines in problems.items() for line in lines)
+        names = "missing" in problems or "extra" in problems
         raise errors.MappingError(
-            f"the checkpoint does not fit the target: {counts}", problems=every
+            f"the checkpoint does not fit the target: {counts}",
+            file=file,
+            expected=remedy if names else None,
+            problems=every,
         )
     if not strict and not made and index.tensors:
         given = next((to for _, to in claims.stray if to), next(iter(index.tensors)))
         close = errors.close_names(given, held) or [*held, "nothing"]
         raise errors.MappingError(
             "nothing in the checkpoint goes into the target; mapping= says which name becomes what",
+            file=file,
             expected=f"names like {close[0]!r}",
             found=f"names like {given!r}",
         )
@@ -117,7 +128,12 @@ class _Claims:
     """What a key map, a function or nothing makes of a checkpoint's names."""
 
     def __init__(
-        self, tensors: Iterable[TensorInfo], targets: Collection[str], mapping: Any
+        self,
+        tensors: Iterable[TensorInfo],
+        targets: Collection[str],
+        mapping: Any,
+        resolve: Callable[[str], str] | None = None,
+        picked: Collection[str] | None = None,
     ) -> None:
         self.by_target: dict[str, list[Claim]] = {}
         # Stored tensors that go nowhere, with the name that they were given, if any.
@@ -125,7 +141,8 @@ class _Claims:
         self.twice: list[str] = []  # What is said of tensors that several rules match.
         self.entries: tuple[Entry, ...] = ()
         self.used: set[int] = set()  # Numbers of entries that a tensor went by.
-        self._targets = targets
+        self.passed: set[str] = set()  # Targets of tensors that were not picked.
+        self._targets, self._resolve, self._picked = targets, resolve, picked
         if mapping is None or callable(mapping):
             for info in tensors:
                 name = info.name if mapping is None else _called(mapping, info.name, targets)
@@ -139,7 +156,8 @@ class _Claims:
         for info in tensors:
             found = self._matching(info.name)
             if not found:
-                self.stray.append((info, None))
+                if self._picked is None or info.name in self._picked:
+                    self.stray.append((info, None))
             elif len(found) > 1:
                 rules = ", ".join(str(self.entries[number]) for number, _ in found)
                 either = "make one narrower, or write one rule with a list of targets"
@@ -171,7 +189,11 @@ class _Claims:
         return [(number, match) for number, match in fronts if match and match.end()] or found[:1]
 
     def _add(self, target: str, claim: Claim) -> None:
-        if target in self._targets:
+        if self._resolve is not None:
+            target = self._resolve(target)
+        if self._picked is not None and claim.info.name not in self._picked:
+            self.passed.add(target)
+        elif target in self._targets:
             self.by_target.setdefault(target, []).append(claim)
         else:
             self.stray.append((claim.info, target))
@@ -266,7 +288,7 @@ def _check_names(
     unheld: Mapping[str, Leaf],
 ) -> None:
     """Leaves that nothing fills, and tensors that go nowhere."""
-    filled = claims.by_target.keys()
+    filled = claims.by_target.keys() | claims.passed
     lacking = [leaf for leaf in leaves if leaf.held and filled.isdisjoint(leaf.names)]
     # The state of an optimizer may be missing as a whole.
     some = sum(leaf.optimizer for leaf in lacking) < sum(leaf.optimizer for leaf in leaves)

@@ -172,7 +172,6 @@ def _model(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("_METADATA", "; it holds an Orbax checkpoint"),
         ("saved_model.pb", "; it holds a SavedModel"),
         ("c.data-00000-of-00002", "; it holds a TensorFlow checkpoint"),
         ("__0_0.distcp", "torch.distributed"),

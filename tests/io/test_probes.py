@@ -40,6 +40,26 @@ def test_the_share_of_cached_pages(fd: int) -> None:
     assert probes.cached_share(fd, 10 * 4096 + 1) in (0.0, 1.0)
 
 
+def test_the_share_of_a_long_file_is_that_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans: list[tuple[int, int]] = []
+
+    def half(_: int, fd: int, span: Any, answer: Any, flags: int) -> int:
+        start, nbytes = span._obj
+        spans.append((start, nbytes))
+        first, last = start // 4096, (start + nbytes - 1) // 4096
+        answer._obj[0] = last - first + 1 if start < 3 << 30 else 0
+        return 0
+
+    _kernel(monkeypatch, half)
+    assert probes.cached_share(0, 4 << 30, 1 << 30) == 0.5
+    assert spans[0][0] == 1 << 30
+    assert sum(spans[-1]) == 5 << 30
+    assert sum(nbytes for _, nbytes in spans) == 16 << 20
+    spans.clear()
+    assert probes.cached_share(0, 16 << 20, 4095) == 1.0
+    assert spans == [(4095, 16 << 20)]
+
+
 def test_kernels_without_cachestat_do_not_say(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _kernel(monkeypatch, lambda *_: -1)
     assert probes.cached_share(fd, 4096) is None

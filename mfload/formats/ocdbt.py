@@ -1,0 +1,309 @@
+"""OCDBT, TensorStore's key-value store in which Orbax keeps arrays, checked as hostile input.
+
+A store is a directory with `manifest.ocdbt` and data files, `d/…`. The manifest names the root of a
+B-tree for each version; the newest one is read. A node is a range of a data file: leaves have keys,
+and values of which short ones lie in the node, long ones in data files; inner nodes have the ranges
+of other nodes. Manifests and nodes are framed alike, and numbers are varints where no width is
+given:
+
+    magic, 4 bytes; length of all, 8 bytes; version, 0; 0 raw or 1 zstd; body; CRC-32C, 4 bytes
+
+A body has its numbers in columns. The names of the data files it refers to come first, as a table
+in which each shares a prefix with the one before. Where a store joins those of several processes, a
+path has a base (`ocdbt.process_0/`), to which the paths in nodes of that file are relative.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from mfload import errors, sources
+from mfload.formats.crc32c import crc32c
+from mfload.formats.strict_json import brief
+from mfload.sources.base import Source
+
+MANIFEST = "manifest.ocdbt"
+
+MAX_NODE = 100_000_000
+"""Bytes of a manifest or a node, decoded; TensorStore's own limit unless a store sets another."""
+
+MAX_NODES = 1 << 30
+"""Bytes of all nodes together, decoded."""
+
+_MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
+_HEAD = 14  # The shortest frame has as many bytes before its checksum.
+_NO_FILE = (1 << 64) - 1
+_PART = 1 << 20
+
+
+class Value(NamedTuple):
+    """A value of a store: a range of a file, or bytes.
+
+    Attributes:
+        file: Path of the file; of a value in a node, where that lies.
+        inline: The bytes, if they lie in a node.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    inline: bytes | None = None
+
+
+class _Node(NamedTuple):
+    """Where a node lies."""
+
+    base: str
+    path: str
+    offset: int
+    nbytes: int
+    height: int
+    prefix: bytes
+
+
+def read(directory: str) -> dict[str, Value]:
+    """The keys and values of the newest version of a store.
+
+    Raises:
+        SourceError: A file of the store is missing or can't be read.
+        HeaderError: The manifest or a node breaks a rule of the format, or its checksum is wrong.
+        FrameworkMissingError: It is compressed, and the package zstandard is not installed.
+    """
+    root = _root(sources.local_file(os.path.join(directory, MANIFEST)))
+    found: dict[str, Value] = {}
+    if root is None:
+        return found
+    files: dict[str, Source] = {}
+    waiting, seen, budget, last = [root], set[tuple[str, int]](), MAX_NODES, b""
+    while waiting:
+        node = waiting.pop()
+        where = node.base + node.path
+        file = files.get(where) or sources.local_file(os.path.join(directory, where))
+        files[where] = file
+        if (where, node.offset) in seen:
+            raise _bad(file, "two nodes of the B-tree have the same child", None, node.offset)
+        seen.add((where, node.offset))
+        if node.offset + node.nbytes > file.size:
+            end = f"{node.offset + node.nbytes} bytes"
+            raise _bad(file, "a node reaches out of the file", end, file.size)
+        body = _body(file, file.read(node.offset, node.nbytes), _NODE_MAGIC)
+        budget -= len(body.data)
+        if budget < 0:
+            raise _bad(file, "the nodes of the store are over the limit", f"{MAX_NODES} bytes")
+        height = body.byte()
+        if height != node.height:
+            raise _bad(file, "a node of the B-tree is at another height", node.height, height)
+        paths = _paths(body)
+        if height:
+            waiting += reversed([*_children(body, node, paths)])
+            continue
+        for key, value in _values(body, node, paths, directory, where):
+            if key <= last and found:
+                raise _bad(file, "the keys of the store are not in order", None, brief(key))
+            last = key
+            try:
+                found[key.decode()] = value
+            except UnicodeDecodeError:
+                raise _bad(file, "a key of the store is not UTF-8", None, brief(key)) from None
+    return found
+
+
+def _root(manifest: Source) -> _Node | None:
+    """The root of the newest version; None of an empty store."""
+    if manifest.size > MAX_NODE:
+        raise _bad(manifest, "the manifest is over the limit", f"{MAX_NODE} bytes", manifest.size)
+    body = _body(manifest, manifest.read(0, manifest.size), _MANIFEST_MAGIC)
+    body.take(16)  # Of the store, at random.
+    if body.varint():
+        raise _bad(manifest, "mfload can't read a store with numbered manifests")
+    body.varint()  # How long values in nodes may be, and nodes.
+    body.varint()
+    body.byte()  # Of the tree of versions.
+    if body.varint() == 1:
+        body.take(4)  # The level of compression.
+    paths = _paths(body)
+    count = body.count()
+    body.varints(count)  # Generations.
+    heights = body.take(count)
+    ids, offsets, lengths, keys = (body.varints(count) for _ in range(4))
+    if not count or not keys[-1]:
+        return None
+    base, path = body.pick(paths, ids[-1])
+    return _Node(base, path, offsets[-1], lengths[-1], heights[-1], b"")
+
+
+def _paths(body: _Body) -> list[tuple[str, str]]:
+    """The data files that a body refers to: the base of each path, and the rest."""
+    count = body.count()
+    shared = [0, *body.varints(count - 1)] if count else []
+    lengths, bases = body.varints(count), body.varints(count)
+    made: list[tuple[str, str]] = []
+    path = b""
+    for keep, length, base in zip(shared, lengths, bases, strict=True):
+        if keep > len(path):
+            raise _bad(body.file, "malformed table of data files", f"at most {len(path)}", keep)
+        path = path[:keep] + body.take(length)
+        parts = path.split(b"/")
+        # Such as d/0123…, ocdbt.process_0/d/0123….
+        outside = b".." in parts or b"" in parts or b"\0" in path or b"\\" in path or b":" in path
+        if outside or base > len(path):
+            raise _bad(body.file, "a data file of the store is outside it", None, brief(path))
+        try:
+            made.append((path[:base].decode(), path[base:].decode()))
+        except UnicodeDecodeError:
+            raise _bad(body.file, "the name of a file is not UTF-8", None, brief(path)) from None
+    return made
+
+
+def _keys(body: _Body, count: int, prefix: bytes, inner: bool) -> tuple[list[bytes], Sequence[int]]:
+    """The keys of a node; of an inner one also how much of each all keys below it share."""
+    shared = [0, *body.varints(count - 1)] if count else []
+    lengths = body.varints(count)
+    common: Sequence[int] = body.varints(count) if inner else []
+    keys: list[bytes] = []
+    key, left = b"", MAX_NODE
+    for keep, length in zip(shared, lengths, strict=True):
+        if keep > len(key):
+            raise _bad(body.file, "malformed keys of a node", f"at most {len(key)}", keep)
+        key = key[:keep] + body.take(length)
+        left -= len(key) + len(prefix)
+        if left < 0:
+            raise _bad(body.file, "the keys of a node are over the limit", f"{MAX_NODE} bytes")
+        keys.append(key)
+    return [prefix + key for key in keys], common
+
+
+def _children(body: _Body, node: _Node, paths: Sequence[tuple[str, str]]) -> Iterator[_Node]:
+    count = body.count()
+    keys, common = _keys(body, count, node.prefix, inner=True)
+    ids, offsets, lengths, *_ = (body.varints(count) for _ in range(6))
+    body.end()
+    for key, shared, file, offset, length in zip(keys, common, ids, offsets, lengths, strict=True):
+        if shared > len(key) - len(node.prefix):
+            raise _bad(body.file, "malformed prefix of a child", None, shared)
+        base, path = body.pick(paths, file)
+        prefix = key[: len(node.prefix) + shared]
+        yield _Node(node.base + base, path, offset, length, node.height - 1, prefix)
+
+
+def _values(
+    body: _Body, node: _Node, paths: Sequence[tuple[str, str]], directory: str, where: str
+) -> Iterator[tuple[bytes, Value]]:
+    count = body.count()
+    keys, _ = _keys(body, count, node.prefix, inner=False)
+    lengths, kinds = body.varints(count), body.take(count)
+    outside = kinds.count(1)
+    if kinds.count(0) + outside != count:
+        raise _bad(body.file, "malformed values of a node", "kinds 0 and 1", brief(kinds))
+    ids, offsets = iter(body.varints(outside)), iter(body.varints(outside))
+    # Values of one file share its path.
+    whole = [os.path.join(directory, node.base + base + path) for base, path in paths]
+    for key, length, kind in zip(keys, lengths, kinds, strict=True):
+        if kind:
+            yield key, Value(body.pick(whole, next(ids)), next(offsets), length)
+        else:
+            place = os.path.join(directory, where)
+            yield key, Value(place, node.offset, length, body.take(length))
+    body.end()
+
+
+class _Body:
+    """The body of a manifest or a node, which is read from its start on."""
+
+    def __init__(self, file: Source, data: bytes) -> None:
+        self.file, self.data, self._at = file, data, 0
+
+    def take(self, nbytes: int) -> bytes:
+        at = self._at
+        if nbytes > len(self.data) - at:
+            raise _bad(self.file, "the bytes end within a node", f"{at + nbytes}", len(self.data))
+        self._at = at + nbytes
+        return self.data[at : at + nbytes]
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+            shift += 7
+            if shift > 63:
+                raise _bad(self.file, "malformed number in a node", "at most 64 bits")
+        if value >> 64:
+            raise _bad(self.file, "malformed number in a node", "at most 64 bits", value)
+        return value
+
+    def varints(self, count: int) -> Sequence[int]:
+        ahead = self.data[self._at : self._at + count]
+        if len(ahead) == count and ahead.isascii():  # A byte each.
+            self._at += count
+            return ahead
+        return [self.varint() for _ in range(count)]
+
+    def count(self) -> int:
+        """A number of entries; each takes a byte or more."""
+        count = self.varint()
+        if count > len(self.data) - self._at:
+            raise _bad(self.file, "a node has fewer entries than it says", count)
+        return count
+
+    def pick(self, choices: Sequence[Any], number: int) -> Any:
+        if number >= len(choices):
+            raise _bad(self.file, "a node refers to no data file", f"below {len(choices)}", number)
+        return choices[number]
+
+    def end(self) -> None:
+        if self._at != len(self.data):
+            raise _bad(self.file, "bytes follow a node", self._at, len(self.data))
+
+
+def _body(file: Source, raw: bytes, magic: int) -> _Body:
+    """Checks the frame of a manifest or a node, and decodes the rest."""
+    what = "manifest" if magic == _MANIFEST_MAGIC else "node"
+    if len(raw) < _HEAD + 4:
+        raise _bad(file, f"the {what} is truncated", f"{_HEAD + 4} bytes or more", len(raw))
+    given = int.from_bytes(raw[:4], "big"), int.from_bytes(raw[4:12], "little")
+    if given != (magic, len(raw)):
+        if given[0] == magic:
+            raise _bad(file, f"the {what} has another length", f"{given[1]} bytes", len(raw))
+        raise _bad(file, f"no {what} of an OCDBT store", hex(magic), hex(given[0]))
+    (checksum,) = struct.unpack("<L", raw[-4:])
+    computed = crc32c(memoryview(raw)[:-4])
+    if computed != checksum:
+        raise _bad(file, f"the {what} is damaged", f"CRC-32C {checksum:08x}", f"{computed:08x}")
+    version, method = raw[12], raw[13]
+    if version or method > 1:
+        found = f"{version}, compression {method}"
+        raise _bad(file, f"unknown version of the {what}", "0, compression 0 or 1", found)
+    data = raw[_HEAD:-4]
+    return _Body(file, _inflated(file, data) if method else data)
+
+
+def _inflated(file: Source, data: bytes) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        what = "the store is compressed; pip install 'mfload[orbax]'"
+        raise errors.FrameworkMissingError(what, file=file.name, expected="zstandard") from None
+    parts, left = list[bytes](), MAX_NODE
+    try:
+        reader = zstandard.ZstdDecompressor().stream_reader(data)
+        while part := reader.read(_PART):
+            left -= len(part)
+            if left < 0:
+                raise _bad(file, "the node is over the limit", f"{MAX_NODE} bytes")
+            parts.append(part)
+    except zstandard.ZstdError as error:
+        raise _bad(file, "malformed zstd data of a node", None, str(error)) from None
+    return b"".join(parts)
+
+
+def _bad(file: Source, what: str, expected: object = None, found: object = None) -> Any:
+    return errors.HeaderError(what, file=file.name, expected=expected, found=found)

@@ -1,0 +1,203 @@
+"""A state as it was saved: what `restore` fills beside the arrays that `load_into` fills.
+
+Plain numbers of the target come from tensors without dims, or from the tree of the checkpoint,
+which may hold them as they were; typed PRNG keys from their data. Names match as Flax and Orbax
+write them: fields of named tuples as numbers, and with what Flax calls the value of a variable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mfload import dtypes, errors
+from mfload.formats import structure
+from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.index import Columns, Index, Piece, Table, TensorInfo
+from mfload.load_options import LoadOptions
+from mfload.loading.session import Loader
+from mfload.planning import selection
+from mfload.planning.request import Request
+from mfload.planning.selection import Names
+from mfload.sources.base import Source
+from mfload.stored import Stored
+from mfload.trees.recipe import Leaf, MisfitError, Recipe
+
+_VALUE = "value"
+_REMEDY = "the same names; or strict=False, which restores what fits, or names= for a part"
+_KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
+_HALF = 1 << 63
+_INTEGERS = ("int", "uint")
+_KINDS: dict[type, tuple[str, ...]] = {
+    bool: ("bool",),
+    int: _INTEGERS,
+    float: ("float", *_INTEGERS),
+    complex: ("complex", "float", *_INTEGERS),
+}
+"""The stored numbers that become one of Python's."""
+
+
+class SavedState:
+    """What a checkpoint holds for a target.
+
+    Attributes:
+        leaves: Those of the target, all of which are wanted; keys have the shape of their data.
+        index: The checkpoint's, with the plain numbers of its tree as tensors.
+        picked: Names of the tensors that `names=` asks for; None for all.
+    """
+
+    def __init__(self, index: Index, leaves: Sequence[Leaf], names: Names) -> None:
+        self.leaves = list(map(_wanted, leaves))
+        self._by_name: dict[str, str] = {}
+        short: dict[str, set[str]] = {}
+        for leaf in self.leaves:
+            for name in leaf.also:
+                self._by_name[name] = leaf.name
+            for name in (*leaf.names, *leaf.also):
+                short.setdefault(_without_value(name), set()).add(leaf.name)
+        self._by_name |= {name: name for leaf in self.leaves for name in leaf.names}
+        self._short = {name: min(found) for name, found in short.items() if len(found) == 1}
+        self._values: dict[str, Any] = {}
+        self.index = self._with_numbers(index)
+        picked = None if names is None else selection.select(self.index, names)
+        self.picked = None if picked is None else frozenset(picked.names)
+
+    def resolve(self, name: str) -> str:
+        """The leaf's name for one that a file has; the same if there is no such leaf."""
+        return self._by_name.get(name) or self._short.get(_without_value(name), name)
+
+    def matching(self) -> dict[str, Any]:
+        """Arguments of `matching.match`."""
+        given = {"fits": self.fits, "resolve": self.resolve, "picked": self.picked}
+        return {**given, "remedy": _REMEDY, "file": self.index.files[0]}
+
+    def _with_numbers(self, index: Index) -> Index:
+        """The index with a tensor for each plain number of the tree."""
+        text = (index.metadata or {}).get(structure.KEY)
+        if text is None:
+            return index
+        file = index.files[0]
+        tree = structure.loads(
+            text, file, lambda name: structure.TensorName(index.tensors[name].name)
+        )
+        _collect(tree, (), self._values)
+        held = {leaf.name: leaf for leaf in self.leaves}
+        rows = [
+            _row(name, value, held.get(self.resolve(name)))
+            for name, value in self._values.items()
+            if type(value) in _KINDS and (type(value) is not int or -_HALF <= value < 2 * _HALF)
+        ]
+        if not rows:
+            return index
+        columns = Columns()
+        columns.extend(index.columns)
+        table = Table(columns)
+        for twice in table.add(rows):
+            what = "a number and an array have the same name: their keys, joined by dots"
+            raise errors.HeaderError(what, file=file, tensor=twice.name)
+        return Index(index.files, table, index.metadata, index.notes)
+
+    def fits(self, leaf: Leaf, recipe: Recipe) -> None:
+        """Raises MisfitError if a plain number of the target can't be what is stored."""
+        kinds = _KINDS.get(type(leaf.value))
+        if kinds is None:
+            return
+        stored = recipe.tensors[0].dtype
+        if not recipe.transform.plain:
+            raise MisfitError("bad rule", "a plain number is one tensor as it is stored")
+        if stored.kind not in kinds:
+            wanted = type(leaf.value).__name__
+            raise MisfitError("wrong dtype", f"wants a Python {wanted}, stored is {stored}")
+
+    def numbers(self, recipes: dict[int, Recipe]) -> dict[int, TensorInfo]:
+        """Takes the recipes of plain numbers out; returns their tensors, by number of the leaf."""
+        found = [n for n in recipes if type(self.leaves[n].value) in _KINDS]
+        return {n: recipes.pop(n).tensors[0] for n in found}
+
+    def read(
+        self,
+        numbers: Mapping[int, TensorInfo],
+        sources: Sequence[Source],
+        options: LoadOptions,
+    ) -> dict[int, Any]:
+        """The plain numbers, and texts of the tree that the target has a place for."""
+        loader = Loader(self.index, sources, NumpyAdapter(), options.replace(allocator="mfload"))
+        tensors = {n: info for n, info in numbers.items() if info.name not in self._values}
+        requests = [Request(info, info.dtype, None, False, ()) for info in tensors.values()]
+        found = {n: self._values[info.name] for n, info in numbers.items() if n not in tensors}
+        if requests:
+            arrays = loader.load(requests)
+            found |= {n: array.item() for n, array in zip(tensors, arrays, strict=True)}
+        made = {n: type(self.leaves[n].value)(value) for n, value in found.items()}
+        texts = {self.resolve(name): value for name, value in self._values.items()}
+        for n, leaf in enumerate(self.leaves):
+            if isinstance(leaf.value, str | bytes) and type(texts.get(leaf.name)) is type(
+                leaf.value
+            ):
+                made[n] = texts[leaf.name]
+        return made
+
+    def finished(self, number: int, array: Any) -> Any:
+        """What becomes of a leaf's array: a typed key, if the target has one."""
+        implementation = _implementation(getattr(self.leaves[number].value, "dtype", None))
+        if implementation is None:
+            return array
+        return jax.random.wrap_key_data(array, impl=implementation)
+
+
+def _wanted(leaf: Leaf) -> Leaf:
+    """A leaf of which the checkpoint must say what becomes of it."""
+    implementation = _implementation(getattr(leaf.value, "dtype", None))
+    if implementation is not None:
+        key = jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype)
+        data = jax.eval_shape(jax.random.key_data, key)
+        row, sharding = dtypes.resolve(data.dtype.name), getattr(leaf.value, "sharding", None)
+        if not getattr(leaf.value, "committed", True):
+            sharding = None
+        leaf = leaf._replace(shape=data.shape, dtype=row, held=True, sharding=sharding)
+    return leaf._replace(optional=not leaf.held, optimizer=False)
+
+
+@functools.lru_cache
+def _implementation(dtype: Any) -> str | None:
+    """The algorithm of typed PRNG keys, by their dtype; None for all other dtypes."""
+    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return None
+    made = {name: jax.eval_shape(lambda name=name: jax.random.key(0, impl=name)) for name in _KEYS}
+    return next((name for name, key in made.items() if key.dtype == dtype), None)
+
+
+def _without_value(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _VALUE)
+
+
+def _collect(value: Any, path: tuple[str, ...], found: dict[str, Any]) -> None:
+    """The plain values of a tree by their paths, joined by dots."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            _collect(each, (*path, str(key)), found)
+    elif value is not None and not isinstance(value, structure.TensorName):
+        found[".".join(path)] = value
+
+
+def _row(name: str, value: Any, leaf: Leaf | None) -> TensorInfo:
+    """A plain number as a tensor whose bytes lie in the header."""
+    dtype = dtypes.TABLE[_narrowest(value)]
+    wanted = leaf and leaf.dtype
+    if wanted is not None and type(value) is int and wanted.kind in _INTEGERS:
+        limits = np.iinfo(wanted.numpy)  # pyright: ignore
+        dtype = wanted if limits.min <= value <= limits.max else dtype
+    inline = np.asarray(value).astype(dtype.numpy).tobytes()
+    return TensorInfo(name, dtype, (), (Piece(0, 0, 0, Stored(inline=inline)),))
+
+
+def _narrowest(value: Any) -> str:
+    if type(value) is int:
+        bits = (~value if value < 0 else value).bit_length()
+        return "I32" if bits < 32 else "I64" if bits < 64 else "U64"
+    return {bool: "BOOL", float: "F64", complex: "C64"}[type(value)]

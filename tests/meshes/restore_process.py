@@ -1,0 +1,114 @@
+"""What each process of a restore does in a test (see `launching`).
+
+    python restore_process.py RANK COUNT PORT DIRECTORY CASE…
+
+A case is `CHECKPOINT:rows`, `CHECKPOINT:own`, `CHECKPOINT:free` or the name of a failure. Writes a
+line of JSON for each to `DIRECTORY/said.RANK`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx, serialization
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from restore_cases import Net, linen_state
+
+import mfload
+from mfload import errors
+
+RULES = [("kernel", P(("a", "b"), None)), ("bias", P("b"))]
+
+
+def check(found: Any, wanted: Any) -> None:
+    """Compares the shards of this process, bit by bit."""
+    one, other = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        if not isinstance(left, jax.Array):
+            assert left == right
+            continue
+        if jax.dtypes.issubdtype(left.dtype, jax.dtypes.prng_key):
+            left = jax.random.key_data(left)
+        assert left.dtype == np.asarray(right).dtype
+        for shard in left.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == np.asarray(right)[shard.index].tobytes()
+
+
+def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
+    wanted = serialization.msgpack_restore((directory / "wanted.msgpack").read_bytes())
+    report = mfload.Report()
+    target = jax.eval_shape(linen_state)
+    name, _, how = case.partition(":")
+    path = directory / name
+    match how:
+        case "rows":
+            found = mfload.restore(path, target, mesh=mesh, shardings=RULES, report=report)
+            kernel = found.opt_state[1][0].mu["Dense_0"]["kernel"]
+            assert kernel.sharding == NamedSharding(mesh, RULES[0][1])
+            check(serialization.to_state_dict(found), wanted)
+        case "own":
+            sharding = NamedSharding(mesh, P())
+            target = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), target
+            )
+            found = mfload.restore(path, target.replace(step=0), report=report)
+            assert type(found.step) is int
+            check(serialization.to_state_dict(found), wanted)
+        case "free":
+            found = mfload.restore(path, mesh=mesh, shardings=RULES, names=r"^params\.")
+            assert found["params"]["Dense_0"]["kernel"].sharding.spec == RULES[0][1]
+            check(found, {"params": wanted["params"]})
+            report.processes = jax.process_count()
+        case "keys":
+            found = mfload.restore(path, nnx.eval_shape(lambda: Net(nnx.Rngs(9))), mesh=mesh)
+            model = serialization.msgpack_restore((directory / "net.msgpack").read_bytes())
+            check(nnx.to_pure_dict(nnx.state(found)), model)
+            report.processes = jax.process_count()
+        case "wrong":
+            if rank == 1:
+                target = target.replace(params={"w": jax.ShapeDtypeStruct((3,), np.float32)})
+            mfload.restore(path, target, mesh=mesh, shardings=RULES)
+        case "gone" | "gone-free":
+            path = directory / "nothing.msgpack" if rank == 1 else path
+            mfload.restore(path, target if how == "gone" else None, mesh=mesh, shardings=RULES)
+        case _:
+            raise AssertionError(case)
+    return {"processes": report.processes}
+
+
+def main() -> None:
+    rank, count, port = map(int, sys.argv[1:4])
+    directory = Path(sys.argv[4])
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
+    mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("a", "b"))
+    failed = False
+    with (directory / f"said.{rank}").open("w") as out:
+        for case in sys.argv[5:]:
+            line: dict[str, Any] = {"case": case, "error": None}
+            try:
+                line |= run(rank, directory, mesh, case)
+            except BaseException as error:
+                line |= {"error": type(error).__name__, "text": str(error)}
+                line["typed"] = isinstance(error, errors.MfloadError)
+            failed = failed or line["error"] is not None
+            gc.collect()
+            line["live"] = mfload.live_bytes()
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+    if failed:
+        # JAX waits at its exit for processes that are gone; process 0 keeps its store.
+        time.sleep(0 if rank else 1)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
