@@ -136,8 +136,7 @@ def load(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how)
-    headers = time.perf_counter() - start
-    start = time.perf_counter()
+    read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     loader = Loader(index, sources, adapter, how)
     check = observer = None
@@ -145,7 +144,8 @@ def load(
         check = _manifest_check(verify, index, [request.info for request in requests])
         observer = check.observer
     if report is not None:
-        report.stages = {"headers": headers, "import": time.perf_counter() - start}
+        report.add_stage("headers", start, read)
+        report.add_stage("import", read, time.perf_counter())
     shows = nullcontext()
     if progress:
         from mfload.progress import shown
@@ -255,10 +255,11 @@ def stream(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how, order)
-    headers = time.perf_counter() - start
+    read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     if report is not None:
-        report.stages = {"headers": headers, "import": time.perf_counter() - start - headers}
+        report.add_stage("headers", start, read)
+        report.add_stage("import", read, time.perf_counter())
     if not lazy:
         every = index, sources, adapter, how, requests, requesting.sizes(requests), report
         return streaming.stream(streaming.Tensors(*every), progress)
