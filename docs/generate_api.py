@@ -30,6 +30,7 @@ FUNCTIONS = [
     "verify",
     "diff",
     "align",
+    "convert",
     "doctor",
     "unpack",
     "live_bytes",
