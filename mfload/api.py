@@ -136,8 +136,7 @@ def load(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how)
-    headers = time.perf_counter() - start
-    start = time.perf_counter()
+    read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     loader = Loader(index, sources, adapter, how)
     check = observer = None
@@ -145,7 +144,8 @@ def load(
         check = _manifest_check(verify, index, [request.info for request in requests])
         observer = check.observer
     if report is not None:
-        report.stages = {"headers": headers, "import": time.perf_counter() - start}
+        report.add_stage("headers", start, read)
+        report.add_stage("import", read, time.perf_counter())
     shows = nullcontext()
     if progress:
         from mfload.progress import shown
@@ -255,10 +255,11 @@ def stream(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how, order)
-    headers = time.perf_counter() - start
+    read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     if report is not None:
-        report.stages = {"headers": headers, "import": time.perf_counter() - start - headers}
+        report.add_stage("headers", start, read)
+        report.add_stage("import", read, time.perf_counter())
     if not lazy:
         every = index, sources, adapter, how, requests, requesting.sizes(requests), report
         return streaming.stream(streaming.Tensors(*every), progress)
@@ -368,7 +369,7 @@ def restore(
     Args:
         path: A checkpoint as `mfload.load` takes it: safetensors, Flax's msgpack, or Orbax: an item
             directory, a step directory, or the root of a manager, of which the newest complete step
-            is restored.
+            is restored; or a directory with the steps of `flax.training.checkpoints`.
         target: A pytree of arrays or `jax.ShapeDtypeStruct`s: an `nnx.Module`, an `nnx.State`,
             Linen's params or boxes, a `TrainState` with optax's state, dicts, lists, dataclasses.
             All of it is restored: the optimizer's state, steps, batch statistics, PRNG keys, also
@@ -382,7 +383,7 @@ def restore(
         shardings: As for `mfload.load`, for names of the target, or without one for those of the
             checkpoint.
         mapping: From names in the checkpoint to names in the target, as for `mfload.load_into`.
-        step: The step to restore from the root of a manager.
+        step: The step to restore from a directory with several.
         names: Which tensors are restored, by their names in the checkpoint: a regex that is
             searched for, a list of exact names, or a function from a name to bool. What the others
             would fill stays as it is in the target, or is left out of the dicts.
@@ -412,9 +413,10 @@ def restore(
         ShardingError: A sharding does not fit its leaf.
         MfloadError: Any other of the tree in `mfload.errors`; nothing is left half restored.
     """
+    from mfload.formats import steps
     from mfload.trees import load_into as filling, nested
 
-    locate = partial(_at_step, step=step)
+    locate = partial(steps.locate, step=step)
     if target is not None:
         return filling.fill(
             target,
@@ -451,20 +453,6 @@ def restore(
         options=options,
     )
     return nested.filled(tree[-1], arrays, plain=names is None)
-
-
-def _at_step(path: Any, *, step: int | None) -> Any:
-    """The path of what `restore` reads: of an Orbax checkpoint, the item of a step."""
-    if isinstance(path, str | os.PathLike) and os.path.isdir(path):
-        try:
-            from mfload.formats import orbax  # pyright: ignore
-        except ImportError:
-            return path
-        return orbax.locate(path, step)
-    if step is not None:
-        message = "step= is for the directory of a checkpoint manager"
-        raise errors.UsageError(message, expected="such a directory", found=path)
-    return path
 
 
 def save(

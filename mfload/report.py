@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mfload import errors
+
+if TYPE_CHECKING:
+    from mfload.timeline import Span
+    from mfload.timeline_figure import TimelineFigure
 
 
 def human(nbytes: float) -> str:
@@ -31,11 +35,15 @@ def table(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def html_table(rows: Iterable[Sequence[object]]) -> str:
-    """The same for a notebook."""
+def html_table(rows: Iterable[Sequence[object]], *, head: bool = False) -> str:
+    """The same for a notebook; `head`: the first row names the columns."""
     import html  # Late: a load does without it.
 
-    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    lines: list[str] = []
+    for number, row in enumerate(rows):
+        tag = "th" if head and not number else "td"
+        cells = (errors.printable(cell) for cell in row)
+        lines.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells))
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
@@ -106,6 +114,9 @@ class Report(Printable):
         route: (file, engine, why) for each file.
         threads: Number of reader threads.
         notes: Other decisions that the load made.
+        timeline: What each thread did when: (thread, kind, start, stop, nbytes, file), with seconds
+            of `time.perf_counter()`. Its rows make a data frame; `plot` draws them. At most 1,024
+            spans of a thread: of more, neighbours are merged. Not part of `as_dict()`.
     """
 
     DERIVED = ("seconds", "gib_per_s", "aliased_share")
@@ -129,6 +140,13 @@ class Report(Printable):
     stages: dict[str, float] = field(default_factory=dict[str, float])
     route: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    timeline: tuple[Span, ...] = field(default=(), repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it but the timeline as plain data, by the names of attributes and properties."""
+        data = Printable.as_dict(self)
+        del data["timeline"]
+        return data
 
     def clear(self) -> None:
         """Empties it, so that a load that fails leaves no figures of the one before."""
@@ -148,6 +166,46 @@ class Report(Printable):
             else:
                 more = max(mine, more) if name in most else mine + more
             setattr(self, name, more)
+        if other.timeline:
+            from mfload.timeline import bounded  # Late: it takes part in no load without a report.
+
+            self.timeline = bounded(self.timeline)
+
+    def add_stage(self, name: str, start: float, stop: float) -> None:
+        """Counts a stage of the load, from and to seconds of `time.perf_counter()`."""
+        from mfload.timeline import LOAD, Span
+
+        self.stages[name] = self.stages.get(name, 0.0) + stop - start
+        self.timeline += (Span(LOAD, name, start, stop),)
+
+    def plot(self, *, ceiling: float | None = None) -> TimelineFigure:
+        """Draws the timeline: what each thread did when, and how fast bytes came.
+
+        A notebook shows the figure; `report.plot().savefig("load.png")` writes it. It takes
+        matplotlib, the extra `mfload[plot]`.
+
+        Args:
+            ceiling: GiB/s that the machine could read at most, to be drawn beside it.
+
+        Raises:
+            UsageError: Nothing was loaded with this report.
+            FrameworkMissingError: matplotlib is not installed.
+        """
+        if not self.timeline:
+            raise errors.UsageError(
+                "nothing was loaded with this report",
+                expected="mfload.load(…, report=report) before it",
+            )
+        try:
+            from mfload.timeline_figure import TimelineFigure
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
+            raise errors.FrameworkMissingError(
+                "the plot needs matplotlib; pip install 'mfload[plot]'"
+            ) from None
+        heading = f"{counted(self.tensors, f'{self.framework} tensor')}, {human(self.result_bytes)}"
+        return TimelineFigure(self.timeline, heading, ceiling)
 
     @property
     def seconds(self) -> float:

@@ -119,3 +119,14 @@ def test_numbers_agree_with_their_nouns(faults: int, text: str) -> None:
 def test_columns_are_aligned() -> None:
     assert table([("a", 1), ("long", "x")]) == "a     1\nlong  x"
     assert html_table([("<", 1)]) == "<table><tr><td>&lt;</td><td>1</td></tr></table>"
+
+
+def test_an_opened_checkpoint_shows_its_tensors(tmp_path: Path) -> None:
+    names = ["<b>a</b>", *(f"w{n:02}" for n in range(60))]
+    path = samples.save(tmp_path / "a.safetensors", {n: np.zeros((2, 3), np.int8) for n in names})
+    with mfload.open(path) as opened:
+        page = opened._repr_html_()
+    assert page.startswith("<table><tr><th>name</th><th>dtype</th><th>shape</th><th>size</th></tr>")
+    assert "<td>&lt;b&gt;a&lt;/b&gt;</td><td>I8</td><td>[2, 3]</td><td>6 B</td>" in page
+    assert page.count("<tr>") == 51
+    assert page.endswith("<p>… and 11 more</p>")

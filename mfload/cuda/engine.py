@@ -6,6 +6,7 @@ devices, some share one. A block that several devices want is read once, and cop
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -86,11 +87,13 @@ class DeviceWorker:
         """Reads a block and begins to copy it to its places."""
         if block.source in self._gds and self._filled_by_cufile(block):
             return
-        slot = self._ring.take()
+        slot, track = self._ring.take(), self._share.track
         landed = self._readers.of(block.source).land(block, slot)
         if self._observer is not None:
             for offset, data in stored(block, self._memory, landed):
                 self._observer.saw(block.source, offset, data, self._share.stopped)
+            if track is not None:
+                track.mark("check", 0, block.source)
         self._ring.hold(slot, self._copier.copy(block, landed, spare=slot.spare), block)
 
     def _filled_by_cufile(self, block: Block) -> bool:
@@ -99,8 +102,10 @@ class DeviceWorker:
             return False
         slot = None
         try:
-            slot = self._cufile_ring.take()
+            slot, begun = self._cufile_ring.take(), time.perf_counter()
             start = self._cufile_readers.of(block.source).land(block, slot.buffer)
+            if self._share.track is not None:
+                self._share.track.add("read", begun, block.nbytes, block.source)
         except errors.SourceChangedError:
             raise
         except errors.MfloadError as error:

@@ -6,6 +6,7 @@ With two slots or more a thread reads into one while the other is copied.
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,9 @@ class Ring:
         self._share = share
         self._made: list[Any] = []
         self._free: list[Any] = []
-        self._busy: collections.deque[tuple[Any, Sequence[Event], Block]] = collections.deque()
+        self._busy: collections.deque[tuple[Any, Sequence[Event], Block, float]] = (
+            collections.deque()
+        )
 
     def take(self) -> Any:
         """A slot that no copy reads from; waits for one if all are in use.
@@ -110,7 +113,7 @@ class Ring:
 
     def hold(self, slot: Any, events: Sequence[Event], block: Block) -> None:
         """Takes a slot back, from which copies are under way until the events are done."""
-        self._busy.append((slot, events, block))
+        self._busy.append((slot, events, block, time.perf_counter()))
 
     def give(self, slot: Any) -> None:
         """Takes a slot back from which nothing is copied."""
@@ -123,16 +126,22 @@ class Ring:
 
     def _end_oldest(self, *, wait: bool) -> bool:
         """Frees the slot in use for longest if its copies are over, or waits until they are."""
-        slot, events, block = self._busy[0]
+        slot, events, block, begun = self._busy[0]
         at_hand, self._share.block = self._share.block, block
+        track = self._share.track
         if wait:
+            waited = time.perf_counter()
             for event in events:
                 event.wait()
+            if track is not None:
+                track.add("wait", waited, 0, block.source)
         over = wait or all(event.done() for event in events)
         self._share.block = at_hand
         if over:
             self._busy.popleft()
             self._free.append(slot)
+            if track is not None and events:  # It was over at some time until now.
+                track.beside.add("copy", begun, block.wanted, block.source)
             self._share.done(block)
         return over
 

@@ -43,6 +43,7 @@ _NUMBERED = re.compile(r"(?:(?P<prefix>.+)_)?(?P<step>\d{1,18})")
 _MAIN = ("default", "state")  # What v0's manager and v1 call an item that was given no name.
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
 _KEY_IMPL = "array_metadata.random_key_impl"
+_ALL_STORED = "store_array_data_equal_to_fill_value"
 _SEQUENCE, _DICT = 1, 2
 _MAX_DEPTH = 100
 _SHOWN = 20
@@ -129,7 +130,12 @@ def read_directory(
         problems = [f"{brief(name)} is in {TREE} and not in the store" for name in missing]
         what = "the tree and the arrays of the checkpoint disagree"
         raise errors.CheckpointError(what, file=item, problems=tuple(problems))
+    if metadata.get(_ALL_STORED) is True:
+        store.missing = []
     rows = [zarr.read(store, name) for name in paths]
+    if store.missing:
+        what = "chunks of the checkpoint are missing"
+        raise errors.CheckpointError(what, file=item, problems=tuple(store.missing))
     found = {structure.KEY: structure.dumps(tree)}
     for key, value in (
         (CUSTOM_KEY, _custom(item, metadata)),

@@ -45,7 +45,11 @@ class Store:
     Attributes:
         sources: `files`, and those of the values that were asked for.
         first: The number of the first in pieces.
+        missing: A line for the chunks that each array lacks, if its writer left none out; None if
+            absent chunks hold the fill value.
     """
+
+    missing: list[str] | None = None
 
     def __init__(self, values: Mapping[str, Value], files: Sequence[Source], first: int) -> None:
         self.values, self.sources, self.first = values, [*files], first
@@ -279,6 +283,9 @@ def _filled(
     """The pieces of chunks that are absent, as few as there may be with so many present."""
     for cells in _absent(present, grid):
         box = _boxed(cells, size, within)
+        if store.missing is not None:
+            store.missing.append(f"{brief(array.name)}: no chunk for {box or 'its element'}")
+            continue
         whole = tuple(high - low for low, high in box) == array.shape
         stored = Stored(box=None if whole else box, strides=(0,) * len(box))
         value = Value(array.file, 0, array.dtype.nbytes, _fill(array))

@@ -10,11 +10,14 @@ import collections
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mfload.io.buffers import WorkerSlot
 from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
+
+if TYPE_CHECKING:
+    from mfload.timeline import Recorder, Track
 
 # Small blocks are reported together: a queue costs more than a small read.
 _REPORTED_BYTES = 1 << 20
@@ -40,7 +43,7 @@ class Observer(Protocol):
 class Share:
     """The blocks that one thread takes, by iteration, and its report of those in place.
 
-    `block` is the current one, for the error that names it.
+    `block` is the current one, for the error that names it. `track` records the thread's spans.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Share:
         waiting: collections.deque[Block],
         stopped: Callable[[], bool],
         report: Callable[[tuple[int, int]], object],
+        track: Track | None = None,
     ) -> None:
         self.block: Block | None = None
+        self.track = track
         self.stopped = stopped
         self._waiting = waiting
         self._report = report
@@ -87,13 +92,13 @@ The function is no closure over buffers: an error's traceback would keep them.
 class Engine:
     """Has the threads of several pools fill their blocks; for one use."""
 
-    def __init__(self, pools: Sequence[Pool]) -> None:
+    def __init__(self, pools: Sequence[Pool], recorder: Recorder | None = None) -> None:
         import queue
         import threading  # A small load has no other thread.
 
         self.block: Block | None = None
         """The block that failed, or one that is waited for when the time is up."""
-        self._pools = pools
+        self._pools, self._recorder = pools, recorder
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -161,6 +166,8 @@ class Engine:
     def _work(self, work: Callable[[Share], None], waiting: collections.deque[Block]) -> None:
         share = Share(waiting, self._stop.is_set, self._reports.put)
         self._shares.append(share)
+        if self._recorder is not None:
+            share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
         try:
             work(share)
             share.report()
@@ -184,7 +191,7 @@ def fill(
     `protection` is a `ForkProtection` of the buffers that a disk writes to.
     """
     slot, window, reader, source = WorkerSlot(), WorkerSlot(), None, -1
-    saw = None if observer is None else observer.saw
+    saw, track = None if observer is None else observer.saw, share.track
     with protection:
         try:
             for block in share:
@@ -194,24 +201,39 @@ def fill(
                         reader.close()
                         reader = None
                     reader, source = open_reader(block.source), block.source
+                if track is not None:
+                    track.begin(_work(block))
                 if block.decode is not None:
                     from mfload.io import decode  # Late: raw tensors do without.
 
                     decode.fill(block, reader, memory, slot, window, saw, share.stopped)
+                    if track is not None:
+                        track.mark("decode", block.filled, source)
                     share.done(block)
                     continue
                 if observer is not None and not block.segments:
                     _show(reader.shown(block, slot), block, observer, share)
                     continue
                 landed = reader.fill(block, memory, slot)
+                if track is not None and (landed is not None or block.staged):
+                    track.mark("copy", block.wanted, source)
                 if saw is not None:
                     for offset, data in stored(block, memory, landed):
                         saw(source, offset, data, share.stopped)
+                    if track is not None:
+                        track.mark("check", 0, source)
                 landed = data = None  # A longer slot replaces this one.
                 share.done(block)
         finally:
             if reader is not None:
                 reader.close()
+
+
+def _work(block: Block) -> str:
+    """What a thread does with a block beside reading it."""
+    if block.decode is not None:
+        return "decode"
+    return "" if not block.staged else "copy" if block.segments else "check"
 
 
 def _show(
@@ -223,4 +245,6 @@ def _show(
             if share.stopped():
                 return
             observer.saw(block.source, offset, data, share.stopped)
+            if share.track is not None:
+                share.track.mark("check", 0, block.source)
             share.done(block._replace(nbytes=data.size), last=offset + data.size == end)

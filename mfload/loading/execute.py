@@ -22,6 +22,7 @@ from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
+    from mfload.timeline import Recorder
 
 Advance = Callable[[int], None]
 """Called in the loading thread with the bytes that came since the last call."""
@@ -62,16 +63,19 @@ def run(
     observer: Observer | None = None,
     staging: Staging | None = None,
     window: int = Costs().span,
+    recorder: Recorder | None = None,
 ) -> tuple[str, ...]:
     """Fills the buffers of a plan, and returns notes, such as on a fall-back.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
     `staging` has the slots of what lands on devices. Rows that lie apart are mapped where they
-    reach over `window` bytes at most. If bytes can't be read or the files change, the readers are
-    stopped and SourceError is raised.
+    reach over `window` bytes at most. `recorder` records what threads do. If
+    bytes can't be read or the files change, the readers are stopped and SourceError is raised.
     """
     notes: list[str] = []
+    if recorder is not None:
+        sources = recorder.watched(sources)
 
     def note(text: str) -> None:
         if text not in notes:
@@ -133,9 +137,10 @@ def run(
     for pools in rounds:
         some, work, _ = pools[0]
         here = Share(deque(some), bool, bool)  # bool(): never stopped, reports nothing.
-        engine = None if inline else Engine(pools)
+        engine = None if inline else Engine(pools, recorder)
         try:
             if engine is None:
+                here.track = None if recorder is None else recorder.begin("reader 1")
                 work(here)
             else:
                 engine.run(deadline, advance)
@@ -175,6 +180,8 @@ def _show(memory: list[Any], observer: Observer, share: Share) -> None:
     for block in share:
         part = memory[block.segments[0].buffer][block.offset :][: block.nbytes]
         observer.saw(block.source, block.offset, part, share.stopped)
+        if share.track is not None:
+            share.track.mark("check", block.nbytes, block.source)
         share.done(block)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _FILLED = 64 << 20  # Bytes that a thread reads at once; of more, several read a part each.
 _FEW_ROWS = 256  # To read them one by one takes less time than to plan blocks.
+_SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
 
@@ -325,6 +326,18 @@ class LazyCheckpoint:
         where = files[0] if len(files) == 1 else f"{len(files)} files"
         count, framework = len(self._index), self._adapter.name
         return f"<mfload checkpoint: {count} tensors in {where}, for {framework}>"
+
+    def _repr_html_(self) -> str:
+        from mfload.report import html_table, human  # Late: scripts do without.
+
+        index = self._opened()
+        names = self.offset_keys()
+        rows: list[tuple[object, ...]] = [("name", "dtype", "shape", "size")]
+        for name in names[:_SHOWN]:
+            row = index[name]
+            rows.append((name, row.dtype, list(row.shape), human(row.nbytes)))
+        rest = f"… and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return html_table(rows, head=True) + (rest and f"<p>{rest}</p>")
 
     def __reduce__(self) -> tuple[Any, ...]:
         origin = getattr(self._index, "found", self._sources)

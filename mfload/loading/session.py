@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
     from mfload.loading.preview import Preview
     from mfload.report import Report
+    from mfload.timeline import Recorder
 
 MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
@@ -91,10 +92,14 @@ class Loader:
         they are stored. `fill` fills the buffers of all requests at once instead of this process.
         """
         start = time.perf_counter()
-        stages: dict[str, float] = {}
+        stages: list[tuple[str, float, float]] = []
         before, held = (0.0, 0.0, 0), 0
+        recorder: Recorder | None = None
         if report is not None:
             from mfload.cuda import memory as device_memory
+            from mfload.timeline import Recorder
+
+            recorder = Recorder([source.name for source in self.sources])
 
             before = usage()
             buffers.peak_bytes(reset=True)
@@ -105,11 +110,12 @@ class Loader:
         try:
             with gc_paused():
                 session = Session(self, requests, observer=observer)
+                session.recorder = recorder
             batches = session.limits.batches
             if len(batches) > 1:
                 # Each batch is checked when its turn comes: what can't end must not begin.
                 session.check_result()
-            stages["plan"] = time.perf_counter() - start
+            stages.append(("plan", start, time.perf_counter()))
             for batch in batches if fill is None else [range(len(session.requests))]:
                 made, one = session.load(batch, stages, advance, fill)
                 filled.append(one)
@@ -146,7 +152,10 @@ class Session:
         route: The leg of each source that is used, by its number.
         limits: Batches, and how large a read may be.
         notes: What was decided without being asked for.
+        recorder: Records what threads do, for a report.
     """
+
+    recorder: Recorder | None = None
 
     def __init__(
         self,
@@ -419,11 +428,11 @@ class Session:
     def load(
         self,
         batch: Sequence[int],
-        stages: dict[str, float],
+        stages: list[tuple[str, float, float]],
         advance: Advance | None,
         fill: Fill | None,
     ) -> tuple[list[Any], Filled]:
-        """Arrays of some of the requests, and what filled them; adds up seconds of stages."""
+        """Arrays of some of the requests, and what filled them; adds (name, start, stop) stages."""
         deadline, times = self._options.deadline, [time.perf_counter()]
         with gc_paused():
             planned = self.plan(batch)
@@ -449,14 +458,14 @@ class Session:
                 observer=self._observer,
                 staging=planned.staging,
                 window=self.limits.costs.span,
+                recorder=self.recorder,
             )
             filled = [plan], notes, 0
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)
         times.append(time.perf_counter())
-        for stage, start, end in zip(_STAGES, times, times[1:], strict=False):
-            stages[stage] = stages.get(stage, 0.0) + end - start
+        stages += zip(_STAGES, times, times[1:], strict=False)
         return arrays, filled
 
 
@@ -495,7 +504,10 @@ def _views(places: Places, held: list[Any], adapter: Adapter) -> Views:
 
 
 def _describe(
-    report: Report, session: Session, filled: Sequence[Filled], stages: dict[str, float]
+    report: Report,
+    session: Session,
+    filled: Sequence[Filled],
+    stages: Sequence[tuple[str, float, float]],
 ) -> None:
     """Fills a report."""
     from mfload.cuda import memory as device_memory
@@ -516,7 +528,10 @@ def _describe(
     report.route = tuple((leg.file, leg.engine, leg.why) for leg in session.route.values())
     notes = (*session.notes, *(note for _, notes, _ in filled for note in notes))
     report.notes = tuple(dict.fromkeys(notes))
-    report.stages = {**report.stages, **stages}
+    for name, start, stop in stages:
+        report.add_stage(name, start, stop)
+    if session.recorder is not None:
+        report.timeline += tuple(session.recorder.spans())
 
 
 def _wanted(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]:

@@ -166,11 +166,11 @@ def load(
         start = time.perf_counter()
         with gc_paused():
             chosen = choose()
-            headers = time.perf_counter() - start
+            read = time.perf_counter()
             job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
         if report is not None:
-            resolved = time.perf_counter() - start - headers
-            report.stages = {"headers": headers, "shardings": resolved}
+            report.add_stage("headers", start, read)
+            report.add_stage("shardings", read, time.perf_counter())
         if group is not None:
             agree_on_inputs(group, chosen.index, chosen.sources, chosen.options, job.arguments())
         checking = None

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mfload import errors
 from mfload.cuda.staging import DEPTH
@@ -31,6 +32,9 @@ from mfload.planning.plan import Place, Plan, make_plan
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, first_element, intersection, shape_of
 from mfload.report import Report
+
+if TYPE_CHECKING:
+    from mfload.timeline import Track
 
 # Of parcels in a row, which begins with a header: the round, and the bytes of the sender's error.
 ALIGNMENT, _HEADER = 64, struct.Struct("<QQ")
@@ -220,7 +224,11 @@ def load(
         ) -> Filled:
             costs, threads = session.limits.costs, session.threads
             execute_run = partial(
-                execute.run, threads=threads, deadline=options.deadline, window=costs.span
+                execute.run,
+                threads=threads,
+                deadline=options.deadline,
+                window=costs.span,
+                recorder=session.recorder,
             )
             # Half of the overhead is for what travels.
             pages = (options.max_host_overhead or OVERHEAD) // 2 // threads // buffers.PAGE - 2
@@ -248,7 +256,8 @@ def load(
             kept = pread.read_ahead(list(cold.values()))
             try:
                 given = made, group, link, read, plan.places, memory, advance
-                run(*given, ahead if cold else None)
+                track = session.recorder and session.recorder.exchanges()
+                run(*given, ahead if cold else None, track)
             finally:
                 for source in kept:
                     source.keep(False)
@@ -280,10 +289,11 @@ def run(
     memory: list[Any],
     advance: execute.Advance | None,
     ahead: Callable[[Sequence[Request]], None] | None = None,
+    track: Track | None = None,
 ) -> None:
     """Fills the results of this process; `read` reads requests to places, (buffer, first byte).
 
-    `ahead` is told of requests some rounds before they are read.
+    `ahead` is told of requests some rounds before they are read. `track` records what travels.
 
     A process that fails keeps taking part until it has said so in the header of its rows. Then all
     of them stop after the same round, and their collectives stay in step.
@@ -380,6 +390,7 @@ def run(
 
     failed: BaseException | None = group.enter("rows") if rows else None
     before: Sequence[Parcel] = ()
+    begun = 0.0
     for number, parcels in enumerate([*schedule.rounds, ()] if rows else schedule.rounds):
         last, came = number == len(schedule.rounds), None
         wire = rows[number % 2] if rows else None
@@ -387,6 +398,9 @@ def run(
         if number and rows:
             came, interrupted = finish(number - 1)
             failed = failed or interrupted
+            if track is not None:
+                come = (p.nbytes for p in before if p.target.rank == rank != p.reader)
+                track.add("exchange", begun, sum(come))
         if wire is not None and not last:
             text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
             header = _HEADER.pack(number, len(text)) + text
@@ -395,6 +409,7 @@ def run(
             if failed is not None:  # As many bytes, and none that would come over the text.
                 for n, (to, at, part) in enumerate(pieces.sent):
                     pieces.sent[n] = to, at, wide[number % 2][to, at : at + len(part)]
+            begun = time.perf_counter()
             link.start(wire, pieces)
         taken = before if rows else parcels
         failed = failed or _attempt(take_round, taken, came)

@@ -296,8 +296,7 @@ class Assembly:
             start = time.perf_counter()
             make(wanted, fetched)
             jax_adapter.wait_for_release(memory.live_bytes, before)
-            took = time.perf_counter() - start
-            report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
+            report.add_stage("transforms", start, time.perf_counter())
         report.framework, report.tensors = "jax", len(self._goals)
         report.result_bytes = self._placed
         numbers = [number for number in range(len(self._goals)) if number not in self._whole]

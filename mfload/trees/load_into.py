@@ -193,7 +193,8 @@ def fill(
             leaves = tree.leaves
             start = time.perf_counter()
             index, sources = checkpoint.read(path, how)
-            done.stages["headers"] = time.perf_counter() - start
+            read = time.perf_counter()
+            done.add_stage("headers", start, read)
             state, how_to_match = None, {}
             if whole:
                 from mfload.trees.saved_state import SavedState
@@ -221,8 +222,7 @@ def fill(
                 )
                 goals = list(map(assemble.Goal, found.recipes.values(), chosen))
                 assembly = assemble.Assembly(index, sources, goals, how, backend)
-            headers = done.stages["headers"]
-            done.stages["matching"] = time.perf_counter() - start - headers
+            done.add_stage("matching", read, time.perf_counter())
             if group is not None:
                 mesh_load.agree_on_inputs(group, index, sources, how, list(assembly.arguments()))
             with shown(progress, assembly.stored_bytes if progress else 0) as advance:

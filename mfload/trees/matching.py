@@ -47,13 +47,14 @@ def match(
     resolve: Callable[[str], str] | None = None,
     picked: Collection[str] | None = None,
     remedy: str | None = None,
+    file: str | None = None,
 ) -> Matched:
     """Finds out how a target is made of a checkpoint; arguments as for `mfload.load_into`.
 
     `arrays` are the names of the dtypes that the framework has arrays of. `fits` raises MisfitError
     if a leaf can't take what a recipe makes. `resolve` gives the leaf's name for one that files may
     have for it. `picked` are the tensors that are loaded; leaves of others stay as they are.
-    `remedy` is what errors of names expect.
+    `remedy` is what errors of names expect, `file` what errors name.
     """
     if isinstance(dtype, str) and dtype in ("target", "stored"):
         dtype = {} if dtype == "target" else None  # No rules, and as stored.
@@ -89,6 +90,7 @@ def match(
         names = "missing" in problems or "extra" in problems
         raise errors.MappingError(
             f"the checkpoint does not fit the target: {counts}",
+            file=file,
             expected=remedy if names else None,
             problems=every,
         )
@@ -97,6 +99,7 @@ def match(
         close = errors.close_names(given, held) or [*held, "nothing"]
         raise errors.MappingError(
             "nothing in the checkpoint goes into the target; mapping= says which name becomes what",
+            file=file,
             expected=f"names like {close[0]!r}",
             found=f"names like {given!r}",
         )

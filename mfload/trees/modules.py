@@ -235,13 +235,13 @@ def load_into(
             _check(module, refused, strict)
             start = time.perf_counter()
             index, sources = checkpoint.read(path, how)
-            done.stages["headers"] = time.perf_counter() - start
+            read = time.perf_counter()
+            done.add_stage("headers", start, read)
             with gc_paused():
                 loader = Loader(index, sources, module.adapter(), how)
                 filling = _Filling(module, backend, group, loader)
                 found = filling.match(mapping, strict=strict, dtype=dtype)
-            headers = done.stages["headers"]
-            done.stages["matching"] = time.perf_counter() - start - headers
+            done.add_stage("matching", read, time.perf_counter())
             with shown(progress, filling.stored_bytes if progress else 0) as advance:
                 filling.run(done, advance)
         module.install(filling.made, filling.landing)
@@ -506,8 +506,7 @@ class _Filling:
             report.add(one)
             start = time.perf_counter()
             finish(fetched)
-            took = time.perf_counter() - start
-            report.stages["transforms"] = report.stages.get("transforms", 0.0) + took
+            report.add_stage("transforms", start, time.perf_counter())
         report.framework, report.tensors = self._loader.adapter.name, self._count
         report.result_bytes = self._nbytes
 

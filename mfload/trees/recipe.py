@@ -296,7 +296,7 @@ def _wanted(name: str, leaf: Leaf, rule: Rule, info: TensorInfo, dtype: Any) -> 
     if asked is None and isinstance(dtype, selection.Rules):
         asked = dtype.find(name)
         if asked is None:
-            return _as_target(leaf, rule, info.dtype), False
+            return _as_target(leaf, rule, info.dtype)
     try:
         return selection.target(info, dtype) if asked is None else selection.asked(info, asked)
     except (errors.LossyCastError, errors.UnsupportedDtypeError) as error:
@@ -305,16 +305,21 @@ def _wanted(name: str, leaf: Leaf, rule: Rule, info: TensorInfo, dtype: Any) -> 
         raise MisfitError("wrong dtype", message) from None
 
 
-def _as_target(leaf: Leaf, rule: Rule, stored: DType) -> DType:
-    """The dtype that a leaf has, if stored numbers become it without harm."""
+def _as_target(leaf: Leaf, rule: Rule, stored: DType) -> tuple[DType, bool]:
+    """The dtype that a leaf has, if stored numbers become it without harm; and if to check them.
+
+    Python's integers, such as steps, are saved with 64 bits: one without dims becomes any integer
+    that holds its value.
+    """
     wanted = leaf.dtype or stored
     if wanted is stored or stored.kind == wanted.kind == "float":
-        return wanted
+        return wanted, False
     if stored.kind in _INTEGERS:
         if rule.scale is not None and wanted.kind == "float":
-            return wanted
-        if wanted.kind in ("int", "uint") and selection.holds(wanted, stored):
-            return wanted
+            return wanted, False
+        holds = selection.holds(wanted, stored)
+        if wanted.kind in ("int", "uint") and (holds or (not leaf.shape and rule.scale is None)):
+            return wanted, not holds
     message = f"wants {wanted}, stored is {stored}"
     if {stored.kind, wanted.kind}.isdisjoint(_OPAQUE) and stored.kind != "complex":
         message += f"; rule(cast={wanted.aliases[0]!r}) converts it"

@@ -443,7 +443,7 @@ class TestTheSuiteSees:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def drain(self: Any) -> None:
-            for _, _, block in self._busy:
+            for _, _, block, _ in self._busy:
                 self._share.done(block)
 
         def close(self: Any) -> None:

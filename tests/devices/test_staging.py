@@ -47,6 +47,7 @@ class Share:
     def __init__(self) -> None:
         self.block: Block | None = AT_HAND
         self.finished: list[Block] = []
+        self.track = None
 
     def done(self, block: Block) -> None:
         self.finished.append(block)

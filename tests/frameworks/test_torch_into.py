@@ -563,3 +563,12 @@ def test_stored_in_pieces_and_packed(tmp_path: Path) -> None:
             module.register_buffer("w", target)
             mfload.load_into(module, tmp_path / "f4.safetensors")
             assert same(module.w, whole)
+
+
+def test_restore_fills_a_module_in_place(tmp_path: Path) -> None:
+    module, path = torch.nn.Linear(3, 2), tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, path)
+    assert mfload.restore(path, module) is module
+    assert module.weight.sum() == 6
+    with pytest.raises(errors.UsageError, match="names="):
+        mfload.restore(path, module, names="w")

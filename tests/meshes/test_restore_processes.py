@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import launching
 import numpy as np
+import orbax_savers
 import pytest
 import restore_process
 from flax import nnx, serialization, traverse_util
-from restore_cases import keyless, linen_state, nnx_state
+from restore_cases import assert_same, keyless, linen_state, nnx_state
 
 import mfload
 
-_FILES = ("state.msgpack", "state.safetensors")
+_FILES = ("state.msgpack", "state.safetensors", "orbax", "raw")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,13 @@ def saved(tmp_path_factory: Any) -> Path:
     (directory / "state.msgpack").write_bytes(serialization.msgpack_serialize(state))
     flat = traverse_util.flatten_dict(state, sep=".")
     mfload.save({k: np.asarray(v) for k, v in flat.items()}, directory / "state.safetensors")
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    kernels = jax.NamedSharding(mesh, jax.P("y", "x"))
+    sharded = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(x, kernels) if "kernel" in str(path) else x, state
+    )
+    orbax_savers.save("standard", directory / "orbax", sharded)
+    orbax_savers.save("raw-zarr3", directory / "raw", sharded)
     model = keyless(nnx.to_pure_dict(nnx_state(steps=1)))
     (directory / "net.msgpack").write_bytes(serialization.to_bytes(model))
     return directory
@@ -46,6 +55,17 @@ def test_each_process_gets_its_shards(saved: Path, count: int, devices: int) -> 
             line = each.said[case]
             assert line["error"] is None, (case, line["error"], line["text"])
             assert (line["live"], line["processes"]) == (0, count)
+
+
+def test_what_two_processes_saved(saved: Path) -> None:
+    for count, cases in ((2, ["both:save", "both:rows", "both:own"]), (1, ["both:rows"])):
+        for each in launch(saved, cases, count=count, devices=8 // count):
+            assert each.code == 0, each.log
+            lines = {case: each.said[case].get("text") for case in cases}
+            assert not any(lines.values()), lines
+    assert len([*(saved / "both").glob("ocdbt.process_*")]) == 2
+    wanted = linen_state(steps=2)
+    assert_same(mfload.restore(saved / "both", linen_state(seed=1)), wanted)
 
 
 @pytest.mark.parametrize("how", ["wrong", "gone", "gone-free"])

@@ -59,6 +59,35 @@ def test_numbers_become_arrays_of_the_targets_dtype() -> None:
     assert_same(found, {"step": np.uint32(7), "rate": np.float32(0.1), "wide": np.uint32(1 << 31)})
 
 
+def test_an_integer_of_64_bits_becomes_a_narrow_one_if_it_fits(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    mfload.save({"step": np.int64(7)}, path)
+    assert_same(mfload.restore(path, {"step": jnp.int32(0)}), {"step": np.int32(7)})
+    mfload.save({"step": np.int64(1 << 31)}, path, overwrite=True)
+    with pytest.raises(errors.MfloadError, match="int32"):
+        mfload.restore(path, {"step": jnp.int32(0)})
+    mfload.save({"step": np.array([7])}, path, overwrite=True)
+    with pytest.raises(errors.MappingError, match="wants I32, stored is I64"):
+        mfload.restore(path, {"step": jnp.zeros(1, jnp.int32)})
+
+
+def test_names_of_numbers_that_collide() -> None:
+    target = {"w": jnp.zeros(2)}
+    for tree in ({"a.b": 1, "a": {"b": 2}}, {"a.b": 1, "a": {"b": jnp.ones(2)}}):
+        raw = serialization.to_bytes({"w": jnp.ones(2), **tree})
+        with pytest.raises(errors.HeaderError, match="the same name") as caught:
+            mfload.restore(raw, target)
+        assert caught.value.tensor == "a.b"
+
+
+def test_numbers_of_numpy_stay_what_they_are() -> None:
+    raw = serialization.to_bytes({"a": 0.1, "w": jnp.ones(2)})
+    found = mfload.restore(raw, {"a": np.float64(0), "w": np.zeros(2, "f4")})
+    assert type(found["a"]) is np.float64
+    assert found["a"] == 0.1
+    assert isinstance(found["w"], jax.Array)
+
+
 def test_texts_come_from_the_checkpoint() -> None:
     raw = serialization.to_bytes({"w": jnp.ones(2), "name": "stored", "none": None})
     assert mfload.restore(raw, {"w": jnp.zeros(2), "name": "mine"})["name"] == "stored"
@@ -335,3 +364,18 @@ def test_two_stored_names_for_one_leaf() -> None:
         mfload.restore(raw, {"a": jnp.zeros(2)})
     target = {"a": jnp.zeros(2), "a.value": jnp.ones(2)}
     assert_same(mfload.restore(raw, target), {"a": jnp.ones(2), "a.value": jnp.zeros(2)})
+
+
+def test_steps_of_the_older_files(tmp_path: Path) -> None:
+    for step in (9, 10, 2):
+        raw = serialization.to_bytes({"w": jnp.full(3, float(step))})
+        (tmp_path / f"checkpoint_{step}").write_bytes(raw)
+    (tmp_path / "checkpoint_tmp").write_bytes(b"half")
+    target = {"w": jnp.zeros(3)}
+    assert_same(mfload.restore(tmp_path, target), {"w": jnp.full(3, 10.0)})
+    assert_same(mfload.restore(tmp_path, target, step=9), {"w": jnp.full(3, 9.0)})
+    assert_same(mfload.restore(tmp_path, step=2), {"w": jnp.full(3, 2.0)})
+    with pytest.raises(errors.SourceNotFoundError, match=r"no step 7.*2, 9, 10"):
+        mfload.restore(tmp_path, step=7)
+    with pytest.raises(errors.UsageError, match="step"):
+        mfload.restore(tmp_path, step="7")  # type: ignore[arg-type]
