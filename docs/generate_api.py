@@ -46,6 +46,7 @@ CLASSES = (
     "mfload.Verification",
     "mfload.Difference",
     "mfload.Aligned",
+    "mfload.Converted",
     "mfload.Manifest",
     "mfload.Diagnosis",
 )
