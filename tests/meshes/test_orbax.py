@@ -129,3 +129,11 @@ def test_diff_verify_and_streams(tmp_path: Path) -> None:
     data = next(each for each in (second / "state").rglob("d/*"))
     data.write_bytes(data.read_bytes() + b"x")
     assert not mfload.verify(second, checksums="check").ok
+
+
+def test_converting_what_begins_unlike_any_file(tmp_path: Path) -> None:
+    """Raw chunks alone: no file of the checkpoint looks like one of another format."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+        checkpointer.save(tmp_path / "x", {"w": np.arange(4096.0), "v": np.ones((64, 64))})
+    mfload.convert(tmp_path / "x", tmp_path / "x.safetensors")
+    assert mfload.diff(tmp_path / "x", tmp_path / "x.safetensors").same
