@@ -37,8 +37,10 @@ _KINDS: dict[type, tuple[str, ...]] = {
     int: _INTEGERS,
     float: ("float", *_INTEGERS),
     complex: ("complex", "float", *_INTEGERS),
+    np.float64: ("float", *_INTEGERS),
+    np.complex128: ("complex", "float", *_INTEGERS),
 }
-"""The stored numbers that become one of Python's."""
+"""The stored numbers that become one of Python's, or one of NumPy's that is one of Python's too."""
 
 
 class SavedState:
@@ -80,11 +82,9 @@ class SavedState:
         text = (index.metadata or {}).get(structure.KEY)
         if text is None:
             return index
-        file = index.files[0]
-        tree = structure.loads(
-            text, file, lambda name: structure.TensorName(index.tensors[name].name)
-        )
-        _collect(tree, (), self._values)
+        file, tensors = index.files[0], index.tensors
+        tree = structure.loads(text, file, lambda name: structure.TensorName(tensors[name].name))
+        _collect(tree, (), self._values, file)
         held = {leaf.name: leaf for leaf in self.leaves}
         rows = [
             _row(name, value, held.get(self.resolve(name)))
@@ -125,20 +125,21 @@ class SavedState:
         options: LoadOptions,
     ) -> dict[int, Any]:
         """The plain numbers, and texts of the tree that the target has a place for."""
-        loader = Loader(self.index, sources, NumpyAdapter(), options.replace(allocator="mfload"))
-        tensors = {n: info for n, info in numbers.items() if info.name not in self._values}
-        requests = [Request(info, info.dtype, None, False, ()) for info in tensors.values()]
-        found = {n: self._values[info.name] for n, info in numbers.items() if n not in tensors}
-        if requests:
-            arrays = loader.load(requests)
-            found |= {n: array.item() for n, array in zip(tensors, arrays, strict=True)}
+        found = {n: self._values.get(info.name) for n, info in numbers.items()}
+        left = [n for n, value in found.items() if value is None]
+        if left:
+            options = options.replace(allocator="mfload")
+            requests = [Request(numbers[n], numbers[n].dtype, None, False, ()) for n in left]
+            arrays = Loader(self.index, sources, NumpyAdapter(), options).load(requests)
+            found |= {n: array.item() for n, array in zip(left, arrays, strict=True)}
         made = {n: type(self.leaves[n].value)(value) for n, value in found.items()}
-        texts = {self.resolve(name): value for name, value in self._values.items()}
+        if self.picked is not None:
+            return made
+        by_leaf = {self.resolve(name): value for name, value in self._values.items()}
         for n, leaf in enumerate(self.leaves):
-            if isinstance(leaf.value, str | bytes) and type(texts.get(leaf.name)) is type(
-                leaf.value
-            ):
-                made[n] = texts[leaf.name]
+            kind, value = type(leaf.value), by_leaf.get(leaf.name)
+            if kind in (str, bytes) and type(value) is kind:
+                made[n] = value
         return made
 
     def finished(self, number: int, array: Any) -> Any:
@@ -175,14 +176,18 @@ def _without_value(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _VALUE)
 
 
-def _collect(value: Any, path: tuple[str, ...], found: dict[str, Any]) -> None:
+def _collect(value: Any, path: tuple[str, ...], found: dict[str, Any], file: str) -> None:
     """The plain values of a tree by their paths, joined by dots."""
     if isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in items:
-            _collect(each, (*path, str(key)), found)
+            _collect(each, (*path, str(key)), found, file)
     elif value is not None and not isinstance(value, structure.TensorName):
-        found[".".join(path)] = value
+        name = ".".join(path)
+        if name in found:
+            what = "two values have the same name: their keys, joined by dots"
+            raise errors.HeaderError(what, file=file, tensor=name)
+        found[name] = value
 
 
 def _row(name: str, value: Any, leaf: Leaf | None) -> TensorInfo:

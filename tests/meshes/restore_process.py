@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax_savers
 from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from restore_cases import Net, linen_state
@@ -50,6 +51,15 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
     name, _, how = case.partition(":")
     path = directory / name
     match how:
+        case "save":
+            state = jax.tree.map(np.asarray, linen_state(steps=2).replace(step=np.int32(2)))
+            where = NamedSharding(mesh, P("b", "a")), NamedSharding(mesh, P())
+            state = jax.tree.map(
+                lambda x: jax.make_array_from_callback(x.shape, where[x.ndim < 2], x.__getitem__),
+                state,
+            )
+            orbax_savers.save("standard", path, state)
+            report.processes = jax.process_count()
         case "rows":
             found = mfload.restore(path, target, mesh=mesh, shardings=RULES, report=report)
             kernel = found.opt_state[1][0].mu["Dense_0"]["kernel"]

@@ -220,6 +220,30 @@ def test_the_newest_step_or_the_one_asked_for(root: Path) -> None:
         mfload.restore(root, linen_state(), step=7)
 
 
+def test_the_root_of_a_checkpointer_of_v1(tmp_path: Path) -> None:
+    with orbax_savers.ocp_v1.training.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (5, 10):
+            checkpointer.save(step, linen_state(steps=step // 5))
+    assert_same(mfload.restore(tmp_path / "run", linen_state(seed=1)), linen_state(steps=2))
+    found = mfload.restore(tmp_path / "run", linen_state(seed=1), step=5)
+    assert_same(found, linen_state(steps=1))
+
+
+def test_items_are_named(tmp_path: Path) -> None:
+    ocp = orbax_savers.ocp
+    state = linen_state(steps=1)
+    with orbax_savers.manager(tmp_path / "run") as manager:
+        items = {"params": ocp.args.StandardSave(state.params), "meta": ocp.args.JsonSave({"a": 1})}
+        manager.save(
+            3, args=ocp.args.Composite(**items, opt=ocp.args.StandardSave({"n": jnp.ones(2)}))
+        )
+    target = jax.eval_shape(lambda: state.params)
+    assert_same(mfload.restore(tmp_path / "run" / "3" / "params", target), state.params)
+    with pytest.raises(errors.CheckpointError, match="several items") as caught:
+        mfload.restore(tmp_path / "run", target)
+    assert "params" in str(caught.value)
+
+
 def test_what_does_not_fit_is_told_with_its_path(root: Path) -> None:
     target = linen_state()
     params = {**target.params, "Dense_0": {"kernel": jnp.zeros((16, 3))}}

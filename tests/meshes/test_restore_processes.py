@@ -12,7 +12,7 @@ import orbax_savers
 import pytest
 import restore_process
 from flax import nnx, serialization, traverse_util
-from restore_cases import keyless, linen_state, nnx_state
+from restore_cases import assert_same, keyless, linen_state, nnx_state
 
 import mfload
 
@@ -55,6 +55,17 @@ def test_each_process_gets_its_shards(saved: Path, count: int, devices: int) -> 
             line = each.said[case]
             assert line["error"] is None, (case, line["error"], line["text"])
             assert (line["live"], line["processes"]) == (0, count)
+
+
+def test_what_two_processes_saved(saved: Path) -> None:
+    for count, cases in ((2, ["both:save", "both:rows", "both:own"]), (1, ["both:rows"])):
+        for each in launch(saved, cases, count=count, devices=8 // count):
+            assert each.code == 0, each.log
+            lines = {case: each.said[case].get("text") for case in cases}
+            assert not any(lines.values()), lines
+    assert len([*(saved / "both").glob("ocdbt.process_*")]) == 2
+    wanted = linen_state(steps=2)
+    assert_same(mfload.restore(saved / "both", linen_state(seed=1)), wanted)
 
 
 @pytest.mark.parametrize("how", ["wrong", "gone", "gone-free"])

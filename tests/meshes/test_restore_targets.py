@@ -71,6 +71,23 @@ def test_an_integer_of_64_bits_becomes_a_narrow_one_if_it_fits(tmp_path: Path) -
         mfload.restore(path, {"step": jnp.zeros(1, jnp.int32)})
 
 
+def test_names_of_numbers_that_collide() -> None:
+    target = {"w": jnp.zeros(2)}
+    for tree in ({"a.b": 1, "a": {"b": 2}}, {"a.b": 1, "a": {"b": jnp.ones(2)}}):
+        raw = serialization.to_bytes({"w": jnp.ones(2), **tree})
+        with pytest.raises(errors.HeaderError, match="the same name") as caught:
+            mfload.restore(raw, target)
+        assert caught.value.tensor == "a.b"
+
+
+def test_numbers_of_numpy_stay_what_they_are() -> None:
+    raw = serialization.to_bytes({"a": 0.1, "w": jnp.ones(2)})
+    found = mfload.restore(raw, {"a": np.float64(0), "w": np.zeros(2, "f4")})
+    assert type(found["a"]) is np.float64
+    assert found["a"] == 0.1
+    assert isinstance(found["w"], jax.Array)
+
+
 def test_texts_come_from_the_checkpoint() -> None:
     raw = serialization.to_bytes({"w": jnp.ones(2), "name": "stored", "none": None})
     assert mfload.restore(raw, {"w": jnp.zeros(2), "name": "mine"})["name"] == "stored"
