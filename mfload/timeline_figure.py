@@ -17,6 +17,7 @@ from mfload.timeline import LOAD, Span
 # Told apart by those who don't see all colours, too.
 _COLOURS = {
     "read": "#0072b2",
+    "map": "#56b4e9",
     "copy": "#e69f00",
     "decode": "#009e73",
     "check": "#cc79a7",
@@ -115,7 +116,7 @@ def _draw_rate(
     edges = np.linspace(0, seconds, _BINS + 1)
     came = np.zeros(_BINS + 1)  # Bytes until each edge.
     for span in spans:
-        if span.kind == "read":
+        if span.kind in ("read", "map"):
             start, stop = span.start - begin, span.stop - begin
             share = np.clip((edges - start) / max(stop - start, 1e-9), 0, 1)
             came += span.nbytes * share

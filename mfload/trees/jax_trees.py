@@ -83,7 +83,13 @@ def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
             found="(graphdef, state)",
         )
     if not any(leaf.counts for leaf in made.leaves):
-        kind = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        kind = type(target).__name__
+        if isinstance(target, type):
+            raise errors.UsageError(
+                f"the target is the class {target.__name__}, not a model",
+                expected="an instance; without memory as nnx.eval_shape, torch.device('meta') "
+                "and the like make it",
+            )
         raise errors.UsageError(
             "no leaf of the target can hold a tensor",
             expected="a pytree with arrays or jax.ShapeDtypeStructs as its leaves, such as "
