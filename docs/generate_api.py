@@ -30,6 +30,7 @@ FUNCTIONS = [
     "verify",
     "diff",
     "align",
+    "convert",
     "doctor",
     "unpack",
     "live_bytes",
@@ -45,6 +46,7 @@ CLASSES = (
     "mfload.Verification",
     "mfload.Difference",
     "mfload.Aligned",
+    "mfload.Converted",
     "mfload.Manifest",
     "mfload.Diagnosis",
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mfload import errors
     from mfload.api import abstract, load, open, plan, restore, save, stream
-    from mfload.checking.align import Aligned, align
+    from mfload.checking.convert import Aligned, Converted, align, convert
     from mfload.checking.diff import Difference, diff
     from mfload.checking.manifest import Manifest
     from mfload.checking.verify import Verification, verify
@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "api": "abstract load open plan restore save stream",
-    "checking.align": "Aligned align",
+    "checking.convert": "Aligned Converted align convert",
     "checking.diff": "Difference diff",
     "checking.manifest": "Manifest",
     "checking.verify": "Verification verify",
@@ -48,10 +48,10 @@ _NAMES = {
 _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "Aligned", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options", "Report", "Saved",
-    "Verification", "abstract", "align", "diff", "doctor", "errors", "live_bytes", "load",
-    "load_into", "open", "plan", "restore", "rule", "save", "stream", "unpack",
-    "verify",
+    "Aligned", "Converted", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options",
+    "Report", "Saved", "Verification", "abstract", "align", "convert", "diff", "doctor", "errors",
+    "live_bytes", "load", "load_into", "open", "plan", "restore", "rule", "save", "stream",
+    "unpack", "verify",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": (commands.verify, "model/ --checksums check"),
     "diff": (commands.diff, "base/ finetuned/ --names 'layers\\.0\\.'"),
     "align": (commands.align, "model/ aligned/ --max-shard-size 5GB"),
+    "convert": (commands.convert, "checkpoints/100/ model/ --max-shard-size 5GB"),
     "bench": (bench.bench, "model/ --frameworks jax,torch --plot bench.png"),
     "doctor": (commands.doctor, "model/"),
 }

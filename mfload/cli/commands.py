@@ -238,10 +238,48 @@ def align(
     Bytes are streamed, hashed on the way, and read back from the disk before the new files take
     their names. Until then the old ones are untouched: so a checkpoint can be aligned in place.
     """
-    from mfload.checking.align import align
+    from mfload.checking.convert import align
 
     with bar("aligning") as progress:
         done = align(
+            source,
+            target,
+            align=alignment,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+            options=how,
+        )
+    _print(done, as_json)
+
+
+_INTO = "A file, or a directory: one that exists, or with a slash at its end."
+_PARTS = "Bytes of tensors a file, such as 5GB. Default: one file, or as many as the source has."
+
+Into = Annotated[str, argument("TARGET", _INTO)]
+PartSize = Annotated[int | None, sized("--max-shard-size", _PARTS)]
+
+
+@command(how=limits)
+def convert(
+    source: options.Checkpoint,
+    target: Into,
+    *,
+    alignment: Align = 4096,
+    max_shard_size: PartSize = None,
+    overwrite: options.Overwrite = False,
+    how: Options,
+    as_json: options.Json = False,
+) -> None:
+    """Turn a checkpoint of any format into safetensors.
+
+    Streams in bounded memory, and reads the new files back from the disk before they take their
+    names. After a kill or Ctrl-C, the same command goes on where it ended.
+    """
+    from mfload.checking.convert import convert
+
+    with bar("converting") as progress:
+        done = convert(
             source,
             target,
             align=alignment,

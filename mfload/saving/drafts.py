@@ -55,9 +55,23 @@ class Draft:
 
     `hidden` is its path if it must have a name before it is published, in the final directory;
     `shown` is the final path, for errors. `mode` None: permissions of any new file.
+
+    Attributes:
+        lasting: Whether it has its hidden name from the start and keeps it, unless it is published,
+            for a writer that goes on.
+        resumed: Whether it was there already.
     """
 
-    def __init__(self, hidden: str, size: int, shown: str, mode: int | None = None) -> None:
+    def __init__(
+        self,
+        hidden: str,
+        size: int,
+        shown: str,
+        mode: int | None = None,
+        *,
+        lasting: bool = False,
+    ) -> None:
+        self.lasting, self.resumed = lasting, False
         self.hidden = hidden
         self.size = size
         self.shown = shown
@@ -72,6 +86,7 @@ class Draft:
             self._create(mode)
             allocate_file(self._fd, size)
         except BaseException as error:
+            self.lasting = False
             self.discard()
             if isinstance(error, OSError):
                 raise self._failed(error, "make room for the file") from error
@@ -80,7 +95,9 @@ class Draft:
     def _create(self, mode: int | None) -> None:
         flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         wanted = 0o666 if mode is None else mode & 0o666
-        if hasattr(os, "O_TMPFILE"):
+        if self.lasting:
+            self._reopen(flags, wanted)
+        elif hasattr(os, "O_TMPFILE"):
             try:
                 self._fd = os.open(os.path.dirname(self.hidden), flags | os.O_TMPFILE, wanted)
                 # It gets its name through /proc, which may not be mounted.
@@ -92,7 +109,9 @@ class Draft:
         if self._fd < 0:
             self._fd = os.open(self.hidden, flags | os.O_CREAT | os.O_EXCL, wanted)
             self.named = True
-        lock(self._fd)
+        if lock(self._fd) is False and self.lasting:
+            self.named = False  # It is the other's.
+            raise errors.TargetError("another process is writing the file", file=self.shown)
         if mode is not None and hasattr(os, "fchmod"):
             try:
                 os.fchmod(self._fd, mode)
@@ -100,6 +119,24 @@ class Draft:
                 # Some file systems have the same permissions for all files.
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
                     raise
+
+    def _reopen(self, flags: int, wanted: int) -> None:
+        """Opens what an earlier writer left, unless it has another name too, or another size."""
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(self.hidden, flags | getattr(os, "O_NOFOLLOW", 0))
+            found = os.fstat(fd)
+            if found.st_nlink == 1 and found.st_size == self.size:
+                self._fd, self.named, self.resumed = fd, True, True
+                return
+            try:
+                if lock(fd) is not False:
+                    os.unlink(self.hidden)
+            finally:
+                os.close(fd)
+
+    def count(self, nbytes: int) -> None:
+        """Counts bytes that an earlier writer wrote."""
+        self._written += nbytes
 
     @property
     def path(self) -> str:
@@ -238,7 +275,7 @@ class Draft:
         """Lets go of it; unless it was published, the file is gone. Twice does nothing."""
         named, self.named = self.named, False
         try:
-            if named:
+            if named and not self.lasting:
                 with contextlib.suppress(OSError):
                     os.unlink(self.hidden)
         finally:

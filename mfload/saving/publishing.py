@@ -32,7 +32,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
-from mfload.saving import drafts as files, layout, targets
+from mfload.saving import drafts as files, journal, layout, targets
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.targets import Existing, Location
@@ -90,10 +90,16 @@ class SaveTarget:
         return old
 
     @contextmanager
-    def drafts(self, layouts: Sequence[Layout]) -> Generator[list[Draft]]:
-        """Makes files of their sizes, invisible; those not published at the end are gone."""
+    def drafts(self, layouts: Sequence[Layout], key: str | None = None) -> Generator[list[Draft]]:
+        """Makes files of their sizes, invisible; those not published at the end are gone.
+
+        With a key, which tells what they will hold, they are lasting (see `Draft`): the same ones
+        for each writer with that key, together with their journal.
+        """
         place, names = self.place, self.place.names(len(layouts))
-        hidden = place.at(place.hidden + secrets.token_hex(8))
+        hidden = place.at(place.hidden + (key or secrets.token_hex(8)))
+        paths = [f"{hidden}-{number:05}" for number in range(1, len(layouts) + 1)]
+        ours = {*paths, journal.name(paths[0])} if key else set[str]()
         drafts: list[Draft] = []
         # If one fails to be discarded, the others still are.
         with contextlib.ExitStack() as stack:
@@ -104,11 +110,16 @@ class SaveTarget:
             # Under the lock, so that no other save takes a draft with a name for a leftover.
             with _locked(place.directory):
                 old = self._look(names)
-                _remove_left(map(place.at, old.left))
+                _remove_left(sorted({place.at(name) for name in old.left} - ours))
                 self.mode = _mode(map(place.at, [place.name, *sorted(old.files)]))
-                for name, made in zip(names, layouts, strict=True):
-                    path = f"{hidden}-{len(drafts) + 1:05}"
-                    drafts.append(Draft(path, made.size, place.at(name), self.mode))
+                for path, name, made in zip(paths, names, layouts, strict=True):
+                    given = path, made.size, place.at(name), self.mode
+                    try:
+                        drafts.append(Draft(*given, lasting=key is not None))
+                    except BaseException:
+                        for each in drafts:
+                            each.lasting = False
+                        raise
                     stack.callback(drafts[-1].discard)
                 if drafts[0].named and _swaps(old, names):
                     self._check_links(drafts[0])

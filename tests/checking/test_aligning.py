@@ -26,7 +26,7 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checking import align as aligning
+from mfload.checking import convert as aligning
 from mfload.checking.manifest import Manifest
 from mfload.io import buffers
 from mfload.saving.drafts import Draft
@@ -37,7 +37,7 @@ MODEL = samples.model()
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mfload.checking.align.BLOCK", 64 << 10)
+        patch.setattr("mfload.checking.convert.BLOCK", 64 << 10)
         yield
 
 

@@ -1,0 +1,80 @@
+"""The journal of drafts that outlive their writer: which ranges of them were written.
+
+A line for each range, added once the range was written: the number of the draft, the first byte,
+the bytes, and their hash. It is a claim, not a proof: what it says is compared with the disk before
+the drafts get their names. A line that a kill cut off does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from types import TracebackType
+
+from mfload import errors
+from mfload.planning.blocks import Block
+from mfload.saving.drafts import Draft
+
+_LINE = re.compile(rb"(\d{1,9}) (\d{1,19}) (\d{1,19}) ([0-9a-f]{32})\n")
+
+
+class Journal:
+    """What was written to some drafts; goes with them, unless they last.
+
+    Attributes:
+        found: The hash of each range that an earlier writer of the same drafts wrote; `source` is
+            the number of the draft.
+    """
+
+    def __init__(self, drafts: Sequence[Draft], key: str) -> None:
+        self._drafts = drafts
+        self.path = name(drafts[0].hidden)
+        self.found: dict[Block, str] = {}
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        try:
+            self._fd = os.open(self.path, flags, 0o600)
+            with os.fdopen(os.dup(self._fd), "rb") as file:
+                lines = file.readlines()
+            head = f"{key}\n".encode()
+            if lines[:1] == [head] and all(draft.resumed for draft in drafts):
+                for line in filter(None, map(_LINE.fullmatch, lines[1:])):
+                    self._take(*line.groups())
+            if not self.found:
+                os.ftruncate(self._fd, 0)
+                os.write(self._fd, head)
+            elif not lines[-1].endswith(b"\n"):
+                os.write(self._fd, b"\n")
+        except OSError as error:
+            raise errors.from_target(error, self.path, "note what is written") from error
+        for number, draft in enumerate(drafts):
+            draft.count(sum(each.nbytes for each in self.found if each.source == number))
+
+    def _take(self, draft: bytes, offset: bytes, nbytes: bytes, digest: bytes) -> None:
+        block = Block(int(draft), int(offset), int(nbytes), ())
+        if block.source < len(self._drafts):
+            self.found[block] = digest.decode()
+
+    def add(self, block: Block, digest: str) -> None:
+        """Notes a range that was written; several threads may."""
+        line = f"{block.source} {block.offset} {block.nbytes} {digest}\n"
+        try:
+            os.write(self._fd, line.encode())
+        except OSError as error:
+            raise errors.from_target(error, self.path, "note what was written") from error
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+        if not any(draft.lasting for draft in self._drafts):
+            os.unlink(self.path)
+
+
+def name(hidden: str) -> str:
+    """The path of the journal, given the hidden path of the first draft."""
+    return f"{hidden.rpartition('-')[0]}-journal"

@@ -1,0 +1,383 @@
+"""`convert`: any format into safetensors, in bounded memory, and on after a kill."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import mfload
+from mfload import errors
+from mfload.checking import convert as converting
+from mfload.saving.drafts import Draft
+
+_random = np.random.default_rng(16)
+ARRAYS: dict[str, Any] = {
+    "large": _random.standard_normal((300, 500)).astype(np.float32),
+    "swapped": np.arange(1000, dtype=">i4").reshape(10, 100),
+    "columns": np.asfortranarray(_random.standard_normal((70, 90))),
+    "deep": _random.integers(0, 255, (2, 3, 40, 50), np.uint8),
+    "scalar": np.float64(2.5),
+    "none": np.empty((0, 3), np.int16),
+    "odd": np.arange(7, dtype=np.int8),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converting, "BLOCK", 64 << 10)
+
+
+@pytest.fixture(params=["stored", "deflated", "safetensors"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return _source(tmp_path / "in", request.param)
+
+
+def _source(directory: Path, kind: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    if kind == "safetensors":
+        native = {k: v.astype(v.dtype.newbyteorder("="), order="C") for k, v in _items()}
+        path = directory / "a.safetensors"
+        safetensors.numpy.save_file(native, path, {"who": "me"})
+        return path
+    path = directory / "a.npz"
+    (np.savez_compressed if kind == "deflated" else np.savez)(path, **ARRAYS)
+    return path
+
+
+def _items() -> Iterator[tuple[str, Any]]:
+    return ((name, np.asarray(array)) for name, array in ARRAYS.items())
+
+
+def _assert_same(path: Path) -> None:
+    found = mfload.load(path, "numpy")
+    assert found.keys() == ARRAYS.keys()
+    for name, array in _items():
+        wanted = array.astype(array.dtype.newbyteorder("="))
+        assert found[name].dtype == wanted.dtype
+        assert found[name].shape == wanted.shape
+        assert found[name].tobytes() == wanted.tobytes()
+
+
+def _hidden(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.startswith(".mfload"))
+
+
+@pytest.mark.parametrize("limit", [None, 100_000])
+@pytest.mark.parametrize("overhead", [None, 4 << 20])
+def test_every_tensor(
+    source: Path, tmp_path: Path, limit: int | None, overhead: int | None
+) -> None:
+    seen: list[tuple[int, int]] = []
+    done = mfload.convert(
+        source,
+        f"{tmp_path}/out/",
+        max_shard_size=limit,
+        progress=lambda at, of: seen.append((at, of)),
+        options=mfload.Options(max_host_overhead=overhead, threads=2),
+    )
+    _assert_same(tmp_path / "out")
+    assert done.tensors == len(ARRAYS)
+    assert (len(done.files) > 1) == (limit is not None)
+    assert str(done).startswith("converted")
+    assert seen[-1][0] == seen[-1][1]
+    assert not _hidden(tmp_path / "out")
+    assert mfload.verify(tmp_path / "out").ok
+    assert not mfload.diff(source, tmp_path / "out").changed
+
+
+def test_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size of slab cuts the same tensors, also inside of the later dims."""
+    path = _source(tmp_path, "deflated")
+    for nbytes in (1, 50, 999, 4321, 70_000):
+        monkeypatch.setattr(converting.stream, "BATCH", nbytes)
+        monkeypatch.setattr(converting, "OVERHEAD", nbytes)
+        boxes = [
+            list(converting._boxes(info, nbytes, None))  # pyright: ignore[reportPrivateUsage]
+            for info in mfload.open(path)._index.tensors.values()  # pyright: ignore
+            if info.nbytes
+        ]
+        assert any(len(each) > 1 for each in boxes)
+        if nbytes > 900:
+            mfload.convert(path, tmp_path / f"{nbytes}.safetensors")
+            _assert_same(tmp_path / f"{nbytes}.safetensors")
+
+
+def test_metadata_stays(tmp_path: Path) -> None:
+    path = _source(tmp_path, "safetensors")
+    mfload.convert(path, tmp_path / "b.safetensors")
+    with safetensors.safe_open(tmp_path / "b.safetensors", "numpy") as opened:
+        assert opened.metadata() == {"who": "me"}
+
+
+def test_manifests_go_along(source: Path, tmp_path: Path) -> None:
+    mfload.verify(source, checksums="write", algorithm="both")
+    mfload.convert(source, tmp_path / "out.safetensors")
+    assert mfload.verify(tmp_path / "out.safetensors", checksums="check").ok
+    with source.open("r+b") as file:
+        file.seek(source.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(errors.MfloadError):
+        mfload.convert(source, tmp_path / "bad.safetensors")
+    assert not (tmp_path / "bad.safetensors").exists()
+    assert not _hidden(tmp_path)
+
+
+class _Stop(KeyboardInterrupt):
+    pass
+
+
+def _stopping(monkeypatch: pytest.MonkeyPatch, writes: int, error: BaseException) -> list[int]:
+    """Has writes fail after so many; returns the offsets of all."""
+    made: list[int] = []
+    real = Draft.write
+
+    def write(self: Draft, offset: int, *given: Any) -> int:
+        if len(made) >= writes:
+            raise error
+        made.append(offset)
+        return real(self, offset, *given)
+
+    monkeypatch.setattr(Draft, "write", write)
+    return made
+
+
+def test_goes_on_after_an_interrupt(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.safetensors"
+    with monkeypatch.context() as patch:
+        first = _stopping(patch, 6, _Stop())
+        with pytest.raises(KeyboardInterrupt):
+            mfload.convert(source, target)
+    assert len(_hidden(tmp_path)) == 2
+    assert not target.exists()
+    with monkeypatch.context() as patch:
+        second = _stopping(patch, 10**6, _Stop())
+        done = mfload.convert(source, target)
+    assert len(first) == 6
+    assert not set(first) & set(second)
+    assert "went on after" in str(done)
+    _assert_same(target)
+    assert not _hidden(tmp_path)
+
+
+def test_another_source_or_layout_starts_anew(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.safetensors"
+    for how in ("layout", "source", "save"):
+        with monkeypatch.context() as patch:
+            _stopping(patch, 6, _Stop())
+            with pytest.raises(KeyboardInterrupt):
+                mfload.convert(source, target, overwrite=True)
+        assert len(_hidden(tmp_path)) == 2
+        if how == "save":
+            mfload.save({"x": np.zeros(3)}, target, overwrite=True)
+        else:
+            os.utime(source)
+            done = mfload.convert(
+                source, target, overwrite=True, align=64 if how == "layout" else 4096
+            )
+            assert "went on" not in str(done)
+            _assert_same(target)
+        assert not _hidden(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    _stopping(monkeypatch, 3, errors.from_target(OSError(code, "no"), "x", "write"))
+    with pytest.raises(errors.WriteError):
+        mfload.convert(source, tmp_path / "out.safetensors")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_no_room_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def allocate(fd: int, nbytes: int) -> None:
+        calls.append(nbytes)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("mfload.saving.drafts.allocate_file", allocate)
+    with pytest.raises(errors.WriteError):
+        mfload.convert(source, tmp_path / "out.safetensors", max_shard_size=100_000)
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_what_an_earlier_run_wrote_is_compared_with_the_disk(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.safetensors"
+    with monkeypatch.context() as patch:
+        made = _stopping(patch, 8, _Stop())
+        with pytest.raises(KeyboardInterrupt):
+            mfload.convert(source, target)
+    (draft,) = (name for name in _hidden(tmp_path) if not name.endswith("journal"))
+    with (tmp_path / draft).open("r+b") as file:
+        file.seek(made[-1])
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(errors.WriteError, match="other bytes than were written"):
+        mfload.convert(source, target)
+    assert os.listdir(tmp_path) == ["in"]
+    mfload.convert(source, target)
+    _assert_same(target)
+
+
+@pytest.mark.parametrize("text", [b"", b"x", b"0 0 99999999999 " + b"0" * 32 + b"\n"])
+def test_a_journal_that_lies(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    target = tmp_path / "out.safetensors"
+    with monkeypatch.context() as patch:
+        _stopping(patch, 8, _Stop())
+        with pytest.raises(KeyboardInterrupt):
+            mfload.convert(source, target)
+    (name,) = (name for name in _hidden(tmp_path) if name.endswith("journal"))
+    lines = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(lines + text if text else text)
+    try:
+        mfload.convert(source, target)
+    except errors.WriteError:  # Never half of it.
+        assert os.listdir(tmp_path) == ["in"]
+    else:
+        _assert_same(target)
+
+
+def test_two_at_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out.safetensors"
+    real = converting.SaveTarget.publish
+
+    def publish(self: Any, *given: Any) -> Any:
+        with pytest.raises(errors.TargetError, match="another process"):
+            mfload.convert(source, target)
+        return real(self, *given)
+
+    monkeypatch.setattr(converting.SaveTarget, "publish", publish)
+    mfload.convert(source, target)
+    _assert_same(target)
+    assert not _hidden(tmp_path)
+
+
+def test_what_can_t_be_converted(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros(3, np.complex128))
+    with pytest.raises(errors.UnsupportedDtypeError):
+        mfload.convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
+    path = _source(tmp_path, "deflated")
+    with zipfile.ZipFile(path) as archive:
+        at = archive.getinfo("large.npy").header_offset
+    with path.open("r+b") as file:
+        file.seek(at + 2000)
+        file.write(b"\0" * 500)
+    with pytest.raises(errors.FormatError):
+        mfload.convert(path, tmp_path / "b.safetensors")
+    assert "b.safetensors" not in os.listdir(tmp_path)
+    good = _source(tmp_path, "stored")
+    (tmp_path / "b.safetensors").write_bytes(b"")
+    with pytest.raises(errors.TargetExistsError):
+        mfload.convert(good, tmp_path / "b.safetensors")
+
+
+def test_the_time_runs_out(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Draft.write
+
+    def write(*given: Any) -> int:
+        time.sleep(0.05)
+        return real(*given)
+
+    monkeypatch.setattr(Draft, "write", write)
+    with pytest.raises(errors.LoadTimeoutError):
+        mfload.convert(source, tmp_path / "out.safetensors", options=mfload.Options(timeout=0.12))
+    time.sleep(0.3)  # Writes under way end.
+    monkeypatch.undo()
+    monkeypatch.setattr(converting, "BLOCK", 64 << 10)
+    mfload.convert(source, tmp_path / "out.safetensors")
+    _assert_same(tmp_path / "out.safetensors")
+
+
+_CHILD = """
+import json, resource, sys
+import mfload
+from mfload.checking import convert
+if sys.argv[3] == "small":
+    convert.BLOCK = 64 << 10
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+how = mfload.Options(max_host_overhead=32 << 20, threads=2)
+print("begun", flush=True)
+done = mfload.convert(sys.argv[1], sys.argv[2], options=how)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([after - before, list(done.notes)]))
+"""
+
+
+def _child(*arguments: Path | str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(_CHILD), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss in KiB")
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    one = np.tile(np.arange(1 << 20, dtype=np.float32), 40).reshape(-1, 1 << 10)
+    np.savez(tmp_path / "a.npz", x=np.asfortranarray(one), y=one.astype(">f4"))
+    child = _child(tmp_path / "a.npz", tmp_path / "b.safetensors", "large")
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 0
+    grown, _ = json.loads(out.splitlines()[-1])
+    assert grown < 120 << 10, grown  # KiB, of 160 MiB a tensor
+    assert (mfload.load(tmp_path / "b.safetensors", "numpy")["x"] == one).all()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is promised, on Linux")
+def test_kills_at_random(tmp_path: Path) -> None:
+    _random = np.random.default_rng()
+    arrays = {f"x{n}": _random.standard_normal((500, 700)) for n in range(12)}
+    swapped = {name: np.asfortranarray(each) for name, each in arrays.items()}
+    np.savez(tmp_path / "a.npz", **swapped, raw=arrays["x0"])  # pyright: ignore[reportArgumentType]
+    target, went_on, took = tmp_path / "b.safetensors", 0, 0.4
+    for number in range(6):
+        finished = False
+        while not finished:
+            child = _child(tmp_path / "a.npz", target, "small")
+            assert child.stdout is not None
+            assert child.stdout.readline() == "begun\n"
+            start = time.perf_counter()
+            if number:
+                try:
+                    child.wait(_random.uniform(0.2, 1.0) * took)
+                except subprocess.TimeoutExpired:
+                    child.send_signal(signal.SIGKILL)
+            out, _ = child.communicate(timeout=60)
+            took = took if number else time.perf_counter() - start
+            finished = child.returncode == 0
+            if target.exists():
+                assert (mfload.load(target, "numpy")["x3"] == arrays["x3"]).all()
+                break
+            if finished:
+                went_on += "went on" in out
+        found = mfload.load(target, "numpy")
+        assert all((found[name] == each).all() for name, each in arrays.items())
+        mfload.convert(tmp_path / "a.npz", target, overwrite=True)
+        assert not _hidden(tmp_path)
+        target.unlink()
