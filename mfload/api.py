@@ -456,7 +456,7 @@ def restore(
 
 
 def save(
-    arrays: Mapping[str, Any],
+    arrays: Any,
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
@@ -475,7 +475,11 @@ def save(
     Args:
         arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
             strided, share memory (each is written in full), or lie in the very file that is
-            replaced.
+            replaced. Or a tree: nested dicts, lists and tuples, an nnx.Module, an nnx.State, linen
+            params, a TrainState, any pytree of JAX. Names are then the paths, joined by dots
+            (`params.layers.0.kernel`), and the tree itself, with its numbers, strings and Nones, is
+            kept in the metadata, from which `mfload.restore` rebuilds it. Boxes and variables are
+            saved as their arrays, typed PRNG keys as their data, shared variables once.
         path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
             in it. Missing directories are made. Of a symbolic link, the file it leads to is
             replaced.
@@ -497,7 +501,8 @@ def save(
 
     Raises:
         TargetExistsError: A checkpoint exists, and `overwrite` is not set.
-        UnsupportedArrayError: An array can't be saved; nothing was written.
+        UnsupportedArrayError: An array, or a leaf of the tree, can't be saved; nothing was written.
+        UsageError: An argument is invalid, or two leaves of the tree have the same name.
         WriteError: The disk is full, or failed.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
@@ -506,6 +511,10 @@ def save(
 
     if checksums:
         checking.check_save_target(path, checksums, overwrite=overwrite)
+    from mfload.trees import outline
+
+    if outline.is_tree(arrays):
+        arrays, metadata = outline.named(arrays, metadata)
     saved = saving.save(
         arrays,
         path,

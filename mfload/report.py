@@ -262,4 +262,6 @@ def cleared(report: object) -> None:
     if isinstance(report, Report):
         report.clear()
     elif report is not None:
-        raise errors.UsageError("not a report", expected="an mfload.Report", found=repr(report))
+        raise errors.UsageError(
+            "not a report", expected="report=mfload.Report()", found=repr(report)
+        )

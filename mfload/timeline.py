@@ -31,12 +31,13 @@ class Span(NamedTuple):
         thread: "load" for the thread that called, whose spans are the stages; "reader 1", … for
             those that read; "copies 1", … for the copies onto devices that a reader began;
             "exchange" for what travels between processes.
-        kind: A stage, or "read", "copy" (into place, also with a conversion; onto a device),
+        kind: A stage, or "read", "map" (read and put in place at once, out of a map of the page
+            cache), "copy" (into place, also with a conversion; onto a device),
             "decode", "check" (checksums), "wait" (for a copy onto a device), "exchange" (with
             other processes).
         start: Seconds, as `time.perf_counter()` counts them.
         stop: Seconds, likewise.
-        nbytes: Bytes read, copied or received; 0 of other kinds.
+        nbytes: Bytes read, copied, decoded or received; 0 of other kinds.
         file: The file or URL concerned; "" if there is none, or several.
     """
 
@@ -56,13 +57,13 @@ class Track:
     """The spans of one thread; sources are given by their numbers, -1 for none.
 
     `work` is what the thread does between the reads of a block: "copy", "decode", or "" for
-    nothing that would be worth a span.
+    nothing that would be worth a span. `reads` counts the reads of a block.
     """
 
-    __slots__ = ("_beside", "_files", "_last", "_rows", "thread", "work")
+    __slots__ = ("_beside", "_files", "_last", "_rows", "reads", "thread", "work")
 
     def __init__(self, thread: str, files: Sequence[str]) -> None:
-        self.thread, self.work = thread, ""
+        self.thread, self.work, self.reads = thread, "", 0
         self._beside: Track | None = None
         self._files = [*files, ""]
         self._rows: list[_Row] = []
@@ -72,6 +73,7 @@ class Track:
         """Records a read that is over now, and the work since the span before it."""
         if self.work:
             self._rows.append((self.work, self._last, start, 0, self._files[source]))
+        self.reads += 1
         self.add("read", start, nbytes, source)
 
     def mark(self, kind: str, nbytes: int = 0, source: int = -1) -> None:
@@ -87,7 +89,7 @@ class Track:
 
     def begin(self, work: str) -> None:
         """Begins a block: what was done since the span before is left out."""
-        self.work, self._last = work, perf_counter()
+        self.work, self.reads, self._last = work, 0, perf_counter()
 
     @property
     def beside(self) -> Track:

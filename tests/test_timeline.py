@@ -77,6 +77,14 @@ def test_a_conversion_is_a_copy(path: Path) -> None:
     assert _bytes(_loaded(path, dtype="float64", engine="pread"))["copy"] > 0
 
 
+def test_what_is_copied_out_of_the_page_cache_counts_as_read(tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "a.safetensors", {"w": np.ones((1024, 1024), np.float32)})
+    mfload.load(path, framework="numpy")  # The page cache has it.
+    report = _loaded(path, dtype="float64", engine="pread")
+    found = _bytes(report)
+    assert found["map"] + found["read"] == report.read_bytes
+
+
 def test_a_check_is_shown(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("xxhash")
     manifest = mfload.verify(path, checksums="write").manifest

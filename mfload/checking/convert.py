@@ -181,14 +181,15 @@ def _rewrite(
     start = time.perf_counter()
     how = started(options)
     index, sources = checkpoint.read(source, how)
-    foreign = [each for each in sources if base.find(each) is not safetensors]
+    found = discovery.find(source, how)
+    directory = found.directory is not None
+    foreign = [each for each in sources if directory or base.find(each) is not safetensors]
     if foreign and not resume:
         raise errors.UsageError(
             "align rewrites safetensors files; mfload.convert takes other formats",
             file=foreign[0].name,
         )
     rows = index.tensors
-    found = discovery.find(source, how)
     place = SaveTarget(_own_place(index.files, found) if target is None else target, overwrite)
     in_place = [f for f in index.files if target is None or os.path.realpath(f) == place.path]
     for file, recorded in published.expected("auto", in_place).items():

@@ -72,6 +72,8 @@ def _other_files(seen: Headers) -> list[str]:
 def _alignment(seen: Headers) -> list[str]:
     """A note about how the tensors lie in the files."""
     columns = seen.tensors.columns
+    if seen.found.directory is not None:
+        return []
     if any(base.find(source) is not safetensors for source in seen.sources):
         return []
     sources, starts, sizes = map(np.asarray, (columns.sources, columns.offsets, columns.nbytes))

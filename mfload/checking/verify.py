@@ -348,6 +348,8 @@ def _expected(
 def _own_sums(seen: Headers) -> list[tuple[int, Checksum]]:
     """The checksums in the files themselves, with the number of the file."""
     found: list[tuple[int, Checksum]] = []
+    if seen.found.directory is not None:
+        return found
     for number, source in enumerate(seen.sources):
         of_format = getattr(base.find(source), "checksums", None)
         if of_format is not None:

@@ -1,7 +1,7 @@
 """Formats: what a file holds, and the module that makes its index.
 
 A format is a module with the functions of `Format`. Modules are imported when a file asks for them;
-`decode.CODECS` has the codecs of encoded pieces.
+`codecs.CODECS` has the codecs of encoded pieces.
 """
 
 from __future__ import annotations

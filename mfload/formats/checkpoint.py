@@ -276,6 +276,7 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     tensors, problems = seen.tensors, seen.problems
     if found.directory is not None and found.name is not None:
         files, rows, seen.metadata = found.directory.read_directory(found.name, first)
+        found.files = files
         seen.sources += files
         seen.tensors.add(rows)
         return seen

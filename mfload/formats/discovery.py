@@ -49,7 +49,8 @@ class CheckpointFiles:
         missing: A line for each file that belongs to it and does not exist.
         name: What stands for all of them in an error; None for a list.
         index: The index file, if there is one.
-        directory: The format of a checkpoint that is a directory, `name`; it knows the files.
+        directory: The format of a checkpoint that is a directory, `name`; it knows the files, and
+            they are here once it was read.
     """
 
     def __init__(

@@ -52,7 +52,8 @@ _NAMES = (
     (re.compile(r".*\.gguf"), "GGUF files: look for the model's safetensors"),
 )
 _WEIGHTS = (".safetensors", ".index.json", ".npz")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Also one without an owner, as gpt2 and bert-base-uncased; a file's name has an ending.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|(?=[a-z]+[\d-])[a-z0-9-]+")
 
 
 def explain_file(error: errors.HeaderError, file: Source) -> errors.HeaderError:

@@ -64,25 +64,26 @@ class _Node(NamedTuple):
     prefix: bytes
 
 
-def read(directory: str) -> dict[str, Value]:
-    """The keys and values of the newest version of a store.
+def read(directory: str) -> tuple[dict[str, Value], list[Source]]:
+    """The keys and values of the newest version of a store, and the files that have its nodes.
 
     Raises:
         SourceError: A file of the store is missing or can't be read.
         HeaderError: The manifest or a node breaks a rule of the format, or its checksum is wrong.
         FrameworkMissingError: It is compressed, and the package zstandard is not installed.
     """
-    root = _root(sources.local_file(os.path.join(directory, MANIFEST)))
-    found: dict[str, Value] = {}
+    manifest = _opened(os.path.join(directory, MANIFEST))
+    found, files = dict[str, Value](), {MANIFEST: manifest}
+    root = _root(manifest)
     if root is None:
-        return found
-    files: dict[str, Source] = {}
+        return found, [manifest]
     waiting, seen, budget, last = [root], set[tuple[str, int]](), MAX_NODES, b""
     while waiting:
         node = waiting.pop()
         where = node.base + node.path
-        file = files.get(where) or sources.local_file(os.path.join(directory, where))
-        files[where] = file
+        if where not in files:
+            files[where] = _opened(os.path.join(directory, where))
+        file = files[where]
         if (where, node.offset) in seen:
             raise _bad(file, "two nodes of the B-tree have the same child", None, node.offset)
         seen.add((where, node.offset))
@@ -108,7 +109,13 @@ def read(directory: str) -> dict[str, Value]:
                 found[key.decode()] = value
             except UnicodeDecodeError:
                 raise _bad(file, "a key of the store is not UTF-8", None, brief(key)) from None
-    return found
+    return found, [*files.values()]
+
+
+def _opened(path: str) -> Source:
+    file = sources.local_file(path)
+    file.keep(True)
+    return file
 
 
 def _root(manifest: Source) -> _Node | None:
@@ -147,9 +154,9 @@ def _paths(body: _Body) -> list[tuple[str, str]]:
             raise _bad(body.file, "malformed table of data files", f"at most {len(path)}", keep)
         path = path[:keep] + body.take(length)
         parts = path.split(b"/")
-        # Such as d/0123…, ocdbt.process_0/d/0123….
-        outside = b".." in parts or b"" in parts or b"\0" in path or b"\\" in path or b":" in path
-        if outside or base > len(path):
+        # Such as d/0123…, ocdbt.process_0/d/0123…; an empty store has an empty one.
+        outside = b".." in parts or b"" in parts or any(each in path for each in b"\0\\:")
+        if (outside and path) or base > len(path):
             raise _bad(body.file, "a data file of the store is outside it", None, brief(path))
         try:
             made.append((path[:base].decode(), path[base:].decode()))

@@ -38,11 +38,11 @@ MAX_METADATA = 100_000_000
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP, _V1 = "_CHECKPOINT_METADATA", "orbax.checkpoint"
 _STRINGS, _ARRAYS = "_strings.json", "array_metadatas"
-_MARKS = frozenset({TREE, _STEP, _V1, ocdbt.MANIFEST})
+_MARKS = frozenset({TREE, _STEP, _V1, _ARRAYS, ocdbt.MANIFEST})
 _NUMBERED = re.compile(r"(?:(?P<prefix>.+)_)?(?P<step>\d{1,18})")
 _MAIN = ("default", "state")  # What v0's manager and v1 call an item that was given no name.
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
-_KEY_IMPL = "array_metadata.random_key_impl"
+_KEY_IMPL = "random_key_impl"
 _ALL_STORED = "store_array_data_equal_to_fill_value"
 _SEQUENCE, _DICT = 1, 2
 _MAX_DEPTH = 100
@@ -123,7 +123,8 @@ def read_directory(
     metadata = _json(tree_file)
     strings = _optional(os.path.join(item, _STRINGS))
     tree, paths = _tree(tree_file, metadata, strings)
-    store = zarr.Store(_values(item), [tree_file], source)
+    values, files = _values(item)
+    store = zarr.Store(values, [tree_file, *files], source)
     held, problems = {*store.arrays()}, list[str]()
     missing = [name for name in paths if name not in held]
     if missing:
@@ -214,14 +215,17 @@ def _item(directory: str, names: Sequence[str]) -> str:
     if items:
         what = "several items in the checkpoint; name the directory of one of them"
         raise errors.CheckpointError(what, file=directory, problems=tuple(items))
+    for name in names:
+        if _TEMPORARY in name:
+            raise _unfinished(os.path.join(directory, name))
     what = f"the checkpoint has no {TREE}: it was not finished, or holds no arrays"
     raise errors.CheckpointError(
         what, file=directory, expected=TREE, found=", ".join(names[:8]) or "an empty directory"
     )
 
 
-def _values(item: str) -> Mapping[str, Value]:
-    """Keys and values of an item's arrays, in a store or in directories."""
+def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
+    """Keys and values of an item's arrays, in a store or in directories; files of the store."""
     if os.path.exists(os.path.join(item, ocdbt.MANIFEST)):
         return ocdbt.read(item)
     found: dict[str, Value] = {}
@@ -237,7 +241,7 @@ def _values(item: str) -> Mapping[str, Value]:
             except OSError as error:
                 raise errors.from_os(error, path, "open") from error
             found[f"{relative}/{name}".replace(os.sep, "/")] = Value(path, 0, size)
-    return found
+    return found, []
 
 
 def _json(file: Source) -> dict[str, Any]:

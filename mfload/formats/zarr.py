@@ -33,7 +33,7 @@ _ABSENT = (1 << 64) - 1
 _V2_KIND = re.compile(r"([<>|])([biufc])(\d{1,2})")
 _BY_NAME = {row.numpy_name: row for row in dtypes.TABLE.values() if row.numpy_name is not None}
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
-_COMPRESSORS = ("zstd", "gzip", "zlib", "bz2", "blosc")
+_COMPRESSORS = ("zstd", "gzip", "zlib")
 _NUMBER = re.compile(r"0|[1-9]\d{0,17}")
 
 Coords = tuple[int, ...]

@@ -1,16 +1,13 @@
 """Decoding: the bytes of a block, fetched in parts, become elements in their places.
 
-A codec is a function from a reader of encoded bytes to one of decoded ones. A reader is called with
-the most bytes to return, and returns none at the end. So codecs follow each other without a buffer
-between them, and no more is held than the part that was fetched, what the codecs keep, and the
-window in which a segment is put together.
+Codecs follow each other without a buffer between them. So no more is held than the part that was
+fetched, what the codecs keep, and the window in which a segment is put together.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,68 +15,15 @@ import numpy as np
 
 from mfload import errors
 from mfload.io.buffers import WorkerSlot
+from mfload.io.codecs import CODECS, Reader
 from mfload.io.pread import PreadReader, put
 from mfload.planning.blocks import Block
 from mfload.stored import Encoding
 
-Reader = Callable[[int], Any]
 Saw = Callable[[int, int, Any, Callable[[], bool]], object]
 """The method of an `Observer`."""
 
-# Bytes that a codec makes or takes at once.
-_MADE = 256 << 10
-_TAKEN = 64 << 10
-
-
-def deflate(read: Reader) -> Reader:
-    """Raw deflate, as in zip archives; bytes after its end are an error."""
-    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
-
-    def made(most: int) -> bytes:
-        while not inflate.eof:
-            given = inflate.unconsumed_tail or read(_TAKEN)
-            try:
-                part = inflate.decompress(given, most)
-            except zlib.error as error:
-                raise errors.FormatError("malformed deflate data", found=str(error)) from None
-            if part:
-                return part
-            if not len(given) and not inflate.eof:
-                raise errors.FormatError("the deflate data ends within its stream")
-        if inflate.unused_data or len(read(1)):
-            raise errors.FormatError("there are bytes after the end of the deflate stream")
-        return b""
-
-    return made
-
-
-class _Stream:
-    """A reader as a file."""
-
-    def __init__(self, read: Reader) -> None:
-        self.read = read
-
-
-def zstd(read: Reader) -> Reader:
-    """One frame of zstd; bytes after its end are an error."""
-    try:
-        import zstandard
-    except ImportError:
-        what = "the tensor is compressed with zstd; pip install 'mfload[orbax]'"
-        raise errors.FrameworkMissingError(what, expected="zstandard") from None
-    reader = zstandard.ZstdDecompressor().stream_reader(_Stream(read), read_size=_TAKEN)
-
-    def made(most: int) -> bytes:
-        try:
-            return reader.read(most)
-        except zstandard.ZstdError as error:
-            raise errors.FormatError("malformed zstd data", found=str(error)) from None
-
-    return made
-
-
-CODECS: dict[str, Callable[[Reader], Reader]] = {"deflate": deflate, "zstd": zstd}
-"""The codecs by name."""
+_MADE = 256 << 10  # Bytes that a codec makes at once.
 
 
 def decoded(read: Reader, encoding: Encoding) -> Reader:
@@ -139,7 +83,7 @@ def fill(
         _scatter(block, read, memory, window.bytes(length) if length else None)
         while saw is not None and len(fetch(fetched)):
             pass
-    except errors.FormatError as error:
+    except (errors.FormatError, errors.FrameworkMissingError) as error:
         error.tensor = tensor
         raise
 

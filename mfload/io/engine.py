@@ -215,7 +215,9 @@ def fill(
                     _show(reader.shown(block, slot), block, observer, share)
                     continue
                 landed = reader.fill(block, memory, slot)
-                if track is not None and (landed is not None or block.staged):
+                if track is not None and not track.reads:
+                    track.mark("map", block.nbytes, source)
+                elif track is not None and (landed is not None or block.staged):
                     track.mark("copy", block.wanted, source)
                 if saw is not None:
                     for offset, data in stored(block, memory, landed):

@@ -34,7 +34,8 @@ def resolve(
 ) -> list[Any]:
     """One sharding a tensor, on devices (see `specs.resolve`)."""
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise errors.UsageError("not a mesh", expected="a jax.sharding.Mesh", found=repr(mesh))
+        expected = "a jax.sharding.Mesh, such as jax.make_mesh((8,), ('model',)) makes"
+        raise errors.UsageError("not a mesh", expected=expected, found=repr(mesh))
     if mesh is None:
         meshes = {each.mesh for each in given(shardings) if isinstance(each, NamedSharding)}
         meshes = {each for each in meshes if isinstance(each, Mesh)}

@@ -35,6 +35,9 @@ class Matched(NamedTuple):
     notes: tuple[str, ...]
 
 
+_REMEDY = "the same names; or mapping=, which gives others, or strict=False, which loads what fits"
+
+
 def match(
     index: Index,
     leaves: Sequence[Leaf],
@@ -46,7 +49,7 @@ def match(
     fits: Callable[[Leaf, Recipe], None] | None = None,
     resolve: Callable[[str], str] | None = None,
     picked: Collection[str] | None = None,
-    remedy: str | None = None,
+    remedy: str = _REMEDY,
     file: str | None = None,
 ) -> Matched:
     """Finds out how a target is made of a checkpoint; arguments as for `mfload.load_into`.

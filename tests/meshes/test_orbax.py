@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import orbax_writer
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload.formats import orbax, structure
@@ -47,3 +53,87 @@ def test_what_orbax_restores(tmp_path: Path, kind: str, devices: int) -> None:
     assert rebuilt["params"]["layers"][1]["k"] is found["params.layers.1.k"]
     assert rebuilt["numbered"]["3"] is found["numbered.3"]
     assert len(jax.devices()) == 8
+
+
+def test_random_keys_strings_and_items(tmp_path: Path) -> None:
+    saved = {"key": jax.random.key(3), "old": jax.random.PRNGKey(4), "name": "run", "w": np.ones(3)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "x", saved)
+    with mfload.open(tmp_path / "x", "numpy") as opened:
+        found, metadata = opened.get_tensors(opened.keys()), opened.metadata()
+    tree = structure.loads(metadata[structure.KEY], "x", dict(found).__getitem__)
+    assert tree["name"] == "run"
+    assert (tree["key"] == jax.random.key_data(saved["key"])).all()
+    assert (tree["old"] == np.asarray(saved["old"])).all()
+    assert json.loads(metadata[orbax.KEYS_KEY]) == {"key": "threefry2x32"}
+
+
+def test_roots_of_managers(tmp_path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(step_prefix="model", step_format_fixed_length=4)
+    with ocp.CheckpointManager(tmp_path / "x", options=options) as manager:
+        for step in (2, 10):
+            items = {"state": ocp.args.StandardSave({"w": np.full(3, step)}),
+                     "extra": ocp.args.JsonSave({"a": 1})}  # fmt: skip
+            manager.save(step, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+    assert mfload.load(tmp_path / "x", "numpy")["w"].tolist() == [10, 10, 10]
+    assert Path(orbax.locate(tmp_path / "x", step=2)).parts[-2:] == ("model_0002", "state")
+
+
+@pytest.mark.parametrize("kind", ["v0-ocdbt-zarr2-raw", "v1-ocdbt-zarr3-zstd"])
+@pytest.mark.parametrize("saved_on", [1, 4])
+def test_onto_other_meshes(tmp_path: Path, kind: str, saved_on: int) -> None:
+    saved = orbax_writer.tree(saved_on)
+    orbax_writer.save(tmp_path / "x", kind, saved)
+    for devices, spec in itertools.product((1, 2, 4, 8), (P("d"), P(None, "d"))):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
+        rules = [(r"params\.(w|bf16)$", spec)]
+        found = mfload.load(tmp_path / "x", "jax", mesh=mesh, shardings=rules, names=r"w$|bf16$")
+        for name in ("w", "bf16"):
+            mine = found[f"params.{name}"]
+            assert mine.sharding == NamedSharding(mesh, spec)
+            assert np.asarray(mine).tobytes() == np.asarray(saved["params"][name]).tobytes()
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "paddle"])
+def test_other_frameworks(tmp_path: Path, framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"no {framework}")
+    orbax_writer.save(tmp_path / "x", "v1-ocdbt-zarr3-zstd", orbax_writer.tree(2))
+    code = (
+        "import sys, numpy, mfload\n"
+        "made = mfload.load(sys.argv[1], sys.argv[2], names=r'params\\.w|flags|double')\n"
+        "wanted = mfload.load(sys.argv[1], 'numpy')\n"
+        "assert all((made[n].numpy() == wanted[n]).all() for n in made), made\n"
+        "print(len(made))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "x"), framework]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.stdout.split()[-1:] == ["3"], found.stderr[-1000:]
+
+
+def test_diff_verify_and_streams(tmp_path: Path) -> None:
+    saved = orbax_writer.tree(4)
+    for kind in ("v0-files-zarr2-raw", "v1-ocdbt-zarr3-zstd"):
+        orbax_writer.save(tmp_path / kind, kind, saved)
+    first, second = (tmp_path / kind for kind in ("v0-files-zarr2-raw", "v1-ocdbt-zarr3-zstd"))
+    assert mfload.diff(first, second).same
+    assert mfload.verify(first, against=second).ok
+    written = mfload.verify(second, checksums="write")
+    assert written.ok
+    assert mfload.verify(second, checksums="check").ok
+    same(dict(mfload.stream(second, "numpy")), saved)
+    saved["flags"] = saved["flags"].at[0].set(False)
+    orbax_writer.save(tmp_path / "third", "v1-ocdbt-zarr3-raw", saved)
+    assert not mfload.diff(first, tmp_path / "third").same
+    data = next(each for each in (second / "state").rglob("d/*"))
+    data.write_bytes(data.read_bytes() + b"x")
+    assert not mfload.verify(second, checksums="check").ok
+
+
+def test_converting_what_begins_unlike_any_file(tmp_path: Path) -> None:
+    """Raw chunks alone: no file of the checkpoint looks like one of another format."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+        checkpointer.save(tmp_path / "x", {"w": np.arange(4096.0), "v": np.ones((64, 64))})
+    mfload.convert(tmp_path / "x", tmp_path / "x.safetensors")
+    assert mfload.diff(tmp_path / "x", tmp_path / "x.safetensors").same

@@ -1,0 +1,178 @@
+"""Mistakes of the first hour, as they are typed: each message tells the next step."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+from safetensors.numpy import save_file
+
+import mfload
+from mfload import errors
+
+PATH = "model.safetensors"
+ARRAYS = {"dense.kernel": np.ones((10, 4), np.float32), "dense.bias": np.ones(4, np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    save_file(ARRAYS, PATH)
+    zipped = b"PK\x03\x04" + bytes(200)
+    Path("model.pt").write_bytes(zipped)
+    Path("torch").mkdir()
+    Path("torch/pytorch_model.bin").write_bytes(zipped)
+    Path("model.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(200))
+    Path("notes").mkdir()
+
+
+def _mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+
+def _on_mesh(shardings: Any, mesh: Any = None) -> Any:
+    return mfload.load(PATH, "jax", mesh=mesh or _mesh(), shardings=shardings)
+
+
+def _tree(**shapes: tuple[int, ...]) -> Any:
+    return {"dense": {name: jnp.zeros(shape) for name, shape in shapes.items()}}
+
+
+def _load(path: str, **given: Any) -> Callable[[], Any]:
+    return lambda: mfload.load(path, "numpy", **given)
+
+
+Case = tuple[Callable[[], Any], type[errors.MfloadError], tuple[str, ...]]
+CASES: dict[str, Case] = {
+    "framework mistyped": (
+        lambda: mfload.load(PATH, "pytorhc"), errors.UsageError, ("did you mean 'torch'?",)),
+    "framework unknown": (
+        lambda: mfload.load(PATH, "mlx"), errors.UsageError, ("numpy | jax | torch", "mlx")),
+    "arguments swapped": (
+        lambda: mfload.load("jax", PATH), errors.UsageError, ("load(path, framework)",)),
+    "path mistyped": (
+        _load("modle.safetensors"), errors.SourceNotFoundError, ("names: model.safetensors",)),
+    "path of an empty directory": (
+        _load("notes"), errors.SourceNotFoundError, ("*.safetensors", "an empty directory")),
+    "home directory": (
+        _load("~/model.safetensors"), errors.SourceNotFoundError, ("os.path.expanduser",)),
+    "Hub id": (
+        _load("org/model-7B"), errors.SourceNotFoundError, ("hf download org/model-7B",)),
+    "Hub id without an owner": (
+        _load("gpt2"), errors.SourceNotFoundError, ("hf download gpt2",)),
+    "object store": (
+        _load("s3://bucket/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
+    "PyTorch file": (
+        _load("model.pt"), errors.HeaderError, ("torch.load(path, ", "mfload.save")),
+    "directory of PyTorch files": (
+        _load("torch"), errors.SourceNotFoundError, ("pytorch_model.bin", "mfload.save")),
+    "GGUF file": (
+        _load("model.gguf"), errors.HeaderError, ("GGUF", "look for the model's safetensors")),
+    "name mistyped": (
+        _load(PATH, names=["dense.kernle"]), errors.TensorNotFoundError, ("dense.kernel",)),
+    "expression that finds nothing": (
+        _load(PATH, names="kernle"), errors.TensorNotFoundError, ("dense.bias, dense.kernel",)),
+    "shell pattern": (
+        _load(PATH, names="*.kernel"), errors.UsageError, ("what a shell writes * is .* here",)),
+    "dtype mistyped": (
+        _load(PATH, dtype="bfloat61"), errors.UsageError, ("did you mean 'bfloat16'?",)),
+    "lossy dtype": (
+        _load(PATH, dtype="int32"), errors.LossyCastError, ("dtype={name: dtype}",)),
+    "device mistyped": (
+        lambda: mfload.load(PATH, "jax", device="gpu:0"), errors.DeviceError, ("mfload doctor",)),
+    "options as a dict": (
+        _load(PATH, options={"threads": 4}), errors.UsageError, ("mfload.Options(",)),
+    "engine mistyped": (
+        lambda: mfload.Options(engine="dirct"), errors.UsageError, ("did you mean 'direct'?",)),  # type: ignore
+    "report=True": (
+        _load(PATH, report=True), errors.UsageError, ("report=mfload.Report()",)),
+    "verify=True": (
+        _load(PATH, verify=True), errors.UsageError, ("mfload.verify(path, checksums='write')",)),
+    "plot of nothing": (
+        lambda: mfload.Report().plot(), errors.UsageError, ("report=report) before it",)),
+    "dim that the mesh does not divide": (
+        lambda: _on_mesh(P("model")), errors.ShardingError, ("dense.kernel", "a multiple of 4")),
+    "axis mistyped": (
+        lambda: _on_mesh(P("modle")), errors.ShardingError, ("no axis 'modle'", "data, model")),
+    "more axes than dims": (
+        lambda: _on_mesh([("bias", P(None, "data"))]), errors.ShardingError, ("at most 1 entr",)),
+    "mesh as a tuple": (
+        lambda: _on_mesh(P(), (2, 4)), errors.UsageError, ("jax.make_mesh",)),
+    "shardings without a mesh": (
+        lambda: mfload.load(PATH, "jax", shardings=P("model")), errors.UsageError, ("mesh=",)),
+    "shardings as a text": (
+        lambda: _on_mesh("model"), errors.UsageError, ("PartitionSpec", "[(regex, spec)]")),
+    "mesh for NumPy": (
+        _load(PATH, shardings=[("kernel", 0)]), errors.UsageError, ("shard=(rank, size)",)),
+    "target and path swapped": (
+        lambda: mfload.load_into(PATH, _tree(kernel=(10, 4))), errors.UsageError,
+        ("swapped", "load_into(target, path)")),
+    "restore swapped": (
+        lambda: mfload.restore(_tree(kernel=(10, 4)), PATH), errors.UsageError,
+        ("restore(path, target)",)),
+    "class as a target": (
+        lambda: mfload.load_into(dict, PATH), errors.UsageError, ("class dict", "an instance")),
+    "names that don't match": (
+        lambda: mfload.load_into(_tree(weight=(10, 4), bias=(4,)), PATH), errors.MappingError,
+        ("missing: dense.weight", "extra: dense.kernel", "mapping=", "strict=False")),
+    "transposed": (
+        lambda: mfload.load_into(_tree(kernel=(4, 10), bias=(4,)), PATH), errors.MappingError,
+        ("transpose=(1, 0) fits",)),
+    "restore into another model": (
+        lambda: mfload.restore(PATH, _tree(weight=(3,))), errors.MappingError,
+        ("missing: dense.weight", "strict=False")),
+    "restore of nothing": (
+        lambda: mfload.restore("modle.safetensors"), errors.SourceNotFoundError, (PATH,)),
+    "save swapped": (
+        lambda: mfload.save("new.safetensors", ARRAYS), errors.UsageError,  # type: ignore
+        ("save(arrays, path)",)),
+    "save over a checkpoint": (
+        lambda: mfload.save(ARRAYS, PATH), errors.TargetExistsError, ("overwrite=True",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_message_tells_the_next_step(case: str) -> None:
+    call, kind, parts = CASES[case]
+    with pytest.raises(kind) as info:
+        call()
+    for part in parts:
+        assert part in str(info.value), str(info.value)
+
+
+def test_a_rule_that_matches_nothing_warns_with_names() -> None:
+    with pytest.warns(UserWarning, match="'kernle'; names are such as 'dense.bias'"):
+        _on_mesh([("kernle", P("data"))])
+
+
+def test_64_bits_stay_64_bits_in_jax() -> None:
+    """JAX by itself would cut them in half, and the values with them."""
+    ids = np.array([2**40, 3])
+    save_file({"ids": ids}, "ids.safetensors")
+    loaded = mfload.load("ids.safetensors", "jax")["ids"]
+    assert loaded.dtype == np.int64
+    assert np.array_equal(np.asarray(loaded), ids)
+
+
+def test_a_bar_without_tqdm_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with caplog.at_level(logging.WARNING, "mfload"):
+        assert len(mfload.load(PATH, "numpy", progress=True)) == 2
+    assert "pip install 'mfload[progress]'" in caplog.text
+
+
+def test_checksums_without_xxhash_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'mfload\[verify\]'"):
+        mfload.verify(PATH, checksums="write")
