@@ -305,3 +305,19 @@ def test_a_missing_chunk_is_told(tmp_path: Path) -> None:
     (tmp_path / "x" / "b.c" / "0").unlink()
     with pytest.raises(errors.MfloadError, match=r"b\.c"):
         mfload.restore(tmp_path / "x", target)
+
+
+def test_what_is_saved_and_converted_restores(tmp_path: Path) -> None:
+    state = linen_state(steps=2)
+    mfload.save(state, tmp_path / "saved.safetensors")
+    orbax_savers.save("standard", tmp_path / "orbax", state)
+    mfload.convert(tmp_path / "orbax", tmp_path / "converted.safetensors")
+    for name in ("saved", "converted"):
+        path = tmp_path / f"{name}.safetensors"
+        assert_same(mfload.restore(path, linen_state(seed=1)), state)
+        found = mfload.restore(path, framework="numpy")
+        assert_same(found["params"], jax.tree.map(np.asarray, state.params))
+    model, _ = nnx_optimizer(steps=1)
+    mfload.save(model, tmp_path / "model.safetensors")
+    found = mfload.restore(tmp_path / "model.safetensors", nnx.eval_shape(lambda: Net(nnx.Rngs(3))))
+    assert_same(nnx.state(found), nnx.state(model))
