@@ -456,7 +456,7 @@ def restore(
 
 
 def save(
-    arrays: Mapping[str, Any],
+    arrays: Any,
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
@@ -465,6 +465,7 @@ def save(
     checksums: bool | Algorithm = False,
     overwrite: bool = False,
     progress: Progress = False,
+    timeout: float | None = None,
 ) -> Saved:
     """Saves arrays as a safetensors checkpoint, all of it or nothing.
 
@@ -475,7 +476,11 @@ def save(
     Args:
         arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
             strided, share memory (each is written in full), or lie in the very file that is
-            replaced.
+            replaced. Or a tree: nested dicts, lists and tuples, an nnx.Module, an nnx.State, linen
+            params, a TrainState, any pytree of JAX. Names are then the paths, joined by dots
+            (`params.layers.0.kernel`), and the tree itself, with its numbers, strings and Nones, is
+            kept in the metadata, from which `mfload.restore` rebuilds it. Boxes and variables are
+            saved as their arrays, typed PRNG keys as their data, shared variables once.
         path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
             in it. Missing directories are made. Of a symbolic link, the file it leads to is
             replaced.
@@ -491,13 +496,22 @@ def save(
             shards that it names (without an index, one complete set of them). Other files
             are never touched; the notes name those that were removed.
         progress: True for a bar, or a function of (bytes done, bytes in all).
+        timeout: Seconds that the processes of a mesh have for the save. Default: no limit, but a
+            process that fails or is gone ends it in all.
+
+    From a mesh of several processes of JAX, each makes the same call, on a file system that they
+    share. Every part of a global array is written by one process; what each holds whole is
+    written by the first. The checkpoint appears whole or not at all, in all processes. If no array
+    is spread over processes, a save is the caller's alone.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
 
     Raises:
         TargetExistsError: A checkpoint exists, and `overwrite` is not set.
-        UnsupportedArrayError: An array can't be saved; nothing was written.
+        UnsupportedArrayError: An array, or a leaf of the tree, can't be saved; nothing was written.
+        ProcessError: Another process failed or is gone, or saves something else.
+        UsageError: An argument is invalid, or two leaves of the tree have the same name.
         WriteError: The disk is full, or failed.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
@@ -506,15 +520,19 @@ def save(
 
     if checksums:
         checking.check_save_target(path, checksums, overwrite=overwrite)
-    saved = saving.save(
-        arrays,
-        path,
-        metadata=metadata,
-        align=align,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    from mfload.trees import outline
+
+    if outline.is_tree(arrays):
+        arrays, metadata = outline.named(arrays, metadata)
+    given: dict[str, Any] = {"metadata": metadata, "align": align, "overwrite": overwrite}
+    given |= {"max_shard_size": max_shard_size, "progress": progress}
+    if "jax" in sys.modules and isinstance(arrays, Mapping):
+        from mfload.saving import together
+
+        if together.are_spread(arrays):
+            saved, first = together.save(arrays, path, **given, timeout=timeout)
+            return checking.with_manifest(saved, write=checksums) if first else saved
+    saved = saving.save(arrays, path, **given)
     return checking.with_manifest(saved, write=checksums)
 
 

@@ -100,6 +100,31 @@ def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
     return made
 
 
+def children(value: Any) -> list[tuple[str | None, Any]] | None:
+    """The names and values one level below a node, None as the name of what a box holds.
+
+    None for what JAX does not take apart.
+    """
+    calls = itertools.count()  # The first is for the value itself.
+    try:
+        flat, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda _: next(calls) > 0)
+    except (TypeError, ValueError) as error:
+        message, kind = f"JAX can't take it apart: {error}", type(value).__name__
+        raise errors.UsageError(message, expected="a pytree", found=kind) from error
+    if any(not path for path, _ in flat):
+        return None
+    hidden = isinstance(value, _kinds()) and not isinstance(value, _named_nodes())
+    return [(None if hidden else ".".join(map(_text, path)), each) for path, each in flat]
+
+
+def key_data(value: Any) -> Any:
+    """The numbers of typed PRNG keys; anything else as it is."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    return value
+
+
 _Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 """Makes a node of the values of all leaves, and of what was made of shared nodes, by id."""
 
