@@ -49,7 +49,7 @@ def test_every_layout_onto_every_mesh(tmp_path: Path, saver: str) -> None:
     state = linen_state(steps=2)
     target = jax.eval_shape(linen_state)
     wanted = state.replace(step=jnp.int32(2))
-    for count in (1, 4, 8):
+    for count in (1, 8) if saver not in ("standard", "v1") else (1, 2, 4, 8):
         path = tmp_path / str(count)
         orbax_savers.save(saver, path, on_mesh(wanted, count))
         for other in COUNTS:
@@ -120,8 +120,7 @@ def test_numbers_lists_and_empty_nodes(tmp_path: Path) -> None:
     assert_same(found["t"], tree["a"])
 
 
-@pytest.mark.parametrize("abstract", [False, True])
-@pytest.mark.parametrize("saver", ["standard", "v1"])
+@pytest.mark.parametrize(("saver", "abstract"), [("standard", False), ("v1", True)])
 def test_nnx(tmp_path: Path, saver: str, abstract: bool) -> None:
     model, optimizer = nnx_optimizer(steps=2)
     saved = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
