@@ -500,8 +500,8 @@ def save(
             process that fails or is gone ends it in all.
 
     From a mesh of several processes of JAX, each makes the same call, on a file system that they
-    share. Every part of a global array is written by one process; what each holds whole is
-    written by the first. The checkpoint appears whole or not at all, in all processes. If no array
+    share. Every part of a global array is written by one process; what each holds whole must be
+    the same in all, and is written by the first. The checkpoint appears whole or not at all, in all processes. If no array
     is spread over processes, a save is the caller's alone.
 
     Returns:
