@@ -501,8 +501,8 @@ def save(
 
     From a mesh of several processes of JAX, each makes the same call, on a file system that they
     share. Every part of a global array is written by one process; what each holds whole must be
-    the same in all, and is written by the first. The checkpoint appears whole or not at all, in all processes. If no array
-    is spread over processes, a save is the caller's alone.
+    the same in all, and is written by the first. The checkpoint appears whole or not at all, in all
+    processes. If no array is spread over processes, a save is the caller's alone.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
