@@ -465,6 +465,7 @@ def save(
     checksums: bool | Algorithm = False,
     overwrite: bool = False,
     progress: Progress = False,
+    timeout: float | None = None,
 ) -> Saved:
     """Saves arrays as a safetensors checkpoint, all of it or nothing.
 
@@ -495,6 +496,13 @@ def save(
             shards that it names (without an index, one complete set of them). Other files
             are never touched; the notes name those that were removed.
         progress: True for a bar, or a function of (bytes done, bytes in all).
+        timeout: Seconds that the processes of a mesh have for the save. Default: no limit, but a
+            process that fails or is gone ends it in all.
+
+    From a mesh of several processes of JAX, each makes the same call, on a file system that they
+    share. Every part of a global array is written by one process; what each holds whole is
+    written by the first. The checkpoint appears whole or not at all, in all processes. If no array
+    is spread over processes, a save is the caller's alone.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
@@ -502,6 +510,7 @@ def save(
     Raises:
         TargetExistsError: A checkpoint exists, and `overwrite` is not set.
         UnsupportedArrayError: An array, or a leaf of the tree, can't be saved; nothing was written.
+        ProcessError: Another process failed or is gone, or saves something else.
         UsageError: An argument is invalid, or two leaves of the tree have the same name.
         WriteError: The disk is full, or failed.
         MfloadError: Any other of the tree in `mfload.errors`.
@@ -515,15 +524,15 @@ def save(
 
     if outline.is_tree(arrays):
         arrays, metadata = outline.named(arrays, metadata)
-    saved = saving.save(
-        arrays,
-        path,
-        metadata=metadata,
-        align=align,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    given: dict[str, Any] = {"metadata": metadata, "align": align, "overwrite": overwrite}
+    given |= {"max_shard_size": max_shard_size, "progress": progress}
+    if "jax" in sys.modules and isinstance(arrays, Mapping):
+        from mfload.saving import together
+
+        if together.are_spread(arrays):
+            saved, first = together.save(arrays, path, **given, timeout=timeout)
+            return checking.with_manifest(saved, write=checksums) if first else saved
+    saved = saving.save(arrays, path, **given)
     return checking.with_manifest(saved, write=checksums)
 
 

@@ -142,6 +142,7 @@ _WITHOUT_NAME = (
     "the array saved as unsigned integers, or in safetensors: NumPy's files drop the name"
 )
 INSTEAD = {
+    **dict.fromkeys(("int4", "uint4"), "int8, in which Orbax keeps each element anyway"),
     "object": "arrays of numbers; this one is a pickle, which may run code",
     "structured": "an array for each field",
     "V1": f"{_WITHOUT_NAME} of float8",

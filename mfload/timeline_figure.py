@@ -96,7 +96,8 @@ def _draw_lanes(
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0, labelsize=8, labelcolor=_INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    patches = [Patch(color=colour, label=kind) for kind, colour in kinds.items()]
+    labels = {"map": "read in place"}
+    patches = [Patch(color=c, label=labels.get(kind, kind)) for kind, c in kinds.items()]
     if patches:
         axes.legend(
             handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches),
@@ -128,7 +129,8 @@ def _draw_rate(
     if ceiling is not None:
         axes.axhline(ceiling, color=_INK, ls="--", lw=1)
         text = f"ceiling: {ceiling:.3g} GiB/s"
-        place = {"ha": "right", "va": "bottom", "fontsize": 8, "color": _INK}
+        place: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 8, "color": _INK}
+        place["bbox"] = {"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1}
         axes.text(0.995, ceiling, text, transform=axes.get_yaxis_transform(), **place)
     axes.set_ylim(0, top * 1.2)
     axes.set_ylabel("read, GiB/s", fontsize=8, color=_INK)

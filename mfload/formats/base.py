@@ -72,10 +72,19 @@ class DirectoryFormat(Protocol):
         """Whether a directory that has such names is a checkpoint; it looks at few files."""
         ...
 
+    def locate(self, directory: str) -> str:
+        """The directory that is read: this one, or one below.
+
+        Raises:
+            SourceError: A directory can't be listed.
+            CheckpointError: It is not clear which one is meant, or it was not finished.
+        """
+        ...
+
     def read_directory(
         self, directory: str, source: int = 0
     ) -> tuple[Sequence[Source], Sequence[TensorInfo], dict[str, str] | None]:
-        """The files of a checkpoint, its tensors, and its free-form strings.
+        """The files of a directory that `locate` gave, its tensors, and its free-form strings.
 
         `source` is the number of the first file in the index; there is at least one.
 
@@ -86,10 +95,23 @@ class DirectoryFormat(Protocol):
         ...
 
 
-def find_directory(directory: str, names: Sequence[str]) -> DirectoryFormat | None:
-    """The format of a directory that has such names; None if it is of none."""
-    modules: Any = map(importlib.import_module, DIRECTORIES)
-    return next((each for each in modules if each.recognise_directory(directory, names)), None)
+def find_directory(directory: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """The module of the format of a directory that has such names, and the directory to read.
+
+    None if it is of no format. Raises as `DirectoryFormat.locate` does.
+    """
+    for name in DIRECTORIES:
+        module: Any = importlib.import_module(name)
+        if module.recognise_directory(directory, names):
+            return name, module.locate(directory)
+    return None
+
+
+def read_directory(
+    module: str, directory: str, source: int = 0
+) -> tuple[Sequence[Source], Sequence[TensorInfo], dict[str, str] | None]:
+    """What a module that `find_directory` named reads; see `DirectoryFormat.read_directory`."""
+    return importlib.import_module(module).read_directory(directory, source)
 
 
 def find(file: Source) -> Any:

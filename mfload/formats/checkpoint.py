@@ -164,6 +164,20 @@ class ShardedIndex(Index):
                 raise _missing(name, missing) from None
 
 
+class DirectoryIndex(Index):
+    """The index of a checkpoint that is a directory.
+
+    Attributes:
+        found: The directory, its format and its files, to open it again.
+    """
+
+    __slots__ = ("found",)
+
+    def __init__(self, found: CheckpointFiles, *fields: Any) -> None:
+        super().__init__(*fields)
+        self.found = found
+
+
 def read(
     path: Path | Sequence[Path], options: LoadOptions | None = None
 ) -> tuple[Index, list[Source]]:
@@ -251,7 +265,8 @@ def _whole(found: CheckpointFiles) -> Index:
     if seen.unnamed:
         count = len(seen.unnamed)
         seen.notes.append(f"{count} tensors are in the shards but not in the index")
-    return Index(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
+    kind = Index if found.directory is None else partial(DirectoryIndex, found)
+    return kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
 
 
 def _missing(name: str | None, problems: tuple[str, ...]) -> errors.ShardNotFoundError:
@@ -275,9 +290,13 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
     if found.directory is not None and found.name is not None:
-        files, rows, seen.metadata = found.directory.read_directory(found.name, first)
-        found.files = files
-        seen.sources += files
+        from mfload.formats import base
+
+        before: Any = found.files  # Those of an opened checkpoint that another process has now.
+        for each in before:
+            each.check()
+        found.files, rows, seen.metadata = base.read_directory(found.directory, found.name, first)
+        seen.sources += found.files
         seen.tensors.add(rows)
         return seen
     if len(found.files) > 1:

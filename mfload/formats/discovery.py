@@ -17,7 +17,6 @@ from mfload.load_options import LoadOptions
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
-    from mfload.formats.base import DirectoryFormat
     from mfload.index import Index
 
 Path = sources.Location
@@ -49,8 +48,8 @@ class CheckpointFiles:
         missing: A line for each file that belongs to it and does not exist.
         name: What stands for all of them in an error; None for a list.
         index: The index file, if there is one.
-        directory: The format of a checkpoint that is a directory, `name`; it knows the files, and
-            they are here once it was read.
+        directory: The module of the format of a checkpoint that is a directory, `name`; it knows
+            the files, and they are here once it was read.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class CheckpointFiles:
         name: str | None = None,
         index: Source | None = None,
         total: Any = None,
-        directory: DirectoryFormat | None = None,
+        directory: str | None = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
         self.name, self.index, self.total = name, index, total
@@ -225,9 +224,9 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         from mfload.formats import base
 
-        kind = base.find_directory(directory, names)
-        if kind is not None:
-            return CheckpointFiles([], name=directory, directory=kind)
+        found = base.find_directory(directory, names)
+        if found is not None:
+            return CheckpointFiles([], name=found[1], directory=found[0])
     indexes, files = _names(directory, names)
     if len(indexes) == 1:
         index = sources.local_file(os.path.join(directory, indexes[0]))

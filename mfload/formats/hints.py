@@ -35,6 +35,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"<html", "a web page saved in place of the file: download it again"),
     (0, b"<?xml", "XML, maybe an error of a server saved in place of the file"),
     (0, b'{"error"', "an error of a server saved in place of the file: download it again"),
+    (0, b'{"tree_metadata"', "a part of an Orbax checkpoint: give its directory"),
     (0, b"{", "JSON: give the directory, or a .safetensors file"),
     (0, b"\x1f\x8b", f"a gzip file: {_UNPACK}"),
     (0, b"\x28\xb5\x2f\xfd", f"a zstd file: {_UNPACK}"),

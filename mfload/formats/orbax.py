@@ -109,38 +109,37 @@ def read_directory(
     Tensors have the keys on their path, joined by dots. The first file is that of the tree.
 
     Args:
-        directory: As `locate` takes it.
+        directory: An item, as `locate` gives it.
         source: Number of the first file in the index.
 
     Raises:
         HeaderError: A file of the checkpoint is malformed.
         CheckpointError: Its tree and its store disagree; one error names all arrays.
-        SourceError: A file is missing or can't be read; others as `locate` and `ocdbt.read` do.
+        SourceError: A file is missing or can't be read; others as `ocdbt.read` does.
     """
-    item = locate(directory)
-    tree_file = sources.local_file(os.path.join(item, TREE))
+    tree_file = sources.local_file(os.path.join(directory, TREE))
     tree_file.keep(True)
     metadata = _json(tree_file)
-    strings = _optional(os.path.join(item, _STRINGS))
+    strings = _optional(os.path.join(directory, _STRINGS))
     tree, paths = _tree(tree_file, metadata, strings)
-    values, files = _values(item)
+    values, files = _values(directory)
     store = zarr.Store(values, [tree_file, *files], source)
     held, problems = {*store.arrays()}, list[str]()
     missing = [name for name in paths if name not in held]
     if missing:
         problems = [f"{brief(name)} is in {TREE} and not in the store" for name in missing]
         what = "the tree and the arrays of the checkpoint disagree"
-        raise errors.CheckpointError(what, file=item, problems=tuple(problems))
+        raise errors.CheckpointError(what, file=directory, problems=tuple(problems))
     if metadata.get(_ALL_STORED) is True:
         store.missing = []
     rows = [zarr.read(store, name) for name in paths]
     if store.missing:
         what = "chunks of the checkpoint are missing"
-        raise errors.CheckpointError(what, file=item, problems=tuple(store.missing))
+        raise errors.CheckpointError(what, file=directory, problems=tuple(store.missing))
     found = {structure.KEY: structure.dumps(tree)}
     for key, value in (
-        (CUSTOM_KEY, _custom(item, metadata)),
-        (KEYS_KEY, _random_keys(item, paths)),
+        (CUSTOM_KEY, _custom(directory, metadata)),
+        (KEYS_KEY, _random_keys(directory, paths)),
     ):
         if value:
             found[key] = json.dumps(value)

@@ -168,7 +168,7 @@ class Draft:
                 self._takes_direct = self._open_direct()
         try:
             if not self._takes_direct or nbytes - -offset % PAGE < _PIECE_FROM:
-                _write_all(self._fd, pieces, offset)
+                write_all(self._fd, pieces, offset)
             elif len(pieces) == 1 and (pieces[0].ctypes.data + -offset % PAGE) % self._unit == 0:
                 self._write_direct(offset, pieces[0])
             else:
@@ -202,7 +202,7 @@ class Draft:
         head = -offset % PAGE
         tail = head + (whole.nbytes - head) // PAGE * PAGE
         try:
-            _write_all(self._direct, (whole[head:tail],), offset + head)
+            write_all(self._direct, (whole[head:tail],), offset + head)
         except OSError as error:
             # EFAULT: memory that the kernel copies from and no disk reads from (a device's).
             if error.errno not in (*_UNSUPPORTED, errno.EFAULT):
@@ -210,11 +210,11 @@ class Draft:
             if error.errno != errno.EFAULT:
                 # Left open: other threads may be writing to it.
                 self._takes_direct = False
-            _write_all(self._fd, (whole,), offset)
+            write_all(self._fd, (whole,), offset)
             return
         for start, stop in ((0, head), (tail, whole.nbytes)):
             if stop > start:
-                _write_all(self._fd, (whole[start:stop],), offset + start)
+                write_all(self._fd, (whole[start:stop],), offset + start)
 
     def sync(self) -> None:
         """Returns when all of it is on disk; nothing is written after."""
@@ -377,7 +377,7 @@ def fsync(fd: int) -> None:
 _seek = threading.Lock()
 
 
-def _write_all(fd: int, pieces: Sequence[Any], offset: int) -> None:
+def write_all(fd: int, pieces: Sequence[Any], offset: int) -> None:
     """Writes pieces to one place of a file; short writes are continued."""
     left = [piece for piece in reversed(pieces) if piece.nbytes]
     while left:

@@ -110,7 +110,7 @@ def _any(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSav
         )
     with _naming(name):
         if type(array) not in exporters:
-            array = _unboxed(array)
+            array = unboxed(array)
             exporters.setdefault(type(array), _exporter(array))
         exported = exporters[type(array)](array)
     row, shape = exported.dtype, exported.shape
@@ -185,7 +185,7 @@ def _root(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _unboxed(array: Any) -> Any:
+def unboxed(array: Any) -> Any:
     """What a flax or Keras variable holds."""
     for _ in range(4):  # A box in a box is enough; one that holds itself is not unpacked for ever.
         kind = type(array)

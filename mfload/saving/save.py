@@ -129,7 +129,7 @@ def _writes(draft: Draft, made: Layout) -> Iterator[Write]:
     for tensor in (None, *made.entries):
         if tensor is not None:
             first = first or tensor.name
-            data = _fetched(tensor)
+            data = fetched(tensor)
         at, nbytes = 0, data.nbytes
         while at < nbytes:
             stop = min(nbytes, at + BLOCK - filled)
@@ -145,7 +145,8 @@ def _writes(draft: Draft, made: Layout) -> Iterator[Write]:
         yield partial(draft.write, start, pieces, first)
 
 
-def _fetched(tensor: TensorToSave) -> Any:
+def fetched(tensor: TensorToSave) -> Any:
+    """The bytes of a tensor, as many as it said."""
     data = tensor.fetch()
     if data.nbytes != tensor.nbytes:
         raise errors.UnsupportedArrayError(

@@ -86,9 +86,9 @@ def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
         kind = type(target).__name__
         if isinstance(target, type):
             raise errors.UsageError(
-                f"the target is the class {target.__name__}, not a model",
-                expected="an instance; without memory as nnx.eval_shape, torch.device('meta') "
-                "and the like make it",
+                f"no leaf of the target can hold a tensor: it is the class {target.__name__}",
+                expected="an instance, such as nnx.eval_shape makes without memory, or a module "
+                "of PyTorch on the meta device",
             )
         raise errors.UsageError(
             "no leaf of the target can hold a tensor",

@@ -26,7 +26,7 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checking import convert as aligning
+from mfload.checking import convert as aligning, copying
 from mfload.checking.manifest import Manifest
 from mfload.io import buffers
 from mfload.saving.drafts import Draft
@@ -37,7 +37,7 @@ MODEL = samples.model()
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mfload.checking.convert.BLOCK", 64 << 10)
+        patch.setattr("mfload.checking.copying.BLOCK", 64 << 10)
         yield
 
 
@@ -224,7 +224,7 @@ def test_any_layout(
     source = samples.save_raw(directory / "a.safetensors", rows, start=start)
     (directory / "out").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aligning, "BLOCK", 512)
+        patch.setattr(copying, "BLOCK", 512)
         done = mfload.align(source, directory / "out", max_shard_size=limit)
     files = [Path(file) for file in done.files if file.endswith(".safetensors")]
     found = {name: array.tobytes() for file in files for name, array in _read(file).items()}
@@ -270,7 +270,7 @@ def test_a_manifest_of_one_algorithm(
 def test_small_tensors_are_written_together(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aligning, "BLOCK", 1 << 20)
+    monkeypatch.setattr(copying, "BLOCK", 1 << 20)
     rows = [(f"t{n}", "U8", (64 - n % 2,), bytes([n % 251]) * (64 - n % 2)) for n in range(2000)]
     source = samples.save_raw(tmp_path / "a.safetensors", rows)
     writes: list[int] = []
@@ -437,7 +437,7 @@ def test_the_time_runs_out(source: Path, target: Path, monkeypatch: pytest.Monke
 
 
 def test_memory_is_bounded(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aligning, "BLOCK", 1 << 20)
+    monkeypatch.setattr(copying, "BLOCK", 1 << 20)
     source = samples.save(tmp_path / "a.safetensors", {"w": np.zeros(24 << 20, np.uint8)})
     buffers.peak_bytes(reset=True)
     mfload.align(source, target, options=mfload.Options(threads=2))

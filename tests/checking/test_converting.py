@@ -21,8 +21,9 @@ import safetensors.numpy
 
 import mfload
 from mfload import errors
-from mfload.checking import convert as converting
+from mfload.checking import copying
 from mfload.saving.drafts import Draft
+from mfload.saving.publishing import SaveTarget
 
 _random = np.random.default_rng(16)
 ARRAYS: dict[str, Any] = {
@@ -38,7 +39,7 @@ ARRAYS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converting, "BLOCK", 64 << 10)
+    monkeypatch.setattr(copying, "BLOCK", 64 << 10)
 
 
 @pytest.fixture(params=["stored", "deflated", "safetensors"])
@@ -103,10 +104,10 @@ def test_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every size of slab cuts the same tensors, also inside of the later dims."""
     path = _source(tmp_path, "deflated")
     for nbytes in (1, 50, 999, 4321, 70_000):
-        monkeypatch.setattr(converting.stream, "BATCH", nbytes)
-        monkeypatch.setattr(converting, "OVERHEAD", nbytes)
+        monkeypatch.setattr(copying.stream, "BATCH", nbytes)
+        monkeypatch.setattr(copying, "OVERHEAD", nbytes)
         boxes = [
-            list(converting._boxes(info, nbytes, None))  # pyright: ignore[reportPrivateUsage]
+            list(copying._boxes(info, nbytes, None))  # pyright: ignore[reportPrivateUsage]
             for info in mfload.open(path)._index.tensors.values()  # pyright: ignore
             if info.nbytes
         ]
@@ -268,14 +269,14 @@ def test_a_journal_that_lies(
 
 def test_two_at_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out.safetensors"
-    real = converting.SaveTarget.publish
+    real = SaveTarget.publish
 
     def publish(self: Any, *given: Any) -> Any:
         with pytest.raises(errors.TargetError, match="another process"):
             mfload.convert(source, target)
         return real(self, *given)
 
-    monkeypatch.setattr(converting.SaveTarget, "publish", publish)
+    monkeypatch.setattr(SaveTarget, "publish", publish)
     mfload.convert(source, target)
     _assert_same(target)
     assert not _hidden(tmp_path)
@@ -312,7 +313,7 @@ def test_the_time_runs_out(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
         mfload.convert(source, tmp_path / "out.safetensors", options=mfload.Options(timeout=0.12))
     time.sleep(0.3)  # Writes under way end.
     monkeypatch.undo()
-    monkeypatch.setattr(converting, "BLOCK", 64 << 10)
+    monkeypatch.setattr(copying, "BLOCK", 64 << 10)
     mfload.convert(source, tmp_path / "out.safetensors")
     _assert_same(tmp_path / "out.safetensors")
 

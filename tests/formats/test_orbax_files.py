@@ -6,6 +6,7 @@ The checkpoints are written by Orbax in a process apart; tests/meshes/test_orbax
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import struct
 import subprocess
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.formats import ocdbt, orbax, structure, zarr
+from mfload.formats import ocdbt, orbax, structure
 from mfload.formats.crc32c import crc32c
 
 KINDS = ["v0-ocdbt-zarr2-zstd", "v0-ocdbt-zarr3-raw", "v1-files-zarr2-raw", "v1-files-zarr3-zstd"]
@@ -130,6 +131,27 @@ def test_the_strings_of_the_writer(written: Path) -> None:
     metadata = mfload.open(written / KINDS[3], "numpy").metadata()
     assert json.loads(metadata[orbax.CUSTOM_KEY]) == {"run": "seven"}
     assert structure.KEY in metadata
+
+
+def test_an_opened_checkpoint_in_another_process(written: Path, tmp_path: Path) -> None:
+    for step in ("1", "2"):
+        _step(tmp_path, step, written / KINDS[0], "default")
+    with mfload.open(tmp_path, "numpy") as opened:
+        there = pickle.dumps(opened)
+        wanted = opened.get_tensor("params.w")
+    _step(tmp_path, "3", written / KINDS[1], "default")  # Not the one that is open.
+    with pickle.loads(there) as again:
+        assert (again.get_tensor("params.w") == wanted).all()
+        assert again.metadata() == mfload.open(tmp_path / "2", "numpy").metadata()
+    tree = tmp_path / "2" / "default" / orbax.TREE
+    tree.write_bytes(tree.read_bytes() + b" ")
+    with pytest.raises(errors.SourceChangedError):
+        pickle.loads(there)
+
+
+@pytest.mark.parametrize("name", [orbax.TREE, ocdbt.MANIFEST])
+def test_a_file_of_it_says_what_to_give(store: Path, name: str) -> None:
+    assert "a part of an Orbax checkpoint: give its directory" in failure(store / name).message
 
 
 # Damage.
@@ -484,4 +506,3 @@ def test_damage_behind_a_right_checksum(written: Path, tmp_path: Path, kind: str
         _loads_or_fails(item)
 
     one()
-    assert zarr.MAX_METADATA  # The limit that bounds the JSON of each array.

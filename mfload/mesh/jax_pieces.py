@@ -1,0 +1,40 @@
+"""Global arrays of JAX, as what each process has to save of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.dtypes import DType
+from mfload.frameworks import base
+from mfload.index import Box
+
+
+def processes(array: Any) -> set[int]:
+    """The processes that hold a part of an array."""
+    return {device.process_index for device in array.sharding.device_set}
+
+
+def dtype_of(array: Any) -> DType:
+    """The stored dtype of an array."""
+    row = base.row_of("jax", array.dtype.name)
+    if row.elements > 1:
+        raise errors.UnsupportedArrayError(
+            "elements that share a byte can't be saved from several processes; replicate the array",
+            found=array.dtype.name,
+        )
+    return row
+
+
+def pieces(array: Any) -> Iterator[tuple[Box, Callable[[], Any]]]:
+    """The boxes that this process saves, and what reads each: every part once in all processes."""
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            box = tuple(
+                (part.start or 0, length if part.stop is None else part.stop)
+                for part, length in zip(shard.index, array.shape, strict=True)
+            )
+            yield box, lambda data=shard.data: np.asarray(data)

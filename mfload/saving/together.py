@@ -1,0 +1,186 @@
+"""A save by several processes of a mesh: each writes what it holds, and one publishes.
+
+The first process makes the drafts, under hidden names of a file system that all share. Every part
+of a global array is written by one process, at its place in the drafts; what each holds whole is
+written by the first. When all have written and synced, the first gives the drafts their names. An
+error in one process is raised in all, and the drafts go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.mesh import agree, base
+from mfload.progress import Progress, shown
+from mfload.runtime import Deadline
+from mfload.saving import layout
+from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
+from mfload.saving.export import TensorToSave, export, unboxed
+from mfload.saving.layout import Layout
+from mfload.saving.publishing import SaveTarget
+from mfload.saving.save import Saved, fetched
+
+_LOOK = 0.25  # Seconds between looks at the other processes, while writing.
+
+
+def are_spread(arrays: Mapping[str, Any]) -> bool:
+    """Whether some of the arrays lie in several processes, and in none of them whole."""
+    return any(
+        getattr(each, "is_fully_addressable", True) is False and not each.is_fully_replicated
+        for each in arrays.values()
+    )
+
+
+def save(
+    arrays: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None,
+    align: int | str,
+    max_shard_size: int | str | None,
+    overwrite: bool,
+    progress: Progress,
+    timeout: float | None,
+) -> tuple[Saved, bool]:
+    """Saves global arrays of JAX; returns what was saved, and whether this process published it.
+
+    Raises:
+        ProcessError: Another process failed or is gone, or saves something else.
+        LoadTimeoutError: The others did not come in time.
+    """
+    from mfload.mesh import jax_pieces
+
+    start = time.perf_counter()
+    backend, deadline = base.backend("jax"), Deadline(timeout)
+    held = {name: unboxed(each) for name, each in arrays.items()}
+    spread = {n: each for n, each in held.items() if are_spread({n: each})}
+    ranks = sorted(set[int]().union(*map(jax_pieces.processes, spread.values())))
+    with agree.joined(backend, ranks, deadline) as group, contextlib.ExitStack() as stack:
+        first = group.rank == group.ranks[0]
+        local = iter(export({n: each for n, each in held.items() if n not in spread}))
+        given = [_global(n, each) if n in spread else next(local) for n, each in held.items()]
+        limit, begin = layout.shard_limit(max_shard_size), layout.checked_align(align)
+        layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
+        lines = [f"{os.fspath(path)!r}, overwrite={overwrite}"]
+        lines += [f"{n}: {each.shape} {each.dtype}" for n, each in spread.items()]
+        lines += [hashlib.sha256(made.header).hexdigest() for made in layouts]
+        group.agree("arrays to save and arguments", lines)
+        prefix, target, drafts = "", None, list[Draft]()
+        if first:
+            target, key = SaveTarget(path, overwrite), secrets.token_hex(8)
+            drafts = stack.enter_context(target.drafts(layouts, key))
+            for draft in drafts:
+                draft.lasting = False
+            prefix = drafts[0].hidden.rpartition("-")[0]
+        prefix = group.gather("making the files", prefix)[group.ranks[0]]
+        size, written = sum(made.size for made in layouts), 0
+        with shown(progress, size) as advance:
+            for number, made in enumerate(layouts, 1):
+                written += _write(f"{prefix}-{number:05}", made, spread, group, advance)
+        counts = group.gather("writing", str(written))
+        if sum(map(int, counts.values())) != size:
+            raise errors.WriteError(
+                "the processes did not write the whole of the files",
+                file=os.fspath(path),
+                expected=f"{size} bytes",
+                found=str(counts),
+            )
+        done: Any = None
+        if target is not None:
+            for draft in drafts:
+                draft.count(draft.size)
+                draft.sync()
+            done = target.publish(drafts, layouts)
+        files, notes = json.loads(group.gather("publishing", json.dumps(done))[group.ranks[0]])
+    took = time.perf_counter() - start
+    return Saved(tuple(files), len(given), size, took, tuple(notes)), first
+
+
+def _global(name: str, array: Any) -> TensorToSave:
+    from mfload.mesh import jax_pieces
+
+    try:
+        row = jax_pieces.dtype_of(array)
+    except errors.UnsupportedArrayError as error:
+        error.tensor = name
+        raise
+    nbytes = row.size_of(array.shape) or 0
+    return TensorToSave(name, row, array.shape, nbytes, None, lambda: None)
+
+
+def _write(
+    hidden: str, made: Layout, spread: Mapping[str, Any], group: agree.ProcessGroup, advance: Any
+) -> int:
+    """Writes what this process has to of a draft; returns the bytes."""
+    written, looked = 0, time.monotonic()
+    try:
+        fd = os.open(hidden, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        action = "open the file that another process made (all must share the file system)"
+        raise errors.from_target(error, hidden, action) from error
+    try:
+        for offset, data in _ranges(made, spread, group.rank == group.ranks[0]):
+            for at in range(0, data.size, BLOCK):
+                write_all(fd, [data[at : at + BLOCK]], offset + at)
+                if time.monotonic() > looked + _LOOK:
+                    group.check("writing")
+                    group.deadline.left()
+                    looked = time.monotonic()
+            written += data.size
+            if advance is not None:
+                advance(data.size)
+        fsync(fd)
+    except OSError as error:
+        raise errors.from_target(error, hidden, "write") from error
+    finally:
+        os.close(fd)
+    return written
+
+
+def _ranges(made: Layout, spread: Mapping[str, Any], first: bool) -> Iterator[tuple[int, Any]]:
+    """Offsets in a draft, and the bytes that this process writes there."""
+    from mfload.mesh import jax_pieces
+
+    if first:
+        yield 0, np.frombuffer(made.header, np.uint8)
+    at = len(made.header)
+    for row in made.entries:
+        if row.name in spread and row.nbytes:
+            for box, read in jax_pieces.pieces(spread[row.name]):
+                data = np.ascontiguousarray(read()).reshape(-1).view(np.uint8)
+                yield from _runs(row, box, data, at)
+        elif first and row.nbytes and row.name not in spread:
+            yield at, fetched(row)
+        at += row.nbytes
+
+
+def _runs(
+    row: TensorToSave, box: Sequence[tuple[int, int]], data: Any, at: int
+) -> Iterator[tuple[int, Any]]:
+    """A box of a tensor that begins at `at`, as ranges of the file."""
+    shape, item = row.shape, row.nbytes // math.prod(row.shape)
+    if not data.size:
+        return
+    # Dims from `whole` on are the tensor's own: they, and the dim before, lie together.
+    whole = len(shape)
+    while whole and box[whole - 1] == (0, shape[whole - 1]):
+        whole -= 1
+    outer = max(0, whole - 1)
+    strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+    begin = at + sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+    counts = [high - low for low, high in box[:outer]]
+    nbytes = data.size // math.prod(counts)
+    for number, place in enumerate(np.ndindex(*counts)):
+        offset = begin + sum(n * stride for n, stride in zip(place, strides, strict=False))
+        yield offset, data[number * nbytes :][:nbytes]

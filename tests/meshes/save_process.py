@@ -1,0 +1,119 @@
+"""What each process of a save does in a test (see `launching`).
+
+python save_process.py RANK COUNT PORT DIRECTORY CASE…
+"""
+
+# pyright: reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import mfload
+from mfload.saving import together
+
+ARRAYS = {
+    "rows": np.arange(64 * 30, dtype=np.float32).reshape(64, 30),
+    "columns": np.arange(33 * 64, dtype=np.int32).reshape(33, 64),
+    "both": np.arange(16 * 4 * 8, dtype=np.float16).reshape(16, 4, 8),
+    "deep": np.arange(3 * 16 * 5, dtype=np.uint8).reshape(3, 16, 5),
+    "replicated": np.arange(7, dtype=np.int16),
+    "scalar": np.float32(2.5),
+    "empty": np.empty((0, 8), np.float32),
+}
+SPECS = {
+    "rows": P(("a", "b")),
+    "columns": P(None, ("b", "a")),
+    "both": P("b", None, "a"),
+    "deep": P(None, "a"),
+    "empty": P(None, "b"),
+}
+
+
+def state(mesh: Mesh) -> dict[str, Any]:
+    made = {}
+    for name, array in ARRAYS.items():
+        sharding = NamedSharding(mesh, SPECS.get(name, P()))
+        made[name] = jax.make_array_from_callback(
+            array.shape, sharding, lambda index, array=array: np.asarray(array)[index]
+        )
+    return made
+
+
+def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
+    arrays, path = state(mesh), directory / f"{case}.safetensors"
+    match case:
+        case "flat":
+            done = mfload.save({**arrays, "host": np.arange(5)}, path)
+            return {"files": len(done.files)}
+        case "tree":
+            mfload.save({"params": arrays, "step": 3}, path)
+        case "shards":
+            done = mfload.save(arrays, path, max_shard_size=2000, checksums=True)
+            return {"files": len(done.files)}
+        case "alone":
+            if rank == 0:
+                mfload.save({"x": arrays["replicated"]}, path)
+        case "exists":
+            mfload.save(arrays, directory / "flat.safetensors")
+        case "differ":
+            if rank:
+                arrays.pop("rows")
+            mfload.save(arrays, path)
+        case "fails" | "dies":
+            real = together.write_all
+
+            def write(*given: Any) -> None:
+                if rank == 1 and case == "dies":
+                    os._exit(9)
+                if rank == 1:
+                    raise OSError(28, "full")
+                real(*given)
+
+            together.write_all = write
+            try:
+                mfload.save(arrays, path)
+            finally:
+                together.write_all = real
+        case "late":
+            if rank == 0:
+                mfload.save(arrays, path, timeout=2)
+            time.sleep(0)
+        case _:
+            raise AssertionError(case)
+    return {}
+
+
+def main() -> None:
+    rank, count, port = map(int, sys.argv[1:4])
+    directory = Path(sys.argv[4])
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
+    mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("a", "b"))
+    failed = False
+    with (directory / f"said.{rank}").open("w") as out:
+        for case in sys.argv[5:]:
+            line: dict[str, Any] = {"case": case, "error": None}
+            try:
+                line |= run(rank, directory, mesh, case)
+            except Exception as error:
+                line |= {"error": type(error).__name__, "text": str(error)}
+                failed = True
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+    if failed:
+        # JAX waits at its exit for processes that are gone; process 0 keeps its store.
+        time.sleep(0 if rank else 1)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

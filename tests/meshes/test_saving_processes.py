@@ -1,0 +1,66 @@
+"""Saves of global arrays by two processes of four devices."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+import save_process
+
+import mfload
+
+
+def _launch(directory: Path, *cases: str) -> Any:
+    script = Path(save_process.__file__)
+    return launching.launch(directory, cases, count=2, devices=4, seconds=60, script=script)
+
+
+def _hidden(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if name.startswith(".mfload")]
+
+
+def _assert_same(found: Any) -> None:
+    for name, array in save_process.ARRAYS.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].shape == array.shape
+        assert found[name].tobytes() == array.tobytes()
+
+
+def test_each_writes_what_it_holds(tmp_path: Path) -> None:
+    cases = ("flat", "tree", "shards", "alone", "exists", "differ", "fails")
+    one, two = _launch(tmp_path, *cases)
+    for each in (one, two):
+        for case in cases[:4]:
+            assert each.said[case]["error"] is None, (case, each.said[case], each.log)
+    found = mfload.load(tmp_path / "flat.safetensors", "numpy")
+    _assert_same(found)
+    assert (found["host"] == np.arange(5)).all()
+    tree = mfload.restore(tmp_path / "tree.safetensors", framework="numpy")
+    assert tree["step"] == 3
+    _assert_same(tree["params"])
+    assert (mfload.load(tmp_path / "alone.safetensors", "numpy")["x"] == np.arange(7)).all()
+    index = tmp_path / "shards.safetensors.index.json"
+    _assert_same(mfload.load(index, "numpy"))
+    assert one.said["shards"]["files"] == two.said["shards"]["files"] > 2
+    assert mfload.verify(index, checksums="check").ok
+    assert {each.said["exists"]["error"] for each in (one, two)} == {
+        "TargetExistsError",
+        "ProcessError",
+    }
+    assert {each.said["differ"]["error"] for each in (one, two)} == {"ProcessError"}
+    assert one.said["fails"]["error"] == "ProcessError"
+    assert two.said["fails"]["error"] == "WriteError"
+    assert not (tmp_path / "fails.safetensors").exists()
+    assert not _hidden(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["dies", "late"])
+def test_one_is_gone(case: str, tmp_path: Path) -> None:
+    one, _ = _launch(tmp_path, case)
+    assert one.said[case]["error"] in ("ProcessError", "LoadTimeoutError"), one
+    assert not (tmp_path / f"{case}.safetensors").exists()
+    assert not _hidden(tmp_path)
