@@ -500,9 +500,9 @@ def save(
             process that fails or is gone ends it in all.
 
     From a mesh of several processes of JAX, each makes the same call, on a file system that they
-    share. Every part of a global array is written by one process; what each holds whole is
-    written by the first. The checkpoint appears whole or not at all, in all processes. If no array
-    is spread over processes, a save is the caller's alone.
+    share. Every part of a global array is written by one process; what each holds whole must be
+    the same in all, and is written by the first. The checkpoint appears whole or not at all, in all
+    processes. If no array is spread over processes, a save is the caller's alone.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
@@ -517,23 +517,22 @@ def save(
     """
     from mfload.checking import verify as checking
     from mfload.saving import save as saving
-
-    if checksums:
-        checking.check_save_target(path, checksums, overwrite=overwrite)
     from mfload.trees import outline
 
-    if outline.is_tree(arrays):
-        arrays, metadata = outline.named(arrays, metadata)
-    given: dict[str, Any] = {"metadata": metadata, "align": align, "overwrite": overwrite}
+    def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
+        if checksums:
+            checking.check_save_target(path, checksums, overwrite=overwrite)
+        return outline.named(arrays, metadata) if outline.is_tree(arrays) else (arrays, metadata)
+
+    finish = partial(checking.with_manifest, write=checksums)
+    given: dict[str, Any] = {"align": align, "overwrite": overwrite}
     given |= {"max_shard_size": max_shard_size, "progress": progress}
-    if "jax" in sys.modules and isinstance(arrays, Mapping):
+    if ranks := outline.processes(arrays):
         from mfload.saving import together
 
-        if together.are_spread(arrays):
-            saved, first = together.save(arrays, path, **given, timeout=timeout)
-            return checking.with_manifest(saved, write=checksums) if first else saved
-    saved = saving.save(arrays, path, **given)
-    return checking.with_manifest(saved, write=checksums)
+        return together.save(prepare, path, ranks, **given, timeout=timeout, finish=finish)
+    found, strings = prepare()
+    return finish(saving.save(found, path, metadata=strings, **given))
 
 
 def _together(

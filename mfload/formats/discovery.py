@@ -238,7 +238,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         raise errors.SourceNotFoundError(
             f"nothing to load in the directory{hints.of_directory(directory, names)}",
             file=directory,
-            expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy or *.msgpack",
+            expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy, *.msgpack, or an Orbax checkpoint",
             found=", ".join(names[:8]) or "an empty directory",
         )
     # Files that are numbered alike; a file without a number is a family of its own.
@@ -371,7 +371,7 @@ def read_index(source: Source) -> dict[str, Any]:
         raise errors.HeaderError(
             "not a checkpoint index",
             file=source.name,
-            expected='{"weight_map": {name: file}}',
+            expected='{"weight_map": {name: file}}; or give the directory of the checkpoint',
             found=brief(table),
         )
     return table

@@ -222,15 +222,15 @@ def _gather(array: Any) -> Any:
     """A JAX array as a NumPy array; every number is read from one device alone."""
     shards = array.addressable_shards
     if array.is_fully_replicated:
-        return _on_host(shards[0].data)
+        return on_host(shards[0].data)
     whole = np.empty(array.shape, array.dtype)
     for shard in shards:
         if shard.replica_id == 0:
-            whole[shard.index] = _on_host(shard.data)
+            whole[shard.index] = on_host(shard.data)
     return whole
 
 
-def _on_host(array: Any) -> Any:
+def on_host(array: Any) -> Any:
     """An array of one device as a NumPy array, over its own memory if that is on the host."""
     if array.device.platform != "cpu" or base.ROWS[array.dtype.name].elements > 1:
         # Host copies that were dropped are freed by JAX in its part of a collection only.

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from mfload import errors
 from mfload.dtypes import DType
-from mfload.frameworks import base
+from mfload.frameworks import base, jax_adapter
 from mfload.index import Box
-
-
-def processes(array: Any) -> set[int]:
-    """The processes that hold a part of an array."""
-    return {device.process_index for device in array.sharding.device_set}
 
 
 def dtype_of(array: Any) -> DType:
@@ -37,4 +30,4 @@ def pieces(array: Any) -> Iterator[tuple[Box, Callable[[], Any]]]:
                 (part.start or 0, length if part.stop is None else part.stop)
                 for part, length in zip(shard.index, array.shape, strict=True)
             )
-            yield box, lambda data=shard.data: np.asarray(data)
+            yield box, lambda data=shard.data: jax_adapter.on_host(data)

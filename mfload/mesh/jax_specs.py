@@ -18,7 +18,7 @@ from mfload.index import Box
 from mfload.mesh import specs
 
 Shape = tuple[int, ...]
-_EXPECTED = "a Sharding, a PartitionSpec, or None"
+_EXPECTED = "a Sharding, a PartitionSpec such as P('model'), or None"
 
 
 def resolve(
@@ -144,7 +144,7 @@ def _misfits(
         count = math.prod(split.values())
         if shape[dim] % count:
             message = f"{_sizes(split)} does not divide dim {dim} of {shape[dim]}"
-            yield message, f"a multiple of {count} in dim {dim}"
+            yield message, f"a multiple of {count} in dim {dim}, or a spec with None there"
 
 
 def _sizes(sizes: Mapping[str, int]) -> str:

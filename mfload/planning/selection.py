@@ -197,7 +197,10 @@ def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
         compiled.search("")  # One of bytes matches no name.
         return compiled
     except (re.error, TypeError) as error:
+        hint = _GLOB if str(pattern).startswith("*") else ""
+        if isinstance(error, TypeError):
+            hint = "; give a string, in rules as (regex, value)"
         raise errors.UsageError(
-            f"malformed regular expression: {error}{_GLOB if str(pattern).startswith('*') else ''}",
+            f"malformed regular expression: {error}{hint}",
             found=str(pattern),
         ) from None

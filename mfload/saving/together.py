@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,46 +34,57 @@ from mfload.saving.save import Saved, fetched
 _LOOK = 0.25  # Seconds between looks at the other processes, while writing.
 
 
-def are_spread(arrays: Mapping[str, Any]) -> bool:
-    """Whether some of the arrays lie in several processes, and in none of them whole."""
-    return any(
-        getattr(each, "is_fully_addressable", True) is False and not each.is_fully_replicated
-        for each in arrays.values()
-    )
+def _is_spread(array: Any) -> bool:
+    """Whether an array lies in several processes, and in none of them whole."""
+    return not (getattr(array, "is_fully_addressable", True) or array.is_fully_replicated)
 
 
 def save(
-    arrays: Mapping[str, Any],
+    prepare: Callable[[], tuple[Mapping[str, Any], Mapping[str, str] | None]],
     path: str | os.PathLike[str],
+    ranks: Sequence[int],
     *,
-    metadata: Mapping[str, str] | None,
     align: int | str,
     max_shard_size: int | str | None,
     overwrite: bool,
     progress: Progress,
     timeout: float | None,
-) -> tuple[Saved, bool]:
-    """Saves global arrays of JAX; returns what was saved, and whether this process published it.
+    finish: Callable[[Saved], Saved],
+) -> Saved:
+    """Saves global arrays of JAX; all processes return the same.
+
+    `ranks` are the processes. What `prepare` raises, which checks arguments and gives arrays and
+    metadata, reaches all of them; so does what `finish` raises, which the first process calls with
+    what was saved.
 
     Raises:
         ProcessError: Another process failed or is gone, or saves something else.
         LoadTimeoutError: The others did not come in time.
     """
-    from mfload.mesh import jax_pieces
-
     start = time.perf_counter()
-    backend, deadline = base.backend("jax"), Deadline(timeout)
-    held = {name: unboxed(each) for name, each in arrays.items()}
-    spread = {n: each for n, each in held.items() if are_spread({n: each})}
-    ranks = sorted(set[int]().union(*map(jax_pieces.processes, spread.values())))
+    deadline, wrong = Deadline(None), None
+    try:
+        deadline = Deadline(timeout)
+    except errors.UsageError as error:
+        wrong = error
+    backend = base.backend("jax")
     with agree.joined(backend, ranks, deadline) as group, contextlib.ExitStack() as stack:
+        if wrong is not None:
+            raise wrong
         first = group.rank == group.ranks[0]
-        local = iter(export({n: each for n, each in held.items() if n not in spread}))
-        given = [_global(n, each) if n in spread else next(local) for n, each in held.items()]
+        arrays, metadata = prepare()
+        held = {name: unboxed(each) for name, each in arrays.items()}
+        spread = {n: each for n, each in held.items() if _is_spread(each)}
+        local = export({n: each for n, each in held.items() if n not in spread})
+        rows = {each.name: each for each in local}
+        given = [_global(n, each) if n in spread else rows[n] for n, each in held.items()]
         limit, begin = layout.shard_limit(max_shard_size), layout.checked_align(align)
         layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
         lines = [f"{os.fspath(path)!r}, overwrite={overwrite}"]
         lines += [f"{n}: {each.shape} {each.dtype}" for n, each in spread.items()]
+        # Global arrays are one array; what each process made for itself may differ.
+        own = [each for each in local if getattr(held[each.name], "is_fully_addressable", True)]
+        lines += [f"{each.name}: values {_digest(fetched(each))}" for each in own]
         lines += [hashlib.sha256(made.header).hexdigest() for made in layouts]
         group.agree("arrays to save and arguments", lines)
         prefix, target, drafts = "", None, list[Draft]()
@@ -101,10 +112,17 @@ def save(
             for draft in drafts:
                 draft.count(draft.size)
                 draft.sync()
-            done = target.publish(drafts, layouts)
-        files, notes = json.loads(group.gather("publishing", json.dumps(done))[group.ranks[0]])
-    took = time.perf_counter() - start
-    return Saved(tuple(files), len(given), size, took, tuple(notes)), first
+            files, notes = target.publish(drafts, layouts)
+            took = time.perf_counter() - start
+            saved = finish(Saved(tuple(files), len(given), size, took, tuple(notes)))
+            done = saved.files, saved.seconds, saved.notes
+        said = group.gather("publishing", json.dumps(done))[group.ranks[0]]
+        files, took, notes = json.loads(said)
+    return Saved(tuple(files), len(given), size, took, tuple(notes))
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _global(name: str, array: Any) -> TensorToSave:
@@ -135,7 +153,6 @@ def _write(
                 write_all(fd, [data[at : at + BLOCK]], offset + at)
                 if time.monotonic() > looked + _LOOK:
                     group.check("writing")
-                    group.deadline.left()
                     looked = time.monotonic()
             written += data.size
             if advance is not None:

@@ -38,8 +38,9 @@ def find(where: Location, options: LoadOptions | None = None) -> Source:
             return local_file(os.fspath(where))
         scheme = where.partition("://")[0].lower()
         if scheme not in SCHEMES:
+            how = " with `hf download`" if scheme == "hf" else ""
             raise errors.SourceNotFoundError(
-                f"mfload reads no {scheme}:// URLs: download it first",
+                f"mfload reads no {scheme}:// URLs: download it first{how}",
                 file=redacted(where),
                 expected=f"a path, or a URL of {', '.join(SCHEMES)}",
             )

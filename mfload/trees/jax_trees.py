@@ -117,6 +117,22 @@ def children(value: Any) -> list[tuple[str | None, Any]] | None:
     return [(None if hidden else ".".join(map(_text, path)), each) for path, each in flat]
 
 
+def holders(array: Any) -> set[int]:
+    """The processes that hold parts of an array of which no process holds the whole; else none."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return set()
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return set()
+    return {device.process_index for device in array.sharding.device_set}
+
+
+def unsaved(node: Any) -> str | None:
+    """Why a node of a tree can't be saved, and what to save instead."""
+    if isinstance(node, _flax("nnx", "GraphDef")):
+        return "a GraphDef can't be saved; save the state alone, and merge what is restored"
+    return None
+
+
 def key_data(value: Any) -> Any:
     """The numbers of typed PRNG keys; anything else as it is."""
     dtype = getattr(value, "dtype", None)

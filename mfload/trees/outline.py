@@ -7,15 +7,21 @@ not see, such as functions, are left out. Nothing here imports JAX.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from mfload import errors
 from mfload.formats import structure
 
 _CONTAINERS = (Mapping, list, tuple)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_KEYS = (*_PLAIN, tuple)
+_BOXED: Any = object()
+"""The key of what a box holds."""
 
 
 def is_tree(state: Any) -> bool:
@@ -28,14 +34,36 @@ def is_tree(state: Any) -> bool:
     return any(pairs is not None and not _is_box(pairs) for pairs in found)
 
 
+def processes(state: Any) -> tuple[int, ...]:
+    """The processes that save it together; none if this process holds each array whole."""
+    if "jax" not in sys.modules:
+        return ()
+    from mfload.trees import jax_trees
+
+    ranks: set[int] = set()
+    # Not by JAX, which a tree that holds itself leaves with too deep a stack for ever.
+    seen: dict[int, Any] = {}
+    left = [state]
+    while left:
+        value = left.pop()
+        if isinstance(value, sys.modules["jax"].Array):
+            ranks |= jax_trees.holders(value)
+        elif type(value) not in (np.ndarray, *_PLAIN) and id(value) not in seen:
+            seen[id(value)] = value
+            with contextlib.suppress(errors.UsageError):  # Told where leaves get their names.
+                left += [each for _, each in _children(value) or ()]
+    return tuple(sorted(ranks))
+
+
 def named(state: Any, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any], dict[str, str]]:
     """The arrays of a state by name, and the metadata with its tree.
 
     A shared array comes once, and typed PRNG keys as their data.
 
     Raises:
-        UsageError: Two leaves have the same name, or the state holds itself.
-        UnsupportedArrayError: A leaf is neither an array nor a plain value.
+        UsageError: Two leaves have the same name, or the state holds itself, or a key or a node
+            that can't be kept.
+        UnsupportedArrayError: A leaf is neither an array nor a plain value, or none is an array.
     """
     if metadata is not None and structure.KEY in metadata:
         expected = "another name: the tree of what is saved has this one"
@@ -45,6 +73,13 @@ def named(state: Any, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any
         text = structure.dumps(walk.node(state, ()))
     except RecursionError:
         raise errors.UsageError("the tree is nested too deep") from None
+    if not walk.arrays:
+        raise errors.UnsupportedArrayError(
+            "no array in the tree, and numbers have no dtype: say which is meant, as in "
+            "numpy.asarray(x, dtype='float32')",
+            expected="an array",
+            found=type(state).__name__,
+        )
     return walk.arrays, {**(metadata or {}), structure.KEY: text}
 
 
@@ -67,6 +102,7 @@ class _Walk:
             raise errors.UsageError("the state holds itself", expected="a tree", found=found)
         if key in self._shared:
             return self._shared[key][1]
+        self._check(value, pairs, path)
         self._open[key] = path
         if _is_box(pairs):
             made = self.node(pairs[0][1], path)
@@ -81,6 +117,24 @@ class _Walk:
                 made = {name: each for name, each in made.items() if each != {} or name in kept}
             self._shared[key] = value, made
         return made
+
+    @staticmethod
+    def _check(value: Any, pairs: list[tuple[Any, Any]], path: tuple[str, ...]) -> None:
+        """Refuses what neither the tree nor the arrays can hold."""
+        for key, _ in pairs:
+            if key is not _BOXED and not isinstance(key, _KEYS):
+                raise errors.UsageError(
+                    "a key of the tree can't be kept in a checkpoint",
+                    tensor=".".join((*path, str(key))),
+                    expected="a string or a number",
+                    found=type(key).__name__,
+                )
+        if not isinstance(value, _CONTAINERS):
+            from mfload.trees import jax_trees
+
+            if why := jax_trees.unsaved(value):
+                where = ".".join(path) or None
+                raise errors.UsageError(why, tensor=where, found=type(value).__name__)
 
     def _leaf(self, value: Any, path: tuple[str, ...]) -> Any:
         name = ".".join(path)
@@ -107,7 +161,7 @@ class _Walk:
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    """The keys and values of a node, the key None if it is a box; None for a leaf."""
+    """The keys and values of a node, the key `_BOXED` if it is a box; None for a leaf."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))  # pyright: ignore
     if isinstance(value, list | tuple):
@@ -118,11 +172,12 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
         return None
     from mfload.trees import jax_trees
 
-    return jax_trees.children(value)
+    below = jax_trees.children(value)
+    return below and [(_BOXED if name is None else name, each) for name, each in below]
 
 
 def _is_box(pairs: list[tuple[Any, Any]]) -> bool:
-    return len(pairs) == 1 and pairs[0][0] is None
+    return len(pairs) == 1 and pairs[0][0] is _BOXED
 
 
 def _key_data(value: Any) -> Any:

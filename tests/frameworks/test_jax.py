@@ -352,9 +352,9 @@ class TestJaxGivesShards:
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
         array = jax.device_put(self.NUMBERS, jax.sharding.NamedSharding(mesh, spec))
         taken: list[int] = []
-        on_host = jax_adapter._on_host
+        on_host = jax_adapter.on_host
         monkeypatch.setattr(
-            jax_adapter, "_on_host", lambda x: (taken.append(x.nbytes), on_host(x))[1]
+            jax_adapter, "on_host", lambda x: (taken.append(x.nbytes), on_host(x))[1]
         )
         given = give(array)
         assert given.span is None

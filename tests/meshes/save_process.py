@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mfload
@@ -59,7 +60,7 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
             mfload.save({"params": arrays, "step": 3}, path)
         case "shards":
             done = mfload.save(arrays, path, max_shard_size=2000, checksums=True)
-            return {"files": len(done.files)}
+            return {"files": len(done.files), "done": done.as_dict()}
         case "alone":
             if rank == 0:
                 mfload.save({"x": arrays["replicated"]}, path)
@@ -69,13 +70,23 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
             if rank:
                 arrays.pop("rows")
             mfload.save(arrays, path)
-        case "fails" | "dies":
+        case "host":
+            mfload.save({**arrays, "own": np.full(3, rank)}, path)
+        case "tree-of-one":
+            mfload.save({"params": arrays, "f": [object()] if rank else None}, path)
+        case "boxes":
+            boxes = {name: nn.Partitioned(array, ()) for name, array in arrays.items()}
+            mfload.save(boxes, path)
+        case "sums":
+            checksums: Any = "nothing" if rank else True
+            mfload.save(arrays, path, checksums=checksums)
+        case "fails" | "dies" | "first-dies":
             real = together.write_all
 
             def write(*given: Any) -> None:
-                if rank == 1 and case == "dies":
+                if rank == (case == "dies") and case.endswith("dies"):
                     os._exit(9)
-                if rank == 1:
+                if rank == 1 and case == "fails":
                     raise OSError(28, "full")
                 real(*given)
 

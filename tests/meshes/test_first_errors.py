@@ -32,6 +32,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("torch").mkdir()
     Path("torch/pytorch_model.bin").write_bytes(zipped)
     Path("model.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(200))
+    Path("config.json").write_text('{"model_type": "llama"}')
     Path("notes").mkdir()
 
 
@@ -51,18 +52,29 @@ def _load(path: str, **given: Any) -> Callable[[], Any]:
     return lambda: mfload.load(path, "numpy", **given)
 
 
+def _without(module: str) -> Callable[[], Any]:
+    def call() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            return mfload.load(PATH, module)
+
+    return call
+
+
 Case = tuple[Callable[[], Any], type[errors.MfloadError], tuple[str, ...]]
 CASES: dict[str, Case] = {
     "framework mistyped": (
         lambda: mfload.load(PATH, "pytorhc"), errors.UsageError, ("did you mean 'torch'?",)),
     "framework unknown": (
         lambda: mfload.load(PATH, "mlx"), errors.UsageError, ("numpy | jax | torch", "mlx")),
+    "framework not installed": (
+        _without("tensorflow"), errors.FrameworkMissingError, ("'mfload[tensorflow]'",)),
     "arguments swapped": (
         lambda: mfload.load("jax", PATH), errors.UsageError, ("load(path, framework)",)),
     "path mistyped": (
         _load("modle.safetensors"), errors.SourceNotFoundError, ("names: model.safetensors",)),
     "path of an empty directory": (
-        _load("notes"), errors.SourceNotFoundError, ("*.safetensors", "an empty directory")),
+        _load("notes"), errors.SourceNotFoundError, ("Orbax", "an empty directory")),
     "home directory": (
         _load("~/model.safetensors"), errors.SourceNotFoundError, ("os.path.expanduser",)),
     "Hub id": (
@@ -71,6 +83,10 @@ CASES: dict[str, Case] = {
         _load("gpt2"), errors.SourceNotFoundError, ("hf download gpt2",)),
     "object store": (
         _load("s3://bucket/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
+    "URL of the Hub": (
+        _load("hf://org/model"), errors.SourceNotFoundError, ("with `hf download`",)),
+    "config in place of the model": (
+        _load("config.json"), errors.HeaderError, ("give the directory of the checkpoint",)),
     "PyTorch file": (
         _load("model.pt"), errors.HeaderError, ("torch.load(path, ", "mfload.save")),
     "directory of PyTorch files": (
@@ -100,7 +116,7 @@ CASES: dict[str, Case] = {
     "plot of nothing": (
         lambda: mfload.Report().plot(), errors.UsageError, ("report=report) before it",)),
     "dim that the mesh does not divide": (
-        lambda: _on_mesh(P("model")), errors.ShardingError, ("dense.kernel", "a multiple of 4")),
+        lambda: _on_mesh(P("model")), errors.ShardingError, ("a multiple of 4", "None there")),
     "axis mistyped": (
         lambda: _on_mesh(P("modle")), errors.ShardingError, ("no axis 'modle'", "data, model")),
     "more axes than dims": (
@@ -111,6 +127,10 @@ CASES: dict[str, Case] = {
         lambda: mfload.load(PATH, "jax", shardings=P("model")), errors.UsageError, ("mesh=",)),
     "shardings as a text": (
         lambda: _on_mesh("model"), errors.UsageError, ("PartitionSpec", "[(regex, spec)]")),
+    "rule with a text": (
+        lambda: _on_mesh([("kernel", "model")]), errors.UsageError, ("such as P('model')",)),
+    "rule the wrong way round": (
+        lambda: _on_mesh([(P("model"), "kernel")]), errors.UsageError, ("(regex, value)",)),
     "mesh for NumPy": (
         _load(PATH, shardings=[("kernel", 0)]), errors.UsageError, ("shard=(rank, size)",)),
     "target and path swapped": (

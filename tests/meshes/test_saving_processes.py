@@ -31,10 +31,10 @@ def _assert_same(found: Any) -> None:
 
 
 def test_each_writes_what_it_holds(tmp_path: Path) -> None:
-    cases = ("flat", "tree", "shards", "alone", "exists", "differ", "fails")
+    cases = ("flat", "tree", "shards", "alone", "boxes", "exists", "differ", "fails")
     one, two = _launch(tmp_path, *cases)
     for each in (one, two):
-        for case in cases[:4]:
+        for case in cases[:5]:
             assert each.said[case]["error"] is None, (case, each.said[case], each.log)
     found = mfload.load(tmp_path / "flat.safetensors", "numpy")
     _assert_same(found)
@@ -45,6 +45,9 @@ def test_each_writes_what_it_holds(tmp_path: Path) -> None:
     assert (mfload.load(tmp_path / "alone.safetensors", "numpy")["x"] == np.arange(7)).all()
     index = tmp_path / "shards.safetensors.index.json"
     _assert_same(mfload.load(index, "numpy"))
+    _assert_same(mfload.load(tmp_path / "boxes.safetensors", "numpy"))
+    assert one.said["shards"]["done"] == two.said["shards"]["done"]
+    assert any("checksums written" in note for note in two.said["shards"]["done"]["notes"])
     assert one.said["shards"]["files"] == two.said["shards"]["files"] > 2
     assert mfload.verify(index, checksums="check").ok
     assert {each.said["exists"]["error"] for each in (one, two)} == {
@@ -63,4 +66,26 @@ def test_one_is_gone(case: str, tmp_path: Path) -> None:
     one, _ = _launch(tmp_path, case)
     assert one.said[case]["error"] in ("ProcessError", "LoadTimeoutError"), one
     assert not (tmp_path / f"{case}.safetensors").exists()
+    assert not _hidden(tmp_path)
+
+
+def test_what_is_wrong_in_one_is_raised_in_both(tmp_path: Path) -> None:
+    one, two = _launch(tmp_path, "tree-of-one", "sums", "host", "flat")
+    assert one.said["flat"]["error"] is two.said["flat"]["error"] is None, one.log
+    for case, own in (("tree-of-one", "UnsupportedArrayError"), ("sums", "UsageError")):
+        assert (one.said[case]["error"], two.said[case]["error"]) == ("ProcessError", own)
+    for each in (one, two):
+        assert each.said["host"]["error"] == "ProcessError"
+        assert "process 1: own: values" in each.said["host"]["text"]
+    assert sorted(each.name for each in tmp_path.glob("*safetensors*")) == ["flat.safetensors"]
+    assert not _hidden(tmp_path)
+
+
+def test_the_next_save_removes_what_the_first_process_left(tmp_path: Path) -> None:
+    _, two = _launch(tmp_path, "first-dies")
+    assert two.said.get("first-dies", {"error": "none"})["error"] is not None
+    path = tmp_path / "first-dies.safetensors"
+    assert not path.exists()
+    assert _hidden(tmp_path)
+    mfload.save({"a": np.ones(2)}, path)
     assert not _hidden(tmp_path)

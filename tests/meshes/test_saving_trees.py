@@ -154,6 +154,8 @@ def test_what_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedArrayError) as other:
         mfload.save({"a": {"b": jax.ShapeDtypeStruct((2,), jnp.float32)}}, path)
     assert other.value.tensor == "a.b"
+    with pytest.raises(errors.UsageError, match="save the state alone"):
+        mfload.save(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), path)
     loop: dict[str, Any] = {"w": np.ones(1)}
     loop["again"] = loop
     with pytest.raises(errors.UsageError, match="holds itself"):
