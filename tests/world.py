@@ -192,10 +192,9 @@ def leave(world: World) -> None:
     """Ends the process; the first keeps the store of the others, so it leaves last."""
     (world.directory / f"done.{world.rank}").touch()
     end = time.monotonic() + 15
+    gone = any("killed" in case for case in sys.argv[5:])
     while world.rank == 0 and time.monotonic() < end:
-        if all((world.directory / f"done.{n}").exists() for n in range(world.count)):
-            break
-        if any("killed" in case for case in sys.argv[5:]):
+        if len([*world.directory.glob("done.*")]) >= world.count - gone:
             break
         time.sleep(0.02)
     time.sleep(0.3 if world.rank == 0 else 0)
