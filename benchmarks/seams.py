@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.mesh_processes import free_port
+from mfload.bench import machine
 
 
 def write(directory: Path, gb: float) -> None:
@@ -121,12 +122,10 @@ def child(job: dict[str, Any]) -> None:
         dist.init_process_group("gloo", rank=job["rank"], world_size=job["ranks"])
     load, ours = SEAMS[job["seam"]], job["loader"] == "mfload"
     load(ours, Path(job["small"]), job["ranks"])
-    # A virtual machine gives its memory back within seconds: have it there again.
-    touched = b"x" * (2 * sum(each.stat().st_size for each in Path(job["large"]).iterdir()))
-    del touched
+    machine.prime(2 * sum(each.stat().st_size for each in Path(job["large"]).iterdir()))
     if dist.is_initialized():
         dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+    machine.reset_peak()
     before, start = resident("VmRSS"), time.perf_counter()
     weights = load(ours, Path(job["large"]), job["ranks"])
     for each in weights:  # A byte of every page.

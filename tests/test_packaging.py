@@ -159,6 +159,8 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
         "progress",
         "cli",
         "verify",
+        "orbax",
+        "plot",
     }
     assert set(metadata.get_all("Provides-Extra")) == extras | {"bench", "all"}
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
