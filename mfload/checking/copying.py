@@ -126,7 +126,10 @@ class Copier:
                 while here < number:
                     how.deadline.left()
                     here = next(numbers)
-                    data = np.empty(0, np.uint8)  # The slab before goes before the next one comes.
+                    # The slab before goes before the next one comes, but for the end of it that
+                    # is written together with that.
+                    pieces = [np.array(piece) for piece in pieces]
+                    data = np.empty(0, np.uint8)
                     data = np.ascontiguousarray(next(opened)[1]).reshape(-1).view(np.uint8)
                     if advance is not None:
                         advance(data.size)
