@@ -188,9 +188,9 @@ def page(results: Results) -> str:
             cells += [markdown.times(ratio) if name != "orbax" else "", f"{over / 2**20:.0f}"]
             rows.append(cells)
             if name != "orbax":
-                wanted = _WANTED[case.partition("-")[0]]
+                limit = round(1 / _WANTED[case.partition("-")[0]], 2)
                 text = f"{CASES[case]}: time of {LABELS[name]} over Orbax's"
-                judged.append(Target(text, round(1 / wanted, 2), best / theirs if theirs and best else None))
+                judged.append(Target(text, limit, best / theirs if theirs and best else None))
     head = ("", "", "best s", "median s", "CPU s", "times as fast as Orbax", "MiB beside it")
     text = (
         f"{described.sentence(results.machine)}. {found['nbytes'] / 1e9:.2f} GB of bf16, "

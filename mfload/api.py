@@ -499,10 +499,11 @@ def save(
         timeout: Seconds that the processes of a mesh have for the save. Default: no limit, but a
             process that fails or is gone ends it in all.
 
-    From a mesh of several processes of JAX, each makes the same call, on a file system that they
-    share. Every part of a global array is written by one process; what each holds whole must be
-    the same in all, and is written by the first. The checkpoint appears whole or not at all, in all
-    processes. If no array is spread over processes, a save is the caller's alone.
+    Global arrays of several processes of JAX, sharded or replicated, take the same call in each of
+    these processes, on a file system that they share. Every part of such an array is written by one
+    process; what each process made for itself must be the same in all, and is written by the first.
+    The checkpoint appears whole or not at all, in all processes. To save from a single process,
+    give it `jax.device_get(arrays)`: without global arrays, a save is the caller's alone.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.

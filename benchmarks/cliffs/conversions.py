@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cliffs.row import Row
+from mfload.bench import machine
 
 # Stored and wanted dtypes; the wider of them takes 256 MiB.
 PAIRS = (
@@ -60,7 +61,8 @@ def rows(folder: Path, scale: float) -> Iterator[Row]:
             raw = made.view(torch.uint8).numpy() if framework == "torch" else made.view(np.uint8)
             assert raw.tobytes() == other().view(torch.uint8).numpy().tobytes()
             name = f"{framework}: {stored} to {wanted}, {size}"
-            yield Row(name, mine, "load_file, .to", other, limit)
+            ready = partial(machine.prime, round((600 << 20) * scale))
+            yield Row(name, mine, "load_file, .to", other, limit, before=ready)
 
     turned, target = numbers.numpy().T, folder / "out.safetensors"
     ordered = torch.from_numpy(turned)

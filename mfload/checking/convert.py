@@ -15,10 +15,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mfload import dtypes, errors
+from mfload import __version__, dtypes, errors
 from mfload.checking import manifest, published
 from mfload.checking.checksums import Hasher, refuse
-from mfload.checking.copying import Copier, read_back, slab_bytes
+from mfload.checking.copying import Copier, read_back
 from mfload.checking.manifest import Algorithm, FileEntry, Manifest
 from mfload.checking.scan import scan
 from mfload.checking.verify import verify, with_manifest
@@ -28,7 +28,7 @@ from mfload.index import Index, TensorInfo
 from mfload.load_options import started
 from mfload.options import Options
 from mfload.progress import Progress, shown
-from mfload.saving import layout
+from mfload.saving import layout, targets
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import Layout
@@ -102,6 +102,7 @@ def convert(
         FrameworkMissingError: Hashing needs the package xxhash, or decoding another one.
         LoadTimeoutError: The timeout passed.
     """
+    targets.resolve(target)  # None is for align.
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
     return Converted(*_rewrite(source, target, *made, overwrite, progress, options, resume=True))
 
@@ -285,7 +286,7 @@ def _kept(drafts: Sequence[Draft]) -> Generator[None]:
 
 def _key(sources: Sequence[Source], layouts: Sequence[Layout], loaded: Sequence[TensorInfo]) -> str:
     """Tells conversions apart: what is read, and what is written where."""
-    key = hashlib.sha256(f"{BLOCK} {slab_bytes(None)}".encode())
+    key = hashlib.sha256(f"{__version__} {BLOCK}".encode())
     for each in sources:
         key.update(f"\n{each.name}\n{each.identity!r}".encode(errors="surrogatepass"))
     for info in loaded:

@@ -9,6 +9,7 @@ ahead, and a table of the parts.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -87,9 +88,9 @@ class Copier:
     ) -> None:
         """Loads the tensors that are not one raw range each, in slabs, and writes them."""
         slabs = [s for n, made in enumerate(self.layouts) for s in _slabs(n, made, how)]
-        # What a slab becomes, cut where blocks end; neighbours are written together.
+        # What a slab becomes, cut where blocks end; neighbours in a block are written together.
         parts = [(n, part) for n, (_, new) in enumerate(slabs) for part in _cut(new)]
-        blocks = [*joined([part for _, part in parts], 0, BLOCK)]
+        blocks = [*_blocks([part for _, part in parts])]
         wanted = {parts[n][0] for block, each in blocks if block not in self.written for n in each}
         if advance is not None:
             advance(sum(new.nbytes for n, (_, new) in enumerate(slabs) if n not in wanted))
@@ -126,7 +127,10 @@ class Copier:
                 while here < number:
                     how.deadline.left()
                     here = next(numbers)
-                    data = np.empty(0, np.uint8)  # The slab before goes before the next one comes.
+                    # The slab before goes before the next one comes, but for the end of it that
+                    # is written together with that.
+                    pieces = [np.array(piece) for piece in pieces]
+                    data = np.empty(0, np.uint8)
                     data = np.ascontiguousarray(next(opened)[1]).reshape(-1).view(np.uint8)
                     if advance is not None:
                         advance(data.size)
@@ -180,7 +184,19 @@ def _cut(part: Piece) -> Iterator[Piece]:
         at = stop
 
 
-def slab_bytes(limit: int | None) -> int:
+def _blocks(parts: Sequence[Piece]) -> Iterator[tuple[Block, list[int]]]:
+    """Joins neighbours in the same block of a draft: the same ones, however slabs were cut."""
+
+    def place(n: int) -> tuple[int, int]:
+        return parts[n].source, parts[n].offset // BLOCK
+
+    for _, group in itertools.groupby(range(len(parts)), place):
+        numbers = list(group)
+        for block, each in joined([parts[n] for n in numbers], 0, BLOCK):
+            yield block, [numbers[n] for n in each]
+
+
+def _slab_bytes(limit: int | None) -> int:
     """Bytes of a slab of a tensor that can be cut anywhere, given `max_host_overhead`."""
     return min(stream.BATCH, (OVERHEAD if limit is None else limit) // 4)
 
@@ -190,7 +206,7 @@ def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Reques
     at, limit = len(made.header), how.max_host_overhead
     for row in made.entries:
         if not row.simple and row.nbytes:
-            boxes = [None] if row.dtype.elements > 1 else _boxes(row, slab_bytes(limit), limit)
+            boxes = [None] if row.dtype.elements > 1 else _boxes(row, _slab_bytes(limit), limit)
             start = at
             for box in boxes:
                 request = Request(row, row.dtype, None if box is None else boxed(row, box))

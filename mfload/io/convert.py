@@ -25,7 +25,7 @@ Converter = Callable[[Any, Any], None]
 """Fills an array, its second argument, with the numbers of another."""
 
 _LARGE = 1 << 18  # The same, where the arithmetic takes no memory of its own.
-_LENT = 1 << 20  # The same, for a framework's loop.
+_LENT = 1 << 19  # The same, for a framework's loop.
 _FEW = 1 << 13  # What has fewer elements is converted before a kernel is prepared.
 _EXPONENT = np.uint32(0x7F80_0000)
 _FRACTION_BITS = 23

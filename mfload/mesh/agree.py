@@ -60,6 +60,7 @@ class ProcessGroup:
         # Seconds until the others must be there, which a given timeout says itself.
         self._comes_by: float = getattr(backend, "arrival", math.inf)
         self._arrival = self._comes_by if deadline.seconds is None else math.inf
+        self._absent: str = getattr(backend, "absent", _ABSENT)
         store = self._store = backend.store()
         if store is None:
             self._link = backend.link(self.ranks, _WIDTH, deadline)
@@ -194,7 +195,7 @@ class ProcessGroup:
                 absent := [rank for rank in missing if f"{_HERE}{rank}" not in texts]
             ):
                 late = f"{_named(absent)} did not come within {arrival:g} s"
-                self._propose(self.rank, f"{_GAVE_UP}: {_ABSENT}", late)
+                self._propose(self.rank, f"{_GAVE_UP}: {self._absent}", late)
             else:
                 if time.monotonic() > warn_at:
                     warn_at = float("inf")

@@ -89,7 +89,8 @@ class MeshBackend(Protocol):
     and `shardings=`, and the shardings that `resolve` makes of it, only the backend looks into.
 
     A backend may have an attribute `transport`, a `Transport`. Default: `GLOO`. For `arrival`
-    seconds, others are waited for that have not begun the load. Default: until the timeout. JAX's
+    seconds, others are waited for that have not begun the load, then an error has the advice
+    `absent`. Default: until the timeout. JAX's
     also has `abstract(requests, shardings)`: what the arrays of whole tensors will be, without
     data; a sharding may be None.
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from mfload import errors
 from mfload.dtypes import DType
-from mfload.frameworks import base, jax_adapter
+from mfload.frameworks import base
 from mfload.index import Box
 
 
 def dtype_of(array: Any) -> DType:
     """The stored dtype of an array."""
+    if array.is_deleted():
+        raise errors.UnsupportedArrayError("the array was deleted or donated")
     row = base.row_of("jax", array.dtype.name)
-    if row.elements > 1:
+    if row.elements > 1 and not array.is_fully_replicated:
         raise errors.UnsupportedArrayError(
-            "elements that share a byte can't be saved from several processes; replicate the array",
+            "elements that share a byte can't be saved in parts; replicate the array",
             found=array.dtype.name,
         )
     return row
 
 
-def pieces(array: Any) -> Iterator[tuple[Box, Callable[[], Any]]]:
-    """The boxes that this process saves, and what reads each: every part once in all processes."""
+def pieces(array: Any) -> Iterator[tuple[Box, Any]]:
+    """The boxes that this process saves, and their arrays: every part once in all processes."""
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             box = tuple(
                 (part.start or 0, length if part.stop is None else part.stop)
                 for part, length in zip(shard.index, array.shape, strict=True)
             )
-            yield box, lambda data=shard.data: jax_adapter.on_host(data)
+            yield box, shard.data

@@ -142,7 +142,8 @@ class Existing(NamedTuple):
         sharded: Whether an index, or a complete set of shards without one, is there.
         files: Files of the checkpoint, the index left out, that go when it is replaced.
         kept: Files to which other indexes in the directory lead.
-        left: Hidden files of writers that died, or have not finished.
+        left: Files of writers that died, or have not finished: hidden ones, and shards that have a
+            hidden name too while there is no index.
         doubt: An index that can't be read: it may lead to any file, so that none may go.
     """
 
@@ -169,6 +170,10 @@ def look(place: Location) -> Existing:
     shard = re.compile(re.escape(place.stem) + r"-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
     shards = sorted(filter(shard.fullmatch, names)) if place.stem else []
     indexed = not indexes.isdisjoint(own)
+    # Drafts that got their names from a writer that died before the index: no checkpoint yet.
+    drafts = {_inode(place.at(name)) for name in hidden} if shards and not indexed else set[int]()
+    early = {name for name in shards if drafts and _inode(place.at(name)) in drafts}
+    shards = [name for name in shards if name not in early]
     found = [name for name in own if name in names] or shards
     # Without an index, one complete set of shards is the checkpoint.
     placed = frozenset(shards if not indexed and shards == place.shards(len(shards)) else ())
@@ -187,9 +192,16 @@ def look(place: Location) -> Existing:
         else:
             kept |= leads_to
     # While an index can't be read, the hidden files may be what it leads to.
-    left = hidden - placed - kept if doubt is None else frozenset[str]()
+    left = (hidden | early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
     return Existing(found, indexed or bool(placed), files, kept, left, doubt)
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return -1
 
 
 def _leads_to(path: str) -> frozenset[str]:

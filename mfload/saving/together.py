@@ -1,9 +1,9 @@
 """A save by several processes of a mesh: each writes what it holds, and one publishes.
 
 The first process makes the drafts, under hidden names of a file system that all share. Every part
-of a global array is written by one process, at its place in the drafts; what each holds whole is
-written by the first. When all have written and synced, the first gives the drafts their names. An
-error in one process is raised in all, and the drafts go.
+of a global array is written by one process, at its place in the drafts; what each process made for
+itself is written by the first. When all have written and synced, the first gives the drafts their
+names. An error in one process is raised in all, and the drafts go.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from mfload.saving.publishing import SaveTarget
 from mfload.saving.save import Saved, fetched
 
 _LOOK = 0.25  # Seconds between looks at the other processes, while writing.
+_ARRIVAL = 600.0  # Seconds until the other processes must have made the call.
+_ABSENT = "each process must make the call; to save from one, give it jax.device_get(arrays)"
 
 
-def _is_spread(array: Any) -> bool:
-    """Whether an array lies in several processes, and in none of them whole."""
-    return not (getattr(array, "is_fully_addressable", True) or array.is_fully_replicated)
+def _is_global(array: Any) -> bool:
+    """Whether several processes hold an array, whole or in parts."""
+    return not getattr(array, "is_fully_addressable", True)
 
 
 def save(
@@ -67,14 +69,15 @@ def save(
         deadline = Deadline(timeout)
     except errors.UsageError as error:
         wrong = error
-    backend = base.backend("jax")
+    backend: Any = base.backend("jax")
+    backend.arrival, backend.absent = _ARRIVAL, _ABSENT
     with agree.joined(backend, ranks, deadline) as group, contextlib.ExitStack() as stack:
         if wrong is not None:
             raise wrong
         first = group.rank == group.ranks[0]
         arrays, metadata = prepare()
         held = {name: unboxed(each) for name, each in arrays.items()}
-        spread = {n: each for n, each in held.items() if _is_spread(each)}
+        spread = {n: each for n, each in held.items() if _is_global(each)}
         local = export({n: each for n, each in held.items() if n not in spread})
         rows = {each.name: each for each in local}
         given = [_global(n, each) if n in spread else rows[n] for n, each in held.items()]
@@ -83,8 +86,7 @@ def save(
         lines = [f"{os.fspath(path)!r}, overwrite={overwrite}"]
         lines += [f"{n}: {each.shape} {each.dtype}" for n, each in spread.items()]
         # Global arrays are one array; what each process made for itself may differ.
-        own = [each for each in local if getattr(held[each.name], "is_fully_addressable", True)]
-        lines += [f"{each.name}: values {_digest(fetched(each))}" for each in own]
+        lines += [f"{each.name}: values {_digest(fetched(each))}" for each in local]
         lines += [hashlib.sha256(made.header).hexdigest() for made in layouts]
         group.agree("arrays to save and arguments", lines)
         prefix, target, drafts = "", None, list[Draft]()
@@ -174,9 +176,9 @@ def _ranges(made: Layout, spread: Mapping[str, Any], first: bool) -> Iterator[tu
     at = len(made.header)
     for row in made.entries:
         if row.name in spread and row.nbytes:
-            for box, read in jax_pieces.pieces(spread[row.name]):
-                data = np.ascontiguousarray(read()).reshape(-1).view(np.uint8)
-                yield from _runs(row, box, data, at)
+            for box, part in jax_pieces.pieces(spread[row.name]):
+                (exported,) = export({row.name: part})
+                yield from _runs(row, box, fetched(exported), at)
         elif first and row.nbytes and row.name not in spread:
             yield at, fetched(row)
         at += row.nbytes

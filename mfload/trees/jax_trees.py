@@ -118,10 +118,10 @@ def children(value: Any) -> list[tuple[str | None, Any]] | None:
 
 
 def holders(array: Any) -> set[int]:
-    """The processes that hold parts of an array of which no process holds the whole; else none."""
+    """The processes that hold an array, or parts of it; none if it is this process's alone."""
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return set()
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if array.is_fully_addressable:
         return set()
     return {device.process_index for device in array.sharding.device_set}
 

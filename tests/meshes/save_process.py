@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -61,9 +62,34 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
         case "shards":
             done = mfload.save(arrays, path, max_shard_size=2000, checksums=True)
             return {"files": len(done.files), "done": done.as_dict()}
+        case "replicated":
+            everywhere = NamedSharding(mesh, P())
+            params = {
+                name: jax.make_array_from_callback(
+                    array.shape, everywhere, lambda index, array=array: np.asarray(array)[index]
+                )
+                for name, array in ARRAYS.items()
+            }
+            done = mfload.save({"params": params, "step": 3}, path)
+            return {"done": done.as_dict()}
+        case "packed":
+            four = np.arange(8).astype(ml_dtypes.float4_e2m1fn).reshape(2, 4)
+            whole = jax.device_put(four, NamedSharding(mesh, P()))
+            mfload.save({"four": whole, "rows": arrays["rows"]}, path)
+        case "packed-parts":
+            four = np.zeros((64, 4), ml_dtypes.float4_e2m1fn)
+            mfload.save({"four": jax.device_put(four, NamedSharding(mesh, P("a")))}, path)
+        case "deleted":
+            arrays["rows"].delete()
+            mfload.save(arrays, path)
         case "alone":
             if rank == 0:
+                mfload.save(jax.device_get({"x": arrays["replicated"]}), path)
+        case "absent":
+            together._ARRIVAL = 1.0  # pyright: ignore[reportPrivateUsage]
+            if rank == 0:
                 mfload.save({"x": arrays["replicated"]}, path)
+            time.sleep(4)
         case "exists":
             mfload.save(arrays, directory / "flat.safetensors")
         case "differ":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import launching
+import ml_dtypes
 import numpy as np
 import pytest
 import save_process
@@ -66,6 +67,35 @@ def test_one_is_gone(case: str, tmp_path: Path) -> None:
     one, _ = _launch(tmp_path, case)
     assert one.said[case]["error"] in ("ProcessError", "LoadTimeoutError"), one
     assert not (tmp_path / f"{case}.safetensors").exists()
+    assert not _hidden(tmp_path)
+
+
+def test_arrays_that_all_hold_whole(tmp_path: Path) -> None:
+    """Data parallel training: every process makes the call, and there is one checkpoint."""
+    ended = _launch(tmp_path, "replicated", "packed", "packed-parts", "deleted", "flat")
+    for each in ended:
+        assert each.said["replicated"]["error"] is None, (each.said, each.log)
+        assert each.said["packed"]["error"] is None, (each.said, each.log)
+        assert each.said["flat"]["error"] is None, (each.said, each.log)
+        for case, text in (("packed-parts", "share a byte"), ("deleted", "was deleted")):
+            assert each.said[case]["error"] in ("UnsupportedArrayError", "ProcessError")
+            assert text in each.said[case]["text"]
+    assert ended[0].said["replicated"]["done"] == ended[1].said["replicated"]["done"]
+    found = mfload.restore(tmp_path / "replicated.safetensors", framework="numpy")
+    assert found["step"] == 3
+    _assert_same(found["params"])
+    packed = mfload.load(tmp_path / "packed.safetensors", "numpy")["four"]
+    four = mfload.unpack(packed, "F4", (2, 4)).astype(np.float32)
+    wanted = np.arange(8).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert (four.reshape(-1) == wanted).all(), four
+    assert not _hidden(tmp_path)
+
+
+def test_a_process_that_does_not_call(tmp_path: Path) -> None:
+    one, _ = _launch(tmp_path, "absent")
+    assert one.said["absent"]["error"] == "ProcessError"
+    assert "jax.device_get" in one.said["absent"]["text"]
+    assert not (tmp_path / "absent.safetensors").exists()
     assert not _hidden(tmp_path)
 
 
