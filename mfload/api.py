@@ -473,6 +473,12 @@ def save(
     full disk, what was there before is still there. When the call returns, the new checkpoint
     outlives a loss of power.
 
+    Global arrays of several processes of JAX, sharded or replicated, take the same call in each of
+    these processes, on a file system that they share. Every part of such an array is written by one
+    process; what each process made for itself must be the same in all, and is written by the first.
+    The checkpoint appears whole or not at all, in all processes. To save from a single process,
+    give it `jax.device_get(arrays)`: without global arrays, a save is the caller's alone.
+
     Args:
         arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
             strided, share memory (each is written in full), or lie in the very file that is
@@ -498,12 +504,6 @@ def save(
         progress: True for a bar, or a function of (bytes done, bytes in all).
         timeout: Seconds that the processes of a mesh have for the save. Default: no limit, but a
             process that fails or is gone ends it in all.
-
-    Global arrays of several processes of JAX, sharded or replicated, take the same call in each of
-    these processes, on a file system that they share. Every part of such an array is written by one
-    process; what each process made for itself must be the same in all, and is written by the first.
-    The checkpoint appears whole or not at all, in all processes. To save from a single process,
-    give it `jax.device_get(arrays)`: without global arrays, a save is the caller's alone.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.

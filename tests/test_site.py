@@ -28,7 +28,14 @@ import pytest
 import mfload
 
 ROOT = Path(__file__).resolve().parent.parent
-FRAMEWORKS = ("numpy", "jax", "torch", "tensorflow", "paddle")
+FIRST_HOUR = (
+    "quickstart",
+    "six_frameworks",
+    "torch_fast_start",
+    "jax_into_nnx",
+    "restore_and_resume",
+    "where_time_goes",
+)
 PHONE = 390
 
 
@@ -184,13 +191,13 @@ def test_references_are_up_to_date(script: str) -> None:
 
 def test_examples_are_shown_with_what_they_print(pages: dict[str, _Page]) -> None:
     scripts = sorted((ROOT / "examples").glob("*.py"))
-    assert {f"{name}_quickstart" for name in FRAMEWORKS} <= {script.stem for script in scripts}
+    assert {*FIRST_HOUR} <= {script.stem for script in scripts}
     for script in scripts:
         text = script.read_text("utf-8")
         assert text.startswith("# %% [markdown]\n# # "), f"{script.name} has no title"
         page = pages[_built(script)].text
         shown = re.findall(r'class="output [^"]*stream', page)
-        assert len(shown) >= 3, f"{script.name} prints next to nothing"
+        assert shown, f"{script.name} prints nothing"
         assert "Traceback" not in page, script.name
 
 

@@ -33,10 +33,15 @@ MAX_NODE = 100_000_000
 MAX_NODES = 1 << 30
 """Bytes of all nodes together, decoded."""
 
+MAX_KEYS = 4_000_000
+"""Keys of a store."""
+
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _HEAD = 14  # The shortest frame has as many bytes before its checksum.
-_NO_FILE = (1 << 64) - 1
 _PART = 1 << 20
+# Entries of a node, for each byte that it takes, and bytes of their keys. Where 20,000 arrays are
+# alike, a byte has 25 entries.
+_FEW, _ENTRIES, _KEY = 4096, 64, 128
 
 
 class Value(NamedTuple):
@@ -105,6 +110,8 @@ def read(directory: str) -> tuple[dict[str, Value], list[Source]]:
             if key <= last and found:
                 raise _bad(file, "the keys of the store are not in order", None, brief(key))
             last = key
+            if len(found) == MAX_KEYS:
+                raise _bad(file, "the store has too many keys", f"at most {MAX_KEYS}")
             try:
                 found[key.decode()] = value
             except UnicodeDecodeError:
@@ -171,14 +178,15 @@ def _keys(body: _Body, count: int, prefix: bytes, inner: bool) -> tuple[list[byt
     lengths = body.varints(count)
     common: Sequence[int] = body.varints(count) if inner else []
     keys: list[bytes] = []
-    key, left = b"", MAX_NODE
+    key, limit = b"", _KEY * body.most
+    left = limit
     for keep, length in zip(shared, lengths, strict=True):
         if keep > len(key):
             raise _bad(body.file, "malformed keys of a node", f"at most {len(key)}", keep)
         key = key[:keep] + body.take(length)
         left -= len(key) + len(prefix)
         if left < 0:
-            raise _bad(body.file, "the keys of a node are over the limit", f"{MAX_NODE} bytes")
+            raise _bad(body.file, "the keys of a node are over the limit", f"{limit} bytes")
         keys.append(key)
     return [prefix + key for key in keys], common
 
@@ -207,21 +215,26 @@ def _values(
         raise _bad(body.file, "malformed values of a node", "kinds 0 and 1", brief(kinds))
     ids, offsets = iter(body.varints(outside)), iter(body.varints(outside))
     # Values of one file share its path.
+    inside = os.path.join(directory, where)
     whole = [os.path.join(directory, node.base + base + path) for base, path in paths]
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         if kind:
             yield key, Value(body.pick(whole, next(ids)), next(offsets), length)
         else:
-            place = os.path.join(directory, where)
-            yield key, Value(place, node.offset, length, body.take(length))
+            yield key, Value(inside, node.offset, length, body.take(length))
     body.end()
 
 
 class _Body:
-    """The body of a manifest or a node, which is read from its start on."""
+    """The body of a manifest or a node, which is read from its start on.
 
-    def __init__(self, file: Source, data: bytes) -> None:
+    Attributes:
+        most: How many entries the bytes justify that it takes in the file.
+    """
+
+    def __init__(self, file: Source, data: bytes, stored: int) -> None:
         self.file, self.data, self._at = file, data, 0
+        self.most = _FEW + _ENTRIES * stored
 
     def take(self, nbytes: int) -> bytes:
         at = self._at
@@ -259,6 +272,8 @@ class _Body:
         count = self.varint()
         if count > len(self.data) - self._at:
             raise _bad(self.file, "a node has fewer entries than it says", count)
+        if count > self.most:
+            raise _bad(self.file, "a node has too many entries for its size", self.most, count)
         return count
 
     def pick(self, choices: Sequence[Any], number: int) -> Any:
@@ -290,7 +305,7 @@ def _body(file: Source, raw: bytes, magic: int) -> _Body:
         found = f"{version}, compression {method}"
         raise _bad(file, f"unknown version of the {what}", "0, compression 0 or 1", found)
     data = raw[_HEAD:-4]
-    return _Body(file, _inflated(file, data) if method else data)
+    return _Body(file, _inflated(file, data) if method else data, len(raw))
 
 
 def _inflated(file: Source, data: bytes) -> bytes:

@@ -5,7 +5,8 @@
     <checkpoint>/                   of a v0 Checkpointer: the item itself
 
 An item has `_METADATA`, the tree; its arrays are Zarr's, in an OCDBT store or a directory each.
-While a checkpoint is written, its name has `.orbax-checkpoint-tmp` behind it.
+While a checkpoint is written, its name has `.orbax-checkpoint-tmp` behind it, or its
+`_CHECKPOINT_METADATA` no time of a commit.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MAX_METADATA = 100_000_000
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP, _V1 = "_CHECKPOINT_METADATA", "orbax.checkpoint"
+_COMMITTED = "commit_success.txt"
 _STRINGS, _ARRAYS = "_strings.json", "array_metadatas"
 _MARKS = frozenset({TREE, _STEP, _V1, _ARRAYS, ocdbt.MANIFEST})
 _NUMBERED = re.compile(r"(?:(?P<prefix>.+)_)?(?P<step>\d{1,18})")
@@ -81,7 +83,7 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     directory = os.fspath(path)
     _check_finished(directory)
     names = _listed(directory)
-    if not _MARKS.isdisjoint(names) or (found := _steps(directory, names)) is None:
+    if not _MARKS.isdisjoint(names) or (found := steps(directory, names)) is None:
         if step is not None:
             what = "the directory has no steps: it is a checkpoint itself"
             raise errors.UsageError(what, file=directory, expected="step=None", found=step)
@@ -91,14 +93,36 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
         step = max(complete)
     if step is None or step not in complete:
         if step in unfinished or (step is None and unfinished):
-            raise _unfinished(os.path.join(directory, unfinished[step or max(unfinished)]))
-        what, steps = f"there is no step {step}", ", ".join(map(str, sorted(complete)[-_SHOWN:]))
-        raise errors.SourceNotFoundError(what, file=directory, expected=steps or "a step")
+            name = unfinished[max(unfinished) if step is None else step]
+            raise _unfinished(os.path.join(directory, name))
+        what, there = f"there is no step {step}", ", ".join(map(str, sorted(complete)[-_SHOWN:]))
+        raise errors.SourceNotFoundError(what, file=directory, expected=there or "a step")
     places = [os.path.join(directory, name) for name in complete[step]]
     if len(places) > 1:
         what = f"several checkpoints of step {step}; name one of them"
         raise errors.CheckpointError(what, file=directory, problems=tuple(complete[step]))
     return _item(places[0], _listed(places[0]))
+
+
+def steps(
+    directory: str, names: Sequence[str]
+) -> tuple[dict[int, list[str]], dict[int, str]] | None:
+    """The complete steps of a root, and those that were not finished; None if it is not a root."""
+    complete: dict[int, list[str]] = {}
+    unfinished: dict[int, str] = {}
+    for name in names:
+        number = _NUMBERED.fullmatch(name.partition(_TEMPORARY)[0])
+        place = os.path.join(directory, name)
+        if number is None or not os.path.isdir(place) or os.path.isfile(f"{place}/.zarray"):
+            continue
+        step = int(number["step"])
+        if _TEMPORARY in name:
+            unfinished[step] = name
+        elif (os.path.isfile(os.path.join(place, TREE)) or _items(place)) and _committed(place):
+            complete.setdefault(step, []).append(name)
+        else:
+            unfinished[step] = name
+    return (complete, unfinished) if complete or unfinished else None
 
 
 def read_directory(
@@ -150,15 +174,30 @@ def _check_finished(directory: str) -> None:
     """Raises CheckpointError for a directory that is still being written, or is in one."""
     absolute = os.path.abspath(directory)
     for each in (absolute, os.path.dirname(absolute)):
-        if _TEMPORARY in os.path.basename(each):
+        if _TEMPORARY in os.path.basename(each) or not _committed(each):
             raise _unfinished(each)
+
+
+def _committed(directory: str) -> bool:
+    """Whether its writer came to an end.
+
+    Where directories can't be renamed, as in buckets, a checkpoint has its name from the start, and
+    the time of its commit at the end.
+    """
+    if os.path.exists(os.path.join(directory, _COMMITTED)):
+        return True
+    try:
+        written = _optional(os.path.join(directory, _STEP))
+    except errors.FormatError:
+        return False  # Its writer is at work.
+    return written.get("commit_timestamp_nsecs", 0) is not None
 
 
 def _unfinished(directory: str) -> errors.CheckpointError:
     return errors.CheckpointError(
         "the checkpoint was not finished: its writer was stopped, or is at work",
         file=directory,
-        expected=f"a directory without {_TEMPORARY} in its name, with {TREE} in it",
+        expected=f"no {_TEMPORARY} in its name, the time of its commit, and {TREE}",
     )
 
 
@@ -180,27 +219,6 @@ def _items(directory: str) -> list[str]:
         for name in names
         if os.path.isfile(os.path.join(directory, name, TREE)) and _TEMPORARY not in name
     ]
-
-
-def _steps(
-    directory: str, names: Sequence[str]
-) -> tuple[dict[int, list[str]], dict[int, str]] | None:
-    """The complete steps of a root, and those that were not finished; None if it is not a root."""
-    complete: dict[int, list[str]] = {}
-    unfinished: dict[int, str] = {}
-    for name in names:
-        number = _NUMBERED.fullmatch(name.partition(_TEMPORARY)[0])
-        place = os.path.join(directory, name)
-        if number is None or not os.path.isdir(place) or os.path.isfile(f"{place}/.zarray"):
-            continue
-        step = int(number["step"])
-        if _TEMPORARY in name:
-            unfinished[step] = name
-        elif os.path.isfile(os.path.join(place, TREE)) or _items(place):
-            complete.setdefault(step, []).append(name)
-        else:
-            unfinished[step] = name
-    return (complete, unfinished) if complete or unfinished else None
 
 
 def _item(directory: str, names: Sequence[str]) -> str:
@@ -228,18 +246,17 @@ def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
     if os.path.exists(os.path.join(item, ocdbt.MANIFEST)):
         return ocdbt.read(item)
     found: dict[str, Value] = {}
+    front = len(os.path.join(item, ""))
     for place, directories, files in os.walk(item):
-        relative = os.path.relpath(place, item)
-        if relative == ".":
-            directories[:] = [name for name in directories if name not in (_ARRAYS, "d")]
-            continue
+        if place == item and _ARRAYS in directories:
+            directories.remove(_ARRAYS)
         for name in files:
             path = os.path.join(place, name)
             try:
                 size = os.stat(path).st_size
             except OSError as error:
                 raise errors.from_os(error, path, "open") from error
-            found[f"{relative}/{name}".replace(os.sep, "/")] = Value(path, 0, size)
+            found[path[front:].replace(os.sep, "/")] = Value(path, 0, size)
     return found, []
 
 

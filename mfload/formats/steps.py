@@ -6,6 +6,7 @@ for each, `checkpoint_<step>`, which has its name when it is whole.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from typing import Any
@@ -25,8 +26,10 @@ def locate(path: Any, step: int | None = None) -> Any:
         CheckpointError: The checkpoint of Orbax was not finished, or has several items.
         SourceError: The directory can't be listed.
     """
-    if step is not None and (type(step) is not int or step < 0):
-        raise errors.UsageError("step is invalid", expected="its number", found=repr(step))
+    try:
+        step = None if step is None else operator.index(step)
+    except TypeError:
+        raise errors.UsageError("step is invalid", expected="a number", found=repr(step)) from None
     if isinstance(path, str | os.PathLike) and os.path.isdir(path):
         from mfload.formats import orbax
 
@@ -35,13 +38,18 @@ def locate(path: Any, step: int | None = None) -> Any:
             names = os.listdir(directory)
         except OSError as error:
             raise errors.from_os(error, directory, "list") from error
-        if orbax.recognise_directory(directory, names):
-            return orbax.locate(directory, step)
-        files = {int(found[1]): found[0] for found in map(_FILE.fullmatch, names) if found}
+        named = {int(found[1]): found[0] for found in map(_FILE.fullmatch, names) if found}
+        places = {number: os.path.join(directory, name) for number, name in named.items()}
+        files = {number: place for number, place in places.items() if os.path.isfile(place)}
+        newest = max(files, default=-1) if step is None else step
+        if orbax.recognise_directory(directory, names):  # Flax may write both, one after the other.
+            beside = orbax.steps(directory, names) if files else None
+            later = step is None and beside and max(beside[0], default=-1) > newest
+            if newest not in files or later:
+                return orbax.locate(directory, step)
+        if newest in files:
+            return files[newest]
         if files:
-            newest = max(files) if step is None else step
-            if newest in files:
-                return os.path.join(directory, files[newest])
             what, there = f"there is no step {step}", ", ".join(map(str, sorted(files)[-_SHOWN:]))
             raise errors.SourceNotFoundError(what, file=directory, expected=there)
     if step is not None:

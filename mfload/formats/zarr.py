@@ -66,9 +66,12 @@ class Store:
         """The values of an array, by what follows its name in their keys."""
         from bisect import bisect_left
 
-        start = bisect_left(self._keys, f"{name}/")
-        for key in itertools.islice(self._keys, start, bisect_left(self._keys, f"{name}0")):
-            yield key[len(name) + 1 :], self.values[key]
+        front = _front(name)
+        start = bisect_left(self._keys, front)
+        for key in itertools.islice(self._keys, start, None):
+            if not key.startswith(front):
+                break
+            yield key[len(front) :], self.values[key]
 
     def piece(self, value: Value, stored: Stored, name: str) -> Piece:
         """The piece of a tensor that a value holds."""
@@ -260,12 +263,16 @@ def _absent(present: list[Coords], grid: Coords) -> Iterator[Box]:
             yield ((done, grid[0]), *rest)
 
 
+def _front(name: str) -> str:
+    """What the keys of an array begin with. A tree that is one array has it without a name."""
+    return name and f"{name}/"
+
+
 def _metadata(store: Store, name: str) -> Array:
     """Reads and checks the JSON of an array."""
-    version = next((n for n, file in FILES.items() if f"{name}/{file}" in store.values), None)
-    if version is None:
-        raise KeyError(name)
-    value = store.values[f"{name}/{FILES[version]}"]
+    keys = {n: _front(name) + file for n, file in FILES.items()}
+    version = next(n for n, key in keys.items() if key in store.values)
+    value = store.values[keys[version]]
     if value.nbytes > MAX_METADATA:
         what = "the metadata of an array is over the limit"
         raise bad(what, value.file, name, f"{MAX_METADATA} bytes", f"{value.nbytes} bytes")

@@ -63,6 +63,8 @@ class SavedState:
                 short.setdefault(_without_value(name), set()).add(leaf.name)
         self._by_name |= {name: name for leaf in self.leaves for name in leaf.names}
         self._short = {name: min(found) for name, found in short.items() if len(found) == 1}
+        if [*self._by_name] == [""] and len(index.tensors) == 1:  # One array, however it is named.
+            self._by_name |= dict.fromkeys(index.tensors, "")
         self._values: dict[str, Any] = {}
         self.index = self._with_numbers(index)
         picked = None if names is None else selection.select(self.index, names)
@@ -70,7 +72,7 @@ class SavedState:
 
     def resolve(self, name: str) -> str:
         """The leaf's name for one that a file has; the same if there is no such leaf."""
-        return self._by_name.get(name) or self._short.get(_without_value(name), name)
+        return self._by_name.get(name, self._short.get(_without_value(name), name))
 
     def matching(self) -> dict[str, Any]:
         """Arguments of `matching.match`."""

@@ -5,12 +5,14 @@ The checkpoints are written by Orbax in a process apart; tests/meshes/test_orbax
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,22 @@ def test_names_of_unfinished_checkpoints(written: Path, tmp_path: Path, name: st
     assert "not finished" in failure(tmp_path, errors.CheckpointError).message
     (tmp_path / name).rename(tmp_path / name.replace("x", "5", 1))
     assert "not finished" in failure(tmp_path, errors.CheckpointError).message
+
+
+@pytest.mark.parametrize("text", ['{"commit_timestamp_nsecs": null}', '{"commit_timest'])
+def test_a_step_without_its_commit(written: Path, tmp_path: Path, text: str) -> None:
+    for name in ("0", "1"):
+        _step(tmp_path, name, written / KINDS[0], "default")
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text(text)
+    assert orbax.locate(tmp_path) == str(tmp_path / "0" / "default")
+    (tmp_path / "0" / "_CHECKPOINT_METADATA").write_text(text)
+    for path in (tmp_path, tmp_path / "1", tmp_path / "1" / "default"):
+        assert "not finished" in failure(path, errors.CheckpointError).message
+    with pytest.raises(errors.CheckpointError) as caught:
+        orbax.locate(tmp_path, 0)
+    assert caught.value.file == str(tmp_path / "0")
+    (tmp_path / "1" / "commit_success.txt").write_text("done")
+    assert orbax.locate(tmp_path) == str(tmp_path / "1" / "default")
 
 
 def test_without_its_tree_it_was_not_finished(copied: Path) -> None:
@@ -268,8 +286,12 @@ def column(*values: int) -> bytes:
     return b"".join(map(varint, values))
 
 
-def framed(magic: int, body: bytes) -> bytes:
-    head = magic.to_bytes(4, "big") + struct.pack("<QBB", len(body) + 18, 0, 0)
+def framed(magic: int, body: bytes, packed: bool = False) -> bytes:
+    if packed:
+        import zstandard
+
+        body = zstandard.ZstdCompressor(19).compress(body)
+    head = magic.to_bytes(4, "big") + struct.pack("<QBB", len(body) + 18, 0, packed)
     return head + body + crc32c(head + body).to_bytes(4, "little")
 
 
@@ -392,6 +414,51 @@ def test_many_absent_chunks_take_no_memory(tmp_path: Path) -> None:
         assert part.tolist() == [0, 1, 0]
     _, rows, _ = orbax.read_directory(str(place))
     assert len(rows[0].pieces) == 7
+
+
+def test_a_small_node_has_few_entries(tmp_path: Path) -> None:
+    """A few kilobytes of zstd can't become gigabytes of keys."""
+    count = 2_000_000
+    entries = varint(count) + bytes(count - 1) + bytes([1]) * count + b"a" * count
+    tails = b"".join(bytes([97 + a, b]) for a in range(5) for b in range(1, 101))
+    keys = column(500, *[60000] * 499, 60002, *[2] * 499) + b"a" * 60000 + tails + bytes(1000)
+    for number, (body, what) in enumerate([
+        (entries + bytes(2 * count), "too many entries"),
+        (keys, "keys of a node are over the limit"),
+    ]):  # fmt: skip
+        place = tmp_path / str(number)
+        place.mkdir()
+        node = framed(0x0CDB20DE, b"\0" + files() + body, packed=True)
+        assert len(node) < 8000
+        tracemalloc.start()
+        with pytest.raises(errors.HeaderError, match=what):
+            mfload.load(laid(place, node, 0), "numpy")
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(body) + 10e6
+        tracemalloc.stop()
+
+
+def test_many_arrays_that_are_alike(tmp_path: Path) -> None:
+    """Such a node is small, and has as many entries as a writer may give it."""
+    names = [f"layer_{number:05d}" for number in range(5000)]
+    pairs = itertools.pairwise(names)
+    shared = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in pairs]
+    tails = [name[n:] for n, name in zip([0, *shared], names, strict=True)]
+    value = array()
+    body = column(5000, *shared, *(len(tail) + 8 for tail in tails))
+    body += b"".join(f"{tail}/.zarray".encode() for tail in tails)
+    body += column(*[len(value)] * 5000) + bytes(5000) + value * 5000
+    node = framed(0x0CDB20DE, b"\0" + files() + body, packed=True)
+    assert 5000 / len(node) > 3
+    laid(tmp_path, node, 0)
+    tree = {"tree_metadata": {f"('{name}',)": entry(name) for name in names}}
+    (tmp_path / orbax.TREE).write_text(json.dumps(tree))
+    assert len(mfload.open(tmp_path, "numpy").keys()) == 5000
+
+
+def test_the_keys_of_a_store_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ocdbt, "MAX_KEYS", 1)
+    with pytest.raises(errors.HeaderError, match="too many keys"):
+        mfload.load(laid(tmp_path, LEAF, 0), "numpy")
 
 
 def test_without_zstandard(written: Path) -> None:

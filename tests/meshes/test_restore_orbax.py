@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import orbax_savers
 import pytest
-from flax import linen as nn, nnx
+from flax import linen as nn, nnx, serialization
+from orbax.checkpoint._src.path import atomicity
 from restore_cases import (
     Net,
     assert_same,
@@ -108,6 +109,17 @@ def test_the_next_step_on_a_mesh(tmp_path: Path, count: int) -> None:
     donated = jax.jit(linen_step, static_argnums=1, donate_argnums=0)
     first, second = (mfload.restore(tmp_path / "x", target) for _ in range(2))
     assert_same(donated(first, 2), step(second, 2))
+
+
+@pytest.mark.parametrize("saver", ["pytree", "zarr3", "raw", "files", "files-zarr3"])
+def test_names_that_are_like_those_of_files(tmp_path: Path, saver: str) -> None:
+    x = jnp.arange(12.0).reshape(3, 4)
+    trees = [x, {"": x, "b": x + 1}, {"d": x, "c": {"0": x + 1}}, {"a": {"": x, "b": x + 1}}]
+    for number, tree in enumerate(trees):
+        path = tmp_path / str(number)
+        orbax_savers.save(saver, path, tree)
+        assert_same(mfload.restore(path, jax.tree.map(jnp.zeros_like, tree)), tree)
+        assert_same(mfload.restore(path), tree)
 
 
 def test_numbers_lists_and_empty_nodes(tmp_path: Path) -> None:
@@ -240,6 +252,45 @@ def test_the_newest_step_or_the_one_asked_for(root: Path) -> None:
             assert_same(mfload.restore(path, linen_state(seed=1)), wanted)
     with pytest.raises(errors.SourceNotFoundError, match="7"):
         mfload.restore(root, linen_state(), step=7)
+
+
+def test_files_of_flax_beside_steps_of_orbax(root: Path, tmp_path: Path) -> None:
+    for step in range(3):
+        shutil.copytree(root / str(step), tmp_path / f"checkpoint_{step + 2}")
+    for step in (1, 9):
+        raw = serialization.to_bytes(linen_state(steps=1).replace(step=step))
+        (tmp_path / f"checkpoint_{step}").write_bytes(raw)
+    target = linen_state(seed=1)
+    assert mfload.restore(tmp_path, target).step == 9
+    assert mfload.restore(tmp_path, target, step=np.int64(1)).step == 1
+    assert mfload.restore(tmp_path, target, step=3).step == 1
+    (tmp_path / "checkpoint_9").unlink()
+    assert mfload.restore(tmp_path, target).step == 2
+
+
+def test_a_checkpoint_without_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores can't rename: a checkpoint has its name before it is whole."""
+    kind, ocp, seen = atomicity.CommitFileTemporaryPath, orbax_savers.ocp, list[str]()
+    finalize, target = kind.finalize, {"w": jnp.zeros(3)}
+
+    async def watched(path: Any) -> None:
+        step = path.get_final()
+        if step.name == "2":
+            assert (step / "default" / "_METADATA").exists()
+            assert_same(mfload.restore(tmp_path / "run", target), {"w": jnp.full(3, 1.0)})
+            for place, which in ((step, None), (step / "default", None), (tmp_path / "run", 2)):
+                with pytest.raises(errors.CheckpointError, match="not finished"):
+                    mfload.restore(place, target, step=which)
+            seen.append(step.name)
+        await finalize(path)
+
+    monkeypatch.setattr(kind, "finalize", watched)
+    how = {"temporary_path_class": kind, "enable_async_checkpointing": False}
+    with orbax_savers.manager(tmp_path / "run", **how) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(3, float(step))}))
+    assert seen == ["2"]
+    assert_same(mfload.restore(tmp_path / "run", target), {"w": jnp.full(3, 2.0)})
 
 
 def test_the_root_of_a_checkpointer_of_v1(tmp_path: Path) -> None:

@@ -358,6 +358,15 @@ def test_invalid_calls(saved: Any, tmp_path: Path) -> None:
         mfload.restore(raw, linen_state(), mesh=mesh, shardings=jax.P("x"))
 
 
+def test_one_array_has_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.msgpack"
+    path.write_bytes(serialization.to_bytes(jnp.arange(3)))
+    assert_same(mfload.restore(path, jnp.zeros(3, jnp.int32)), jnp.arange(3))
+    path.write_bytes(serialization.to_bytes({"a": jnp.arange(3), "b": jnp.arange(3)}))
+    with pytest.raises(errors.MappingError, match="extra"):
+        mfload.restore(path, jnp.zeros(3, jnp.int32))
+
+
 def test_two_stored_names_for_one_leaf() -> None:
     raw = serialization.to_bytes({"a": jnp.ones(2), "a.value": jnp.zeros(2)})
     with pytest.raises(errors.MappingError, match="filled twice"):
