@@ -15,18 +15,20 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mfload import __version__, dtypes, errors
+from mfload import dtypes, errors
 from mfload.checking import manifest, published
 from mfload.checking.checksums import Hasher, refuse
 from mfload.checking.copying import Copier, read_back
 from mfload.checking.manifest import Algorithm, FileEntry, Manifest
 from mfload.checking.scan import scan
 from mfload.checking.verify import verify, with_manifest
-from mfload.formats import base, checkpoint, discovery, safetensors
+from mfload.formats import base, checkpoint, discovery, safetensors, structure
 from mfload.formats.discovery import CheckpointFiles, Path
-from mfload.index import Index, TensorInfo
+from mfload.index import Index, Table, TensorInfo
 from mfload.load_options import started
 from mfload.options import Options
+from mfload.planning import selection
+from mfload.planning.selection import Names
 from mfload.progress import Progress, shown
 from mfload.saving import layout, targets
 from mfload.saving.drafts import BLOCK, Draft
@@ -35,9 +37,13 @@ from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.save import Saved
 from mfload.sources.base import Source
+from mfload.trees import nested
 
 # What a second run can go on after, so that drafts and journal stay.
 _CONTINUES = (KeyboardInterrupt, errors.LoadTimeoutError, errors.SourceError)
+
+# Of the ranges in which drafts are written: other ones are not gone on with.
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ def convert(
     source: Path | Sequence[Path],
     target: str | os.PathLike[str],
     *,
+    names: Names = None,
     align: int | str = layout.ALIGN,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
@@ -83,9 +90,11 @@ def convert(
     Args:
         source: As for `load`.
         target: Where to, as for `save`.
+        names: Which tensors, as for `load`: "^params" takes the parameters of a train state. The
+            tree becomes that of these tensors.
         align: Multiple of which the data begins, in bytes: a power of two.
         max_shard_size: Bytes of tensors a file, as for `save`. Default: each safetensors file of
-            the source becomes one; other formats become a single file.
+            the source becomes one; other formats, and a choice of names, become a single file.
         overwrite: Whether what is there may be replaced.
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes count twice,
             once written and once read back.
@@ -94,6 +103,7 @@ def convert(
 
     Raises:
         UsageError: An argument is invalid, or the source can't be replaced as a whole.
+        TensorNotFoundError: No tensor has one of the names, or matches.
         SourceError: The source can't be read.
         FormatError: The source is malformed.
         UnsupportedDtypeError: Safetensors has no dtype for a tensor.
@@ -104,7 +114,8 @@ def convert(
     """
     targets.resolve(target)  # None is for align.
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
-    return Converted(*_rewrite(source, target, *made, overwrite, progress, options, resume=True))
+    given = *made, overwrite, progress, options
+    return Converted(*_rewrite(source, target, *given, names=names, resume=True))
 
 
 def align(
@@ -161,6 +172,7 @@ def _rewrite(
     progress: Progress,
     options: Options | None,
     *,
+    names: Names = None,
     resume: bool,
 ) -> tuple[Any, ...]:
     """Rewrites a checkpoint; returns the values of `Saved`.
@@ -178,6 +190,8 @@ def _rewrite(
             "align rewrites safetensors files; mfload.convert takes other formats",
             file=foreign[0].name,
         )
+    if names is not None:
+        index = _part(index, names)
     rows = index.tensors
     place = SaveTarget(_own_place(index.files, found) if target is None else target, overwrite)
     in_place = [f for f in index.files if target is None or os.path.realpath(f) == place.path]
@@ -197,7 +211,7 @@ def _rewrite(
                     expected=dtypes.INSTEAD.get(info.dtype.name),
                     found=info.dtype.name,
                 )
-    layouts = _layouts(index, sources, limit, begin, each_file=not foreign)
+    layouts = _layouts(index, sources, limit, begin, each_file=not foreign and names is None)
     loaded = [info for info in rows.values() if not info.simple and info.nbytes]
     old = manifest.beside(index.files, found.index_file)
     new = manifest.beside([place.path])
@@ -269,6 +283,16 @@ def _rewrite(
     return saved.files, saved.tensors, saved.bytes, saved.seconds, saved.notes
 
 
+def _part(index: Index, names: Names) -> Index:
+    """The index of some of the tensors, with the part of the tree that holds them."""
+    columns, metadata = selection.select(index, names), dict(index.metadata or {})
+    if structure.KEY in metadata:
+        kept = {name: structure.TensorName(name) for name in columns.names}
+        tree = nested.filled(nested.tree_of(index), kept, plain=False)
+        metadata[structure.KEY] = structure.dumps(tree)
+    return Index(index.files, Table(columns), metadata, index.notes)
+
+
 @contextlib.contextmanager
 def _kept(drafts: Sequence[Draft]) -> Generator[None]:
     """Has lasting drafts stay after errors that a second run can go on after, and no others."""
@@ -286,7 +310,7 @@ def _kept(drafts: Sequence[Draft]) -> Generator[None]:
 
 def _key(sources: Sequence[Source], layouts: Sequence[Layout], loaded: Sequence[TensorInfo]) -> str:
     """Tells conversions apart: what is read, and what is written where."""
-    key = hashlib.sha256(f"{__version__} {BLOCK}".encode())
+    key = hashlib.sha256(f"{_VERSION} {BLOCK}".encode())
     for each in sources:
         key.update(f"\n{each.name}\n{each.identity!r}".encode(errors="surrogatepass"))
     for info in loaded:

@@ -51,6 +51,15 @@ def limits(threads: options.Threads = None, timeout: options.Timeout = None) -> 
     return Options(threads=threads, timeout=timeout)
 
 
+def bounds(
+    threads: options.Threads = None,
+    timeout: options.Timeout = None,
+    max_host_overhead: options.HostOverhead = None,
+) -> Options:
+    """The same, with one for memory."""
+    return Options(threads=threads, timeout=timeout, max_host_overhead=max_host_overhead)
+
+
 @command(given=request)
 def plan(given: dict[str, Any], as_json: options.Json = False) -> None:
     """Say what a load would do; reads headers only.
@@ -254,17 +263,21 @@ def align(
 
 
 _INTO = "A file, or a directory: one that exists, or with a slash at its end."
-_PARTS = "Bytes of tensors a file, such as 5GB. Default: one file, or as many as the source has."
+_PARTS = (
+    "Bytes of tensors a file, such as 5GB. Default: one file, or without --names as many as a "
+    "safetensors source has."
+)
 
 Into = Annotated[str, argument("TARGET", _INTO)]
 PartSize = Annotated[int | None, sized("--max-shard-size", _PARTS)]
 
 
-@command(how=limits)
+@command(how=bounds)
 def convert(
     source: options.Checkpoint,
     target: Into,
     *,
+    names: options.Names = None,
     alignment: Align = 4096,
     max_shard_size: PartSize = None,
     overwrite: options.Overwrite = False,
@@ -282,6 +295,7 @@ def convert(
         done = convert(
             source,
             target,
+            names=names,
             align=alignment,
             max_shard_size=max_shard_size,
             overwrite=overwrite,

@@ -124,6 +124,28 @@ def test_metadata_stays(tmp_path: Path) -> None:
         assert opened.metadata() == {"who": "me"}
 
 
+def test_some_of_the_tensors(tmp_path: Path) -> None:
+    x = np.arange(12.0).reshape(3, 4)
+    state = {"params": {"w": x, "b": [x[0], x[1]]}, "opt": [x, x], "step": 3}
+    mfload.save(state, f"{tmp_path}/in/", max_shard_size=100, metadata={"who": "me"})
+    mfload.verify(tmp_path / "in", checksums="write")
+    done = mfload.convert(tmp_path / "in", tmp_path / "p.safetensors", names="^params")
+    assert done.files == (str(tmp_path / "p.safetensors"),)
+    found = mfload.restore(tmp_path / "p.safetensors", framework="numpy")
+    assert found.keys() == {"params"}
+    assert (found["params"]["w"] == x).all()
+    assert (found["params"]["b"][1] == x[1]).all()
+    with safetensors.safe_open(tmp_path / "p.safetensors", "numpy") as opened:
+        assert sorted(opened.keys()) == ["params.b.0", "params.b.1", "params.w"]
+        assert opened.metadata()["who"] == "me"
+    assert mfload.verify(tmp_path / "p.safetensors", checksums="check").ok
+    np.savez(tmp_path / "c.npz", good=np.asfortranarray(x), bad=np.zeros(3, np.complex128))
+    mfload.convert(tmp_path / "c.npz", tmp_path / "c.safetensors", names=["good"])
+    assert (mfload.load(tmp_path / "c.safetensors", "numpy")["good"] == x).all()
+    with pytest.raises(errors.TensorNotFoundError):
+        mfload.convert(tmp_path / "c.npz", tmp_path / "d.safetensors", names="nothing")
+
+
 def test_manifests_go_along(source: Path, tmp_path: Path) -> None:
     mfload.verify(source, checksums="write", algorithm="both")
     mfload.convert(source, tmp_path / "out.safetensors")

@@ -27,6 +27,11 @@ def test_an_npz(run: Run, tmp_path: Path) -> None:
     shards = run("convert", tmp_path / "a.npz", f"{tmp_path}/shards/", "--max-shard-size", "100B")
     assert shards.code == 0
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) == 2
+    assert run("convert", tmp_path / "a.npz", tmp_path / "b.safetensors", "--names", "b").code == 0
+    assert safetensors.numpy.load_file(tmp_path / "b.safetensors").keys() == {"b"}
+    small = ("--max-host-overhead", "16MiB", "--overwrite")
+    assert run("convert", tmp_path / "a.npz", tmp_path / "b.safetensors", *small).code == 0
+    assert safetensors.numpy.load_file(tmp_path / "b.safetensors").keys() == arrays.keys()
 
 
 def test_what_is_refused(run: Run, tmp_path: Path) -> None:
