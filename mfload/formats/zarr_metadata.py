@@ -243,10 +243,11 @@ class _Metadata:
         if nested is not None:
             raise self.bad("codecs", "sharding_indexed", "no shards within shards")
         location = how.get("index_location", "end")
-        index = [*map(self._index_codec, how.get("index_codecs") or ())]
+        found = how.get("index_codecs")
+        index = [*map(self._index_codec, found)] if isinstance(found, list) else []
         if index not in (["bytes"], ["bytes", "crc32c"]) or location not in ("start", "end"):
             expected = "little-endian bytes, at most crc32c, at the start or the end"
-            raise self.bad("index of a shard", (index, location), expected)
+            raise self.bad("index of a shard", (found, location), expected)
         return Sharding(inner, codecs, len(index) == 2, location == "end")
 
     def _index_codec(self, value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import random
 import shutil
 import struct
 import subprocess
@@ -547,6 +548,50 @@ def test_damage_raises_or_does_nothing(written: Path, tmp_path: Path, kind: str)
             file.write_bytes(raw)
 
     one()
+
+
+_VALUES: list[Any] = [
+    *(None, True, 0, 1, -1, 3, 1 << 40, 1 << 64, 0.5, 1e300, "", "x", "0", "<f4", "zstd", "bytes"),
+    *("NaN", "0x00", "../x", [], [0], [-1], [1 << 40], [[1]], {}, {"name": "x"}),
+]
+
+
+def changed(text: bytes, rng: random.Random) -> bytes:
+    """JSON with another value, without one, or with one twice, at any depth."""
+    tree = json.loads(text)
+    places: list[tuple[Any, Any]] = []
+    nodes: list[Any] = [tree]
+    while nodes:
+        node = nodes.pop()
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        places += [(node, key) for key in keys]
+        nodes += [node[key] for key in keys if isinstance(node[key], dict | list)]
+    node, key = rng.choice(places)
+    how = rng.random()
+    if how < 0.7:
+        node[key] = rng.choice(_VALUES)
+    elif how < 0.85:
+        del node[key]
+    elif isinstance(node, dict):
+        node[rng.choice(["name", "shape", "x"])] = node[key]
+    else:
+        node.insert(key, node[key])
+    return json.dumps(tree).encode()
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_json_with_other_values(written: Path, tmp_path: Path, kind: str) -> None:
+    item = Path(orbax.locate(shutil.copytree(written / kind, tmp_path / "x")))
+    names = (orbax.TREE, "_strings.json", ".zarray", "zarr.json", "process_0")
+    candidates = sorted(f for f in item.rglob("*") if f.name in names and f.is_file())
+    rng, outcomes = random.Random(16), [0, 0]
+    for _ in range(800):
+        file = rng.choice(candidates)
+        raw = file.read_bytes()
+        file.write_bytes(changed(raw, rng))
+        outcomes[_loads_or_fails(item) is None] += 1
+        file.write_bytes(raw)
+    assert min(outcomes) > 100, outcomes
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
