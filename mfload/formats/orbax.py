@@ -82,7 +82,7 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     """
     directory = os.fspath(path)
     _check_finished(directory)
-    names = _listed(directory)
+    names = listed(directory)
     if not _MARKS.isdisjoint(names) or (found := steps(directory, names)) is None:
         if step is not None:
             what = "the directory has no steps: it is a checkpoint itself"
@@ -101,7 +101,7 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     if len(places) > 1:
         what = f"several checkpoints of step {step}; name one of them"
         raise errors.CheckpointError(what, file=directory, problems=tuple(complete[step]))
-    return _item(places[0], _listed(places[0]))
+    return _item(places[0], listed(places[0]))
 
 
 def steps(
@@ -201,7 +201,8 @@ def _unfinished(directory: str) -> errors.CheckpointError:
     )
 
 
-def _listed(directory: str) -> list[str]:
+def listed(directory: str) -> list[str]:
+    """Names in a directory, in order; raises SourceError if it can't be listed."""
     try:
         return sorted(os.listdir(directory))
     except OSError as error:
@@ -356,7 +357,7 @@ def _random_keys(item: str, names: Collection[str]) -> dict[str, str]:
     """The implementations of arrays that are JAX's random keys."""
     found: dict[str, str] = {}
     directory = os.path.join(item, _ARRAYS)
-    for name in _listed(directory) if os.path.isdir(directory) else ():
+    for name in listed(directory) if os.path.isdir(directory) else ():
         file = sources.local_file(os.path.join(directory, name))
         entries = _json(file).get("array_metadatas")
         for entry in entries if isinstance(entries, list) else ():

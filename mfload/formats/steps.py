@@ -34,10 +34,7 @@ def locate(path: Any, step: int | None = None) -> Any:
         from mfload.formats import orbax
 
         directory = os.fsdecode(path)
-        try:
-            names = os.listdir(directory)
-        except OSError as error:
-            raise errors.from_os(error, directory, "list") from error
+        names = orbax.listed(directory)
         named = {int(found[1]): found[0] for found in map(_FILE.fullmatch, names) if found}
         places = {number: os.path.join(directory, name) for number, name in named.items()}
         files = {number: place for number, place in places.items() if os.path.isfile(place)}

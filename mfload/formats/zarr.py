@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import struct
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from mfload import errors, sources
@@ -64,8 +65,6 @@ class Store:
 
     def below(self, name: str) -> Iterator[tuple[str, Value]]:
         """The values of an array, by what follows its name in their keys."""
-        from bisect import bisect_left
-
         front = _front(name)
         start = bisect_left(self._keys, front)
         for key in itertools.islice(self._keys, start, None):

@@ -368,5 +368,6 @@ def _unheld_hint(leaf: Leaf) -> str:
 
 
 def _meant(name: str, choices: Sequence[str], at: int) -> str:
-    few = at < _GUESSED and len(choices) <= _AMONG
-    return errors.did_you_mean(name, choices) if few else ""
+    if at >= _GUESSED or len(choices) > _AMONG or name in choices:
+        return ""  # A name that is there is amiss for another reason: a rule, or its lack.
+    return errors.did_you_mean(name, choices)

@@ -11,6 +11,9 @@ from mfload.index import Index
 from mfload.planning import selection
 from mfload.planning.selection import Names
 
+MAX_DEPTH = 100
+"""Dots in a name of which dicts are made: as deep as Orbax's trees may be."""
+
 _GONE: Any = object()
 
 
@@ -22,7 +25,8 @@ def tree_of(index: Index, names: Names = None) -> Any:
 
     Raises:
         HeaderError: The tree in the metadata is malformed.
-        CheckpointError: A tensor's name is the front of another's, so that it is no dict.
+        CheckpointError: A tensor's name is the front of another's, so that it is no dict; or it
+            has too many dots.
     """
     text = (index.metadata or {}).get(structure.KEY)
     if text is not None:
@@ -38,6 +42,9 @@ def tree_of(index: Index, names: Names = None) -> Any:
     root: dict[str, Any] = {}
     for name in selection.select(index, names).names:
         *path, last = name.split(".")
+        if len(path) > MAX_DEPTH:
+            what, limit = "the name makes too many dicts", f"at most {MAX_DEPTH} dots"
+            raise errors.CheckpointError(what, tensor=name, expected=limit, found=len(path))
         node: Any = root
         for part in path:
             node = node.setdefault(part, {})

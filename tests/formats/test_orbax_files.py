@@ -551,7 +551,7 @@ def test_damage_raises_or_does_nothing(written: Path, tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_damage_behind_a_right_checksum(written: Path, tmp_path: Path, kind: str) -> None:
-    """Whoever wrote it, a node can't make a load fail otherwise than by mfload's errors."""
+    """A malformed node raises one of mfload's errors, also with a right checksum."""
     import zstandard
 
     item = Path(orbax.locate(shutil.copytree(written / kind, tmp_path / "x")))

@@ -95,6 +95,18 @@ def test_onto_other_meshes(tmp_path: Path, kind: str, saved_on: int) -> None:
             assert np.asarray(mine).tobytes() == np.asarray(saved["params"][name]).tobytes()
 
 
+@pytest.mark.parametrize("kind", [each for each in orbax_writer.KINDS if each.endswith("raw")])
+def test_one_row_of_raw_chunks_reads_its_pages(tmp_path: Path, kind: str) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    rows = np.arange(512 * 2048, dtype="f4").reshape(512, 2048)
+    saved = jax.device_put(rows, NamedSharding(mesh, P("a", "b")))
+    orbax_writer.save(tmp_path / "x", kind, {"w": saved})
+    plan = mfload.plan(tmp_path / "x", "numpy", shardings=[("w", 0)], shard=(301, 512))
+    assert plan.read_bytes <= 4 * 4096  # Of two chunks 4 KiB each, which begin anywhere.
+    with mfload.open(tmp_path / "x", "numpy") as opened:
+        assert (opened.get_slice("w")[301] == rows[301]).all()
+
+
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "paddle"])
 def test_other_frameworks(tmp_path: Path, framework: str) -> None:
     if importlib.util.find_spec(framework) is None:

@@ -18,7 +18,7 @@ import mfload
 _SCRIPT = Path(orbax_training.__file__)
 
 
-def _killed(directory: Path, seed: int, rng: random.Random) -> int:
+def _killed(directory: Path, how: str, rng: random.Random) -> int:
     """Runs the loop and kills it soon after it began to save; the last step that it saved."""
     log = directory / "log"
     before = log.read_text().count("begun") if log.exists() else 0
@@ -29,7 +29,7 @@ def _killed(directory: Path, seed: int, rng: random.Random) -> int:
     }
     with (directory / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(_SCRIPT), str(directory), str(seed)],
+            [sys.executable, str(_SCRIPT), str(directory), how],
             env=environment, stdout=output, stderr=output,
         )  # fmt: skip
         try:
@@ -49,8 +49,8 @@ def _killed(directory: Path, seed: int, rng: random.Random) -> int:
 def _rounds(directory: Path, count: int, seed: int) -> None:
     rng = random.Random(seed)
     wanted, number = linen_state(), 0
-    for _ in range(count):
-        saved = _killed(directory, 0, rng)
+    for run in range(count):
+        saved = _killed(directory, ("sync", "async")[run % 2], rng)
         if not saved and not any(name.isdigit() for name in os.listdir(directory / "run")):
             continue
         found = mfload.restore(directory / "run", linen_state(seed=7))

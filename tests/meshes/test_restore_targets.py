@@ -300,6 +300,14 @@ def test_names_that_are_no_tree(tmp_path: Path, names: tuple[str, str]) -> None:
     assert mfload.restore(path, framework="numpy", names=[names[0]])
 
 
+def test_names_with_very_many_dots(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    mfload.save({".".join("a" * 5000): np.ones(2), "b": np.ones(2)}, path)
+    with pytest.raises(errors.CheckpointError, match="at most 100 dots"):
+        mfload.restore(path, framework="numpy")
+    assert list(mfload.restore(path, framework="numpy", names=["b"])) == ["b"]
+
+
 def test_on_a_mesh_without_a_target(saved: Any) -> None:
     mesh = jax.make_mesh((8,), ("x",))
     found = mfload.restore(saved[1], mesh=mesh, shardings=[("kernel", jax.P("x"))])
@@ -356,6 +364,14 @@ def test_invalid_calls(saved: Any, tmp_path: Path) -> None:
     mesh = jax.make_mesh((8,), ("x",))
     with pytest.raises(errors.ShardingError):
         mfload.restore(raw, linen_state(), mesh=mesh, shardings=jax.P("x"))
+
+
+def test_a_name_is_not_taken_for_a_misspelling_of_itself() -> None:
+    raw = serialization.to_bytes({"a": jnp.ones(2), "b": jnp.ones(2)})
+    with pytest.raises(errors.MappingError) as caught:
+        mfload.restore(raw, {"a": jnp.ones(2), "b": jnp.ones(2)}, mapping={"a": "a"})
+    assert "b [2]: no rule matches" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
 
 
 def test_one_array_has_any_name(tmp_path: Path) -> None:
