@@ -37,6 +37,7 @@ from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.save import Saved
 from mfload.sources.base import Source
+from mfload.sources.memory import MemorySource
 from mfload.trees import nested
 
 # What a second run can go on after, so that drafts and journal stay.
@@ -85,7 +86,8 @@ def convert(
 
     After a kill, Ctrl-C, a timeout or an error of the source, hidden files stay beside the target;
     the same call goes on with them if the source is the same, and a note says so. Any other
-    conversion or save to that target removes them, and so does any other error.
+    conversion or save to that target removes them. Other errors, and a source that changed, leave
+    nothing, and bytes in memory are not gone on with.
 
     Args:
         source: As for `load`.
@@ -228,8 +230,9 @@ def _rewrite(
     size = sum(made.size for made in layouts)
     hasher = Hasher(rows.values() if known is not None and known.hashed else ())
     notes = list(index.notes)
-    # Sums of the source are of all its bytes, read in one go.
-    key = _key(sources, layouts, loaded) if resume and known is None else None
+    # Sums of the source are of all its bytes, read in one go. Bytes in memory have no identity.
+    resume = resume and known is None and not any(isinstance(s, MemorySource) for s in sources)
+    key = _key(sources, layouts, loaded) if resume else None
     with place.drafts(layouts, key) as drafts, contextlib.ExitStack() as stack:
         journal = stack.enter_context(Journal(drafts, key)) if key else None
         stack.enter_context(_kept(drafts))
@@ -298,11 +301,10 @@ def _kept(drafts: Sequence[Draft]) -> Generator[None]:
     """Has lasting drafts stay after errors that a second run can go on after, and no others."""
     try:
         yield
-    except _CONTINUES:
-        raise
-    except BaseException:
+    except BaseException as error:
+        goes_on = isinstance(error, _CONTINUES) and not isinstance(error, errors.SourceChangedError)
         for draft in drafts:
-            draft.lasting = False
+            draft.lasting = draft.lasting and goes_on
         raise
     for draft in drafts:
         draft.lasting = False

@@ -101,7 +101,9 @@ def save(
         with shown(progress, size) as advance:
             for number, made in enumerate(layouts, 1):
                 written += _write(f"{prefix}-{number:05}", made, spread, group, advance)
-        counts = group.gather("writing", str(written))
+            counts = group.gather("writing", str(written))
+            if advance is not None:
+                advance(size - written)  # What the others wrote.
         if sum(map(int, counts.values())) != size:
             raise errors.WriteError(
                 "the processes did not write the whole of the files",

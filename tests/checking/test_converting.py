@@ -289,6 +289,39 @@ def test_a_target_that_is_no_path(source: Path, target: Any) -> None:
     assert source.read_bytes() == before
 
 
+def test_bytes_in_memory_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells them from other bytes of the same size."""
+    target, arrays = tmp_path / "out.safetensors", [np.full(10**5, n, np.int32) for n in (1, 2)]
+    first, second = (safetensors.numpy.save({"x": each}) for each in arrays)
+    with monkeypatch.context() as patch:
+        _stopping(patch, 3, _Stop())
+        with pytest.raises(KeyboardInterrupt):
+            mfload.convert(first, target)  # pyright: ignore[reportArgumentType]
+    assert os.listdir(tmp_path) == []
+    mfload.convert(second, target)  # pyright: ignore[reportArgumentType]
+    assert (mfload.load(target, "numpy")["x"] == arrays[1]).all()
+
+
+def test_a_source_that_changes_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later call could go on with it."""
+    real = Draft.write
+    times = iter([1, 2])
+
+    def write(self: Draft, *given: Any) -> int:
+        if (seconds := next(times, None)) is not None:
+            os.utime(source, (seconds, seconds))
+        return real(self, *given)
+
+    monkeypatch.setattr(Draft, "write", write)
+    with pytest.raises(errors.SourceChangedError):
+        mfload.convert(source, tmp_path / "out.safetensors")
+    assert os.listdir(tmp_path) == ["in"]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

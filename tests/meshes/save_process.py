@@ -55,8 +55,10 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
     arrays, path = state(mesh), directory / f"{case}.safetensors"
     match case:
         case "flat":
-            done = mfload.save({**arrays, "host": np.arange(5)}, path)
-            return {"files": len(done.files)}
+            seen: list[tuple[int, int]] = []
+            given = {**arrays, "host": np.arange(5)}
+            done = mfload.save(given, path, progress=lambda *each: seen.append(each))
+            return {"files": len(done.files), "seen": seen[-1]}
         case "tree":
             mfload.save({"params": arrays, "step": 3}, path)
         case "shards":

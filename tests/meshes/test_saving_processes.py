@@ -37,6 +37,8 @@ def test_each_writes_what_it_holds(tmp_path: Path) -> None:
     for each in (one, two):
         for case in cases[:5]:
             assert each.said[case]["error"] is None, (case, each.said[case], each.log)
+        done, whole = each.said["flat"]["seen"]
+        assert done == whole == (tmp_path / "flat.safetensors").stat().st_size
     found = mfload.load(tmp_path / "flat.safetensors", "numpy")
     _assert_same(found)
     assert (found["host"] == np.arange(5)).all()
