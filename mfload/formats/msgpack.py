@@ -56,10 +56,6 @@ class _Array(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-class _TruncatedError(errors.HeaderError):
-    """The bytes end within a value."""
-
-
 def recognise(head: bytes, name: str) -> bool:
     """Whether a file looks like one: a map that begins with a name, as far as its head goes."""
     if name.endswith(".msgpack"):
@@ -72,10 +68,8 @@ def recognise(head: bytes, name: str) -> bool:
     walk = _Walk(MemorySource(head), 0)
     try:
         walk.value()
-    except _TruncatedError:
-        return walk.names > 0
     except errors.HeaderError:
-        return False
+        return walk.truncated and walk.names > 0
     return walk.at == len(head)
 
 
@@ -122,7 +116,10 @@ class _Walk:
     Attributes:
         at: Where the next begins.
         names: How many keys are strings, so far.
+        truncated: Whether the bytes end within a value.
     """
+
+    truncated = False
 
     def __init__(self, file: Source, source: int) -> None:
         self._file, self._source = file, source
@@ -134,11 +131,8 @@ class _Walk:
 
     def bad(self, what: str, expected: object = None, found: object = None) -> errors.HeaderError:
         """The error for what is wrong at the value that is being read."""
-        return self._error(errors.HeaderError, what, expected, found)
-
-    def _error(self, kind: Any, what: str, expected: object, found: object) -> errors.HeaderError:
-        name = ".".join(self._path)[:1000] or None
-        return kind(what, file=self._file.name, tensor=name, expected=expected, found=found)
+        name, file = ".".join(self._path)[:1000] or None, self._file.name
+        return errors.HeaderError(what, file=file, tensor=name, expected=expected, found=found)
 
     def _pass(self, nbytes: int) -> int:
         """Goes past bytes; returns where they begin."""
@@ -147,7 +141,8 @@ class _Walk:
             if self._inside:
                 what = "a value reaches out of its extension"
             end = f"{self.at + nbytes} bytes"
-            raise self._error(_TruncatedError, what, end, f"{self._end} bytes")
+            self.truncated = True
+            raise self.bad(what, end, f"{self._end} bytes")
         self.at += nbytes
         return self.at - nbytes
 

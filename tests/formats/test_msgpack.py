@@ -301,8 +301,9 @@ def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_truncation_is_told(tmp_path: Path) -> None:
     raw = pack({"a": _F4, "b": {"c": [1, 2.5, "text", 1j, np.float32(1)], "d": _GOOD}, "e": None})
     for length in range(len(raw)):
-        with pytest.raises(errors.HeaderError):
+        with pytest.raises(errors.HeaderError) as caught:
             reader.read(MemorySource(raw[:length]))
+        assert caught.type is errors.HeaderError
 
 
 # -- fuzzing ---------------------------------------------------------------------------------
