@@ -502,8 +502,8 @@ def save(
             shards that it names (without an index, one complete set of them). Other files
             are never touched; the notes name those that were removed.
         progress: True for a bar, or a function of (bytes done, bytes in all).
-        timeout: Seconds that the processes of a mesh have for the save. Default: no limit, but a
-            process that fails or is gone ends it in all.
+        timeout: Seconds that the processes of a mesh have for the save. Default: ten minutes until
+            all have made the call, then no limit; a process that fails or is gone ends it in all.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
@@ -511,7 +511,7 @@ def save(
     Raises:
         TargetExistsError: A checkpoint exists, and `overwrite` is not set.
         UnsupportedArrayError: An array, or a leaf of the tree, can't be saved; nothing was written.
-        ProcessError: Another process failed or is gone, or saves something else.
+        ProcessError: Another process failed or is gone, saves something else, or made no call.
         UsageError: An argument is invalid, or two leaves of the tree have the same name.
         WriteError: The disk is full, or failed.
         MfloadError: Any other of the tree in `mfload.errors`.
