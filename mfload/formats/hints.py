@@ -21,6 +21,8 @@ _LISTED = 2000  # Names of a directory that are looked at.
 _SHOWN = 3
 
 _TORCH = "load it with torch.load(path, weights_only=True) and write it with mfload.save"
+_PADDLE = "load it with paddle.load(path) and write it with mfload.save"
+_PICKLE = f"a pickle: if torch.save wrote it, {_TORCH}; if paddle.save, {_PADDLE}"
 _UNPACK = "unpack it first"
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"PK\x03\x04", f"a zip archive, as PyTorch and Keras write: if PyTorch's, {_TORCH}"),
@@ -43,13 +45,15 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"BZh", f"a bzip2 file: {_UNPACK}"),
     (257, b"ustar", f"a tar archive: {_UNPACK}"),
     (0, bytes(64), "all zeros: was a download interrupted?"),
-    *((0, bytes((0x80, n)), f"a pickle, as torch.save wrote: {_TORCH}") for n in range(2, 6)),
+    *((0, bytes((0x80, n)), _PICKLE) for n in range(2, 6)),
 )
 _NAMES = (
     (re.compile(r"saved_model\.pb"), "a SavedModel: load it with tf.saved_model.load"),
     (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: use tf.train"),
     (re.compile(r".*\.distcp"), "a checkpoint of torch.distributed.checkpoint"),
     (re.compile(r".*\.(bin|pt|pth|ckpt)"), f"PyTorch files: {_TORCH}"),
+    (re.compile(r".*\.pdparams"), f"Paddle files: {_PADDLE}"),
+    (re.compile(r".*\.(incomplete|part|crdownload)"), "an unfinished download: download it again"),
     (re.compile(r".*\.gguf"), "GGUF files: look for the model's safetensors"),
 )
 _WEIGHTS = (".safetensors", ".index.json", ".npz")

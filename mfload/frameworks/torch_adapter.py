@@ -151,7 +151,8 @@ def make(device: object) -> TorchAdapter:
     except (  # Of a kind of device whose package is not there, ImportError.
         RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError, ImportError,
     ) as error:  # fmt: skip
-        meant = "PyTorch's name for GPUs is 'cuda'" if str(device).startswith("gpu") else error
+        gpu = str(device).lower().startswith("gpu")
+        meant = "PyTorch's name for GPUs is 'cuda'" if gpu else error
         raise base.no_device("torch", device, str(meant).splitlines()[0]) from error
     return _at(wanted)
 

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mfload import errors, sources
+from mfload.formats.base import FORMATS
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import encodable
 from mfload.saving.layout import REPLACED
 from mfload.sources.local import kind_of
+
+OTHERS = tuple(suffix for suffix in FORMATS if suffix != SUFFIX)
+"""Ends of names by which files are read as another format than the one that is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,13 @@ def resolve(path: str | os.PathLike[str]) -> Location:
     if place.name.endswith(".json"):
         raise errors.UsageError(
             "an index is written beside its shards",
+            file=given,
+            expected=f"a {SUFFIX} file or a directory",
+            found=place.name,
+        )
+    if place.name.endswith(OTHERS):
+        raise errors.UsageError(
+            "checkpoints are written as safetensors; a name of another format can't be loaded",
             file=given,
             expected=f"a {SUFFIX} file or a directory",
             found=place.name,

@@ -38,9 +38,9 @@ def find(where: Location, options: LoadOptions | None = None) -> Source:
             return local_file(os.fspath(where))
         scheme = where.partition("://")[0].lower()
         if scheme not in SCHEMES:
-            how = " with `hf download`" if scheme == "hf" else ""
+            how = {"hf": "download it first with `hf download`", "file": "give the path alone"}
             raise errors.SourceNotFoundError(
-                f"mfload reads no {scheme}:// URLs: download it first{how}",
+                f"mfload reads no {scheme}:// URLs: {how.get(scheme, 'download it first')}",
                 file=redacted(where),
                 expected=f"a path, or a URL of {', '.join(SCHEMES)}",
             )

@@ -251,7 +251,16 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
     if number:  # Such as steps and rates.
         return role._replace(names=names, value=value, optional=True, also=_also(paths))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    extended, row = (True, None) if dtype is None else _row(dtype)
+    try:
+        extended, row = (True, None) if dtype is None else _row(dtype)
+    except TypeError as error:  # Such as torch.float32.
+        home = type(value).__module__.partition(".")[0]
+        raise errors.UsageError(
+            f"the leaf {names[0]!r} of the target is not an array of JAX or NumPy",
+            expected="load_into(model, path) with the module itself, or load(path, framework) for "
+            "tensors by name",
+            found=f"{type(value).__name__} of {home}",
+        ) from error
     # Typed PRNG keys are arrays of an extended dtype.
     if extended or not isinstance(shape, tuple):
         said = {"held": False, "abstract": abstract, "optional": True, "also": _also(paths)}

@@ -83,8 +83,9 @@ class TestTorch(WritableConformance):
         self.assert_loaded(mfload.load(path, framework="torch", device=torch.device("cpu")), rows)
         nowhere = mfload.load(path, framework="torch", device="meta", names=["F32"])["F32"]
         assert nowhere.is_meta
-        with pytest.raises(errors.DeviceError, match=r"'gpu:0'.*name for GPUs is 'cuda'"):
-            mfload.load(path, framework="torch", device="gpu:0")
+        for gpu in ("gpu:0", "GPU"):
+            with pytest.raises(errors.DeviceError, match=f"'{gpu}'.*name for GPUs is 'cuda'"):
+                mfload.load(path, framework="torch", device=gpu)
 
     def test_the_meta_device_as_a_default_is_refused(self, aligned: Any) -> None:
         with torch.device("meta"):

@@ -34,6 +34,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("model.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(200))
     Path("config.json").write_text('{"model_type": "llama"}')
     Path("notes").mkdir()
+    Path("paddle").mkdir()
+    Path("paddle/model.pdparams").write_bytes(b"\x80\x04\x95" + bytes(200))
+    Path("cut").mkdir()
+    Path("cut/model.safetensors.incomplete").write_bytes(bytes(20))
+
+
+def _saved_as(end: str) -> Callable[[], Any]:
+    return lambda: mfload.save(ARRAYS, f"new{end}")
 
 
 def _mesh() -> Mesh:
@@ -59,6 +67,13 @@ def _without(module: str) -> Callable[[], Any]:
             return mfload.load(PATH, module)
 
     return call
+
+
+class _Foreign:
+    """As a tensor of PyTorch, whose dtype NumPy does not know."""
+
+    shape = (4,)
+    dtype = object()
 
 
 Case = tuple[Callable[[], Any], type[errors.MfloadError], tuple[str, ...]]
@@ -91,6 +106,14 @@ CASES: dict[str, Case] = {
         _load("model.pt"), errors.HeaderError, ("torch.load(path, ", "mfload.save")),
     "directory of PyTorch files": (
         _load("torch"), errors.SourceNotFoundError, ("pytorch_model.bin", "mfload.save")),
+    "Paddle file": (
+        _load("paddle/model.pdparams"), errors.HeaderError, ("if paddle.save, load it with",)),
+    "directory of Paddle files": (
+        _load("paddle"), errors.SourceNotFoundError, ("paddle.load(path)",)),
+    "unfinished download": (
+        _load("cut"), errors.SourceNotFoundError, ("an unfinished download",)),
+    "URL of a file here": (
+        _load("file:///model.safetensors"), errors.SourceNotFoundError, ("the path alone",)),
     "GGUF file": (
         _load("model.gguf"), errors.HeaderError, ("GGUF", "look for the model's safetensors")),
     "name mistyped": (
@@ -155,6 +178,17 @@ CASES: dict[str, Case] = {
     "save swapped": (
         lambda: mfload.save("new.safetensors", ARRAYS), errors.UsageError,  # type: ignore
         ("save(arrays, path)",)),
+    "tensors of another framework as a target": (
+        lambda: mfload.load_into({"dense": {"bias": _Foreign()}}, PATH), errors.UsageError,
+        ("'dense.bias'", "load_into(model, path)")),
+    "restore into tensors of another framework": (
+        lambda: mfload.restore(PATH, {"dense": {"bias": _Foreign()}}), errors.UsageError,
+        ("'dense.bias'", "load_into(model, path)")),
+    **{f"save as {end}": (
+        _saved_as(end), errors.UsageError,
+        ("a .safetensors file or a directory",)) for end in (".npz", ".npy", ".msgpack")},
+    "convert to a name of another format": (
+        lambda: mfload.convert(PATH, "new.npz"), errors.UsageError, ("a .safetensors file",)),
     "save over a checkpoint": (
         lambda: mfload.save(ARRAYS, PATH), errors.TargetExistsError, ("overwrite=True",)),
 }  # fmt: skip
