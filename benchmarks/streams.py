@@ -3,8 +3,8 @@
     python -m benchmarks.streams
 
 Writes `streams.json` and the figures of `loading.md`. The two take turns in one process for each
-framework; files are in the page cache, memory is given back between samples, and every page of the
-result is touched before the clock stops.
+framework; files are in the page cache, memory of the machine is there in small and in huge pages
+before each sample, and every page of the result is touched before the clock stops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _LIMIT = 1.1
 _CHILD = """
 import gc, importlib, json, random, resource, sys, time
 import mfload
-framework, folder, rounds, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+from mfload.bench import machine
+framework, folder = sys.argv[1:3]
+rounds, seed, nbytes = map(int, sys.argv[3:])
 int16 = importlib.import_module(framework).int16
 ways = {"load": mfload.load, "stream": lambda *given: dict(mfload.stream(*given))}
 def used():
@@ -40,6 +42,7 @@ chance, order = random.Random(seed), list(ways)
 for number in range(-1, rounds):  # The first is for imports and the page cache.
     chance.shuffle(order)
     for way in order:
+        machine.prime(2 * nbytes)
         cpu, start = used(), time.perf_counter()
         arrays = ways[way](folder, framework)
         total = 0
@@ -63,7 +66,7 @@ def measure(folder: Path, frameworks: Sequence[str], rounds: int, seed: int, gb:
         busy = described.busy_share()
         results.run["busy_share"][framework] = round(busy, 3)
         print(f"{framework}: {len(WAYS)} × {rounds}, machine {busy:.0%} busy with other things")
-        given = [framework, str(folder / "model"), str(rounds), str(seed)]
+        given = [framework, str(folder / "model"), str(rounds), str(seed), str(found.nbytes)]
         made = subprocess.run(
             [sys.executable, "-c", _CHILD, *given],
             env=process.environment({"OMP_NUM_THREADS": "1"}, []),
