@@ -1,0 +1,1 @@
+"""Weights from a running process: seeds, readers and the planner between them."""

@@ -1,0 +1,210 @@
+"""The client of seeds and planners: kept connections, a token, TLS, and no patience.
+
+What a server sends is hostile input: answers have a largest size, and a connection that brings too
+little for `stalled` seconds is given up.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mfload import errors
+from mfload.formats import strict_json
+from mfload.peer.options import Tls, split_address
+
+T = TypeVar("T")
+
+_BROKEN = (OSError, http.client.HTTPException)
+_LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
+_PIECE = 1 << 20
+_ANSWER = 10.0  # Seconds for a whole answer that is not data.
+_REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
+    401: (errors.SourcePermissionError, "the peer asks for another token"),
+    404: (errors.SourceNotFoundError, "the peer does not have it"),
+    410: (errors.SourceChangedError, "the seed has another generation now"),
+    503: (errors.ReadError, "the peer is busy"),
+}
+
+
+class Client:
+    """Talks to one server; threads may share it.
+
+    Args:
+        address: "host:port".
+        name: What errors name it.
+        stalled: Seconds without progress after which a connection is given up.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        stalled: float = 1.5,
+        name: str | None = None,
+    ) -> None:
+        self.address, self.name, self.stalled = address, name or address, stalled
+        self._host = split_address(address)
+        self._headers = {"User-Agent": "mfload"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._context = None if tls is None else tls.context(server=False)
+        self._idle: deque[http.client.HTTPConnection] = deque()
+        self._lock = threading.Lock()
+
+    def json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        limit: int = 1 << 20,
+        seconds: float = _ANSWER,
+    ) -> Any:
+        """The JSON that answers a request; None if the answer is empty.
+
+        Raises:
+            SourceError: The server can't be reached, refuses, or takes longer than `seconds`.
+            HeaderError: The answer is malformed or longer than `limit` bytes.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        until = time.monotonic() + seconds
+
+        def read(response: http.client.HTTPResponse) -> bytes:
+            if (response.length or 0) > limit:
+                what = "the answer of the peer is over the limit"
+                expected = f"at most {limit} bytes"
+                found = f"{response.length} bytes"
+                raise errors.HeaderError(what, file=self.name, expected=expected, found=found)
+            parts: list[bytes] = []
+            while part := response.read1(64 << 10):
+                parts.append(part)
+                if time.monotonic() > until or sum(map(len, parts)) > limit:
+                    raise TimeoutError("the answer does not end")
+            return b"".join(parts)
+
+        text = self._ask(method, path, data, {}, (200, 201, 204), read)
+        return strict_json.loads(text, self.name, "answer") if text else None
+
+    def read_into(self, path: str, vector: Sequence[Any], offset: int) -> None:
+        """Fills the buffers of a vector with the bytes of a path from `offset` on.
+
+        Raises SourceError if the server can't be reached, refuses, or stalls.
+        """
+        views = [memoryview(each).cast("B") for each in vector if each.nbytes]
+        wanted = sum(each.nbytes for each in views)
+        headers = {"Range": f"bytes={offset}-{offset + wanted - 1}"}
+
+        def read(response: http.client.HTTPResponse) -> None:
+            if response.length != wanted:
+                what = "the peer sends another range than it was asked for"
+                found = f"{response.length} bytes"
+                expected = f"{wanted} bytes"
+                raise errors.ReadError(what, file=self.name, expected=expected, found=found)
+            since, count = time.monotonic(), 0
+            for view in views:
+                at = 0
+                while at < view.nbytes:
+                    got = response.readinto(view[at : at + _PIECE])
+                    if not got:
+                        raise http.client.IncompleteRead(b"")
+                    at, count = at + got, count + got
+                    if count >= _LEAST:
+                        since, count = time.monotonic(), 0
+                    elif time.monotonic() > since + self.stalled:
+                        raise TimeoutError
+
+        if wanted:
+            self._ask("GET", path, None, headers, (206,), read)
+
+    def close(self) -> None:
+        """Closes the connections that wait."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        fine: tuple[int, ...],
+        read: Callable[[http.client.HTTPResponse], T],
+    ) -> T:
+        connection, kept = self._connection()
+        try:
+            try:
+                response = self._send(connection, method, path, body, headers)
+            except ConnectionError:
+                if not kept:
+                    raise
+                connection.close()  # The server may have closed it meanwhile.
+                response = self._send(connection, method, path, body, headers)
+            if response.status not in fine:
+                self._refuse(response)
+            found = read(response)
+        except errors.MfloadError:
+            connection.close()
+            raise
+        except _BROKEN as error:
+            connection.close()
+            raise self._broken(error) from error
+        except BaseException:
+            connection.close()
+            raise
+        if response.isclosed() or not response.length:
+            response.close()
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return found
+
+    def _send(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+    ) -> http.client.HTTPResponse:
+        connection.request(method, path, body, {**self._headers, **headers})
+        return connection.getresponse()
+
+    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+        try:
+            return self._idle.pop(), True
+        except IndexError:
+            host, port = self._host
+        if self._context is None:
+            return http.client.HTTPConnection(host, port, timeout=self.stalled), False
+        made = http.client.HTTPSConnection(host, port, timeout=self.stalled, context=self._context)
+        return made, False
+
+    def _refuse(self, response: http.client.HTTPResponse) -> None:
+        kind, what = _REFUSALS.get(
+            response.status, (errors.ReadError, "the peer refuses the request")
+        )
+        said = response.read(200).decode("ascii", "replace")
+        found = f"{response.status} {errors.shown(said, 160)}".strip()
+        raise kind(what, file=self.name, found=found)
+
+    def _broken(self, error: Exception) -> errors.SourceError:
+        if isinstance(error, TimeoutError):
+            what, found = "the peer stalls", f"no progress for {self.stalled:g} s"
+        elif isinstance(error, ConnectionRefusedError | socket.gaierror):
+            what, found = "no peer listens there", str(error)
+            return errors.SourceNotFoundError(what, file=self.name, found=errors.shown(found, 160))
+        elif isinstance(error, ssl.SSLError):
+            what, found = "no secure connection to the peer", str(error)
+        else:
+            what, found = "the connection to the peer broke off", str(error) or type(error).__name__
+        return errors.ReadError(what, file=self.name, found=errors.shown(found, 160))

@@ -1,0 +1,93 @@
+"""The data of a seed: memory that is held, as one flat space of bytes."""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.peer.manifest import BLOCK
+
+
+def hasher() -> Any:
+    """The xxh3_64 of the package xxhash; raises FrameworkMissingError without it."""
+    try:
+        return importlib.import_module("xxhash").xxh3_64
+    except ImportError:
+        raise errors.FrameworkMissingError(
+            "checksums of a peer need the package xxhash: pip install 'mfload[peer]'",
+            expected="xxhash, or checksums=False on both sides",
+        ) from None
+
+
+class Data:
+    """Flat uint8 arrays, one after the other.
+
+    Attributes:
+        arrays: Those that have bytes.
+        starts: First byte of each.
+        size: Bytes of all.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[Any] = []
+        self.starts: list[int] = []
+        self.size = 0
+        self._known: dict[tuple[int, int], int] = {}
+
+    def add(self, memory: Any) -> int:
+        """Adds an array, unless its memory is there already; returns its first byte."""
+        if not memory.size:
+            return self.size
+        key = memory.ctypes.data, memory.size
+        if key not in self._known:
+            self._known[key] = self.size
+            self.arrays.append(memory)
+            self.starts.append(self.size)
+            self.size += memory.size
+        return self._known[key]
+
+    def parts(self, start: int, stop: int) -> Iterator[Any]:
+        """The memory of a range, array by array."""
+        n = max(0, bisect.bisect_right(self.starts, start) - 1)
+        while start < stop:
+            memory, first = self.arrays[n], self.starts[n]
+            part = memory[start - first : stop - first]
+            yield part
+            start, n = start + part.size, n + 1
+
+    def checksums(self) -> str:
+        """The checksum of each block, as the manifest has them."""
+        new = hasher()
+        found: list[str] = []
+        for start in range(0, self.size, BLOCK):
+            made = new()
+            for part in self.parts(start, min(start + BLOCK, self.size)):
+                made.update(part)
+            found.append(made.hexdigest())
+        return "".join(found)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Address and bytes of each array, in order."""
+        return [(each.ctypes.data, each.size) for each in self.arrays]
+
+
+def take(vector: Sequence[Any], start: int, stop: int) -> list[Any]:
+    """A range of the bytes of several buffers, as parts of them."""
+    found: list[Any] = []
+    at = 0
+    for each in vector:
+        low, high = max(start - at, 0), min(stop - at, each.nbytes)
+        if low < high:
+            found.append(memoryview(each).cast("B")[low:high])
+        at += each.nbytes
+    return found
+
+
+def flat(data: Any) -> Any:
+    """Bytes as a flat uint8 array."""
+    return np.frombuffer(data, np.uint8)

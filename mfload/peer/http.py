@@ -1,0 +1,51 @@
+"""Transport "http": ranges of the data over HTTP, or HTTPS where both sides have certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mfload import errors
+from mfload.peer.data import Data
+from mfload.peer.transports import Offer, Remote
+from mfload.sources.base import Costs
+
+COSTS = Costs(block=8 << 20, merge_gap=64 << 10, concurrency=4)
+
+
+def offer(data: Data, generation: int) -> Offer:
+    """The seed's server sends the data."""
+    del data, generation
+    return Offer(True)
+
+
+def connect(given: Any, remote: Remote) -> HttpWay | str:
+    """The way to the server that sent the manifest."""
+    return HttpWay(remote) if given is True else "the seed does not offer it"
+
+
+class HttpWay:
+    """Reads ranges from a seed's server (see `Way`)."""
+
+    costs, why = COSTS, "HTTP: the seed sends from where the weights lie"
+
+    def __init__(self, remote: Remote) -> None:
+        self._client, about = remote.client, remote.manifest
+        self._about = {"incarnation": about.incarnation, "generation": about.generation}
+        self._path = f"/v1/data/{about.incarnation}/{about.generation}"
+        self._name = remote.name
+
+    def read(self, vector: Sequence[Any], offset: int) -> None:
+        """Fills buffers (see `Way`)."""
+        self._client.read_into(self._path, vector, offset)
+
+    def check(self) -> bool:
+        """Asks the seed for its state (see `Way`)."""
+        state = self._client.json("GET", "/v1/state", seconds=self._client.stalled)
+        if not isinstance(state, dict):
+            raise errors.HeaderError("the seed's state is malformed", file=self._name)
+        return self._about.items() <= state.items()
+
+    def close(self) -> None:
+        """Closes the connections that wait."""
+        self._client.close()

@@ -1,0 +1,206 @@
+"""The manifest: what a seed holds, exactly, and how its bytes can be had.
+
+Readers take it as hostile input: everything in it is checked before anything follows from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from mfload import dtypes, errors
+from mfload.formats import strict_json
+from mfload.formats.strict_json import brief
+from mfload.index import Box
+
+BLOCK = 256 << 10
+"""Bytes of data that share a checksum."""
+
+MAX_MANIFEST = 1 << 30
+MAX_RANK = 64
+
+_VERSION = 1
+_MOST = 1 << 62
+_HEX32 = re.compile(r"[0-9a-f]{32}")
+_DIGESTS = re.compile(r"(?:[0-9a-f]{16})*")
+NAME = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
+"""Names of models and revisions."""
+
+
+class Fragment(NamedTuple):
+    """A box of a tensor, at `offset` of the seed's data."""
+
+    box: Box
+    offset: int
+    nbytes: int
+
+
+class Entry(NamedTuple):
+    """A tensor: name, dtype as formats call it, global shape, sharding for people, fragments."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str
+    fragments: tuple[Fragment, ...]
+
+
+class Manifest(NamedTuple):
+    """What a seed says of itself.
+
+    Attributes:
+        incarnation: 32 hexadecimal digits, drawn when the seed began.
+        generation: Which version of the weights; each update counts it up.
+        size: Bytes of data: the fragments, one after the other.
+        entries: The tensors.
+        metadata: Free-form strings.
+        checksums: The xxh3_64 of each `BLOCK` bytes of data, 16 hexadecimal digits each; None if
+            there are none.
+        ways: What each transport offers, by its name.
+    """
+
+    model: str
+    revision: str
+    incarnation: str
+    generation: int
+    size: int
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    checksums: str | None
+    ways: dict[str, Any]
+
+    @property
+    def layout(self) -> str:
+        """The fingerprint of names, dtypes and shapes, whatever the sharding."""
+        rows = sorted((each.name, each.dtype, each.shape) for each in self.entries)
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+    def to_json(self) -> bytes:
+        """The manifest as it is sent."""
+        fields = self._asdict()
+        rows = [
+            [each.name, each.dtype, each.shape, each.sharding, each.fragments]
+            for each in fields.pop("entries")
+        ]
+        given = {"mfload_seed": _VERSION, **fields, "block": BLOCK, "tensors": rows}
+        return json.dumps(given, separators=(",", ":")).encode()
+
+
+def from_json(data: Any, name: str) -> Manifest:
+    """The manifest of parsed JSON, that the peer `name` sent.
+
+    Raises:
+        HeaderError: It breaks a rule: of its fields, sizes, boxes, names.
+    """
+    check = _Checked(name)
+    given = check.of(data, dict, "a manifest", lambda value: value.get("mfload_seed") == _VERSION)
+    model = check.field(given, "model", str, lambda text: bool(NAME.fullmatch(text)))
+    revision = check.field(given, "revision", str, lambda v: not v or bool(NAME.fullmatch(v)))
+    incarnation = check.field(given, "incarnation", str, lambda v: bool(_HEX32.fullmatch(v)))
+    generation = check.field(given, "generation", int, _is_count)
+    size = check.field(given, "size", int, _is_count)
+    metadata = check.field(given, "metadata", dict, lambda v: {*map(type, v.values())} <= {str})
+    ways = check.field(given, "ways", dict, lambda v: len(v) <= 32)
+    checksums = given.get("checksums")
+    if checksums is not None:
+        blocks = -(-size // BLOCK)
+        check.field(given, "block", int, lambda value: value == BLOCK)
+        check.of(checksums, str, "checksums", lambda v: len(v) == 16 * blocks)
+        check.of(checksums, str, "checksums", lambda v: bool(_DIGESTS.fullmatch(v)))
+    rows = check.field(given, "tensors", list)
+    entries = tuple(_entry(row, check) for row in rows)
+    if len({each.name for each in entries}) < len(entries):
+        check.fail("two tensors have one name", "names that differ", None)
+    _check_places([each for row in entries for each in row.fragments], size, check)
+    return Manifest(
+        model, revision, incarnation, generation, size, entries, metadata, checksums, ways
+    )
+
+
+def _is_count(value: int) -> bool:
+    return 0 <= value < _MOST
+
+
+class _Checked:
+    """Takes values apart, or raises HeaderError that names the peer."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.tensor = name, None
+
+    def fail(self, what: str, expected: object, found: object) -> NoReturn:
+        message = f"the seed's manifest is malformed: {what}"
+        shown = found if found is None else brief(found)
+        raise errors.HeaderError(
+            message, file=self.name, tensor=self.tensor, expected=expected, found=shown
+        )
+
+    def of(
+        self, value: Any, kind: type, what: str, fine: Callable[[Any], bool] | None = None
+    ) -> Any:
+        if type(value) is not kind or (fine is not None and not fine(value)):
+            self.fail(f"{what} is wrong", kind.__name__, value)
+        return value
+
+    def field(
+        self,
+        given: Mapping[str, Any],
+        key: str,
+        kind: type,
+        fine: Callable[[Any], bool] | None = None,
+    ) -> Any:
+        return self.of(given.get(key), kind, key, fine)
+
+    def row(self, value: Any, length: int, what: str) -> Sequence[Any]:
+        return self.of(value, list, what, lambda row: len(row) == length)
+
+
+def _entry(row: Any, check: _Checked) -> Entry:
+    check.tensor = None
+    name, dtype, shape, sharding, given = check.row(row, 5, "a tensor")
+    check.of(name, str, "a name", strict_json.encodable)
+    check.tensor = name
+    check.of(sharding, str, "the sharding", lambda text: len(text) <= 1000)
+    kind = dtypes.TABLE.get(check.of(dtype, str, "the dtype"))
+    if kind is None:
+        check.fail("the dtype is unknown", "a dtype of the table", dtype)
+    dims = tuple(check.of(n, int, "a dim", _is_count) for n in check.of(shape, list, "the shape"))
+    if len(dims) > MAX_RANK or math.prod(n or 1 for n in dims) >= _MOST:
+        check.fail(
+            "the shape is over the limit", f"at most {MAX_RANK} dims and 2^62 elements", shape
+        )
+    if kind.size_of(dims) is None:
+        check.fail("the elements fill no whole bytes", f"a multiple of {kind.elements}", shape)
+    fragments: list[Fragment] = []
+    for each in check.of(given, list, "the fragments"):
+        spans, offset, nbytes = check.row(each, 3, "a fragment")
+        check.of(offset, int, "an offset", _is_count)
+        check.of(nbytes, int, "a size", _is_count)
+        check.of(spans, list, "a box", lambda box: len(box) == len(dims))
+        box: list[tuple[int, int]] = []
+        for span, length in zip(spans, dims, strict=True):
+            low, high = check.row(span, 2, "a box")
+            check.of(low, int, "a box", _is_count)
+            check.of(high, int, "a box", lambda stop, low=low, most=length: low <= stop <= most)
+            box.append((low, high))
+        expected = kind.size_of(tuple(high - low for low, high in box))
+        packs = kind.elements > 1 and box and (box[-1][0] % kind.elements or expected is None)
+        if packs or nbytes != expected:
+            check.fail("a fragment has another size than its box", expected, nbytes)
+        fragments.append(Fragment(tuple(box), offset, nbytes))
+    return Entry(name, dtype, dims, sharding, tuple(fragments))
+
+
+def _check_places(fragments: Sequence[Fragment], size: int, check: _Checked) -> None:
+    """Fragments lie within the data; two may share bytes only if they are the same ones."""
+    check.tensor, end, last = None, 0, (-1, -1)
+    for offset, nbytes in sorted((each.offset, each.nbytes) for each in fragments):
+        if offset + nbytes > size:
+            check.fail("a fragment lies outside the data", f"within {size} bytes", offset + nbytes)
+        if nbytes and offset < end and (offset, nbytes) != last:
+            check.fail("fragments overlap", f"from byte {end} on", offset)
+        if nbytes:
+            end, last = max(end, offset + nbytes), (offset, nbytes)

@@ -1,0 +1,155 @@
+"""Transport "memfd": a sealed copy of the data, handed to a process of the same user.
+
+Where the kernel does not let one process read another. The copy is made when a reader asks for it
+first, once a generation; it has no name, so that nothing is left behind after a kill.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from mfload import errors
+from mfload.peer.data import Data
+from mfload.peer.transports import Offer, Remote
+from mfload.sources.base import Costs
+
+_PIECE = 64 << 20
+_WAIT = 5.0  # Seconds that a reader has to take what it asked for.
+_COPIED = 500e6  # Bytes a second of the copy, at least, which a reader waits for.
+_CREDENTIALS = struct.Struct("3i")
+
+
+def offer(data: Data, generation: int) -> Offer | None:
+    """Listens on a Unix socket without a name in the file system."""
+    del generation
+    if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
+        return None
+    name = f"mfload-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen(16)
+    giver = _Giver(data, listener)
+    threading.Thread(target=giver.run, name="mfload-memfd", daemon=True).start()
+    return Offer({"socket": name}, giver.close)
+
+
+class _Giver:
+    """Hands the copy to readers, one after the other."""
+
+    def __init__(self, data: Data, listener: socket.socket) -> None:
+        self._data, self._listener, self._fd = data, listener, -1
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.settimeout(_WAIT)
+                size = _CREDENTIALS.size
+                raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+                _, user, _ = _CREDENTIALS.unpack(raw)
+                if user in (os.geteuid(), 0):
+                    with self._lock:
+                        if self._closed:
+                            return
+                        socket.send_fds(connection, [b"1"], [self._copied()])
+
+    def close(self) -> None:
+        """Ends listening; readers keep what they have."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            self._closed = True
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _copied(self) -> int:
+        if self._fd < 0:
+            import fcntl
+
+            fd = os.memfd_create("mfload-seed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                for start in range(0, self._data.size, _PIECE):
+                    for part in self._data.parts(start, min(start + _PIECE, self._data.size)):
+                        view = memoryview(part)
+                        while view:
+                            view = view[os.write(fd, view) :]
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._fd = fd
+        return self._fd
+
+
+def connect(given: Any, remote: Remote) -> MemfdWay | str:
+    """Takes the copy from the seed; what it sends must have the size of the data."""
+    name = given.get("socket") if isinstance(given, dict) else None
+    if not isinstance(name, str) or not name.startswith("mfload-") or len(name) > 80:
+        what = "the seed's manifest is malformed: what it says of its socket"
+        raise errors.HeaderError(what, file=remote.name)
+    if not hasattr(socket, "recv_fds"):
+        return "the system hands over no descriptors"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.settimeout(remote.stalled + remote.manifest.size / _COPIED)
+            connection.connect(f"\0{name}")
+            _, descriptors, *_ = socket.recv_fds(connection, 1, 4)
+        except OSError as error:
+            return f"the seed's socket can't be reached: {error}"
+    if not descriptors:
+        return "the seed hands over no memory"
+    for extra in descriptors[1:]:
+        os.close(extra)
+    way = MemfdWay(descriptors[0], remote)
+    if os.fstat(descriptors[0]).st_size != remote.manifest.size:
+        way.close()
+        return "the memory that the seed hands over has another size"
+    return way
+
+
+class MemfdWay:
+    """Reads a copy of the data that no one changes any more (see `Way`)."""
+
+    costs = Costs()
+    why = "a memfd over a Unix socket: the seed made one copy of all"
+
+    def __init__(self, fd: int, remote: Remote) -> None:
+        self._fd, self._remote = fd, remote
+
+    def read(self, vector: Sequence[Any], offset: int) -> None:
+        """Fills buffers (see `Way`)."""
+        for each in vector:
+            view = memoryview(each).cast("B")
+            while view:
+                got = os.preadv(self._fd, [view], offset)
+                if not got:
+                    what = "the seed's memory ended before its data"
+                    raise errors.SourceChangedError(what, file=self._remote.name)
+                view, offset = view[got:], offset + got
+
+    def check(self) -> bool:
+        """Asks the seed's server (see `Way`)."""
+        from mfload.peer.http import HttpWay
+
+        return HttpWay(self._remote).check()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)

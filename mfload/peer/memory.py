@@ -1,0 +1,163 @@
+"""Transport "memory": the kernel copies out of a process of the same user on the same machine.
+
+`process_vm_readv` needs no help of the seed. That the process is the seed is proved by what it
+keeps at an address that it told: a secret number, and its generation, which is read again after
+the last byte. A seed opens nothing for it: where the kernel lets only parents read their children
+(Yama), another transport is taken.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.peer.data import Data
+from mfload.peer.transports import Offer, Remote
+from mfload.sources.base import Costs
+
+_SECRET, _WORD = 16, 24
+_MOST = 1 << 47  # No user's address lies beyond.
+_CALLS = 512  # Ranges a call, on both sides; Linux takes 1024.
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def _call() -> Any:
+    """The system call; None where there is none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is not None:
+        call.restype = ctypes.c_ssize_t
+        call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p]
+        call.argtypes += [ctypes.c_ulong, ctypes.c_ulong]
+    return call
+
+
+def offer(data: Data, generation: int) -> Offer | None:
+    """Tells where the data lies, and where the proof is."""
+    if _call() is None:
+        return None
+    proof = np.frombuffer(secrets.token_bytes(_SECRET) + struct.pack("<q", generation), np.uint8)
+    proof = proof.copy()
+
+    def close() -> None:
+        proof[_SECRET:] = 255  # No generation.
+
+    given = {
+        "pid": os.getpid(),
+        "proof": [proof.ctypes.data, proof[:_SECRET].tobytes().hex()],
+        "spans": data.spans(),
+    }
+    return Offer(given, close)
+
+
+def connect(given: Any, remote: Remote) -> MemoryWay | str:
+    """Reads the proof; hostile input can lead to other memory of the same user's at most."""
+    call = _call()
+    if call is None:
+        return "the system has no process_vm_readv"
+    pid, proof, spans = _checked(given, remote)
+    way = MemoryWay(call, pid, proof, spans, remote.manifest.generation, remote.name)
+    try:
+        return way if way.check() else "the process of that number is not the seed"
+    except errors.SourceError:
+        return "the seed runs on another machine, or apart from this process"
+    except OSError as error:
+        return f"the kernel refuses: {os.strerror(error.errno or 0)}"
+
+
+def _checked(given: Any, remote: Remote) -> tuple[int, tuple[int, bytes], list[tuple[int, int]]]:
+    try:
+        pid, (address, secret), spans = given["pid"], given["proof"], given["spans"]
+        rows = [(start, nbytes) for start, nbytes in spans]
+        numbers = [pid, address, *(n for row in rows for n in row)]
+        fine = {*map(type, numbers)} == {int} and min(numbers) > 0 and max(numbers) < _MOST
+        fine &= len(secret) == 2 * _SECRET and pid < 1 << 31
+        if fine and sum(nbytes for _, nbytes in rows) == remote.manifest.size:
+            return pid, (address, bytes.fromhex(secret)), rows
+    except (KeyError, TypeError, ValueError):
+        pass
+    what = "the seed's manifest is malformed: what it says of its memory"
+    raise errors.HeaderError(what, file=remote.name)
+
+
+class MemoryWay:
+    """Reads the memory of one process (see `Way`)."""
+
+    costs = Costs()
+    why = "process_vm_readv: one copy by the kernel, the seed does nothing"
+
+    def __init__(
+        self,
+        call: Any,
+        pid: int,
+        proof: tuple[int, bytes],
+        spans: list[tuple[int, int]],
+        generation: int,
+        name: str,
+    ) -> None:
+        self._call, self._pid, self._name = call, pid, name
+        self._address, self._secret = proof
+        self._generation = generation
+        self._bases = [base for base, _ in spans]
+        self._starts = [0]
+        for _, nbytes in spans:
+            self._starts.append(self._starts[-1] + nbytes)
+
+    def read(self, vector: Sequence[Any], offset: int) -> None:
+        """Fills buffers (see `Way`)."""
+        local = [(np.frombuffer(each, np.uint8).ctypes.data, each.nbytes) for each in vector]
+        stop = offset + sum(nbytes for _, nbytes in local)
+        remote: list[tuple[int, int]] = []
+        n = bisect.bisect_right(self._starts, offset) - 1
+        while offset < stop:
+            nbytes = min(stop, self._starts[n + 1]) - offset
+            remote.append((self._bases[n] + offset - self._starts[n], nbytes))
+            offset, n = offset + nbytes, n + 1
+        self._copy(local, remote)
+
+    def check(self) -> bool:
+        """Whether the proof is still there (see `Way`)."""
+        found = np.empty(_WORD, np.uint8)
+        self._copy([(found.ctypes.data, _WORD)], [(self._address, _WORD)])
+        return found.tobytes() == self._secret + struct.pack("<q", self._generation)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _copy(self, local: list[tuple[int, int]], remote: list[tuple[int, int]]) -> None:
+        """Copies ranges of the other process to ranges of this one, of as many bytes in all."""
+        mine, theirs = [each for each in local if each[1]], remote
+        while mine:
+            given = (_Vector * min(len(mine), _CALLS))(*mine[:_CALLS])
+            wanted = (_Vector * min(len(theirs), _CALLS))(*theirs[:_CALLS])
+            got = self._call(self._pid, given, len(given), wanted, len(wanted), 0)
+            if got <= 0:
+                self._fail(ctypes.get_errno() if got < 0 else 0)
+            mine, theirs = _rest(mine, got), _rest(theirs, got)
+
+    def _fail(self, number: int) -> None:
+        if number == errno.ESRCH:
+            what, found = "the seed's process is gone", f"no process {self._pid}"
+            raise errors.SourceNotFoundError(what, file=self._name, found=found)
+        if number in (errno.EFAULT, 0):
+            raise errors.SourceChangedError("the seed let go of its memory", file=self._name)
+        raise OSError(number, os.strerror(number))
+
+
+def _rest(ranges: list[tuple[int, int]], done: int) -> list[tuple[int, int]]:
+    for n, (base, nbytes) in enumerate(ranges):
+        if done < nbytes:
+            return [(base + done, nbytes - done), *ranges[n + 1 :]]
+        done -= nbytes
+    return []

@@ -1,0 +1,284 @@
+"""Seeds: arrays of this process that other processes load."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import re
+import secrets
+import threading
+import urllib.parse
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from mfload import errors
+from mfload.index import Box
+from mfload.peer import manifest as manifests, transports as ways
+from mfload.peer.data import Data
+from mfload.peer.manifest import Entry, Fragment, Manifest
+from mfload.peer.options import Tls, read_token
+from mfload.peer.server import Reply, Request, Server, text
+from mfload.report import human
+
+_DATA = re.compile(r"/v1/data/([0-9a-f]{32})/(\d{1,18})")
+_seeds: weakref.WeakSet[Seed] = weakref.WeakSet()
+_loaded: list[Seed] = []  # Those of loads that publish.
+
+
+class _Version:
+    """One generation: the memory that is held, and what is said of it."""
+
+    def __init__(self, held: Sequence[Any], metadata: Mapping[str, str], checksums: bool) -> None:
+        self.data = Data()
+        rows: dict[str, tuple[Any, list[Fragment]]] = {}
+        self.copied = 0
+        for each in held:
+            offset = self.data.add(each.memory)
+            box: Box = tuple((int(low), int(high)) for low, high in each.box)
+            _, fragments = rows.setdefault(each.name, (each, []))
+            fragments.append(Fragment(box, offset, each.memory.size))
+            self.copied += each.memory.size if each.copied else 0
+        self.entries = tuple(
+            Entry(name, each.dtype.name, tuple(each.shape), each.sharding, tuple(fragments))
+            for name, (each, fragments) in rows.items()
+        )
+        self.metadata = dict(metadata)
+        self.checksums = self.data.checksums() if checksums else None
+        self.offers: dict[str, ways.Offer] = {}
+        self.manifest: Any = None
+        self.text = b""
+
+    def close(self) -> None:
+        """Ends what is offered; requests under way keep the memory until they end."""
+        for each in self.offers.values():
+            each.close()
+
+
+class Seed:
+    """Arrays that other processes load; made by `mfload.publish`. A context manager.
+
+    The arrays are held: to delete or donate them elsewhere takes nothing away. Bytes that are
+    changed in place are found by readers, who compare checksums; `update` gives them new ones.
+
+    Attributes:
+        address: Where it listens, "host:port".
+        model, revision: What it holds.
+        generation: Which version of the weights: 0, then one more with each update.
+        copied_bytes: Bytes of arrays that can't be read in place, and so were copied.
+    """
+
+    def __init__(
+        self,
+        version: _Version,
+        model: str,
+        revision: str,
+        address: str,
+        *,
+        token: str | None,
+        tls: Tls | None,
+        transports: Sequence[str],
+        checksums: bool,
+    ) -> None:
+        self.model, self.revision = model, revision
+        self.generation = -1
+        self._incarnation = secrets.token_hex(16)
+        self._transports = {name: ways.find(name) for name in transports}
+        self._checksums, self._version = checksums, version
+        self._lock = threading.Lock()
+        self._registration: Any = None
+        self._closed = False
+        self._begin(version)
+        try:
+            self._server: Server | None = Server(address, self._answer, token=token, tls=tls)
+        except BaseException:
+            version.close()
+            raise
+        self.address = self._server.address
+        self._pid = os.getpid()
+        _seeds.add(self)
+
+    @property
+    def url(self) -> str:
+        """What `mfload.load` takes."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"peer://{self.address}/{self.model}{revision}"
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it says of itself."""
+        return self._version.manifest
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that were copied when they were published."""
+        return self._version.copied
+
+    def update(self, arrays: Any) -> None:
+        """Replaces the weights; readers of those before raise SourceChangedError.
+
+        The arguments are those of `mfload.publish`; names and shapes may change. What was held
+        before is let go of.
+        """
+        made = _Version(_held(arrays), self._version.metadata, self._checksums)
+        with self._lock:
+            if self._closed:
+                raise errors.UsageError("the seed is closed")
+            before = self._version
+            self._begin(made)
+            before.close()
+        if self._registration is not None:
+            self._registration.update(self)
+
+    def close(self) -> None:
+        """Ends it, with all connections; more than once does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._registration is not None:
+            self._registration.close()
+        if self._server is not None and self._pid == os.getpid():
+            self._server.close()
+        self._version.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        size = human(self.manifest.size)
+        return f"<Seed {self.url} generation {self.generation}, {size}>"
+
+    def _begin(self, version: _Version) -> None:
+        number = self.generation + 1
+        for name, transport in self._transports.items():
+            offer = transport.offer(version.data, number)
+            if offer is not None:
+                version.offers[name] = offer
+        version.manifest = Manifest(
+            self.model,
+            self.revision,
+            self._incarnation,
+            number,
+            version.data.size,
+            version.entries,
+            version.metadata,
+            version.checksums,
+            {name: offer.given for name, offer in version.offers.items()},
+        )
+        version.text = version.manifest.to_json()
+        self._version, self.generation = version, number
+
+    def _answer(self, request: Request) -> Reply:
+        version = self._version
+        path = urllib.parse.urlsplit(request.path).path
+        if request.method != "GET":
+            return text(405, '{"error": "only GET is answered"}')
+        if path == "/v1/manifest":
+            return text(200, version.text)
+        if path == "/v1/state":
+            readers = 0 if self._server is None else self._server.connections
+            state = {"incarnation": self._incarnation, "generation": self.generation}
+            return text(200, json.dumps({**state, "readers": readers}))
+        match = _DATA.fullmatch(path)
+        if match is None:
+            return text(404, '{"error": "no such path"}')
+        if (match[1], int(match[2])) != (self._incarnation, version.manifest.generation):
+            return text(410, '{"error": "another generation"}')
+        if request.span is None or request.span[1] > version.data.size:
+            return text(416, '{"error": "a range within the data is needed"}')
+        low, high = request.span
+        named = ("Content-Range", f"bytes {low}-{high - 1}/{version.data.size}")
+        kind = "application/octet-stream"
+        return Reply(206, version.data.parts(low, high), high - low, kind, (named,))
+
+
+def publish(
+    arrays: Any,
+    *,
+    model: str,
+    revision: str = "",
+    address: str = "127.0.0.1:0",
+    token_file: str | os.PathLike[str] | None = None,
+    cert_file: str | os.PathLike[str] | None = None,
+    key_file: str | os.PathLike[str] | None = None,
+    ca_file: str | os.PathLike[str] | None = None,
+    planner: str | None = None,
+    max_readers: int = 3,
+    checksums: bool = True,
+    transports: Sequence[str] = ways.DEFAULT,
+    metadata: Mapping[str, str] | None = None,
+) -> Seed:
+    """Publishes arrays of this process, so that others load them with `peer://`.
+
+    Nothing is copied where the memory can be read in place, and nothing runs in this process while
+    others read but a thread that sends. Of sharded arrays each process publishes what it holds,
+    and readers name all of them: `peer://host:1,host:2/org/name`.
+
+    Args:
+        arrays: Arrays by name, of any framework, or a module: `torch.nn.Module`,
+            `paddle.nn.Layer`, a Keras model, an `nnx.Module`, any pytree.
+        model: Its name, such as "org/name".
+        revision: Which version of the model.
+        address: Where to listen, "host:port"; port 0 takes a free one. Other addresses than those
+            of this machine need a token or mutual TLS.
+        token_file: File with the token that readers must send.
+        cert_file: This seed's certificate: readers connect by TLS.
+        key_file: Its key. Default: in `cert_file`.
+        ca_file: With it, readers need a certificate that this authority signed.
+        planner: URL of the planner to register with.
+        max_readers: Readers at once that the planner sends here.
+        checksums: Whether checksums are made, at the speed of memory.
+        transports: Names of what is offered to readers.
+        metadata: Free-form strings, which readers find in the index.
+
+    Returns:
+        The seed. It holds the arrays until it is closed; what is left open ends with the process.
+
+    Raises:
+        UsageError: An argument is invalid, or the address is taken or not guarded.
+        UnsupportedArrayError: An array can't be published.
+        FrameworkMissingError: Checksums need the package xxhash.
+    """
+    for what, value in (("model", model), ("revision", revision or "main")):
+        if not isinstance(value, str) or not manifests.NAME.fullmatch(value):  # pyright: ignore
+            expected = "letters, digits, '.', '_', '-' and '/', such as 'org/name'"
+            raise errors.UsageError(f"{what}= is not a name", expected=expected, found=repr(value))
+    token = None if token_file is None else read_token(token_file)
+    tls = None
+    if cert_file is not None:
+        tls = Tls(cert_file, key_file, ca_file)
+    version = _Version(_held(arrays), metadata or {}, checksums)
+    given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
+    seed = Seed(version, model, revision, address, transports=transports, **given)
+    if planner is not None:
+        try:
+            register(seed, planner, token=token, tls=tls, max_readers=max_readers)
+        except BaseException:
+            seed.close()
+            raise
+    return seed
+
+
+def _held(arrays: Any) -> Sequence[Any]:
+    if isinstance(arrays, Sequence):
+        return arrays  # What `mfload serve` holds already.
+    return importlib.import_module("mfload.peer.fragments").held(arrays)
+
+
+def register(
+    seed: Seed, planner: str, *, token: str | None, tls: Tls | None, max_readers: int
+) -> None:
+    """Registers a seed with a planner, until it is closed."""
+    raise NotImplementedError
+
+
+@atexit.register
+def _close_all() -> None:
+    for each in list(_seeds):
+        each.close()

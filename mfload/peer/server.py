@@ -1,0 +1,289 @@
+"""The HTTP server of seeds and planners: a thread a connection, strict, and never held up.
+
+Every client is a stranger: requests have a deadline as a whole and a largest size, connections are
+counted, and what is malformed is answered and closed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.server
+import io
+import logging
+import re
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from mfload import errors
+from mfload.peer.options import Tls, check_exposure, join_address, split_address
+
+IDLE = 30.0
+"""Seconds that a connection has for the head of its next request, waiting included."""
+
+MAX_BODY = 1 << 20
+MAX_CONNECTIONS = 256
+
+_BODY = 10.0  # Seconds for the body of a request.
+_PIECE = 1 << 20  # Bytes of an answer that are sent at once, each within `_SENDING` seconds.
+_SENDING = 30.0
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
+_log = logging.getLogger("mfload.peer")
+
+
+class Request(NamedTuple):
+    """A request; `span` is the first byte of its Range header and the end, exclusive."""
+
+    method: str
+    path: str
+    span: tuple[int, int] | None
+    body: bytes
+    headers: Any
+    client: str
+
+
+class Reply(NamedTuple):
+    """An answer; `parts` are sent one after the other, and made when their turn comes."""
+
+    status: int
+    parts: Iterable[Any] = ()
+    nbytes: int = 0
+    kind: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def text(status: int, body: bytes | str, *headers: tuple[str, str]) -> Reply:
+    """A short answer, of JSON."""
+    data = body.encode() if isinstance(body, str) else body
+    return Reply(status, (data,), len(data), headers=headers)
+
+
+class Server:
+    """Listens at an address in a thread, until it is closed.
+
+    Args:
+        address: "host:port"; port 0 takes a free one.
+        handle: Answers a request, in the thread of its connection.
+        token: What clients must send as `Authorization: Bearer …`.
+        tls: Certificates; clients must have one of their own if it names an authority.
+
+    Raises:
+        UsageError: Other machines reach the address, and neither a token nor mutual TLS guards it;
+            or it is taken.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        handle: Callable[[Request], Reply],
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        name: str = "mfload-peer",
+    ) -> None:
+        check_exposure(address, token, tls)
+        self._handle, self._token = handle, None if token is None else f"Bearer {token}".encode()
+        self._context = None if tls is None else tls.context(server=True)
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        host, port = split_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        made = type("_Listener", (_Listener,), {"address_family": family})
+        try:
+            self._listener: Any = made((host, port), self)
+        except OSError as error:
+            raise errors.UsageError(
+                f"could not listen: {error.strerror}", expected="a free port", found=address
+            ) from error
+        self.address = join_address(host, self._listener.server_address[1])
+        self._thread = threading.Thread(
+            target=self._listener.serve_forever, args=(0.2,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends listening and all connections; more than once does nothing."""
+        self._listener.shutdown()
+        self._listener.server_close()
+        with self._lock:
+            there = list(self._open)
+        for each in there:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def enter(self, connection: socket.socket) -> bool:
+        """Counts a connection; False if there are too many."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                return False
+            self._open.add(connection)
+            return True
+
+    def leave(self, connection: socket.socket) -> None:
+        """Forgets a connection."""
+        with self._lock:
+            self._open.discard(connection)
+
+    def secured(self, connection: socket.socket) -> socket.socket:
+        """The connection, inside TLS if there is any; to be called in its own thread."""
+        connection.settimeout(_BODY)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._context is None:
+            return connection
+        made = self._context.wrap_socket(connection, server_side=True)
+        self.leave(connection)
+        with self._lock:
+            self._open.add(made)
+        return made
+
+    def admits(self, header: str | None) -> bool:
+        """Whether an Authorization header has the token, compared in constant time."""
+        given = (header or "").encode("latin-1", "replace")
+        return self._token is None or hmac.compare_digest(given, self._token)
+
+    def answer(self, request: Request) -> Reply:
+        """The answer to a request; what fails unexpectedly is logged, not sent."""
+        try:
+            return self._handle(request)
+        except Exception:  # noqa: BLE001 - one request must not end the server
+            _log.exception("a request failed: %s %s", request.method, errors.shown(request.path))
+            return text(500, '{"error": "internal error"}')
+
+
+class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    allow_reuse_address = daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], owner: Server) -> None:
+        self.owner = owner
+        super().__init__(address, _Connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.owner.enter(request):
+            with suppress(OSError):
+                request.settimeout(0.0)
+                request.send(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # The system gives no more threads.
+            self.owner.leave(request)
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.owner.leave(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a connection from %s broke off", client_address, exc_info=True)
+
+
+class _Timed(io.RawIOBase):
+    """What comes on a socket, until a moment that is set for several reads together."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._until = connection, 0.0
+
+    def allow(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request took too long")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+class _Connection(http.server.BaseHTTPRequestHandler):
+    server: Any
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "mfload", ""
+    error_message_format, error_content_type = '{"error": "%(code)d"}', "application/json"
+
+    def setup(self) -> None:
+        self.request = self.server.owner.secured(self.request)
+        super().setup()
+        self._timed = _Timed(self.connection)
+        self.rfile = io.BufferedReader(self._timed, 64 << 10)
+
+    def finish(self) -> None:
+        super().finish()
+        self.server.owner.leave(self.request)
+        with suppress(OSError):
+            self.request.close()
+
+    def handle_one_request(self) -> None:
+        self._timed.allow(IDLE)
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        fine = super().parse_request()
+        # What a body is without a length would be read as the next request.
+        if fine and ("Transfer-Encoding" in self.headers or self.headers.defects):
+            self.send_error(400)
+            fine = False
+        return fine
+
+    def _serve(self) -> None:
+        owner, headers = self.server.owner, self.headers
+        if not owner.admits(headers.get("Authorization")):
+            self.close_connection = True
+            self._send(text(401, '{"error": "a token is needed"}', ("WWW-Authenticate", "Bearer")))
+            return
+        length = headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_BODY:
+            self.close_connection = True
+            self._send(text(413, '{"error": "the body is too large"}'))
+            return
+        self._timed.allow(_BODY)
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            self.close_connection = True
+            return
+        match = _RANGE.fullmatch(headers.get("Range", ""))
+        span = (int(match[1]), int(match[2]) + 1) if match else None
+        if "Range" in headers and (span is None or span[0] >= span[1]):
+            self._send(text(416, '{"error": "the range is malformed"}'))
+            return
+        client = str(self.client_address[0])
+        self._send(owner.answer(Request(self.command, self.path, span, body, headers, client)))
+
+    do_GET = do_PUT = do_POST = do_DELETE = _serve
+
+    def _send(self, reply: Reply) -> None:
+        self.connection.settimeout(_SENDING)
+        self.send_response(reply.status)
+        self.send_header("Content-Type", reply.kind)
+        self.send_header("Content-Length", str(reply.nbytes))
+        for name, value in reply.headers:
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        for part in reply.parts:
+            view = memoryview(part)
+            for at in range(0, view.nbytes, _PIECE):
+                self.connection.sendall(view[at : at + _PIECE])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug("%s: " + format, self.client_address[0], *args)
+
+    def version_string(self) -> str:
+        return self.server_version

@@ -1,0 +1,103 @@
+"""Transports: how the bytes of a seed get into a reader's memory.
+
+A transport is a module with `offer` and `connect`. Others come as entry points of the group
+`mfload.transports`, and are used if a reader names them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from mfload import errors
+from mfload.sources.base import Costs
+
+if TYPE_CHECKING:
+    from mfload.peer.client import Client
+    from mfload.peer.data import Data
+    from mfload.peer.manifest import Manifest
+
+TRANSPORTS = {
+    name: f"mfload.peer.{name}"
+    for name in ("memory", "memfd", "http", "nixl", "cuda_ipc", "collective")
+}
+"""Modules of the transports by name."""
+
+DEFAULT = ("memory", "memfd", "http")
+"""Those that need no consent, best first: they open nothing, and disturb nothing."""
+
+GROUP = "mfload.transports"
+
+
+class Offer(NamedTuple):
+    """What a seed offers of a transport.
+
+    Attributes:
+        given: JSON for the manifest.
+        close: Ends it; called when the generation or the seed ends.
+    """
+
+    given: Any
+    close: Callable[[], object] = bool
+
+
+class Remote(NamedTuple):
+    """A seed, as a reader's transport is told of it."""
+
+    name: str
+    manifest: Manifest
+    client: Client
+    stalled: float
+
+
+class Way(Protocol):
+    """Reads the data of a seed, for several threads at once.
+
+    Attributes:
+        costs: What a read costs.
+        why: For the report's route: what speaks for it, and what it does to the seed.
+    """
+
+    costs: Costs
+    why: str
+
+    def read(self, vector: Sequence[Any], offset: int) -> None:
+        """Fills buffers with the data from `offset` on; raises SourceError or OSError.
+
+        When it has returned or raised, nothing writes to the buffers any more; a transport that
+        can't promise that keeps what it may still write to.
+        """
+        ...
+
+    def check(self) -> bool:
+        """Whether the seed still has this generation; raises SourceError if it is gone."""
+        ...
+
+    def close(self) -> None:
+        """Ends it; more than once does nothing."""
+        ...
+
+
+class Transport(Protocol):
+    """A transport: a module, or an object, with these functions."""
+
+    def offer(self, data: Data, generation: int) -> Offer | None:
+        """What a seed offers for its data; None if it can't here."""
+        ...
+
+    def connect(self, given: Any, remote: Remote) -> Way | str:
+        """The way to a seed that offers `given`, hostile input; or why there is none."""
+        ...
+
+
+def find(name: str) -> Any:
+    """The transport of a name; raises UsageError if there is none."""
+    if name in TRANSPORTS:
+        return importlib.import_module(TRANSPORTS[name])
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=GROUP, name=name):
+        return point.load()
+    known = [*TRANSPORTS, *(each.name for each in entry_points(group=GROUP))]
+    raise errors.UsageError("no such transport", expected=" | ".join(known), found=name)
