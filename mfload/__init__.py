@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from mfload.diagnostics.doctor import doctor
     from mfload.diagnostics.findings import Diagnosis
     from mfload.errors import MfloadError
-    from mfload.options import Options
+    from mfload.options import Options, PeerOptions
     from mfload.packed import unpack
+    from mfload.peer.seed import Seed, publish
     from mfload.report import Report
     from mfload.saving.save import Saved
     from mfload.trees.keymap import rule
@@ -38,8 +39,9 @@ _NAMES = {
     "diagnostics.doctor": "doctor",
     "diagnostics.findings": "Diagnosis",
     "errors": "MfloadError errors",
-    "options": "Options",
+    "options": "Options PeerOptions",
     "packed": "unpack",
+    "peer.seed": "Seed publish",
     "report": "Report",
     "saving.save": "Saved",
     "trees.keymap": "rule",
@@ -49,9 +51,9 @@ _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in
 
 __all__ = [
     "Aligned", "Converted", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options",
-    "Report", "Saved", "Verification", "abstract", "align", "convert", "diff", "doctor", "errors",
-    "live_bytes", "load", "load_into", "open", "plan", "restore", "rule", "save", "stream",
-    "unpack", "verify",
+    "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align", "convert",
+    "diff", "doctor", "errors", "live_bytes", "load", "load_into", "open", "plan", "publish",
+    "restore", "rule", "save", "stream", "unpack", "verify",
 ]  # fmt: skip
 
 

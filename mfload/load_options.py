@@ -12,7 +12,7 @@ from mfload import errors
 from mfload.runtime import Deadline
 
 if TYPE_CHECKING:
-    from mfload.options import Allocator, Engine, Exchange, Options, PageCache
+    from mfload.options import Allocator, Engine, Exchange, Options, PageCache, PeerOptions
 
 OVERHEAD = 256 << 20
 """Default of both memory limits, in bytes beside the result."""
@@ -40,6 +40,7 @@ class LoadOptions:
     max_host_overhead: int | None = None
     max_device_overhead: int | None = None
     headers: tuple[tuple[str, str], ...] | None = None
+    peer: PeerOptions | None = None
     deadline: Deadline = Deadline(None)
     by_host: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,54 @@ _CHOICES = {
 }
 # Engines that can't do what is asked of the page cache.
 _AGAINST = {"keep": ("direct", "gds"), "bypass": ("pread", "mmap")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """How `peer://` is read. Every field is validated when the object is made.
+
+    Attributes:
+        planner: Where to ask for seeds: "http://host:port", "https://…" or "etcd://host:port".
+        token_file: File with the token that is sent to seeds and planner, at least 8 characters.
+        publish: Whether the arrays of a load become a seed, so that others read from this process.
+        checksums: Whether bytes are compared with the checksums of the seed as they arrive.
+        transports: Names of the transports to use, best first. Default: all that need no consent:
+            "memory", "memfd", "http".
+        timeout: Seconds that peers have in all, before a fall-back is taken. Default: half of
+            `Options.timeout`, or no limit.
+        stalled: Seconds without progress after which a peer is given up.
+        ca_file: Certificates of the authority that signed those of seeds; with it, connections use
+            TLS.
+        cert_file: This process's own certificate, for seeds that ask for it, and for its own seed.
+        key_file: Its key. Default: in `cert_file`.
+
+    Raises:
+        UsageError: A value is invalid.
+    """
+
+    planner: str | None = None
+    token_file: str | os.PathLike[str] | None = field(default=None, repr=False)
+    publish: bool = False
+    checksums: bool = True
+    transports: tuple[str, ...] | None = None
+    timeout: float | None = None
+    stalled: float = 1.5
+    ca_file: str | os.PathLike[str] | None = None
+    cert_file: str | os.PathLike[str] | None = None
+    key_file: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for seconds in (self.timeout, self.stalled):
+            Deadline(seconds)
+        if isinstance(self.transports, str):
+            object.__setattr__(self, "transports", (self.transports,))
+        elif self.transports is not None:
+            object.__setattr__(self, "transports", tuple(self.transports))
+        if self.key_file is not None and self.cert_file is None:
+            raise errors.UsageError("key_file= has no certificate", expected="cert_file=")
+        if self.planner is not None and "://" not in self.planner:
+            expected = "http://host:port, https://host:port or etcd://host:port"
+            raise errors.UsageError("planner is not a URL", expected=expected, found=self.planner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +104,7 @@ class Options:
         max_device_overhead: The same for the memory of each device.
         headers: Names and values that are sent with each request for a URL, to its own server
             alone, such as `{"Authorization": "Bearer …"}`. Never shown.
+        peer: How `peer://` is read.
 
     Raises:
         UsageError: A value is invalid.
@@ -71,6 +121,7 @@ class Options:
     headers: Mapping[str, str] | tuple[tuple[str, str], ...] | None = field(
         default=None, repr=False
     )
+    peer: PeerOptions | None = None
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -93,6 +144,9 @@ class Options:
                 object.__setattr__(self, name, byte_count(name, value, 0))
         if self.headers is not None:
             object.__setattr__(self, "headers", _checked_headers(self.headers))
+        if self.peer is not None and not isinstance(self.peer, PeerOptions):  # pyright: ignore
+            what, expected = "peer must be an mfload.PeerOptions", "mfload.PeerOptions(…)"
+            raise errors.UsageError(what, expected=expected, found=repr(self.peer))
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -108,10 +108,12 @@ def find_directory(directory: str, names: Sequence[str]) -> tuple[str, str] | No
 
 
 def read_directory(
-    module: str, directory: str, source: int = 0
+    reader: Any, directory: str, source: int = 0
 ) -> tuple[Sequence[Source], Sequence[TensorInfo], dict[str, str] | None]:
-    """What a module that `find_directory` named reads; see `DirectoryFormat.read_directory`."""
-    return importlib.import_module(module).read_directory(directory, source)
+    """What a `DirectoryFormat`, or the module of that name, reads of a directory."""
+    if isinstance(reader, str):
+        reader = importlib.import_module(reader)
+    return reader.read_directory(directory, source)
 
 
 def find(file: Source) -> Any:

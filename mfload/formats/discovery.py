@@ -48,8 +48,9 @@ class CheckpointFiles:
         missing: A line for each file that belongs to it and does not exist.
         name: What stands for all of them in an error; None for a list.
         index: The index file, if there is one.
-        directory: The module of the format of a checkpoint that is a directory, `name`; it knows
-            the files, and they are here once it was read.
+        directory: What reads a checkpoint that is a directory, `name`, or stands for several
+            sources: a `DirectoryFormat`, or the name of its module. It knows the files, and they
+            are here once it was read.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class CheckpointFiles:
         name: str | None = None,
         index: Source | None = None,
         total: Any = None,
-        directory: str | None = None,
+        directory: Any = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
         self.name, self.index, self.total = name, index, total
@@ -120,6 +121,10 @@ def find(
     if isinstance(path, CheckpointFiles):
         return path
     if isinstance(path, _SINGLE) or sources.is_source(path):
+        if isinstance(path, str) and "://" in path:
+            reader = sources.checkpoint(path, options)
+            if reader is not None:
+                return CheckpointFiles([], name=sources.shown(path), directory=reader)
         place = _located(path, options)
         if not isinstance(place, str):
             name = place.name

@@ -133,7 +133,8 @@ def _leg(source: Source, nbytes: int, engine: str, page_cache: str, unit: int | 
     """
     if source.file is None:
         check_engine(source, engine)
-        return Leg(source.name, source.engine, "not a local file")
+        why = getattr(source, "why", "not a local file")  # A peer says more.
+        return Leg(source.name, source.engine, why)
     bypass = page_cache == "bypass"
     if engine == "auto" and nbytes < _SMALL and not bypass:
         # Not worth asking the cache, and small reads of one file should find it there again.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from mfload import errors
 from mfload.formats import strict_json
-from mfload.peer.options import Tls, split_address
+from mfload.peer.security import Tls, split_address
 
 T = TypeVar("T")
 

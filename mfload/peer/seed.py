@@ -19,7 +19,7 @@ from mfload.index import Box
 from mfload.peer import manifest as manifests, transports as ways
 from mfload.peer.data import Data
 from mfload.peer.manifest import Entry, Fragment, Manifest
-from mfload.peer.options import Tls, read_token
+from mfload.peer.security import Tls, read_token
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.peer.options import Tls, check_exposure, join_address, split_address
+from mfload.peer.security import Tls, check_exposure, join_address, split_address
 
 IDLE = 30.0
 """Seconds that a connection has for the head of its next request, waiting included."""

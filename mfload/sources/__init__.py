@@ -20,6 +20,10 @@ Location = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 SCHEMES = {"http": "mfload.sources.http", "https": "mfload.sources.http"}
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 
+CHECKPOINTS = {"peer": "mfload.peer.checkpoint"}
+"""Modules by the scheme of the URLs that stand for several sources, which their `find(url,
+options)` gives as a `DirectoryFormat`."""
+
 local_file: Callable[..., Source] = LocalFile
 """The source of a path of this machine."""
 
@@ -54,6 +58,13 @@ def find(where: Location, options: LoadOptions | None = None) -> Source:
     if options is not None:
         check_engine(source, options.engine)
     return source
+
+
+def checkpoint(where: object, options: LoadOptions | None = None) -> Any:
+    """What reads the checkpoint of a URL that stands for several sources; None for all else."""
+    if not is_url(where) or (scheme := where.partition("://")[0].lower()) not in CHECKPOINTS:
+        return None
+    return importlib.import_module(CHECKPOINTS[scheme]).find(where, options or LoadOptions())
 
 
 def is_source(where: object) -> TypeGuard[Source]:

@@ -8,7 +8,8 @@ from typing import Any, Protocol, Self
 from mfload import errors
 from mfload.runtime import NamedTuple
 
-_HOST = r"(\[[0-9a-fA-F:.]*\]|[^:\[\]]*)(:\d*)?"
+_ONE_HOST = r"(\[[0-9a-fA-F:.]*\]|[^:,\[\]]*)(:\d*)?"
+_HOST = rf"{_ONE_HOST}(,{_ONE_HOST})*"
 
 
 class Source(Protocol):

@@ -1,4 +1,4 @@
-"""`mfload.PeerOptions`: how weights come from running processes, and what guards a listener."""
+"""What guards a listener and a connection: tokens, certificates, addresses."""
 
 from __future__ import annotations
 
@@ -7,75 +7,21 @@ import os
 import re
 import socket
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mfload import errors
+from mfload.options import PeerOptions
 
 _TOKEN = re.compile(r"[!-~]{8,512}")
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """How `peer://` is read. Every field is validated when the object is made.
-
-    Attributes:
-        planner: Where to ask for seeds: "http://host:port", "https://…" or "etcd://host:port".
-        token_file: File with the token that is sent to seeds and planner, at least 8 characters.
-        publish: Whether the arrays of a load become a seed, so that others read from this process.
-        checksums: Whether bytes are compared with the checksums of the seed as they arrive.
-        transports: Names of the transports to use, best first. Default: all that need no consent:
-            "memory", "memfd", "http".
-        timeout: Seconds that peers have in all, before a fall-back is taken. Default: half of
-            `Options.timeout`, or no limit.
-        stalled: Seconds without progress after which a peer is given up.
-        ca_file: Certificates of the authority that signed those of seeds; with it, connections use
-            TLS.
-        cert_file: This process's own certificate, for seeds that ask for it, and for its own seed.
-        key_file: Its key. Default: in `cert_file`.
-
-    Raises:
-        UsageError: A value is invalid.
-    """
-
-    planner: str | None = None
-    token_file: str | os.PathLike[str] | None = field(default=None, repr=False)
-    publish: bool = False
-    checksums: bool = True
-    transports: tuple[str, ...] | None = None
-    timeout: float | None = None
-    stalled: float = 1.5
-    ca_file: str | os.PathLike[str] | None = None
-    cert_file: str | os.PathLike[str] | None = None
-    key_file: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("timeout", "stalled"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                what = f"{name} must be positive"
-                raise errors.UsageError(what, expected="seconds above 0", found=repr(value))
-        if isinstance(self.transports, str):
-            object.__setattr__(self, "transports", (self.transports,))
-        elif self.transports is not None:
-            object.__setattr__(self, "transports", tuple(self.transports))
-        if self.key_file is not None and self.cert_file is None:
-            raise errors.UsageError("key_file= has no certificate", expected="cert_file=")
-        if self.planner is not None and "://" not in self.planner:
-            expected = "http://host:port, https://host:port or etcd://host:port"
-            raise errors.UsageError("planner is not a URL", expected=expected, found=self.planner)
-
-    @property
-    def token(self) -> str | None:
-        """The token of `token_file`."""
-        return None if self.token_file is None else read_token(self.token_file)
-
-    @property
-    def tls(self) -> Tls | None:
-        """The certificates; None for connections without TLS."""
-        if self.ca_file is None and self.cert_file is None:
-            return None
-        return Tls(self.cert_file, self.key_file, self.ca_file)
+def credentials(given: PeerOptions) -> tuple[str | None, Tls | None]:
+    """The token and the certificates that options name; raises UsageError as `read_token`."""
+    token = None if given.token_file is None else read_token(given.token_file)
+    if given.ca_file is None and given.cert_file is None:
+        return token, None
+    return token, Tls(given.cert_file, given.key_file, given.ca_file)
 
 
 def read_token(path: str | os.PathLike[str]) -> str:

@@ -1,0 +1,230 @@
+"""`peer://` as a checkpoint: what several seeds hold together, as one index.
+
+The reader's boxes meet those of the seeds in the plan: each fragment is a piece of its tensor, and
+each byte comes from one seed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mfload import dtypes, errors, sources
+from mfload.index import Box, Piece, TensorInfo
+from mfload.load_options import LoadOptions
+from mfload.options import PeerOptions
+from mfload.peer import source as reading
+from mfload.peer.client import Client
+from mfload.peer.manifest import NAME, Entry, Fragment, Manifest
+from mfload.peer.security import split_address
+from mfload.peer.source import PeerSource
+from mfload.stored import Stored
+
+_URL = re.compile(r"peer://([^/?#]*)/([^@?#]+)(?:@([^?#]+))?")
+_EXAMPLE = "peer://host:port/org/name@revision, or peer:///org/name with a planner"
+
+Seen = tuple[Client, Manifest]
+
+
+class PeerUrl(NamedTuple):
+    """What a `peer://` URL says."""
+
+    addresses: tuple[str, ...]
+    model: str
+    revision: str | None
+
+    @staticmethod
+    def of(url: str) -> PeerUrl:
+        """Takes a URL apart; raises UsageError for one that is malformed."""
+        match = _URL.fullmatch(url)
+        if match is None or not NAME.fullmatch(match[2]) or not NAME.fullmatch(match[3] or "x"):
+            raise errors.UsageError(
+                "the URL is malformed", expected=_EXAMPLE, found=sources.shown(url)
+            )
+        addresses = tuple(match[1].split(",")) if match[1] else ()
+        for each in addresses:
+            split_address(each)
+        return PeerUrl(addresses, match[2], match[3])
+
+
+def find(url: str, options: LoadOptions) -> Peers:
+    """What reads the checkpoint of a URL; raises UsageError for one that is malformed."""
+    return Peers(url, options.peer or PeerOptions())
+
+
+class Peers:
+    """Reads the manifests of seeds (see `DirectoryFormat`)."""
+
+    def __init__(self, url: str, options: PeerOptions) -> None:
+        self._url, self._options = PeerUrl.of(url), options
+        if not self._url.addresses and options.planner is None:
+            what = "the URL names no host, and there is no planner"
+            expected = "peer://host:port/…, or Options(peer=PeerOptions(planner=…))"
+            raise errors.UsageError(what, expected=expected, found=url)
+
+    def read_directory(
+        self, directory: str, source: int = 0
+    ) -> tuple[Sequence[PeerSource], Sequence[TensorInfo], dict[str, str]]:
+        """The seeds that are read, and the tensors that they hold together.
+
+        Raises:
+            SourceError: No seed can be reached, or none has the model.
+            CheckpointError: What they hold does not fit together, or is not all of a tensor.
+        """
+        if self._url.addresses:
+            seen, failed = self._ask(self._url.addresses)
+            used, rows = together(self._checked(seen, failed), directory, source, failed)
+            made = [reading.connect(*each, self._options) for each in used]
+        else:
+            made, rows = self._by_planner(directory, source)
+        metadata: dict[str, str] = {}
+        for each in reversed(made):
+            metadata |= each.manifest.metadata
+        return made, rows, metadata
+
+    def _by_planner(self, name: str, source: int) -> tuple[list[PeerSource], list[TensorInfo]]:
+        raise NotImplementedError
+
+    def _ask(self, addresses: Sequence[str]) -> tuple[list[Seen], list[errors.MfloadError]]:
+        """The manifests of seeds, and why others gave none."""
+        seen: dict[str, Seen] = {}
+        failed: list[errors.MfloadError] = []
+
+        def ask(address: str) -> None:
+            try:
+                seen[address] = reading.ask(address, self._options)
+            except (errors.SourceError, errors.FormatError) as error:
+                failed.append(error)
+
+        sources.at_once(ask, addresses, 16)
+        return [seen[each] for each in addresses if each in seen], failed
+
+    def _checked(self, seen: list[Seen], failed: list[errors.MfloadError]) -> list[Seen]:
+        """Those that have the model and the revision; the others join those that failed."""
+        model, revision = self._url.model, self._url.revision
+        fine: list[Seen] = []
+        for client, manifest in seen:
+            if manifest.model == model and revision in (None, manifest.revision):
+                fine.append((client, manifest))
+                continue
+            expected = model + (f"@{revision}" if revision else "")
+            found = f"{manifest.model}@{manifest.revision}"
+            what = "the seed has another model"
+            failed.append(
+                errors.SourceNotFoundError(what, file=client.name, expected=expected, found=found)
+            )
+        if not fine:
+            raise failed[0]
+        return fine
+
+
+def together(
+    seen: Sequence[Seen], name: str, source: int, failed: Sequence[errors.MfloadError] = ()
+) -> tuple[list[Seen], list[TensorInfo]]:
+    """The seeds that are read, and each tensor as pieces of them; the first is number `source`.
+
+    Raises CheckpointError if the seeds disagree or a tensor has gaps, or the error of a seed that
+    failed and may have had them.
+    """
+    newest = max(manifest.generation for _, manifest in seen)
+    used = [each for each in seen if each[1].generation == newest]
+    problems = [
+        f"{client.name} has generation {manifest.generation}, others have {newest}"
+        for client, manifest in seen
+        if manifest.generation != newest
+    ]
+    if len({manifest.revision for _, manifest in used}) > 1:
+        what, expected = "the seeds have several revisions", "peer://…/name@revision"
+        found = ", ".join(sorted({manifest.revision for _, manifest in used}))
+        raise errors.CheckpointError(what, file=name, expected=expected, found=found)
+    held: dict[str, tuple[Entry, list[tuple[int, Fragment]]]] = {}
+    wrong: list[str] = []
+    for number, (client, manifest) in enumerate(used):
+        for entry in manifest.entries:
+            first, there = held.setdefault(entry.name, (entry, []))
+            if (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                here, before = (f"{e.dtype} {list(e.shape)}" for e in (entry, first))
+                wrong.append(f"{client.name}: {entry.name} is {here}, elsewhere {before}")
+            there += [(number, each) for each in entry.fragments]
+    if wrong:
+        what = "the seeds disagree about tensors"
+        raise errors.CheckpointError(what, file=name, problems=tuple(wrong))
+    load = [0] * len(used)
+    known: dict[Any, list[Box] | None] = {}
+    rows: list[TensorInfo] = []
+    for entry, there in held.values():
+        pieces = _pieces(entry, there, load, known)
+        if pieces is None:
+            problems.append(f"{entry.name}: no seed has all of it, and neither have all together")
+            continue
+        moved = tuple(each._replace(source=each.source + source) for each in pieces)
+        rows.append(TensorInfo(entry.name, dtypes.TABLE[entry.dtype], entry.shape, moved))
+    if len(rows) < len(held):
+        if failed:
+            raise failed[0]
+        what = "the seeds do not hold the whole model"
+        raise errors.CheckpointError(what, file=name, problems=tuple(problems))
+    return list(used), rows
+
+
+def _pieces(
+    entry: Entry,
+    held: Sequence[tuple[int, Fragment]],
+    load: list[int],
+    known: dict[Any, list[Box] | None],
+) -> tuple[Piece, ...] | None:
+    """Pieces that make up a tensor, each from the seed that has the least to give so far."""
+    holders: dict[Box, list[tuple[int, Fragment]]] = {}
+    for number, fragment in held:
+        holders.setdefault(fragment.box, []).append((number, fragment))
+    key = entry.shape, tuple(holders)
+    if key not in known:
+        known[key] = tiling(entry.shape, list(holders))
+    boxes = known[key]
+    if boxes is None:
+        return None
+    made: list[Piece] = []
+    elements = dtypes.TABLE[entry.dtype].elements
+    for box in boxes:
+        number, fragment = min(holders[box], key=lambda each: load[each[0]])
+        load[number] += fragment.nbytes
+        stored = None
+        if len(boxes) > 1:
+            if elements > 1:
+                low, high = box[-1]
+                box = (*box[:-1], (low // elements, high // elements))
+            stored = Stored(box=box)
+        made.append(Piece(number, fragment.offset, fragment.nbytes, stored))
+    return tuple(made)
+
+
+def tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[Box] | None:
+    """Boxes, of those given, that make up a shape without overlap; None if none are found.
+
+    The largest are taken first. So a whole tensor is, and boxes of one mesh do; of boxes of
+    several meshes that overlap, those of one are tried by their size.
+    """
+    whole = tuple((0, length) for length in shape)
+    if whole in boxes:
+        return [whole]
+    wanted = math.prod(shape)
+    if not wanted:
+        return list(boxes[:1]) or None
+    sized = [(math.prod(high - low for low, high in box), box) for box in boxes]
+    sized = sorted((each for each in sized if each[0]), key=lambda each: -each[0])
+    for begin in sorted({size for size, _ in sized}, reverse=True):
+        some = [each for each in sized if each[0] <= begin]
+        spans = np.array([box for _, box in some], np.int64).reshape(len(some), -1, 2)
+        chosen: list[int] = []
+        for n in range(len(some)):
+            low, high = spans[chosen, :, 0], spans[chosen, :, 1]
+            meets = (low < spans[n, :, 1]) & (spans[n, :, 0] < high)
+            if not meets.all(axis=1).any():
+                chosen.append(n)
+        if sum(some[n][0] for n in chosen) == wanted:
+            return [some[n][1] for n in chosen]
+    return None

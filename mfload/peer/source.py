@@ -1,0 +1,234 @@
+"""A seed as a source: its data by offset, over one transport, compared with its checksums."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mfload import errors
+from mfload.options import PeerOptions
+from mfload.peer import manifest as manifests, security, transports
+from mfload.peer.client import Client
+from mfload.peer.data import hasher, take
+from mfload.peer.manifest import BLOCK, Manifest
+from mfload.peer.transports import Remote, Way
+from mfload.sources.base import ClosedAtEnd, shrunk
+
+_DIGITS = 16
+
+
+class Generation(NamedTuple):
+    """What tells one version of a seed's data from the next."""
+
+    incarnation: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"generation {self.generation} of seed {self.incarnation[:8]}"
+
+
+def ask(address: str, options: PeerOptions) -> tuple[Client, Manifest]:
+    """The manifest of the seed at an address.
+
+    Raises:
+        SourceError: It can't be reached, or refuses.
+        HeaderError: Its manifest is malformed.
+    """
+    token, tls = security.credentials(options)
+    name = f"peer://{address}"
+    client = Client(address, token=token, tls=tls, stalled=options.stalled, name=name)
+    given = client.json("GET", "/v1/manifest", limit=manifests.MAX_MANIFEST, seconds=60.0)
+    return client, manifests.from_json(given, name)
+
+
+def connect(client: Client, manifest: Manifest, options: PeerOptions) -> PeerSource:
+    """The source of a seed, over the first transport that leads there.
+
+    Raises SourceError, with what is against each, if none does.
+    """
+    remote = Remote(client.name, manifest, client, options.stalled)
+    against: list[str] = []
+    for name in options.transports or transports.DEFAULT:
+        if name not in manifest.ways:
+            against.append(f"{name}: the seed does not offer it")
+            continue
+        found = transports.find(name).connect(manifest.ways[name], remote)
+        if not isinstance(found, str):
+            skipped = "".join(f"; no {each}" for each in against)
+            return PeerSource(client, manifest, found, name, options, f"{found.why}{skipped}")
+        against.append(f"{name}: {found}")
+    what = "no transport leads to the seed"
+    raise errors.SourceError(what, file=client.name, found="; ".join(against))
+
+
+def reopen(address: str, options: PeerOptions, identity: Generation) -> PeerSource:
+    """The source again, in another process; raises SourceChangedError for another version."""
+    source = connect(*ask(address, options), options)
+    if source.identity != identity:
+        raise _changed(source.name, identity, source.identity)
+    return source
+
+
+def _changed(name: str, expected: object, found: object) -> errors.SourceChangedError:
+    what = "the seed has other weights than when the load began"
+    return errors.SourceChangedError(what, file=name, expected=expected, found=found)
+
+
+class PeerSource:
+    """The data of a seed as a `Source`.
+
+    Attributes:
+        manifest: What the seed said of itself.
+        why: The transport, and what was against better ones.
+    """
+
+    file = None
+
+    def __init__(
+        self,
+        client: Client,
+        manifest: Manifest,
+        way: Way,
+        transport: str,
+        options: PeerOptions,
+        why: str,
+    ) -> None:
+        self.name, self.size, self.manifest = client.name, manifest.size, manifest
+        self.identity = Generation(manifest.incarnation, manifest.generation)
+        self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
+        self.way, self._client, self._options = way, client, options
+        self.new = None
+        if options.checksums and manifest.checksums is not None:
+            self.new = hasher()
+        elif options.checksums:
+            self.why += "; the seed has no checksums"
+        self._closes = weakref.finalize(self, _close, way, client)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reopen, (self._client.address, self._options, self.identity)
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Has something called when the source is no longer used."""
+        weakref.finalize(self, call)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Reads exactly that range (see `Source`)."""
+        data = bytearray(nbytes)
+        with self.open() as opened:
+            opened.read([memoryview(data)], offset)
+        return bytes(data)
+
+    def open(self, flags: int = 0) -> PeerHandle:
+        """A handle for one thread (see `Source`)."""
+        del flags
+        return PeerHandle(self)
+
+    def keep(self, keeps: bool) -> None:
+        """Closes the connections that wait at the checkpoint's end."""
+        if not keeps:
+            self._client.close()
+
+    def check(self) -> None:
+        """Raises SourceChangedError if the seed has another generation now."""
+        if not self.way.check():
+            raise _changed(self.name, self.identity, None)
+
+    def beside(self, name: str) -> PeerSource:
+        """Raises UsageError: nothing lies beside a seed."""
+        raise errors.UsageError("nothing lies beside a peer", found=name)
+
+    def compare(self, block: int, parts: Sequence[Any]) -> None:
+        """Raises ChecksumError if the bytes of a block are not those that the seed published."""
+        made = self.new()  # pyright: ignore[reportOptionalCall] - asked for where there are sums
+        for part in parts:
+            made.update(part)
+        sums, found = self.manifest.checksums or "", made.hexdigest()
+        expected = sums[_DIGITS * block : _DIGITS * (block + 1)]
+        if found != expected:
+            low, high = block * BLOCK, (block + 1) * BLOCK
+            names = (
+                entry.name
+                for entry in self.manifest.entries
+                for _, offset, nbytes in entry.fragments
+                if nbytes and offset < high and offset + nbytes > low
+            )
+            raise errors.ChecksumError(
+                "bytes of the peer differ from those that it published: they were changed in "
+                "place, or damaged on the way",
+                file=self.name,
+                tensor=next(names, None),
+                expected=f"xxh3 {expected} of bytes {low} to {high}",
+                found=found,
+            )
+
+
+def _close(way: Way, client: Client) -> None:
+    way.close()
+    client.close()
+
+
+class PeerHandle(ClosedAtEnd):
+    """Reads a seed's data for one thread (see `Handle`).
+
+    Where there are checksums, whole blocks are read: those at the edges of a range, into memory of
+    the handle, which keeps the last one for the range that follows.
+    """
+
+    fd = -1
+
+    def __init__(self, source: PeerSource) -> None:
+        self._source = source
+        self._block, self._kept = -1, bytearray()
+
+    def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
+        """Fills the buffers of a vector (see `Handle`)."""
+        source, wanted = self._source, sum(each.nbytes for each in vector)
+        stop = min(offset + wanted, source.size)
+        if stop - offset < (wanted if least is None else least):
+            raise shrunk(source.name, offset + wanted, source.size)
+        if source.new is None:
+            source.way.read(take(vector, 0, stop - offset), offset)
+            return stop - offset
+        first, last = -(-offset // BLOCK), stop // BLOCK
+        if stop == source.size:
+            last = -(-stop // BLOCK)
+        if first >= last:  # No whole block.
+            for block in range(offset // BLOCK, -(-stop // BLOCK)):
+                self._edge(vector, offset, stop, block)
+            return stop - offset
+        if first * BLOCK > offset:
+            self._edge(vector, offset, stop, first - 1)
+        end = min(last * BLOCK, stop)
+        whole = take(vector, first * BLOCK - offset, end - offset)
+        source.way.read(whole, first * BLOCK)
+        for block in range(first, last):
+            at = (block - first) * BLOCK
+            parts = whole[0][at : at + BLOCK], *()
+            if len(whole) > 1:
+                parts = tuple(take(whole, at, at + BLOCK))
+            source.compare(block, parts)
+        if end < stop:
+            self._edge(vector, offset, stop, last)
+        return stop - offset
+
+    def close(self) -> None:
+        """Frees the block that is kept."""
+        self._block, self._kept = -1, bytearray()
+
+    def _edge(self, vector: list[Any], offset: int, stop: int, block: int) -> None:
+        """Copies what a range wants of a block."""
+        start = block * BLOCK
+        if self._block != block:
+            end = min(start + BLOCK, self._source.size)
+            if len(self._kept) != end - start:
+                self._kept = bytearray(end - start)
+            self._block = -1
+            self._source.way.read([memoryview(self._kept)], start)
+            self._source.compare(block, [self._kept])
+            self._block = block
+        low, high = max(offset, start), min(stop, start + len(self._kept))
+        at = low - start
+        for part in take(vector, low - offset, high - offset):
+            part[:] = self._kept[at : at + part.nbytes]
+            at += part.nbytes
