@@ -28,6 +28,7 @@ from mfload.sources.base import Source
 if TYPE_CHECKING:
     from mfload.checking.checksums import ManifestCheck
     from mfload.checking.manifest import Algorithm, Manifest
+    from mfload.loading.attempts import Prefer
     from mfload.loading.lazy import LazyCheckpoint
     from mfload.loading.preview import Preview
     from mfload.loading.stream import Stream
@@ -56,6 +57,8 @@ def load(
     verify: str | os.PathLike[str] | Manifest | None = None,
     progress: Progress = False,
     report: Report | None = None,
+    fallback: Path | None = None,
+    prefer: Prefer = "path",
     options: Options | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint into arrays of a framework.
@@ -101,6 +104,10 @@ def load(
             whose shards make up whole tensors.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         report: Filled with what happened.
+        fallback: Another place of the same checkpoint, such as the files of a model that a peer
+            has. It is loaded if the first is missing, damaged, or not there in time (half of the
+            timeout, or that of `PeerOptions`), and the report notes why.
+        prefer: Which of the two is tried first, "path" or "fallback".
         options: Engine, allocator, memory limits, threads, timeout, and headers for URLs; see
             `mfload.Options`.
 
@@ -111,6 +118,16 @@ def load(
     Raises:
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
+    if fallback is not None or getattr(options, "peer", None) is not None:
+        from mfload.loading import attempts
+
+        if attempts.needed(fallback, options):
+            fixed: dict[str, Any] = {"framework": framework, "device": device, "names": names}
+            fixed |= {"dtype": dtype, "mesh": mesh, "shardings": shardings, "shard": shard}
+            fixed |= {"unmatched": unmatched, "verify": verify, "progress": progress}
+            call, whole = partial(load, **fixed, report=report), names is None and dtype is None
+            places = path, fallback, prefer
+            return attempts.run(call, *places, options, report, whole=whole)
     if mesh is not None or shardings is not None or shard is not None:
         from mfload.mesh import load as mesh_load
 

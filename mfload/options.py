@@ -36,7 +36,9 @@ class PeerOptions:
     Attributes:
         planner: Where to ask for seeds: "http://host:port", "https://…" or "etcd://host:port".
         token_file: File with the token that is sent to seeds and planner, at least 8 characters.
-        publish: Whether the arrays of a load become a seed, so that others read from this process.
+        publish: Whether the arrays of a load become a seed, so that others read from this process
+            until it ends.
+        address: Where such a seed listens, "host:port".
         checksums: Whether bytes are compared with the checksums of the seed as they arrive.
         transports: Names of the transports to use, best first. Default: all that need no consent:
             "memory", "memfd", "http".
@@ -55,6 +57,7 @@ class PeerOptions:
     planner: str | None = None
     token_file: str | os.PathLike[str] | None = field(default=None, repr=False)
     publish: bool = False
+    address: str = "127.0.0.1:0"
     checksums: bool = True
     transports: tuple[str, ...] | None = None
     timeout: float | None = None

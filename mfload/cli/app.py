@@ -19,6 +19,7 @@ COMMANDS = {
     "diff": (commands.diff, "base/ finetuned/ --names 'layers\\.0\\.'"),
     "align": (commands.align, "model/ aligned/ --max-shard-size 5GB"),
     "convert": (commands.convert, "checkpoints/100/ model/ --max-shard-size 5GB"),
+    "serve": (commands.serve, "model/ --model org/name --address 127.0.0.1:7000"),
     "bench": (bench.bench, "model/ --frameworks jax,torch --plot bench.png"),
     "doctor": (commands.doctor, "model/"),
 }

@@ -329,6 +329,74 @@ def doctor(path: Look = None, timeout: Patience = 20.0, as_json: options.Json = 
     return failures.FINE if found.well else failures.DIFFERENT
 
 
+_WHERE = "Where to listen, host:port; port 0 takes a free one."
+_TOKEN = "File with the token that clients must send."
+_CERT = "This server's certificate: clients connect by TLS."
+_KEY = "Its key. Default: in --cert-file."
+_CA = "With it, clients need a certificate that this authority signed."
+_MODEL = "The model's name, such as org/name."
+_PLANNER = "URL of the planner to register with."
+_TRANSPORTS = "What is offered to readers, with commas between: memory,memfd,http."
+
+Where = Annotated[str, option("HOST:PORT", _WHERE)]
+TokenFile = Annotated[str | None, option("FILE", _TOKEN)]
+CertFile = Annotated[str | None, option("FILE", _CERT)]
+KeyFile = Annotated[str | None, option("FILE", _KEY)]
+CaFile = Annotated[str | None, option("FILE", _CA)]
+Model = Annotated[str, option("NAME", _MODEL)]
+Revision = Annotated[str, option("NAME", "Which version of the model.")]
+Planner = Annotated[str | None, option("URL", _PLANNER)]
+Readers = Annotated[int, typer.Option(min=1, help="Readers at once that the planner sends here.")]
+Transports = Annotated[str, option("NAMES", _TRANSPORTS)]
+Compared = Annotated[bool, flag("Whether readers compare checksums.", "--checksums/--no-checksums")]
+
+
+@command(how=limits)
+def serve(
+    path: options.Checkpoint,
+    *,
+    model: Model,
+    revision: Revision = "",
+    address: Where = "127.0.0.1:0",
+    token_file: TokenFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+    ca_file: CaFile = None,
+    planner: Planner = None,
+    max_readers: Readers = 3,
+    checksums: Compared = True,
+    transports: Transports = "memory,memfd,http",
+    how: Options,
+) -> None:
+    """Load a checkpoint into memory, and serve it to other processes until interrupted.
+
+    They load it from the URL that is printed, as from any checkpoint: `mfload load peer://…`, or
+    `mfload.load("peer://…", "jax")`.
+    """
+    from mfload.peer import seed, serve as serving
+
+    with bar("loading") as progress:
+        held, metadata = serving.stored(path, how, progress)
+    names = [each.strip() for each in transports.split(",") if each.strip()]
+    with seed.publish(
+        held,
+        model=model,
+        revision=revision,
+        address=address,
+        token_file=token_file,
+        cert_file=cert_file,
+        key_file=key_file,
+        ca_file=ca_file,
+        planner=planner,
+        max_readers=max_readers,
+        checksums=checksums,
+        transports=names,
+        metadata=metadata,
+    ) as made:
+        write([made.url])
+        serving.wait()
+
+
 def _print(found: Any, as_json: bool) -> None:
     if as_json:
         print_json(found.as_dict())

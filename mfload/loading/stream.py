@@ -137,7 +137,7 @@ class Tensors:
         """Called at the end, however it came."""
 
     def _load(self, requests: Sequence[Request], deadline: Deadline) -> list[Any]:
-        adapter: Any = _Unwrapped(self._adapter) if self.late else self._adapter
+        adapter: Any = Unwrapped(self._adapter) if self.late else self._adapter
         options = self.options.replace(deadline=deadline)
         loader = Loader(self._index, self._sources, adapter, options)
 
@@ -164,7 +164,7 @@ class Tensors:
         self._report.add(one)
 
 
-class _Unwrapped:
+class Unwrapped:
     """An adapter that leaves views as they are."""
 
     def __init__(self, adapter: Adapter) -> None:
@@ -174,6 +174,7 @@ class _Unwrapped:
         return getattr(self._adapter, name)
 
     def wrap(self, views: Sequence[View]) -> Sequence[View]:
+        """The views themselves."""
         return views
 
     results = wrap

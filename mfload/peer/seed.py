@@ -16,7 +16,9 @@ from typing import Any, Self
 
 from mfload import errors
 from mfload.index import Box
+from mfload.options import PeerOptions
 from mfload.peer import manifest as manifests, transports as ways
+from mfload.peer.checkpoint import PeerUrl
 from mfload.peer.data import Data
 from mfload.peer.manifest import Entry, Fragment, Manifest
 from mfload.peer.security import Tls, read_token
@@ -276,6 +278,28 @@ def register(
 ) -> None:
     """Registers a seed with a planner, until it is closed."""
     raise NotImplementedError
+
+
+def publish_loaded(arrays: Any, url: Any, options: PeerOptions) -> Seed:
+    """Publishes what was loaded from a `peer://` URL; the seed lives as long as the process.
+
+    Raises as `publish` does.
+    """
+    what = PeerUrl.of(url if isinstance(url, str) else "")
+    seed = publish(
+        arrays,
+        model=what.model,
+        revision=what.revision or "",
+        address=options.address,
+        token_file=options.token_file,
+        cert_file=options.cert_file,
+        key_file=options.key_file,
+        ca_file=options.ca_file,
+        planner=options.planner,
+        checksums=options.checksums,
+    )
+    _loaded.append(seed)
+    return seed
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import time
@@ -11,6 +12,8 @@ from typing import Any
 from mfload import errors, frameworks
 from mfload.formats import checkpoint
 from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
+from mfload.loading import attempts
+from mfload.loading.attempts import Prefer
 from mfload.loading.session import let_go
 from mfload.options import Options
 from mfload.planning.selection import Names
@@ -39,6 +42,8 @@ def load_into(
     strict: bool = True,
     progress: Progress = False,
     report: Report | None = None,
+    fallback: Path | None = None,
+    prefer: Prefer = "path",
     options: Options | None = None,
 ) -> Any:
     r"""Loads a checkpoint into a module or a tree of JAX: its names, shapes and dtypes.
@@ -85,6 +90,8 @@ def load_into(
             fits is loaded and the other leaves stay as they are; something must fit.
         progress: As for `mfload.load`.
         report: As for `mfload.load`.
+        fallback: As for `mfload.load`.
+        prefer: As for `mfload.load`.
         options: As for `mfload.load`; what a rule transforms lies in JAX's memory in any case.
 
     Returns:
@@ -100,9 +107,9 @@ def load_into(
         MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded; a
             module that is filled in place may be, of which a note of the exception tells.
     """
-    return fill(
+    call = functools.partial(
+        fill,
         target,
-        path,
         mapping=mapping,
         mesh=mesh,
         shardings=shardings,
@@ -112,8 +119,10 @@ def load_into(
         strict=strict,
         progress=progress,
         report=report,
-        options=options,
     )
+    if not attempts.needed(fallback, options):
+        return call(path, options=options)
+    return attempts.run(call, path, fallback, prefer, options, report, whole=mapping is None)
 
 
 def fill(

@@ -1,0 +1,89 @@
+"""Loads that try two places one after the other, and loads whose arrays become a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from mfload import errors, sources
+from mfload.options import Options
+from mfload.report import Report, cleared
+
+Prefer = Literal["path", "fallback"]
+
+_MISSED = (errors.SourceError, errors.FormatError, errors.ProcessError)
+"""Errors of a place. Those of arguments, names and memory are the same elsewhere."""
+
+_LEAST = 0.1  # Seconds that a second place gets, however late it is.
+
+
+def needed(fallback: object, options: Options | None) -> bool:
+    """Whether a load is more than one attempt."""
+    return fallback is not None or (
+        isinstance(options, Options) and options.peer is not None and options.peer.publish
+    )
+
+
+def run(
+    call: Callable[..., Any],
+    path: Any,
+    fallback: Any,
+    prefer: str,
+    options: Options | None,
+    report: Report | None,
+    *,
+    whole: bool,
+) -> Any:
+    """What `call` loads from one of two places, with a note of what was wrong with the first.
+
+    The first gets half of the timeout, or `PeerOptions.timeout`; the second, what is left. A second
+    attempt begins with memory of its own: nothing that the first may still write to is used again.
+    `whole`: the result is all of the checkpoint as it is stored, and may be published.
+    """
+    cleared(report)
+    how = Options() if options is None else options
+    if not isinstance(how, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return call(path, options=how)  # It raises.
+    if prefer not in ("path", "fallback"):
+        errors.check_choice("prefer", prefer, ("path", "fallback"))
+    places = [path] if fallback is None else [path, fallback]
+    if prefer == "fallback":
+        places.reverse()
+    start, peer = time.monotonic(), how.peer
+    if peer is not None and peer.publish:
+        how = dataclasses.replace(how, peer=dataclasses.replace(peer, publish=False))
+    limit = None if how.timeout is None else how.timeout / 2
+    if peer is not None and peer.timeout is not None:
+        limit = peer.timeout if limit is None else min(limit, peer.timeout)
+    try:
+        first = how if fallback is None else dataclasses.replace(how, timeout=limit)
+        found, note = call(places[0], options=first), None
+    except _MISSED as error:
+        if fallback is None:
+            raise
+        found = None  # Beyond this block, so that what the error refers to is freed.
+        note = f"{_shown(places[0])} failed, {_shown(places[1])} was loaded instead: {error}"
+    if note is not None:
+        left = how.timeout
+        if left is not None:
+            left = max(_LEAST, left - (time.monotonic() - start))
+        logging.getLogger("mfload").warning("%s", note)
+        found = call(places[1], options=dataclasses.replace(how, timeout=left))
+        if report is not None:
+            report.notes = (note, *report.notes)
+    if peer is not None and peer.publish:
+        if not whole:
+            what = "only a whole checkpoint as it is stored can be published"
+            raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
+        seed = importlib.import_module("mfload.peer.seed").publish_loaded(found, path, peer)
+        if report is not None:
+            report.notes = (*report.notes, f"published at {seed.url}")
+    return found
+
+
+def _shown(place: Any) -> str:
+    return sources.shown(place) or "the other source"

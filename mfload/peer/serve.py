@@ -1,0 +1,64 @@
+"""Seeds of files: what `mfload serve` publishes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any, NamedTuple
+
+from mfload.dtypes import DType
+from mfload.formats import checkpoint
+from mfload.frameworks import numpy_adapter
+from mfload.index import Box
+from mfload.load_options import started
+from mfload.loading.session import Loader
+from mfload.loading.stream import Unwrapped
+from mfload.options import Options
+from mfload.planning import request as requesting
+from mfload.progress import Progress, shown
+
+
+class Stored(NamedTuple):
+    """A tensor of a file in memory, as `fragments.Held` describes an array's."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    box: Box
+    memory: Any
+    sharding: str = ""
+    copied: bool = False
+
+
+def stored(
+    path: Any, options: Options | None = None, progress: Progress = False
+) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors of a checkpoint in host memory, of any dtype that it has, and its strings.
+
+    Raises as `mfload.load` does.
+    """
+    how = started(options)
+    index, sources = checkpoint.read(path, how)
+    adapter: Any = Unwrapped(numpy_adapter.make(None))
+    requests = requesting.whole(index.columns)
+    with shown(progress, sum(each.nbytes for each in index.columns)) as advance:
+        views = Loader(index, sources, adapter, how).load(requests, advance=advance)
+    found = [
+        Stored(
+            view.name,
+            info.dtype,
+            info.shape,
+            tuple((0, length) for length in info.shape),
+            view.memory[view.at : view.at + info.nbytes],
+        )
+        for info, view in zip(index.columns, views, strict=True)
+    ]
+    return found, dict(index.metadata or {})
+
+
+def wait() -> None:
+    """Waits until the process is interrupted or asked to end."""
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
