@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any, Self
 from mfload import errors
 from mfload.index import Box
 from mfload.options import PeerOptions
-from mfload.peer import manifest as manifests, transports as ways
+from mfload.peer import fragments, manifest as manifests, transports as ways
 from mfload.peer.checkpoint import PeerUrl
 from mfload.peer.data import Data
 from mfload.peer.manifest import Entry, Fragment, Manifest
@@ -124,7 +123,7 @@ class Seed:
         The arguments are those of `mfload.publish`; names and shapes may change. What was held
         before is let go of.
         """
-        made = _Version(_held(arrays), self._version.metadata, self._checksums)
+        made = _version(arrays, self._version.metadata, self._checksums)
         with self._lock:
             if self._closed:
                 raise errors.UsageError("the seed is closed")
@@ -255,7 +254,7 @@ def publish(
     tls = None
     if cert_file is not None:
         tls = Tls(cert_file, key_file, ca_file)
-    version = _Version(_held(arrays), metadata or {}, checksums)
+    version = _version(arrays, metadata, checksums)
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
     seed = Seed(version, model, revision, address, transports=transports, **given)
     if planner is not None:
@@ -267,10 +266,11 @@ def publish(
     return seed
 
 
-def _held(arrays: Any) -> Sequence[Any]:
-    if isinstance(arrays, Sequence):
-        return arrays  # What `mfload serve` holds already.
-    return importlib.import_module("mfload.peer.fragments").held(arrays)
+def _version(arrays: Any, metadata: Mapping[str, str] | None, checksums: bool) -> _Version:
+    if isinstance(arrays, Sequence):  # What `mfload serve` holds already.
+        return _Version(arrays, metadata or {}, checksums)
+    found, outline = fragments.named(arrays)
+    return _Version(fragments.held(found), {**(metadata or {}), **outline}, checksums)
 
 
 def register(

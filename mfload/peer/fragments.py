@@ -1,0 +1,173 @@
+"""Arrays of any framework as what a seed holds of them: boxes, and their memory in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mfload import errors
+from mfload.dtypes import DType
+from mfload.index import Box, Piece, TensorInfo
+from mfload.mesh import base as meshes
+from mfload.planning import request as requesting
+from mfload.saving.export import export, unboxed
+
+_MODULES = {"torch": "nn.Module", "paddle": "nn.Layer", "keras": "Layer"}
+
+
+class Held(NamedTuple):
+    """A box of a tensor in this process's memory.
+
+    Attributes:
+        shape: Of the whole tensor.
+        memory: The bytes of the box, flat, in C order and little-endian, over the array's own
+            memory where it can be read in place. It keeps that memory.
+        sharding: How the tensor is sharded, for people.
+        copied: Whether the memory is a copy.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    box: Box
+    memory: Any
+    sharding: str = ""
+    copied: bool = False
+
+
+def named(arrays: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """Arrays by name, and the metadata that keeps their tree.
+
+    Takes a mapping of names to arrays, a module of PyTorch, Paddle or Keras, or a tree of JAX.
+    Raises as `mfload.save` does.
+    """
+    from mfload.trees import outline
+
+    for package, kind in _MODULES.items():
+        module: Any = sys.modules.get(package)
+        for part in kind.split("."):
+            module = getattr(module, part, None)
+        if module is None or not isinstance(arrays, module):
+            continue
+        if package == "keras":
+            return {each.path: each.value for each in arrays.variables}, {}
+        return dict(arrays.state_dict()), {}
+    if outline.is_tree(arrays):
+        return outline.named(arrays, None)
+    return arrays, {}
+
+
+def held(arrays: Mapping[str, Any]) -> list[Held]:
+    """What this process holds of arrays, each box once.
+
+    Raises:
+        UnsupportedArrayError: An array can't be read, or its shards are no boxes.
+    """
+    found: list[Held] = []
+    whole: dict[str, Any] = {}
+    for name, given in arrays.items() if isinstance(arrays, Mapping) else ():  # pyright: ignore
+        array = unboxed(given)
+        parts = list(_parts(name, array))
+        if not parts:
+            whole[name] = array
+            found += _whole({name: array})
+            continue
+        seen: set[Box] = set()
+        for row, shape, box, part, sharding in parts:
+            if box not in seen:
+                seen.add(box)
+                (each,) = _whole({name: part})
+                more = {"dtype": row or each.dtype, "shape": shape, "box": box}
+                found.append(each._replace(**more, sharding=sharding))
+    if not found:
+        export(arrays)  # It says what is wrong with them.
+        raise errors.UsageError("there is nothing to publish", expected="at least one array")
+    return found
+
+
+def _whole(arrays: Mapping[str, Any]) -> Iterator[Held]:
+    for row in export(arrays):
+        span, memory = row.span, row.fetch()
+        address = memory.ctypes.data
+        copied = span is None or not span[0] <= address < max(span[1], span[0] + 1)
+        box = tuple((0, length) for length in row.shape)
+        yield Held(row.name, row.dtype, row.shape, box, memory, "", bool(memory.size) and copied)
+
+
+_Part = tuple[DType | None, tuple[int, ...], Box, Any, str]
+
+
+def _parts(name: str, array: Any) -> Iterator[_Part]:
+    """The dtype, shape, box, array and sharding of each part; none of an array that is whole."""
+    kinds = {kind.__name__ for kind in type(array).__mro__}
+    if hasattr(array, "addressable_shards") and hasattr(array, "is_deleted"):
+        yield from _of_jax(name, array)
+    elif "DTensor" in kinds and hasattr(array, "device_mesh"):
+        local, mesh = array.detach().to_local(), array.device_mesh
+        yield from _of_backend("torch", name, array, local, mesh, tuple(mesh.shape))
+    elif getattr(array, "process_mesh", None) is not None and hasattr(array, "placements"):
+        local = array._local_value()
+        mesh = array.process_mesh
+        yield from _of_backend("paddle", name, array, local, mesh, tuple(mesh.shape))
+    elif type(array).__module__.startswith("tensorflow"):
+        yield from _of_tensorflow(name, array)
+
+
+def _of_jax(name: str, array: Any) -> Iterator[_Part]:
+    from mfload.mesh import jax_pieces
+
+    if array.is_deleted() or not hasattr(array.sharding, "device_set"):
+        return
+    if len(array.sharding.device_set) == 1:
+        return
+    try:
+        row = jax_pieces.dtype_of(array)
+    except errors.UnsupportedArrayError as error:
+        error.tensor = name
+        raise
+    spec, mesh = (getattr(array.sharding, each, None) for each in ("spec", "mesh"))
+    text = str(array.sharding) if spec is None else f"{spec} on {dict(getattr(mesh, 'shape', {}))}"
+    for shard in array.addressable_shards:
+        box = tuple(
+            (part.start or 0, length if part.stop is None else part.stop)
+            for part, length in zip(shard.index, array.shape, strict=True)
+        )
+        yield row, tuple(array.shape), box, shard.data, text
+
+
+def _of_backend(
+    framework: str, name: str, array: Any, local: Any, mesh: Any, sizes: tuple[int, ...]
+) -> Iterator[_Part]:
+    """The part of this process of a distributed tensor, by the backend that loads such ones."""
+    (row,) = export({name: local})
+    units, shape = row.dtype.elements, tuple(array.shape)
+    if units > 1 and shape:
+        shape = (*shape[:-1], shape[-1] * units)
+    backend: Any = meshes.backend(framework)
+    nbytes = row.dtype.size_of(shape) or 0
+    info = TensorInfo(name, row.dtype, shape, (Piece(0, 0, nbytes),))
+    requests = [requesting.Request(info, row.dtype)]
+    spec = list(array.placements)
+    (sharding,) = backend.resolve(requests, mesh, {name: spec}, "error", ())
+    text = f"{', '.join(map(str, spec))} on {' x '.join(map(str, sizes))}"
+    for share in backend.shares(sharding, shape):
+        if share.process == backend.rank:
+            yield row.dtype, shape, share.box, local, text
+
+
+def _of_tensorflow(name: str, array: Any) -> Iterator[_Part]:
+    dtensor: Any = getattr(sys.modules["tensorflow"].experimental, "dtensor", None)
+    if dtensor is None or not dtensor.is_dtensor(array):
+        return
+    layout = dtensor.fetch_layout(array)
+    parts = dtensor.unpack(array)
+    (row,) = export({name: parts[0]})
+    backend: Any = meshes.backend("tensorflow")
+    shape = tuple(array.shape)
+    info = TensorInfo(name, row.dtype, shape, (Piece(0, 0, row.dtype.size_of(shape) or 0),))
+    requests = [requesting.Request(info, row.dtype)]
+    (sharding,) = backend.resolve(requests, layout.mesh, {name: layout}, "error", ())
+    for share in backend.shares(sharding, shape):
+        if share.process == backend.rank:
+            yield row.dtype, shape, share.box, parts[share.device], str(layout)
