@@ -397,6 +397,29 @@ def serve(
         serving.wait()
 
 
+@command()
+def planner(
+    address: Where = "127.0.0.1:0",
+    token_file: TokenFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+    ca_file: CaFile = None,
+) -> None:
+    """Tell readers which running processes hold a model, until interrupted.
+
+    Seeds register with the URL that is printed, `mfload.publish(…, planner=URL)`, and readers ask
+    it, `mfload.load("peer:///org/name", …, options=Options(peer=PeerOptions(planner=URL)))`.
+    """
+    from mfload.peer import security, serve as serving
+    from mfload.peer.planner import PlannerServer
+
+    token = None if token_file is None else security.read_token(token_file)
+    tls = None if cert_file is None else security.Tls(cert_file, key_file, ca_file)
+    with PlannerServer(address, token=token, tls=tls) as made:
+        write([made.url])
+        serving.wait()
+
+
 def _print(found: Any, as_json: bool) -> None:
     if as_json:
         print_json(found.as_dict())

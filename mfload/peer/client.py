@@ -77,6 +77,7 @@ class Client:
             HeaderError: The answer is malformed or longer than `limit` bytes.
         """
         data = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
         until = time.monotonic() + seconds
 
         def read(response: http.client.HTTPResponse) -> bytes:
@@ -92,7 +93,7 @@ class Client:
                     raise TimeoutError("the answer does not end")
             return b"".join(parts)
 
-        text = self._ask(method, path, data, {}, (200, 201, 204), read)
+        text = self._ask(method, path, data, headers, (200, 201, 204), read)
         return strict_json.loads(text, self.name, "answer") if text else None
 
     def read_into(self, path: str, vector: Sequence[Any], offset: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mfload import errors
@@ -81,6 +82,7 @@ class PeerSource:
     Attributes:
         manifest: What the seed said of itself.
         why: The transport, and what was against better ones.
+        failed: Incarnations of seeds that a reader had trouble with.
     """
 
     file = None
@@ -98,6 +100,7 @@ class PeerSource:
         self.identity = Generation(manifest.incarnation, manifest.generation)
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
+        self.failed: set[str] = set()
         self.new = None
         if options.checksums and manifest.checksums is not None:
             self.new = hasher()
@@ -131,8 +134,18 @@ class PeerSource:
 
     def check(self) -> None:
         """Raises SourceChangedError if the seed has another generation now."""
-        if not self.way.check():
-            raise _changed(self.name, self.identity, None)
+        with self.blamed():
+            if not self.way.check():
+                raise _changed(self.name, self.identity, None)
+
+    @contextmanager
+    def blamed(self) -> Generator[None]:
+        """A context of which an error counts against the seed."""
+        try:
+            yield
+        except (OSError, errors.MfloadError):
+            self.failed.add(self.identity.incarnation)
+            raise
 
     def beside(self, name: str) -> PeerSource:
         """Raises UsageError: nothing lies beside a seed."""
@@ -183,6 +196,10 @@ class PeerHandle(ClosedAtEnd):
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector (see `Handle`)."""
+        with self._source.blamed():
+            return self._read(vector, offset, least)
+
+    def _read(self, vector: list[Any], offset: int, least: int | None) -> int:
         source, wanted = self._source, sum(each.nbytes for each in vector)
         stop = min(offset + wanted, source.size)
         if stop - offset < (wanted if least is None else least):
