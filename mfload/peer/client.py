@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import ssl
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -59,7 +60,8 @@ class Client:
             self._headers["Authorization"] = f"Bearer {token}"
         self._context = None if tls is None else tls.context(server=False)
         self._idle: deque[http.client.HTTPConnection] = deque()
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        weakref.finalize(self, _close, self._idle)
 
     def json(
         self,
@@ -129,8 +131,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections that wait."""
-        while self._idle:
-            self._idle.pop().close()
+        _close(self._idle)
 
     def _ask(
         self,
@@ -181,6 +182,9 @@ class Client:
         return connection.getresponse()
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+        if self._pid != os.getpid():  # After a fork they are the parent's.
+            self.close()
+            self._pid = os.getpid()
         try:
             return self._idle.pop(), True
         except IndexError:
@@ -209,3 +213,8 @@ class Client:
         else:
             what, found = "the connection to the peer broke off", str(error) or type(error).__name__
         return errors.ReadError(what, file=self.name, found=errors.shown(found, 160))
+
+
+def _close(idle: deque[http.client.HTTPConnection]) -> None:
+    while idle:
+        idle.pop().close()

@@ -113,6 +113,11 @@ class Seed:
         return f"peer://{self.address}/{self.model}{revision}"
 
     @property
+    def open(self) -> bool:
+        """Whether it is not closed, and is this process's own."""
+        return not self._closed and self._pid == os.getpid()
+
+    @property
     def manifest(self) -> Manifest:
         """What it says of itself."""
         return self._version.manifest
@@ -144,6 +149,8 @@ class Seed:
             if self._closed:
                 return
             self._closed = True
+        if self in _loaded:
+            _loaded.remove(self)
         if self._registration is not None:
             self._registration.close()
         if self._server is not None and self._pid == os.getpid():
@@ -333,7 +340,12 @@ def publish_loaded(arrays: Any, url: Any, options: PeerOptions, *, fell_back: bo
     return seed
 
 
+def seeds() -> list[Seed]:
+    """The seeds of this process that are open, those of loads with `publish=True` among them."""
+    return [each for each in list(_seeds) if each.open]
+
+
 @atexit.register
 def _close_all() -> None:
-    for each in list(_seeds):
+    for each in seeds():
         each.close()
