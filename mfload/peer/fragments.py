@@ -101,7 +101,7 @@ _Part = tuple[DType | None, tuple[int, ...], Box, Any, str]
 def _parts(name: str, array: Any) -> Iterator[_Part]:
     """The dtype, shape, box, array and sharding of each part; none of an array that is whole."""
     kinds = {kind.__name__ for kind in type(array).__mro__}
-    if hasattr(array, "addressable_shards") and hasattr(array, "is_deleted"):
+    if hasattr(type(array), "addressable_shards"):
         yield from _of_jax(name, array)
     elif "DTensor" in kinds and hasattr(array, "device_mesh"):
         local, mesh = array.detach().to_local(), array.device_mesh

@@ -322,6 +322,10 @@ def after(here: World) -> None:
     here.load([Shard(0)])
 
 
+def peers(here: World, first: str, second: str) -> dict[str, Any]:
+    return here.peers(SPECS[first], SPECS[second], f"{first}-{second}")
+
+
 def main() -> None:
     rank, count, port = map(int, sys.argv[1:4])
     addresses = [f"127.0.0.1:{port + 1 + n}" for n in range(count)]
