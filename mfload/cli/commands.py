@@ -428,7 +428,7 @@ def planner(
     --planner URL`.
     """
     from mfload.peer import security, serve as serving
-    from mfload.peer.planner import PlannerServer
+    from mfload.peer.planner_http import PlannerServer
 
     token = None if token_file is None else security.read_token(token_file)
     tls = None if cert_file is None else security.Tls(cert_file, key_file, ca_file)

@@ -19,7 +19,8 @@ import mfload
 from mfload import Options, PeerOptions, errors
 from mfload.peer import planner as planning
 from mfload.peer.client import Client
-from mfload.peer.planner import PlannerServer, Registry, SeedRecord, choose
+from mfload.peer.planner import Registry, SeedRecord, choose
+from mfload.peer.planner_http import PlannerServer
 from mfload.peer.server import Server, text
 
 
