@@ -135,13 +135,15 @@ class Seed:
 
     def close(self) -> None:
         """Ends it, with all connections; more than once does nothing."""
+        if self._pid != os.getpid():
+            return  # To a fork nothing of it belongs.
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         if self._registration is not None:
             self._registration.close()
-        if self._server is not None and self._pid == os.getpid():
+        if self._server is not None:
             self._server.close()
         self._version.close()
 

@@ -146,6 +146,7 @@ class PeerSource:
         sums, found = self.manifest.checksums or "", made.hexdigest()
         expected = sums[_DIGITS * block : _DIGITS * (block + 1)]
         if found != expected:
+            self.check()  # Of weights that were replaced there may be anything in their place.
             low, high = block * BLOCK, (block + 1) * BLOCK
             names = (
                 entry.name
@@ -204,10 +205,7 @@ class PeerHandle(ClosedAtEnd):
         source.way.read(whole, first * BLOCK)
         for block in range(first, last):
             at = (block - first) * BLOCK
-            parts = whole[0][at : at + BLOCK], *()
-            if len(whole) > 1:
-                parts = tuple(take(whole, at, at + BLOCK))
-            source.compare(block, parts)
+            source.compare(block, take(whole, at, at + BLOCK))
         if end < stop:
             self._edge(vector, offset, stop, last)
         return stop - offset
