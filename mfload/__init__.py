@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mfload.errors import MfloadError
     from mfload.options import Options, PeerOptions
     from mfload.packed import unpack
-    from mfload.peer.seed import Seed, publish
+    from mfload.peer.seed import Seed, publish, seeds
     from mfload.report import Report
     from mfload.saving.save import Saved
     from mfload.trees.keymap import rule
@@ -41,7 +41,7 @@ _NAMES = {
     "errors": "MfloadError errors",
     "options": "Options PeerOptions",
     "packed": "unpack",
-    "peer.seed": "Seed publish",
+    "peer.seed": "Seed publish seeds",
     "report": "Report",
     "saving.save": "Saved",
     "trees.keymap": "rule",
@@ -53,7 +53,7 @@ __all__ = [
     "Aligned", "Converted", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options",
     "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align", "convert",
     "diff", "doctor", "errors", "live_bytes", "load", "load_into", "open", "plan", "publish",
-    "restore", "rule", "save", "stream", "unpack", "verify",
+    "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
 ]  # fmt: skip
 
 

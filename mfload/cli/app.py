@@ -20,6 +20,7 @@ COMMANDS = {
     "align": (commands.align, "model/ aligned/ --max-shard-size 5GB"),
     "convert": (commands.convert, "checkpoints/100/ model/ --max-shard-size 5GB"),
     "serve": (commands.serve, "model/ --model org/name --address 127.0.0.1:7000"),
+    "planner": (commands.planner, "--address 127.0.0.1:7100"),
     "bench": (bench.bench, "model/ --frameworks jax,torch --plot bench.png"),
     "doctor": (commands.doctor, "model/"),
 }

@@ -79,7 +79,9 @@ def run(
         if not whole:
             what = "only a whole checkpoint as it is stored can be published"
             raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
-        seed = importlib.import_module("mfload.peer.seed").publish_loaded(found, path, peer)
+        seed = importlib.import_module("mfload.peer.seed").publish_loaded(
+            found, path, peer, fell_back=note is not None or prefer == "fallback"
+        )
         if report is not None:
             report.notes = (*report.notes, f"published at {seed.url}")
     return found

@@ -15,7 +15,7 @@ from mfload import dtypes, errors, sources
 from mfload.index import Box, Piece, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.options import PeerOptions
-from mfload.peer import source as reading
+from mfload.peer import leases, security, source as reading
 from mfload.peer.client import Client
 from mfload.peer.manifest import NAME, Entry, Fragment, Manifest
 from mfload.peer.security import split_address
@@ -24,6 +24,12 @@ from mfload.stored import Stored
 
 _URL = re.compile(r"peer://([^/?#]*)/([^@?#]+)(?:@([^?#]+))?")
 _EXAMPLE = "peer://host:port/org/name@revision, or peer:///org/name with a planner"
+
+GENERATIONS: dict[tuple[str, str | None], int] = {}
+"""Of the seeds that this process read last, by model and revision as URLs name them."""
+
+_TRIES = 3  # Tickets that a load takes, if seeds of those before fail at once.
+_WAIT = 60.0  # Seconds that a load waits for a seed that is not busy.
 
 Seen = tuple[Client, Manifest]
 
@@ -74,18 +80,44 @@ class Peers:
             CheckpointError: What they hold does not fit together, or is not all of a tensor.
         """
         if self._url.addresses:
-            seen, failed = self._ask(self._url.addresses)
-            used, rows = together(self._checked(seen, failed), directory, source, failed)
-            made = [reading.connect(*each, self._options) for each in used]
+            made, rows = self._open(self._url.addresses, directory, source)
         else:
             made, rows = self._by_planner(directory, source)
+        GENERATIONS[self._url[1:]] = made[0].manifest.generation
         metadata: dict[str, str] = {}
         for each in reversed(made):
             metadata |= each.manifest.metadata
         return made, rows, metadata
 
     def _by_planner(self, name: str, source: int) -> tuple[list[PeerSource], list[TensorInfo]]:
-        raise NotImplementedError
+        options = self._options
+        token, tls = security.credentials(options)
+        given: Any = options.planner
+        planner = leases.connect(given, token=token, tls=tls, stalled=options.stalled)
+        for left in reversed(range(_TRIES)):
+            use = leases.find(planner, *self._url[1:], options.timeout or _WAIT)
+            try:
+                seeds = use.ticket.seeds
+                made, rows = self._open([each.address for each in seeds], name, source)
+            except (errors.SourceError, errors.FormatError):
+                use.failed |= {each.incarnation for each in use.ticket.seeds}
+                use.close()
+                if not left:
+                    raise
+                continue
+            use.readers = len(made)
+            for each in made:
+                each.failed = use.failed
+                each.at_end(use.release)
+            return made, rows
+        raise AssertionError("unreachable")
+
+    def _open(
+        self, addresses: Sequence[str], name: str, source: int
+    ) -> tuple[list[PeerSource], list[TensorInfo]]:
+        seen, failed = self._ask(addresses)
+        used, rows = together(self._checked(seen, failed), name, source, failed)
+        return [reading.connect(*each, self._options) for each in used], rows
 
     def _ask(self, addresses: Sequence[str]) -> tuple[list[Seen], list[errors.MfloadError]]:
         """The manifests of seeds, and why others gave none."""
@@ -139,6 +171,14 @@ def together(
         what, expected = "the seeds have several revisions", "peer://…/name@revision"
         found = ", ".join(sorted({manifest.revision for _, manifest in used}))
         raise errors.CheckpointError(what, file=name, expected=expected, found=found)
+    parts = {manifest.part for _, manifest in used}
+    for count in {count for _, count in parts}:
+        if missing := [str(n) for n in range(count) if (n, count) not in parts]:
+            if failed:
+                raise failed[0]
+            what, expected = "parts of the model are missing", f"seeds of all {count} parts"
+            found = f"no seed of part {', '.join(missing[:8])}"
+            raise errors.CheckpointError(what, file=name, expected=expected, found=found)
     held: dict[str, tuple[Entry, list[tuple[int, Fragment]]]] = {}
     wrong: list[str] = []
     for number, (client, manifest) in enumerate(used):

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import ssl
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -71,7 +72,8 @@ class Client:
             self._headers["Authorization"] = f"Bearer {token}"
         self._context = None if tls is None else tls.context(server=False)
         self._idle: deque[http.client.HTTPConnection] = deque()
-        self._process = os.getpid()
+        self._pid = os.getpid()
+        weakref.finalize(self, _close, self._idle)
 
     def json(
         self,
@@ -89,6 +91,7 @@ class Client:
             HeaderError: The answer is malformed or longer than `limit` bytes.
         """
         data = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
 
         def read(response: _Response) -> bytes:
             response.timed.allow(self.stalled, limit, least=1, total=seconds)
@@ -100,7 +103,7 @@ class Client:
             return b"".join(parts)
 
         try:
-            text = self._ask(method, path, data, {}, (200, 201, 204), read)
+            text = self._ask(method, path, data, headers, (200, 201, 204), read)
         except BufferError:
             what = "the answer of the peer is over the limit"
             expected = f"at most {limit} bytes"
@@ -123,8 +126,8 @@ class Client:
             if response.length != wanted or not told.startswith(expected):
                 what = "the peer sends another range than it was asked for"
                 found = f"{response.length} bytes, {errors.shown(told, 80)}"
-                more = {"expected": f"{wanted} bytes, {expected}…", "found": found}
-                raise errors.ReadError(what, file=self.name, **more)
+                expected = f"{wanted} bytes, {expected}…"
+                raise errors.ReadError(what, file=self.name, expected=expected, found=found)
             for view in views:
                 at = 0
                 while at < view.nbytes:
@@ -138,12 +141,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections that wait."""
-        with suppress(IndexError):
-            while True:
-                self._idle.pop().close()
-
-    def __del__(self) -> None:
-        self.close()
+        _close(self._idle)
 
     def _ask(
         self,
@@ -173,7 +171,7 @@ class Client:
             raise
         whole = response.isclosed() or not response.length
         response.close()
-        if whole and self._process == os.getpid():
+        if whole and self._pid == os.getpid():
             self._idle.append(connection)
         else:
             connection.close()
@@ -193,9 +191,9 @@ class Client:
         return connection.getresponse()
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        if self._process != os.getpid():  # They are those of the parent of a fork.
+        if self._pid != os.getpid():  # After a fork they are the parent's.
             self.close()
-            self._process = os.getpid()
+            self._pid = os.getpid()
         try:
             return self._idle.pop(), True
         except IndexError:
@@ -204,8 +202,9 @@ class Client:
         if self._context is None:
             made = http.client.HTTPConnection(host, port, timeout=self.stalled)
         else:
-            how = {"timeout": self.stalled, "context": self._context}
-            made = http.client.HTTPSConnection(host, port, **how)
+            made = http.client.HTTPSConnection(
+                host, port, timeout=self.stalled, context=self._context
+            )
         made.response_class = partial(_Response, stalled=self.stalled)  # pyright: ignore
         return made, False
 
@@ -228,3 +227,9 @@ class Client:
         else:
             what, found = "the connection to the peer broke off", str(error) or type(error).__name__
         return errors.ReadError(what, file=self.name, found=errors.shown(found, 160))
+
+
+def _close(idle: deque[http.client.HTTPConnection]) -> None:
+    with suppress(IndexError):  # Other threads may take the last one.
+        while True:
+            idle.pop().close()

@@ -25,6 +25,7 @@ MAX_RANK = 64
 
 _VERSION = 1
 _MOST = 1 << 62
+_MOST_PARTS = 4096
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _DIGESTS = re.compile(r"(?:[0-9a-f]{16})*")
 NAME = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
@@ -55,6 +56,7 @@ class Manifest(NamedTuple):
     Attributes:
         incarnation: 32 hexadecimal digits, drawn when the seed began.
         generation: Which version of the weights; each update counts it up.
+        part: Which part of the model this seed holds, and of how many.
         size: Bytes of data: the fragments, one after the other.
         entries: The tensors.
         metadata: Free-form strings.
@@ -67,6 +69,7 @@ class Manifest(NamedTuple):
     revision: str
     incarnation: str
     generation: int
+    part: tuple[int, int]
     size: int
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
@@ -102,6 +105,9 @@ def from_json(data: Any, name: str) -> Manifest:
     revision = check.field(given, "revision", str, lambda v: not v or bool(NAME.fullmatch(v)))
     incarnation = check.field(given, "incarnation", str, lambda v: bool(_HEX32.fullmatch(v)))
     generation = check.field(given, "generation", int, _is_count)
+    part, parts = check.row(given.get("part"), 2, "part")
+    check.of(parts, int, "part", lambda value: 0 < value <= _MOST_PARTS)
+    check.of(part, int, "part", lambda value: 0 <= value < parts)
     size = check.field(given, "size", int, _is_count)
     metadata = check.field(given, "metadata", dict, lambda v: {*map(type, v.values())} <= {str})
     ways = check.field(given, "ways", dict, lambda v: len(v) <= 32)
@@ -117,7 +123,16 @@ def from_json(data: Any, name: str) -> Manifest:
         check.fail("two tensors have one name", "names that differ", None)
     _check_places([each for row in entries for each in row.fragments], size, check)
     return Manifest(
-        model, revision, incarnation, generation, size, entries, metadata, checksums, ways
+        model,
+        revision,
+        incarnation,
+        generation,
+        (part, parts),
+        size,
+        entries,
+        metadata,
+        checksums,
+        ways,
     )
 
 

@@ -17,9 +17,11 @@ from mfload import errors
 from mfload.index import Box
 from mfload.options import PeerOptions
 from mfload.peer import fragments, manifest as manifests, transports as ways
-from mfload.peer.checkpoint import PeerUrl
+from mfload.peer.checkpoint import GENERATIONS, PeerUrl
 from mfload.peer.data import Data
+from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
+from mfload.peer.planner import Planner, SeedRecord, here
 from mfload.peer.security import Tls, read_token
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
@@ -67,6 +69,7 @@ class Seed:
     Attributes:
         address: Where it listens, "host:port".
         model, revision: What it holds.
+        part: Which part of the model, and of how many.
         generation: Which version of the weights: 0, then one more with each update.
         copied_bytes: Bytes of arrays that can't be read in place, and so were copied.
     """
@@ -82,14 +85,17 @@ class Seed:
         tls: Tls | None,
         transports: Sequence[str],
         checksums: bool,
+        part: tuple[int, int],
+        generation: int,
     ) -> None:
-        self.model, self.revision = model, revision
-        self.generation = -1
+        self.model, self.revision, self.part = model, revision, part
+        self.generation = generation - 1
         self._incarnation = secrets.token_hex(16)
         self._transports = {name: ways.find(name) for name in transports}
         self._checksums, self._version = checksums, version
         self._lock = threading.Lock()
-        self._registration: Any = None
+        self._registration: Registration | None = None
+        self._max_readers = 1
         self._closed = False
         self._begin(version)
         try:
@@ -106,6 +112,11 @@ class Seed:
         """What `mfload.load` takes."""
         revision = f"@{self.revision}" if self.revision else ""
         return f"peer://{self.address}/{self.model}{revision}"
+
+    @property
+    def open(self) -> bool:
+        """Whether it is not closed, and is this process's own."""
+        return not self._closed and self._pid == os.getpid()
 
     @property
     def manifest(self) -> Manifest:
@@ -131,7 +142,7 @@ class Seed:
             self._begin(made)
             before.close()
         if self._registration is not None:
-            self._registration.update(self)
+            self._registration.update(self._record())
 
     def close(self) -> None:
         """Ends it, with all connections; more than once does nothing."""
@@ -141,6 +152,8 @@ class Seed:
             if self._closed:
                 return
             self._closed = True
+        if self in _loaded:
+            _loaded.remove(self)
         if self._registration is not None:
             self._registration.close()
         if self._server is not None:
@@ -157,6 +170,26 @@ class Seed:
         size = human(self.manifest.size)
         return f"<Seed {self.url} generation {self.generation}, {size}>"
 
+    def register(self, planner: Planner, max_readers: int) -> None:
+        """Makes the seed known to a planner until it is closed."""
+        self._max_readers = max_readers
+        self._registration = Registration(planner, self._record())
+
+    def _record(self) -> SeedRecord:
+        about = self.manifest
+        return SeedRecord(
+            self.address,
+            self.model,
+            self.revision,
+            about.incarnation,
+            about.generation,
+            about.layout,
+            here(),
+            about.size,
+            *self.part,
+            self._max_readers,
+        )
+
     def _begin(self, version: _Version) -> None:
         number = self.generation + 1
         for name, transport in self._transports.items():
@@ -168,6 +201,7 @@ class Seed:
             self.revision,
             self._incarnation,
             number,
+            self.part,
             version.data.size,
             version.entries,
             version.metadata,
@@ -213,6 +247,8 @@ def publish(
     ca_file: str | os.PathLike[str] | None = None,
     planner: str | None = None,
     max_readers: int = 3,
+    part: tuple[int, int] = (0, 1),
+    generation: int = 0,
     checksums: bool = True,
     transports: Sequence[str] = ways.DEFAULT,
     metadata: Mapping[str, str] | None = None,
@@ -236,6 +272,10 @@ def publish(
         ca_file: With it, readers need a certificate that this authority signed.
         planner: URL of the planner to register with.
         max_readers: Readers at once that the planner sends here.
+        part: `(rank, size)` of processes that hold a model together: readers are told if one of
+            them is missing, and a planner names them all.
+        generation: The number of the weights: of seeds with several, the planner and readers take
+            the newest.
         checksums: Whether checksums are made, at the speed of memory.
         transports: Names of what is offered to readers.
         metadata: Free-form strings, which readers find in the index.
@@ -258,10 +298,14 @@ def publish(
         tls = Tls(cert_file, key_file, ca_file)
     version = _version(arrays, metadata, checksums)
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
+    given |= {"part": part, "generation": generation}
+    if not 0 <= part[0] < part[1] or generation < 0:
+        expected, found = "part=(rank, size), generation=0 or more", f"{part}, {generation}"
+        raise errors.UsageError("no such part or generation", expected=expected, found=found)
     seed = Seed(version, model, revision, address, transports=transports, **given)
     if planner is not None:
         try:
-            register(seed, planner, token=token, tls=tls, max_readers=max_readers)
+            seed.register(connect(planner, token=token, tls=tls), max_readers)
         except BaseException:
             seed.close()
             raise
@@ -275,19 +319,13 @@ def _version(arrays: Any, metadata: Mapping[str, str] | None, checksums: bool) -
     return _Version(fragments.held(found), {**(metadata or {}), **outline}, checksums)
 
 
-def register(
-    seed: Seed, planner: str, *, token: str | None, tls: Tls | None, max_readers: int
-) -> None:
-    """Registers a seed with a planner, until it is closed."""
-    raise NotImplementedError
-
-
-def publish_loaded(arrays: Any, url: Any, options: PeerOptions) -> Seed:
+def publish_loaded(arrays: Any, url: Any, options: PeerOptions, *, fell_back: bool) -> Seed:
     """Publishes what was loaded from a `peer://` URL; the seed lives as long as the process.
 
-    Raises as `publish` does.
+    It has the generation of the seeds that were read. Raises as `publish` does.
     """
     what = PeerUrl.of(url if isinstance(url, str) else "")
+    generation = 0 if fell_back else GENERATIONS.get(what[1:], 0)
     seed = publish(
         arrays,
         model=what.model,
@@ -299,12 +337,18 @@ def publish_loaded(arrays: Any, url: Any, options: PeerOptions) -> Seed:
         ca_file=options.ca_file,
         planner=options.planner,
         checksums=options.checksums,
+        generation=generation,
     )
     _loaded.append(seed)
     return seed
 
 
+def seeds() -> list[Seed]:
+    """The seeds of this process that are open, those of loads with `publish=True` among them."""
+    return [each for each in list(_seeds) if each.open]
+
+
 @atexit.register
 def _close_all() -> None:
-    for each in list(_seeds):
+    for each in seeds():
         each.close()

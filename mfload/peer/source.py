@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mfload import errors
@@ -11,6 +12,7 @@ from mfload.options import PeerOptions
 from mfload.peer import manifest as manifests, security, transports
 from mfload.peer.client import Client
 from mfload.peer.data import hasher, take
+from mfload.peer.http import HttpWay
 from mfload.peer.manifest import BLOCK, Manifest
 from mfload.peer.transports import Remote, Way
 from mfload.sources.base import ClosedAtEnd, shrunk
@@ -23,6 +25,11 @@ class Generation(NamedTuple):
 
     incarnation: str
     generation: int
+
+    @staticmethod
+    def of(manifest: Manifest) -> Generation:
+        """That of a manifest."""
+        return Generation(manifest.incarnation, manifest.generation)
 
     def __str__(self) -> str:
         return f"generation {self.generation} of seed {self.incarnation[:8]}"
@@ -58,6 +65,8 @@ def connect(client: Client, manifest: Manifest, options: PeerOptions) -> PeerSou
             skipped = "".join(f"; no {each}" for each in against)
             return PeerSource(client, manifest, found, name, options, f"{found.why}{skipped}")
         against.append(f"{name}: {found}")
+    if not HttpWay(remote).check():
+        raise _changed(client.name, Generation.of(manifest), None)
     what = "no transport leads to the seed"
     raise errors.SourceError(what, file=client.name, found="; ".join(against))
 
@@ -81,6 +90,7 @@ class PeerSource:
     Attributes:
         manifest: What the seed said of itself.
         why: The transport, and what was against better ones.
+        failed: Incarnations of seeds that a reader had trouble with.
     """
 
     file = None
@@ -95,9 +105,10 @@ class PeerSource:
         why: str,
     ) -> None:
         self.name, self.size, self.manifest = client.name, manifest.size, manifest
-        self.identity = Generation(manifest.incarnation, manifest.generation)
+        self.identity = Generation.of(manifest)
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
+        self.failed: set[str] = set()
         self.new = None
         if options.checksums and manifest.checksums is not None:
             self.new = hasher()
@@ -131,8 +142,18 @@ class PeerSource:
 
     def check(self) -> None:
         """Raises SourceChangedError if the seed has another generation now."""
-        if not self.way.check():
-            raise _changed(self.name, self.identity, None)
+        with self.blamed():
+            if not self.way.check():
+                raise _changed(self.name, self.identity, None)
+
+    @contextmanager
+    def blamed(self) -> Generator[None]:
+        """A context of which an error counts against the seed."""
+        try:
+            yield
+        except (OSError, errors.MfloadError):
+            self.failed.add(self.identity.incarnation)
+            raise
 
     def beside(self, name: str) -> PeerSource:
         """Raises UsageError: nothing lies beside a seed."""
@@ -184,6 +205,10 @@ class PeerHandle(ClosedAtEnd):
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector (see `Handle`)."""
+        with self._source.blamed():
+            return self._read(vector, offset, least)
+
+    def _read(self, vector: list[Any], offset: int, least: int | None) -> int:
         source, wanted = self._source, sum(each.nbytes for each in vector)
         stop = min(offset + wanted, source.size)
         if stop - offset < (wanted if least is None else least):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,7 @@ def _host(digits: str) -> str:
 @contextlib.contextmanager
 def through(
     address: str, change: Callable[[bytes, int], bytes | None]
-) -> Iterator[tuple[str, list[int]]]:
+) -> Generator[tuple[str, list[int]]]:
     """A proxy before a server: `change` gets what the server sends and the bytes before it, by
     connection, and gives what is passed on, or None to cut the connection."""
     host, _, port = address.rpartition(":")
@@ -247,7 +247,7 @@ def through(
 
 
 @contextlib.contextmanager
-def counted(monkeypatch: Any, block: int | None = None) -> Iterator[Reads]:
+def counted(monkeypatch: Any, block: int | None = None) -> Generator[Reads]:
     """Sees each read of the ways; with `block`, they take as many bytes at once, in one thread."""
     from mfload.peer.http import HttpWay
     from mfload.peer.memfd import MemfdWay

@@ -1,0 +1,255 @@
+"""The planner: who holds which model, who is well, and whom a reader is sent to.
+
+The rules, without a network: `mfload.peer.planner_http` serves them over HTTP, and
+`mfload.peer.etcd` keeps the same records in an etcd cluster.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+from mfload import errors
+from mfload.formats.strict_json import brief
+from mfload.peer.manifest import NAME
+from mfload.peer.security import split_address
+
+LEASE = 10.0
+"""Seconds that a seed stays known without a renewal; it renews three times as often."""
+
+TICKET = 30.0
+"""Seconds that a reader's place is kept for it without a renewal, such as after a kill."""
+
+RETRY = 5.0
+"""Seconds between looks at a seed that failed a reader."""
+
+ID = re.compile(r"[0-9a-f]{32}")
+"""Of incarnations and tickets."""
+
+_MOST_SEEDS = 10_000
+_MOST_PARTS = 4096
+_NUMBERS = {"generation", "size", "part", "parts", "max_readers"}
+
+
+class SeedRecord(NamedTuple):
+    """What a planner knows of a seed.
+
+    Attributes:
+        host: The machine, to find near ones.
+        size: Bytes that it holds.
+        part, parts: Which part of the model it holds, of how many; 0 and 1 for all of it.
+        max_readers: Readers at once that it takes.
+    """
+
+    address: str
+    model: str
+    revision: str
+    incarnation: str
+    generation: int
+    layout: str
+    host: str
+    size: int
+    part: int
+    parts: int
+    max_readers: int
+
+    @staticmethod
+    def of(given: Any, name: str) -> SeedRecord:
+        """A record of parsed JSON; raises HeaderError for what is not one."""
+        fine = isinstance(given, dict) and given.keys() == set(SeedRecord._fields)
+        for key, value in given.items() if fine else ():
+            if key in _NUMBERS:
+                fine = fine and type(value) is int and 0 <= value < 1 << 62
+            else:
+                fine = fine and type(value) is str and len(value) <= 300
+        if fine:
+            made = SeedRecord(**given)
+            with suppress(errors.UsageError):
+                split_address(made.address)
+                fine = NAME.fullmatch(made.model) and ID.fullmatch(made.incarnation)
+                if fine and made.max_readers and made.part < made.parts <= _MOST_PARTS:
+                    return made
+        what = "the record of a seed is malformed"
+        raise errors.HeaderError(what, file=name, found=brief(given))
+
+
+class Ticket(NamedTuple):
+    """A reader's places at seeds that hold the model together."""
+
+    id: str
+    seeds: tuple[SeedRecord, ...]
+
+
+class Planner(Protocol):
+    """What seeds and readers ask; methods raise SourceError if the planner can't be reached."""
+
+    def register(self, record: SeedRecord) -> None:
+        """Makes a seed known for `LEASE` seconds, or longer: to be called again."""
+        ...
+
+    def leave(self, record: SeedRecord) -> None:
+        """Makes it unknown."""
+        ...
+
+    def take(self, model: str, revision: str | None, host: str) -> Ticket | None:
+        """Places at seeds; None if all are busy. Without seeds if nobody has the model."""
+        ...
+
+    def renew(self, ticket: Ticket) -> None:
+        """Keeps places for `TICKET` seconds more."""
+        ...
+
+    def done(self, ticket: Ticket, failed: Iterable[str] = ()) -> None:
+        """Gives places back; `failed` are incarnations that the reader had trouble with."""
+        ...
+
+
+def here() -> str:
+    """What names this machine."""
+    boot = ""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read(64).strip()
+    return f"{platform.node()} {boot}".strip()[:300]
+
+
+def choose(
+    records: Iterable[SeedRecord], readers: Mapping[str, int], host: str
+) -> Sequence[SeedRecord] | None:
+    """The seeds that a reader is sent to; none if parts are missing, None if all are busy.
+
+    They have the newest generation of which all parts are there. For each part it is the seed on
+    the reader's machine, if there is one, that has the fewest readers for what it can take.
+    """
+    groups: dict[tuple[int, int], dict[int, list[SeedRecord]]] = {}
+    for each in records:
+        groups.setdefault((each.generation, each.parts), {}).setdefault(each.part, []).append(each)
+    whole = {key: parts for key, parts in groups.items() if len(parts) == key[1]}
+    if not whole:
+        return ()
+    newest = max(generation for generation, _ in whole)
+    found: list[tuple[float, float, list[SeedRecord]]] = []
+    for (generation, count), parts in whole.items():
+        if generation != newest:
+            continue
+        chosen: list[tuple[bool, float, str, SeedRecord]] = []
+        for seeds in parts.values():
+            ways = [
+                (each.host != host, load, each.incarnation, each)
+                for each in seeds
+                if (load := readers.get(each.incarnation, 0) / each.max_readers) < 1
+            ]
+            chosen += [min(ways)] if ways else []
+        if len(chosen) == count:
+            far, load = sum(way[0] for way in chosen) / count, max(way[1] for way in chosen)
+            found.append((far, load, [way[-1] for way in chosen]))
+    return min(found)[-1] if found else None
+
+
+class _Known:
+    def __init__(self, record: SeedRecord) -> None:
+        self.record, self.until = record, 0.0
+        self.tickets: dict[str, float] = {}
+        self.well: bool | None = None  # Not known before the first look.
+
+
+class Registry:
+    """The records of one planner, in memory; threads may share it.
+
+    Args:
+        probe: A small real read of a seed; a seed that fails it is not handed out.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[SeedRecord], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seeds: dict[str, _Known] = {}
+        self._lock = threading.Lock()
+        self._probe, self._clock = probe, clock
+
+    def register(self, record: SeedRecord) -> None:
+        """See `Planner`; a new seed is handed out once the probe has shown that it is well."""
+        with self._lock:
+            self._forget()
+            known = self._seeds.get(record.incarnation)
+            if known is None:
+                if len(self._seeds) >= _MOST_SEEDS:
+                    raise errors.ReadError("the planner knows too many seeds")
+                for other in [k for k, v in self._seeds.items() if v.record[0] == record.address]:
+                    del self._seeds[other]  # The process that had the address is gone.
+                known = self._seeds[record.incarnation] = _Known(record)
+                known.well = True if self._probe is None else None
+            if record.generation >= known.record.generation:
+                known.record = record
+            known.until = self._clock() + LEASE
+
+    def leave(self, record: SeedRecord) -> None:
+        """See `Planner`."""
+        with self._lock:
+            self._seeds.pop(record.incarnation, None)
+
+    def take(self, model: str, revision: str | None, host: str) -> Ticket | None:
+        """See `Planner`."""
+        with self._lock:
+            self._forget()
+            there = [
+                each
+                for each in self._seeds.values()
+                if each.record.model == model and revision in (None, each.record.revision)
+            ]
+            readers = {each.record.incarnation: len(each.tickets) for each in there}
+            found = choose((each.record for each in there if each.well), readers, host)
+            if found is None or (not found and any(each.well is None for each in there)):
+                return None  # Busy, or not looked at yet.
+            ticket = Ticket(secrets.token_hex(16), tuple(found))
+            for each in found:
+                self._seeds[each.incarnation].tickets[ticket.id] = self._clock() + TICKET
+            return ticket
+
+    def renew(self, ticket: Ticket) -> None:
+        """See `Planner`."""
+        with self._lock:
+            for each in self._seeds.values():
+                if ticket.id in each.tickets:
+                    each.tickets[ticket.id] = self._clock() + TICKET
+
+    def done(self, ticket: Ticket, failed: Iterable[str] = ()) -> None:
+        """See `Planner`; a seed that failed is handed out again after a probe."""
+        blamed = set(failed)
+        with self._lock:
+            for incarnation, each in self._seeds.items():
+                held = each.tickets.pop(ticket.id, None) is not None
+                if held and incarnation in blamed and self._probe is not None:
+                    each.well = False
+
+    def records(self) -> list[tuple[SeedRecord, int, bool | None]]:
+        """All seeds, with their readers, and whether they are well."""
+        with self._lock:
+            self._forget()
+            return [(each.record, len(each.tickets), each.well) for each in self._seeds.values()]
+
+    def probe(self) -> None:
+        """Looks at the seeds that are not known to be well."""
+        if self._probe is None:
+            return
+        for record in [record for record, _, well in self.records() if not well]:
+            well = self._probe(record)
+            with self._lock:
+                if record.incarnation in self._seeds:
+                    self._seeds[record.incarnation].well = well
+
+    def _forget(self) -> None:
+        now = self._clock()
+        for key in [key for key, each in self._seeds.items() if each.until < now]:
+            del self._seeds[key]
+        for each in self._seeds.values():
+            for key in [key for key, until in each.tickets.items() if until < now]:
+                del each.tickets[key]

@@ -1,0 +1,182 @@
+"""Loads with a second place: what is wrong with the first ends in the other, within the time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mfload
+from mfload import Options, PeerOptions, Report, errors
+from mfload.peer.server import Server, text
+
+ARRAYS = {f"t{n}": np.arange(n, n + 1000.0) for n in range(20)}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    """The same arrays in a file."""
+    mfload.save(ARRAYS, tmp_path / "model.safetensors")
+    return str(tmp_path / "model.safetensors")
+
+
+def _load(path: str, files: str, **given: Any) -> tuple[float, Report]:
+    report, start = Report(), time.monotonic()
+    found = mfload.load(path, "numpy", fallback=files, report=report, **given)
+    took = time.monotonic() - start
+    assert found.keys() == ARRAYS.keys()
+    for name, each in ARRAYS.items():
+        np.testing.assert_array_equal(found[name], each, strict=True)
+    return took, report
+
+
+def test_a_peer_that_serves_is_taken(files: str) -> None:
+    """And the files are not looked at."""
+    with mfload.publish(ARRAYS, model="m") as seed:
+        _, report = _load(seed.url, files + "-not-there")
+    assert report.notes == ()
+    assert report.route[0][1].startswith("peer-")
+
+
+def test_nobody_listens(files: str) -> None:
+    """The report says why the files were loaded."""
+    took, report = _load("peer://127.0.0.1:1/m", files)
+    assert took < 2
+    assert "no peer listens there" in report.notes[0]
+    assert report.route[0][0] == files
+
+
+def test_another_model_is_not_taken(files: str) -> None:
+    """Neither is another revision."""
+    with mfload.publish({"x": np.ones(3)}, model="other", revision="a") as seed:
+        address = seed.address
+        _, report = _load(f"peer://{address}/m", files)
+        assert "the seed has another model" in report.notes[0]
+        _, report = _load(f"peer://{address}/other@b", files)
+        assert "the seed has another model" in report.notes[0]
+
+
+def test_a_wrong_checksum(files: str) -> None:
+    """Weights that changed in place are not taken."""
+    changed = {name: each.copy() for name, each in ARRAYS.items()}
+    with mfload.publish(changed, model="m") as seed:
+        changed["t3"][7] = -1
+        _, report = _load(seed.url, files)
+        assert "differ from those that it published" in report.notes[0]
+        with pytest.raises(errors.ChecksumError) as caught:
+            mfload.load(seed.url, "numpy")
+        assert caught.value.file == f"peer://{seed.address}"
+
+
+def test_a_peer_that_never_answers(files: str) -> None:
+    """Within the seconds of `stalled`, or half of the timeout."""
+    with mfload.publish(ARRAYS, model="m") as seed:
+        assert seed.address
+    server = Server("127.0.0.1:0", lambda _: text(200, str(time.sleep(30))))
+    url = f"peer://{server.address}/m"
+    options = Options(peer=PeerOptions(stalled=0.5))
+    took, report = _load(url, files, options=options)
+    assert took < 2.5
+    assert "stalls" in report.notes[0]
+    took, report = _load(url, files, options=Options(timeout=1.5))
+    assert took < 1.5
+    took, report = _load(url, files, options=Options(peer=PeerOptions(timeout=0.3)))
+    assert took < 1.5
+    server.close()
+
+
+@contextmanager
+def _seed() -> Generator[tuple[subprocess.Popen[str], str]]:
+    code = (
+        "import sys, numpy as np, mfload; "
+        "a = {f't{n}': np.arange(n, n + 1000.0) for n in range(20)}; "
+        "s = mfload.publish(a, model='m'); print(s.url, flush=True); sys.stdin.read()"
+    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        yield process, process.stdout.readline().strip()  # pyright: ignore
+        process.kill()
+
+
+def test_a_killed_and_a_stopped_peer(files: str) -> None:
+    """A fall-back begins within two seconds of the fault."""
+    with _seed() as (process, url):
+        _, report = _load(url, files)
+        assert report.notes == ()
+        os.kill(process.pid, signal.SIGSTOP)
+        took, report = _load(url, files)
+        assert took < 2
+        assert "stalls" in report.notes[0]
+        os.kill(process.pid, signal.SIGCONT)
+        _, report = _load(url, files)
+        assert report.notes == ()
+        process.kill()
+        process.wait()
+        took, report = _load(url, files)
+        assert took < 1
+
+
+def test_files_first(files: str, tmp_path: Path) -> None:
+    """`prefer="fallback"`: the peer is asked if the files are missing or damaged."""
+    _, report = _load("peer://127.0.0.1:1/m", files, prefer="fallback")
+    assert report.notes == ()
+    with mfload.publish(ARRAYS, model="m") as seed:
+        _, report = _load(seed.url, str(tmp_path / "none"), prefer="fallback")
+        assert "was loaded instead" in report.notes[0]
+        damaged = tmp_path / "damaged.safetensors"
+        damaged.write_bytes(b"\xff" * 100)
+        _, report = _load(seed.url, str(damaged), prefer="fallback")
+        assert report.route[0][1].startswith("peer-")
+
+
+def test_both_fail(tmp_path: Path) -> None:
+    """The error is that of the second place, with the first as its note in the log."""
+    with pytest.raises(errors.SourceNotFoundError) as caught:
+        mfload.load("peer://127.0.0.1:1/m", "numpy", fallback=tmp_path / "none")
+    assert caught.value.file == str(tmp_path / "none")
+
+
+def test_errors_of_arguments_are_not_answered_by_files(files: str) -> None:
+    """They would be the same there."""
+    for url in ("peer:///m", "peer://h/m", "peer://h:1/", "peer://u:p@h:1/m", "peer://h:1/m?x"):
+        with pytest.raises(errors.UsageError):
+            mfload.load(url, "numpy", fallback=files)
+    with mfload.publish(ARRAYS, model="m") as seed:
+        with pytest.raises(errors.TensorNotFoundError):
+            mfload.load(seed.url, "numpy", names=["none"], fallback=files)
+        with pytest.raises(errors.UsageError):
+            mfload.load(seed.url, "numpy", prefer="both", fallback=files)  # pyright: ignore
+
+
+def test_publishing_needs_a_whole_model(files: str) -> None:
+    """A part of the tensors is no model."""
+    options = Options(peer=PeerOptions(publish=True))
+    with mfload.publish(ARRAYS, model="m") as seed:
+        with pytest.raises(errors.UsageError, match="whole checkpoint"):
+            mfload.load(seed.url, "numpy", names=["t1"], options=options)
+        with pytest.raises(errors.UsageError):
+            mfload.load(files, "numpy", options=options)
+        assert mfload.seeds() == [seed]
+
+
+def test_load_into_has_a_fall_back(files: str) -> None:
+    """In a process with JAX."""
+    code = """
+import sys, numpy as np, mfload
+target = {f"t{n}": np.zeros(1000) for n in range(20)}
+report = mfload.Report()
+found = mfload.load_into(target, "peer://127.0.0.1:1/m", fallback=sys.argv[1], report=report)
+assert float(found["t3"][5]) == 8.0, found["t3"]
+assert "no peer listens" in report.notes[0], report.notes
+"""
+    environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code, files], check=True, env=environment)

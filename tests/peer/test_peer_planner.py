@@ -1,0 +1,393 @@
+"""The planner: whom a reader is sent to, and what becomes of those that die or lie."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mfload
+from mfload import Options, PeerOptions, errors
+from mfload.peer import planner as planning
+from mfload.peer.client import Client
+from mfload.peer.planner import Registry, SeedRecord, choose
+from mfload.peer.planner_http import PlannerServer
+from mfload.peer.server import Server, text
+
+
+def _record(n: int, **given: Any) -> SeedRecord:
+    made = SeedRecord(
+        address=f"127.0.0.1:{7000 + n}",
+        model="org/name",
+        revision="main",
+        incarnation=f"{n:032x}",
+        generation=0,
+        layout="x",
+        host="here",
+        size=100,
+        part=0,
+        parts=1,
+        max_readers=3,
+    )
+    return made._replace(**given)
+
+
+def _numbers(found: Any) -> list[int]:
+    return [int(each.incarnation, 16) for each in found]
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_nearest_and_then_the_least_busy_seed_is_chosen() -> None:
+    """A seed on the reader's machine goes before one with fewer readers elsewhere."""
+    there = [_record(1, host="far"), _record(2), _record(3)]
+    assert _numbers(choose(there, {f"{2:032x}": 1}, "here")) == [3]
+    assert _numbers(choose(there, {f"{2:032x}": 1, f"{3:032x}": 2}, "here")) == [2]
+    full = {f"{2:032x}": 3, f"{3:032x}": 3}
+    assert _numbers(choose(there, full, "here")) == [1]
+    assert choose(there, {**full, f"{1:032x}": 3}, "here") is None
+
+
+def test_a_larger_seed_takes_more() -> None:
+    """The load counts for what a seed can take."""
+    there = [_record(1, max_readers=10), _record(2, max_readers=2)]
+    assert _numbers(choose(there, {f"{1:032x}": 3, f"{2:032x}": 1}, "here")) == [1]
+
+
+def test_parts_come_together_or_not_at_all() -> None:
+    """A group with a part missing is none; of each part the best seed is taken."""
+    parts = [_record(n, part=n, parts=3) for n in range(3)]
+    assert _numbers(choose(parts, {}, "here")) == [0, 1, 2]
+    assert choose(parts[:2], {}, "here") == ()
+    more = [*parts, _record(7, part=1, parts=3)]
+    assert _numbers(choose(more, {f"{1:032x}": 1}, "here")) == [0, 7, 2]
+    assert choose(parts, {f"{2:032x}": 3}, "here") is None
+
+
+def test_the_newest_whole_generation_is_taken() -> None:
+    """An update that not all parts have yet is not handed out."""
+    there = [_record(0), _record(1, generation=4), _record(2, generation=5, parts=2)]
+    assert _numbers(choose(there, {}, "here")) == [1]
+    there.append(_record(3, generation=5, part=1, parts=2))
+    assert _numbers(choose(there, {}, "here")) == [2, 3]
+
+
+def test_leases_and_tickets_end() -> None:
+    """A seed that says no more is forgotten within its lease, a reader within its ticket."""
+    clock = _Clock()
+    registry = Registry(clock=clock)
+    registry.register(_record(1, max_readers=1))
+    ticket = registry.take("org/name", "main", "here")
+    assert ticket is not None
+    assert _numbers(ticket.seeds) == [1]
+    assert registry.take("org/name", None, "here") is None
+    for _ in range(5):
+        clock.now += planning.LEASE * 0.9
+        registry.register(_record(1, max_readers=1))
+        registry.renew(ticket)
+    assert registry.take("org/name", None, "here") is None
+    for _ in range(4):
+        clock.now += planning.LEASE * 0.9
+        registry.register(_record(1, max_readers=1))
+    assert registry.take("org/name", None, "here") is not None
+    clock.now += planning.LEASE + 0.1
+    gone = registry.take("org/name", None, "here")
+    assert gone is not None
+    assert gone.seeds == ()
+
+
+def test_what_an_older_generation_says_replaces_nothing() -> None:
+    """A renewal that was late on its way does not take an update back."""
+    registry = Registry()
+    registry.register(_record(1, generation=2))
+    registry.register(_record(1, generation=1))
+    ((record, _, _),) = registry.records()
+    assert record.generation == 2
+
+
+def test_a_new_process_takes_the_address_of_an_old_one() -> None:
+    """The one before it is gone."""
+    registry = Registry()
+    registry.register(_record(1))
+    registry.register(_record(2, address=_record(1).address))
+    assert [record.incarnation for record, _, _ in registry.records()] == [f"{2:032x}"]
+
+
+def test_a_seed_that_failed_comes_back_after_a_look() -> None:
+    """What a reader blames is not handed out before the planner has read of it."""
+    well = [True]
+    registry = Registry(lambda _: well[0])
+    registry.register(_record(1))
+    assert registry.take("org/name", None, "here") is None  # Not looked at yet.
+    registry.probe()
+    ticket = registry.take("org/name", None, "here")
+    assert ticket is not None
+    registry.done(ticket, ticket.seeds[0].incarnation.split())
+    well[0] = False
+    registry.probe()
+    after = registry.take("org/name", None, "here")
+    assert after is not None
+    assert after.seeds == ()
+    well[0] = True
+    registry.probe()
+    assert registry.take("org/name", None, "here").seeds  # pyright: ignore
+
+
+def test_a_stranger_can_not_blame_a_seed() -> None:
+    """Only who has a place at a seed may say that it failed."""
+    registry = Registry(lambda _: True)
+    registry.register(_record(1))
+    registry.probe()
+    registry.done(planning.Ticket("0" * 32, ()), [_record(1).incarnation])
+    assert registry.take("org/name", None, "here").seeds  # pyright: ignore
+
+
+def test_readers_become_seeds_in_log_n_rounds() -> None:
+    """64 readers, one seed, three at once: each round has four times as many seeds."""
+    registry, waiting, rounds, number = Registry(clock=_Clock()), 64, 0, 1
+    registry.register(_record(0))
+    while waiting:
+        taken: list[planning.Ticket] = []
+        while waiting and (ticket := registry.take("org/name", None, "here")) is not None:
+            taken.append(ticket)
+            waiting -= 1
+        for ticket in taken:
+            registry.done(ticket)
+            registry.register(_record(number))
+            number += 1
+        rounds += 1
+    assert rounds == 4  # 3, 12, 48 and the last one.
+
+
+@pytest.fixture
+def planner() -> Iterator[PlannerServer]:
+    """A planner on loopback."""
+    with PlannerServer() as made:
+        yield made
+
+
+def _options(planner: PlannerServer, **given: Any) -> Options:
+    return Options(peer=PeerOptions(planner=planner.url, **given))
+
+
+ARRAYS = {"x": np.arange(6000.0).reshape(60, 100), "y": np.arange(5, dtype=np.int8)}
+
+
+def _same(found: Any, wanted: Any = ARRAYS) -> None:
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        np.testing.assert_array_equal(found[name], each, strict=True)
+
+
+def test_a_load_asks_the_planner_and_gives_its_place_back(planner: PlannerServer) -> None:
+    """While a checkpoint is open its place is taken, and not when it is closed and gone."""
+    with mfload.publish(ARRAYS, model="org/name", revision="r1", planner=planner.url):
+        _same(mfload.load("peer:///org/name@r1", "numpy", options=_options(planner)))
+        opened = mfload.open("peer:///org/name", options=_options(planner))
+        assert [readers for _, readers, _ in planner.registry.records()] == [1]
+        np.testing.assert_array_equal(opened.get_tensor("y"), ARRAYS["y"])
+        opened.close()
+        del opened
+        gc.collect()
+        assert [readers for _, readers, _ in planner.registry.records()] == [0]
+    assert planner.registry.records() == []
+
+
+def test_a_load_that_publishes_becomes_a_seed(planner: PlannerServer) -> None:
+    """The next reader finds it, also when the first seed is gone, with its generation."""
+    report = mfload.Report()
+    first = mfload.publish(ARRAYS, model="org/copied", planner=planner.url, generation=7)
+    options = _options(planner, publish=True)
+    _same(mfload.load("peer:///org/copied", "numpy", options=options, report=report))
+    assert any(note.startswith("published at peer://") for note in report.notes)
+    first.close()
+    _same(mfload.load("peer:///org/copied", "numpy", options=_options(planner), report=report))
+    (record,) = [r for r, _, _ in planner.registry.records() if r.model == "org/copied"]
+    assert (record.generation, record.address != first.address) == (7, True)
+    (seed,) = mfload.seeds()
+    seed.close()
+    assert mfload.seeds() == []
+
+
+def test_several_parts_are_one_load(planner: PlannerServer) -> None:
+    """Processes that hold a tensor each are handed out together."""
+    given: dict[str, Any] = {"model": "org/parts", "planner": planner.url}
+    seeds = [
+        mfload.publish({name: each}, part=(n, 2), **given)
+        for n, (name, each) in enumerate(ARRAYS.items())
+    ]
+    _same(mfload.load("peer:///org/parts", "numpy", options=_options(planner)))
+    seeds[1].close()
+    with pytest.raises(errors.SourceNotFoundError, match="no seed has the model"):
+        mfload.load("peer:///org/parts", "numpy", options=_options(planner))
+    with pytest.raises(errors.CheckpointError, match="parts of the model are missing"):
+        mfload.load(seeds[0].url, "numpy")
+    seeds[0].close()
+
+
+def test_a_killed_seed_is_not_handed_out_for_long(planner: PlannerServer) -> None:
+    """A reader that finds it gone says so, and takes the other one."""
+    code = (
+        "import sys, numpy as np, mfload; "
+        "s = mfload.publish({'x': np.ones(9)}, model='org/k', planner=sys.argv[1]); "
+        "print(s.address, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, planner.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as seed:
+        assert seed.stdout is not None
+        seed.stdout.readline()
+        mfload.load("peer:///org/k", "numpy", options=_options(planner))
+        seed.kill()
+    start = time.monotonic()
+    with pytest.raises(errors.SourceNotFoundError):
+        mfload.load("peer:///org/k", "numpy", options=_options(planner))
+    assert time.monotonic() - start < 5
+    with mfload.publish({"x": np.zeros(9)}, model="org/k", planner=planner.url):
+        found = mfload.load("peer:///org/k", "numpy", options=_options(planner))
+    assert not found["x"].any()
+
+
+def test_a_planner_that_is_gone_is_an_error_at_once() -> None:
+    """And no reason to fail for a seed that is known there already."""
+    with PlannerServer() as made:
+        seed = mfload.publish(ARRAYS, model="org/name", planner=made.url)
+    with pytest.raises(errors.SourceError, match=r"no peer listens there|broke off"):
+        mfload.load("peer:///org/name", "numpy", options=_options(made))
+    _same(mfload.load(seed.url, "numpy"))
+    seed.update(ARRAYS)
+    seed.close()
+    with pytest.raises(errors.SourceError):
+        mfload.publish(ARRAYS, model="org/name", planner=made.url)
+
+
+_LIES = {
+    "not JSON": b"{",
+    "no object": b"[]",
+    "no seeds": b'{"id": "00000000000000000000000000000000"}',
+    "a wrong ticket": b'{"id": "x", "seeds": []}',
+    "another model": json.dumps(
+        {"id": "0" * 32, "seeds": [_record(1, model="org/other")._asdict()]}
+    ).encode(),
+    "an address that is none": json.dumps(
+        {"id": "0" * 32, "seeds": [_record(1, address="file:///etc")._asdict()]}
+    ).encode(),
+    "a seed that is not there": json.dumps(
+        {"id": "0" * 32, "seeds": [_record(1, address="127.0.0.1:1")._asdict()]}
+    ).encode(),
+    "too much": b" " * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("lie", _LIES)
+def test_a_planner_that_lies(lie: str) -> None:
+    """Typed errors, quickly."""
+    server = Server("127.0.0.1:0", lambda _: text(200, _LIES[lie]))
+    start = time.monotonic()
+    options = Options(peer=PeerOptions(planner=f"http://{server.address}"))
+    with pytest.raises((errors.SourceError, errors.HeaderError)):
+        mfload.load("peer:///org/name", "numpy", options=options)
+    assert time.monotonic() - start < 5
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"address": "x"}, {"part": 1}, {"parts": 0}, {"size": -1}, {"size": True}, {"model": "a b"},
+     {"incarnation": "x"}, {"host": "x" * 301}, {"more": 1}, {"max_readers": 0}],
+)  # fmt: skip
+def test_a_seed_that_lies_is_refused(planner: PlannerServer, change: dict[str, Any]) -> None:
+    """A record is taken strictly."""
+    client = Client(planner.address)
+    with pytest.raises(errors.ReadError, match="400"):
+        client.json("PUT", "/v1/seeds", _record(1)._asdict() | change)
+    assert planner.registry.records() == []
+    client.close()
+
+
+def test_a_page_in_a_browser_can_not_register(planner: PlannerServer) -> None:
+    """What a browser sends to another origin without asking is not JSON by its header."""
+    import http.client
+
+    connection = http.client.HTTPConnection(planner.address)
+    body = json.dumps(_record(1)._asdict())
+    connection.request("PUT", "/v1/seeds", body, {"Content-Type": "text/plain"})
+    assert connection.getresponse().status == 415
+    connection.close()
+
+
+def test_tokens_guard_planner_and_seeds(tmp_path: Any) -> None:
+    """One token file for all; without it, nothing."""
+    token = tmp_path / "token"
+    token.write_text("a-long-secret\n")
+    with PlannerServer(token="a-long-secret") as made:
+        with pytest.raises(errors.SourcePermissionError):
+            mfload.publish(ARRAYS, model="org/name", planner=made.url)
+        with mfload.publish(ARRAYS, model="org/name", planner=made.url, token_file=token):
+            with pytest.raises(errors.SourcePermissionError) as caught:
+                mfload.load("peer:///org/name", "numpy", options=_options(made))
+            assert "secret" not in str(caught.value)
+            _same(
+                mfload.load("peer:///org/name", "numpy", options=_options(made, token_file=token))
+            )
+
+
+def test_readers_wait_for_a_free_place(planner: PlannerServer) -> None:
+    """One seed that takes one reader serves four at once, one after the other."""
+    found: list[Any] = []
+
+    def load() -> None:
+        found.append(mfload.load("peer:///org/name", "numpy", options=_options(planner)))
+        gc.collect()
+
+    with mfload.publish(ARRAYS, model="org/name", planner=planner.url, max_readers=1):
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(30)
+    assert len(found) == 4
+    for each in found:
+        _same(each)
+
+
+def test_the_commands(tmp_path: Any) -> None:
+    """`mfload planner` and `mfload serve`, typed; both end at an interrupt with exit code 0."""
+    mfload.save(ARRAYS, tmp_path / "model.safetensors")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*given: str) -> str:
+        command = [sys.executable, "-m", "mfload", *given]
+        made = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(made.terminate)
+        started.append(made)
+        assert made.stdout is not None
+        return made.stdout.readline().strip()
+
+    with contextlib.ExitStack() as stack:
+        url = start("planner")
+        path = str(tmp_path / "model.safetensors")
+        peer = start("serve", path, "--model", "org/served", "--revision", "a", "--planner", url)
+        assert peer.endswith("/org/served@a")
+        _same(mfload.load(peer, "numpy"))
+        options = Options(peer=PeerOptions(planner=url))
+        _same(mfload.load("peer:///org/served", "numpy", options=options))
+        listed = subprocess.run(
+            [sys.executable, "-m", "mfload", "ls", peer], capture_output=True, text=True, check=True
+        )
+        assert "[60, 100]" in listed.stdout
+    assert [each.wait(20) for each in started] == [0, 0]
