@@ -256,7 +256,7 @@ class NixlWay:
 
     @contextmanager
     def _blamed(self) -> Generator[Any]:
-        """The agent, in a context in which NIXL's errors are the seed's, and end what comes after."""
+        """The agent, in a context in which NIXL's errors end what comes after."""
         if self._broken or self._agent is None:
             what, found = "the connection to the seed has ended", self._broken or "it was closed"
             raise errors.ReadError(what, file=self._remote.name, found=found)
