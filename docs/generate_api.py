@@ -31,12 +31,15 @@ FUNCTIONS = [
     "diff",
     "align",
     "convert",
+    "publish",
+    "seeds",
     "doctor",
     "unpack",
     "live_bytes",
 ]
 CLASSES = (
     "mfload.Options",
+    "mfload.PeerOptions",
     "mfload.Report",
     "mfload.loading.lazy.LazyCheckpoint",
     "mfload.loading.lazy.TensorSlice",
@@ -47,6 +50,7 @@ CLASSES = (
     "mfload.Difference",
     "mfload.Aligned",
     "mfload.Converted",
+    "mfload.Seed",
     "mfload.Manifest",
     "mfload.Diagnosis",
 )

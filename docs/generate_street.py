@@ -30,6 +30,7 @@ ROOMS = (
     ("trees", "load_into and key maps"),
     ("saving", "arrays to files"),
     ("checking", "verify, diff, align"),
+    ("peer", "loads from running processes"),
     ("diagnostics", "doctor"),
     ("compat", "seams of other libraries"),
     ("compat/safetensors", "the interface of that package"),

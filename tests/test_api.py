@@ -218,7 +218,7 @@ def test_arguments_are_keywords_and_typed() -> None:
 def test_open_and_plan_know_the_arguments_of_load() -> None:
     load = inspect.signature(mfload.load).parameters
     # What looks at whole tensors, or shows a load while it runs.
-    shown = {"verify", "progress", "report"}
+    shown = {"verify", "progress", "report", "fallback", "prefer"}
     whole = {"names", "dtype", "mesh", "shardings", "shard", "unmatched"}
     for call, missing in ((mfload.plan, shown), (mfload.open, shown | whole)):
         parameters = inspect.signature(call).parameters
@@ -229,8 +229,10 @@ def test_open_and_plan_know_the_arguments_of_load() -> None:
 
 def test_stream_knows_the_arguments_of_load() -> None:
     load, stream = (inspect.signature(call).parameters for call in (mfload.load, mfload.stream))
-    assert stream.keys() == (load.keys() - {"verify"}) | {"order", "lazy"}
-    for name in load.keys() - {"verify"}:
+    # What looks at all tensors before it hands one out.
+    known = load.keys() - {"verify", "fallback", "prefer"}
+    assert stream.keys() == known | {"order", "lazy"}
+    for name in known:
         assert stream[name].default == load[name].default, name
         assert stream[name].annotation == load[name].annotation, name
 

@@ -159,6 +159,7 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
         "progress",
         "cli",
         "verify",
+        "peer",
         "orbax",
         "plot",
     }

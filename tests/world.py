@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 import samples
 
+import mfload
 from mfload import errors
 from mfload.dtypes import TABLE
 from mfload.io import buffers, pread
@@ -50,6 +51,28 @@ class World:
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(self.model, path)
         return path
+
+    def meet(self, name: str, text: str = "") -> list[str]:
+        """Waits for all processes; gives what each has said."""
+        paths = [self.directory / f"{name}.{rank}" for rank in range(self.count)]
+        draft = paths[self.rank].with_suffix(".draft" + str(self.rank))
+        draft.write_text(text)
+        draft.rename(paths[self.rank])
+        until = time.monotonic() + 60
+        while not all(path.exists() for path in paths):
+            assert time.monotonic() < until, f"{name}: another process is not there"
+            time.sleep(0.01)
+        return [path.read_text() for path in paths]
+
+    def peers(self, first: Any, second: Any, name: str) -> dict[str, Any]:
+        """Publishes what was loaded with one spec, and loads that with another and checks it."""
+        here: Any = self
+        arrays = here.load(first)
+        with mfload.publish(arrays, model="m", part=(self.rank, self.count)) as seed:
+            addresses = self.meet(f"{name}-begin", seed.address)
+            here.check(here.load(second, f"peer://{','.join(addresses)}/m"), second)
+            self.meet(f"{name}-end")
+            return {"copied": seed.copied_bytes}
 
     @contextlib.contextmanager
     def counted(self) -> Generator[None]:

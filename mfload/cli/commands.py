@@ -6,6 +6,7 @@ Each imports what it needs when it runs. `mfload bench` has a module of its own.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,14 +15,13 @@ from mfload.cli import failures, ls as listing, options
 from mfload.cli.options import argument, command, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.terminal import bar
-from mfload.options import Options
+from mfload.options import Options, PeerOptions
 
 if TYPE_CHECKING:
     from mfload.report import Report
 
-ls = command()(listing.ls)
 
-
+@command(peer=options.peers)
 def request(
     path: options.Checkpoint,
     framework: options.Framework = "numpy",
@@ -35,6 +35,8 @@ def request(
     max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
+    *,
+    peer: PeerOptions,
 ) -> dict[str, Any]:
     """What `mfload.plan` and `mfload.load` are called with."""
     given = locals()
@@ -46,18 +48,21 @@ def request(
     }
 
 
-def limits(threads: options.Threads = None, timeout: options.Timeout = None) -> Options:
-    """The limits of other commands."""
-    return Options(threads=threads, timeout=timeout)
-
-
-def bounds(
-    threads: options.Threads = None,
-    timeout: options.Timeout = None,
-    max_host_overhead: options.HostOverhead = None,
+@command(peer=options.peers)
+def limits(
+    threads: options.Threads = None, timeout: options.Timeout = None, *, peer: PeerOptions
 ) -> Options:
-    """The same, with one for memory."""
-    return Options(threads=threads, timeout=timeout, max_host_overhead=max_host_overhead)
+    """How other commands read."""
+    return Options(threads=threads, timeout=timeout, peer=peer)
+
+
+ls = command(how=limits)(listing.ls)
+
+
+@command(how=limits)
+def bounds(max_host_overhead: options.HostOverhead = None, *, how: Options) -> Options:
+    """The same, with a limit for memory."""
+    return replace(how, max_host_overhead=max_host_overhead)
 
 
 @command(given=request)
@@ -74,6 +79,10 @@ def plan(given: dict[str, Any], as_json: options.Json = False) -> None:
 _REPEAT = "Load that often, one after the other."
 _WHILE = "Check the bytes, as they come, against this manifest."
 
+_FALLBACK = "Another place of the same checkpoint, taken where PATH can't be read."
+
+Fallback = Annotated[str | None, option("OTHER", _FALLBACK)]
+Prefer = Annotated[str, option("path|fallback", "Tried first.", offers=("path", "fallback"))]
 Repeat = Annotated[int, typer.Option(min=1, metavar="N", help=_REPEAT)]
 Manifest = Annotated[str | None, option("MANIFEST", _WHILE)]
 
@@ -83,6 +92,8 @@ def load(
     given: dict[str, Any],
     repeat: Repeat = 1,
     verify: Manifest = None,
+    fallback: Fallback = None,
+    prefer: Prefer = "path",
     as_json: options.Json = False,
 ) -> None:
     """Load a checkpoint, drop the arrays, and report what happened.
@@ -94,11 +105,12 @@ def load(
     from mfload import api
     from mfload.report import Report
 
+    others: Any = {"verify": verify, "fallback": fallback, "prefer": prefer}
     reports: list[Report] = []
     for number in range(repeat):
         reports.append(Report())
         with bar("loading" if repeat == 1 else f"loading, {number + 1} of {repeat}") as progress:
-            api.load(**given, verify=verify, progress=progress, report=reports[-1])
+            api.load(**given, **others, progress=progress, report=reports[-1])
     if as_json:
         print_json({"runs": [report.as_dict() for report in reports]})
         return
@@ -336,6 +348,7 @@ _KEY = "Its key. Default: in --cert-file."
 _CA = "With it, clients need a certificate that this authority signed."
 _MODEL = "The model's name, such as org/name."
 _PLANNER = "URL of the planner to register with."
+_READERS = "Readers at once that the planner sends here."
 _TRANSPORTS = "What is offered to readers, with commas between: memory,memfd,http."
 
 Where = Annotated[str, option("HOST:PORT", _WHERE)]
@@ -346,12 +359,12 @@ CaFile = Annotated[str | None, option("FILE", _CA)]
 Model = Annotated[str, option("NAME", _MODEL)]
 Revision = Annotated[str, option("NAME", "Which version of the model.")]
 Planner = Annotated[str | None, option("URL", _PLANNER)]
-Readers = Annotated[int, typer.Option(min=1, help="Readers at once that the planner sends here.")]
+Readers = Annotated[int, typer.Option(min=1, metavar="N", help=_READERS)]
 Transports = Annotated[str, option("NAMES", _TRANSPORTS)]
 Compared = Annotated[bool, flag("Whether readers compare checksums.", "--checksums/--no-checksums")]
 
 
-@command(how=limits)
+@command()
 def serve(
     path: options.Checkpoint,
     *,
@@ -366,15 +379,19 @@ def serve(
     max_readers: Readers = 3,
     checksums: Compared = True,
     transports: Transports = "memory,memfd,http",
-    how: Options,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Load a checkpoint into memory, and serve it to other processes until interrupted.
+    """Serve a checkpoint from memory to other processes.
 
-    They load it from the URL that is printed, as from any checkpoint: `mfload load peer://…`, or
+    It is loaded first, and served until interrupted. Readers load it from the URL that is
+    printed, as from any checkpoint: `mfload load peer://…`, or
     `mfload.load("peer://…", "jax")`.
     """
     from mfload.peer import seed, serve as serving
 
+    own: Any = {"token_file": token_file, "cert_file": cert_file, "key_file": key_file}
+    how = Options(threads=threads, peer=PeerOptions(planner=planner, ca_file=ca_file, **own))
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress)
     names = [each.strip() for each in transports.split(",") if each.strip()]
@@ -383,17 +400,15 @@ def serve(
         model=model,
         revision=revision,
         address=address,
-        token_file=token_file,
-        cert_file=cert_file,
-        key_file=key_file,
         ca_file=ca_file,
         planner=planner,
+        **own,
         max_readers=max_readers,
         checksums=checksums,
         transports=names,
         metadata=metadata,
     ) as made:
-        write([made.url])
+        _started(made.url, as_json)
         serving.wait()
 
 
@@ -404,20 +419,29 @@ def planner(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     ca_file: CaFile = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Tell readers which running processes hold a model, until interrupted.
+    """Tell readers which processes serve a model.
 
-    Seeds register with the URL that is printed, `mfload.publish(…, planner=URL)`, and readers ask
-    it, `mfload.load("peer:///org/name", …, options=Options(peer=PeerOptions(planner=URL)))`.
+    Runs until interrupted. Seeds register with the URL that is printed,
+    `mfload.publish(…, planner=URL)`, and readers ask it, `mfload load peer:///org/name
+    --planner URL`.
     """
     from mfload.peer import security, serve as serving
-    from mfload.peer.planner import PlannerServer
+    from mfload.peer.planner_http import PlannerServer
 
     token = None if token_file is None else security.read_token(token_file)
     tls = None if cert_file is None else security.Tls(cert_file, key_file, ca_file)
     with PlannerServer(address, token=token, tls=tls) as made:
-        write([made.url])
+        _started(made.url, as_json)
         serving.wait()
+
+
+def _started(url: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"url": url})
+    else:
+        write([url])
 
 
 def _print(found: Any, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from mfload.cli.output import print_json, print_table, write
 from mfload.errors import printable
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
+from mfload.load_options import started
 from mfload.planning.selection import select
 from mfload.report import human
 from mfload.runtime import gc_paused
@@ -80,6 +81,7 @@ def ls(
     quiet: options.Quiet = False,
     exact: options.Exact = False,
     as_json: options.Json = False,
+    how: Any = None,
 ) -> None:
     """List the tensors of a checkpoint; reads headers only.
 
@@ -91,7 +93,7 @@ def ls(
     most = math.inf if smaller_than is None else smaller_than
     shown = functools.cache(str if exact else human)
     with gc_paused():
-        index, sources = checkpoint.read(path)
+        index, sources = checkpoint.read(path, started(how))
         dtypes = {_dtype_name(each, index) for each in dtype or ()}
         rows = [
             row

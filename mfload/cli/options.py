@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mfload import errors
-from mfload.options import ALLOCATORS, ENGINES, PAGE_CACHES, size
+from mfload.options import ALLOCATORS, ENGINES, PAGE_CACHES, PeerOptions, size
 
 
 def _size(value: Any) -> int:
@@ -75,7 +75,10 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: each.replace(kind=each.KEYWORD_ONLY) for name, each in found.items()}
 
 
-_PATH = "A .safetensors, .npz or .npy file, a directory, an index, or a URL of a file or index."
+_PATH = (
+    "A .safetensors, .npz or .npy file, a directory, an index, a URL of a file or index, or "
+    "peer://HOST:PORT/MODEL."
+)
 _FRAMEWORKS = ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
 _FRAMEWORK = "numpy, jax, torch, tensorflow, paddle or cupy."
 _DEVICE = (
@@ -105,6 +108,9 @@ HostOverhead = Annotated[int | None, sized("--max-host-overhead", _HOST)]
 DeviceOverhead = Annotated[int | None, sized("--max-device-overhead", _GPU)]
 Threads = Annotated[int | None, option("N", "Number of reader threads. Default: chosen.")]
 Timeout = Annotated[float | None, option("SECONDS", "Give up after that long.")]
+Planner = Annotated[str | None, option("URL", "Who knows the seeds of peer:///MODEL.")]
+Token = Annotated[str | None, option("FILE", "The token for seeds and their planner.")]
+Authority = Annotated[str | None, option("FILE", "Whose certificates seeds have: with TLS.")]
 Overwrite = Annotated[bool, flag("Replace what is there already.", "--overwrite")]
 Json = Annotated[bool, flag("Print JSON for machines.", "--json")]
 
@@ -125,6 +131,11 @@ Summary = Annotated[bool, flag("Totals only, of each file.", "--summary")]
 Metadata = Annotated[bool, flag("Show the metadata of the headers as well.", "--metadata")]
 Quiet = Annotated[bool, flag("Rows only: no head, no totals.", "--quiet", "-q")]
 Exact = Annotated[bool, flag("Sizes in bytes.", "--bytes", "-b")]
+
+
+def peers(planner: Planner = None, token_file: Token = None, ca_file: Authority = None) -> Any:
+    """How `peer://` is read."""
+    return PeerOptions(planner=planner, token_file=token_file, ca_file=ca_file)
 
 
 def by_name(option: str, given: list[str] | None, *, several: bool = False) -> Any:

@@ -17,7 +17,7 @@ from mfload import dtypes, errors, sources
 from mfload.index import Box, Piece, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.options import PeerOptions
-from mfload.peer import planner as planning, security, source as reading
+from mfload.peer import leases, security, source as reading
 from mfload.peer.client import Client
 from mfload.peer.manifest import NAME, Entry, Fragment, Manifest
 from mfload.peer.security import split_address
@@ -95,9 +95,9 @@ class Peers:
         options = self._options
         token, tls = security.credentials(options)
         given: Any = options.planner
-        planner = planning.connect(given, token=token, tls=tls, stalled=options.stalled)
+        planner = leases.connect(given, token=token, tls=tls, stalled=options.stalled)
         for left in reversed(range(_TRIES)):
-            use = planning.find(planner, *self._url[1:], options.timeout or _WAIT)
+            use = leases.find(planner, *self._url[1:], options.timeout or _WAIT)
             try:
                 seeds = use.ticket.seeds
                 made, rows = self._open([each.address for each in seeds], name, source)

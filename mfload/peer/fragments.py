@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mfload import errors
 from mfload.dtypes import DType
 from mfload.index import Box, Piece, TensorInfo
@@ -101,15 +103,17 @@ _Part = tuple[DType | None, tuple[int, ...], Box, Any, str]
 def _parts(name: str, array: Any) -> Iterator[_Part]:
     """The dtype, shape, box, array and sharding of each part; none of an array that is whole."""
     kinds = {kind.__name__ for kind in type(array).__mro__}
-    if hasattr(array, "addressable_shards") and hasattr(array, "is_deleted"):
+    if hasattr(type(array), "addressable_shards"):
         yield from _of_jax(name, array)
     elif "DTensor" in kinds and hasattr(array, "device_mesh"):
         local, mesh = array.detach().to_local(), array.device_mesh
         yield from _of_backend("torch", name, array, local, mesh, tuple(mesh.shape))
     elif getattr(array, "process_mesh", None) is not None and hasattr(array, "placements"):
         local = array._local_value()
-        mesh = array.process_mesh
-        yield from _of_backend("paddle", name, array, local, mesh, tuple(mesh.shape))
+        mesh = array.process_mesh  # Of the C++ core: what has the placements' methods is another.
+        ids = np.array(mesh.process_ids).reshape(mesh.shape)
+        mesh = sys.modules["paddle"].distributed.ProcessMesh(ids, dim_names=mesh.dim_names)
+        yield from _of_backend("paddle", name, array, local, mesh, ids.shape)
     elif type(array).__module__.startswith("tensorflow"):
         yield from _of_tensorflow(name, array)
 

@@ -20,8 +20,9 @@ from mfload.options import PeerOptions
 from mfload.peer import fragments, manifest as manifests, transports as ways
 from mfload.peer.checkpoint import GENERATIONS, PeerUrl
 from mfload.peer.data import Data
+from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
-from mfload.peer.planner import Planner, Registration, SeedRecord, connect, here
+from mfload.peer.planner import Planner, SeedRecord, here
 from mfload.peer.security import Tls, read_token
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human

@@ -172,14 +172,17 @@ def test_where_nobody_looks_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> 
 def test_names_of_options_are_those_of_the_library() -> None:
     import inspect
 
+    from mfload.cli import options
     from mfload.cli.commands import load, plan
 
     # Meshes are objects of a program, and shards are for its processes. A command's arguments are
     # seen by other users, so secrets are in .netrc.
     meshes = {"mesh", "shardings", "shard", "unmatched"}
-    fields = {*mfload.Options.__dataclass_fields__} - {"exchange", "headers"}
+    fields = {*mfload.Options.__dataclass_fields__} - {"exchange", "headers", "peer"}
+    peers = {*inspect.signature(options.peers).parameters}
+    assert peers <= {*mfload.PeerOptions.__dataclass_fields__}
     ours = {*inspect.signature(load).parameters}
-    assert fields <= ours
+    assert fields | peers <= ours
     rest = {"progress", "report", "options"} | meshes
     assert {*inspect.signature(mfload.load).parameters} - ours <= rest
     planned = {*inspect.signature(mfload.plan).parameters} - meshes - {"options"} | fields

@@ -18,7 +18,7 @@ import pytest
 
 import mfload
 from mfload import Options, PeerOptions, errors
-from mfload.peer import planner as planning
+from mfload.peer import leases, planner as planning
 from mfload.peer.client import Client
 
 ETCD = shutil.which("etcd")
@@ -93,7 +93,7 @@ def test_a_dead_seed_and_a_dead_reader_are_forgotten(
     """By their leases, within a second of these."""
     monkeypatch.setattr(planning, "LEASE", 2.0)
     monkeypatch.setattr(planning, "TICKET", 2.0)
-    dead = planning.connect(url)
+    dead = leases.connect(url)
     record = planning.SeedRecord(
         "127.0.0.1:1", "org/dead", "", "d" * 32, 0, "x", planning.here(), 1, 0, 1, 1
     )
@@ -101,7 +101,7 @@ def test_a_dead_seed_and_a_dead_reader_are_forgotten(
     assert dead.take("org/dead", None, "here") is not None
     assert dead.take("org/dead", None, "here") is None
     until = time.monotonic() + 3.5
-    other = planning.connect(url)
+    other = leases.connect(url)
     while time.monotonic() < until:
         ticket = other.take("org/dead", None, "here")
         if ticket is not None and not ticket.seeds:
@@ -115,7 +115,7 @@ def test_a_dead_seed_and_a_dead_reader_are_forgotten(
 
 def test_a_seed_that_failed_is_left_out_for_a_while(url: str) -> None:
     """A killed seed's record is there until its lease ends, and is not handed out again at once."""
-    planner = planning.connect(url)
+    planner = leases.connect(url)
     record = planning.SeedRecord(
         "127.0.0.1:1", "org/name", "", "e" * 32, 0, "x", planning.here(), 1, 0, 1, 3
     )

@@ -19,7 +19,8 @@ import mfload
 from mfload import Options, PeerOptions, errors
 from mfload.peer import planner as planning
 from mfload.peer.client import Client
-from mfload.peer.planner import PlannerServer, Registry, SeedRecord, choose
+from mfload.peer.planner import Registry, SeedRecord, choose
+from mfload.peer.planner_http import PlannerServer
 from mfload.peer.server import Server, text
 
 
@@ -265,7 +266,7 @@ def test_a_planner_that_is_gone_is_an_error_at_once() -> None:
     """And no reason to fail for a seed that is known there already."""
     with PlannerServer() as made:
         seed = mfload.publish(ARRAYS, model="org/name", planner=made.url)
-    with pytest.raises(errors.SourceError, match="no peer listens there|broke off"):
+    with pytest.raises(errors.SourceError, match=r"no peer listens there|broke off"):
         mfload.load("peer:///org/name", "numpy", options=_options(made))
     _same(mfload.load(seed.url, "numpy"))
     seed.update(ARRAYS)

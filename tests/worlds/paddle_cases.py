@@ -47,6 +47,16 @@ class World(world.World):
         super().__init__(rank, count, directory)
         self.mesh = ProcessMesh(list(range(count)))
 
+    def check(self, arrays: dict[str, Any], spec: Any) -> None:
+        """Compares the part of this process with what Paddle itself makes of the file."""
+        plain = mfload.load(self.model, "paddle")
+        assert set(arrays) == set(plain)
+        for key, array in arrays.items():
+            columns = [Shard(len(plain[key].shape) - 1)]
+            by = {id(SPECS["rows"]): [Shard(0)], id(SPECS["columns"]): columns}
+            placements = by.get(id(spec) if key.startswith("t.") else 0, [Replicate()])
+            same(array, plain[key], paddles(plain[key], self.mesh, placements))
+
     def load(self, spec: Any, path: Path | None = None, **options: Any) -> dict[str, Any]:
         """Loads with one spec for all tensors of two dims."""
         return mfload.load(
@@ -91,13 +101,7 @@ def values(here: World, name: str, exchange: str) -> dict[str, Any]:
     report = mfload.Report()
     with here.counted():
         arrays = here.load(SPECS[name], exchange=exchange, engine="pread", report=report)
-    plain = mfload.load(here.model, "paddle")
-    assert set(arrays) == set(plain)
-    for key, array in arrays.items():
-        dims = len(plain[key].shape)
-        rows = {"rows": [Shard(0)], "columns": [Shard(dims - 1)]}.get(name, [Replicate()])
-        placements = rows if key.startswith("t.") else [Replicate()]
-        same(array, plain[key], paddles(plain[key], here.mesh, placements))
+    here.check(arrays, SPECS[name])
     fields = ("read_bytes", "exchanged_bytes", "over_read_bytes", "notes")
     return {each: getattr(report, each) for each in fields} | {"counted": here.read}
 
@@ -320,6 +324,10 @@ def late(here: World) -> None:
 def after(here: World) -> None:
     """What follows a load that was given up."""
     here.load([Shard(0)])
+
+
+def peers(here: World, first: str, second: str) -> dict[str, Any]:
+    return here.peers(SPECS[first], SPECS[second], f"{first}-{second}")
 
 
 def main() -> None:

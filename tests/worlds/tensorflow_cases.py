@@ -149,6 +149,10 @@ def shards(here: World, exchange: str) -> None:
         np.testing.assert_array_equal(made.numpy(), whole.take(at, dim))
 
 
+def peers(here: World, first: str, second: str) -> dict[str, Any]:
+    return here.peers(SPECS[first], SPECS[second], f"{first}-{second}")
+
+
 def main() -> None:
     rank, count = map(int, sys.argv[1:3])
     directory = Path(sys.argv[4])

@@ -35,6 +35,7 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
     specs = ("replicated",) if count in (3, 8) else ("rows", "columns", "replicated")
     values = [f"values:{spec}:{how}" for spec in specs for how in ("never", "once", "auto")]
     names = [*values, f"drawn:{count}", "shards:never", "shards:once"]
+    names += ["peers:rows:columns", "peers:columns:replicated", "peers:replicated:rows"]
     names += ["uneven"] if count < 8 else []  # The groups that Paddle makes for it hang.
     names += ["refused"] if count == 4 else []
     filled: list[str] = []

@@ -32,6 +32,7 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
     samples.save(tmp_path / "five.safetensors", {"w": whole})
     specs = ("rows", "columns", "replicated")
     names = [f"values:{spec}:{how}" for spec in specs for how in ("never", "once", "auto")]
+    names += ["peers:rows:columns", "peers:columns:replicated", "peers:replicated:rows"]
     samples.save_raw(
         tmp_path / "dtypes.safetensors",
         [(key, kind, shape, raw.tobytes()) for key, (kind, shape, raw) in every_dtype().items()],

@@ -12,6 +12,7 @@ import torch_cases
 from world import model
 
 SCRIPT = Path(__file__).with_name("torch_cases.py")
+PEERS = ["peers:rows:columns", "peers:columns:replicated", "peers:replicated:rows"]
 ONLY = {2: ["beside"], 4: ["five_rows_over_four_ranks", "strided", "fsdp", "submeshes", "lopsided"]}
 
 
@@ -26,6 +27,7 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
     samples.save(tmp_path / "linear.safetensors", linear)
     names = [f"values:columns:{how}" for how in ("never", "once", "auto")]
     names += ["values:rows:once", "values:replicated:once", "shards:never", "shards:once", "grids"]
+    names += PEERS
     names += ONLY.get(count, [])
     ended = launching.launch(tmp_path, names, count=count, seconds=200, script=SCRIPT)
     for each in ended:

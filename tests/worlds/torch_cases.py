@@ -92,6 +92,10 @@ def values(here: World, name: str, exchange: str, _number: str = "") -> dict[str
     return {each: getattr(report, each) for each in fields} | {"counted": here.read}
 
 
+def peers(here: World, first: str, second: str) -> dict[str, Any]:
+    return here.peers(SPECS[first], SPECS[second], f"{first}-{second}")
+
+
 def missing(here: World) -> None:
     path = here.own()
     if here.rank == 1:
