@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mfload.peer.manifest import Manifest
 
 TRANSPORTS = {
-    name: f"mfload.peer.{name}"
-    for name in ("memory", "memfd", "http", "nixl", "cuda_ipc", "collective")
+    name: f"mfload.peer.{name}" for name in ("memory", "memfd", "http", "nixl", "collective")
 }
 """Modules of the transports by name."""
 
