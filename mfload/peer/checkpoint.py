@@ -100,14 +100,13 @@ class Peers:
                 seeds = use.ticket.seeds
                 made, rows = self._open([each.address for each in seeds], name, source)
             except (errors.SourceError, errors.FormatError):
-                use.failed |= {each.incarnation for each in use.ticket.seeds}
-                use.close()
+                use.fail(*(each.incarnation for each in use.ticket.seeds))
                 if not left:
                     raise
                 continue
             use.readers = len(made)
             for each in made:
-                each.failed = use.failed
+                each.on_failure = use.fail
                 each.at_end(use.release)
             return made, rows
         raise AssertionError("unreachable")

@@ -90,7 +90,7 @@ class PeerSource:
     Attributes:
         manifest: What the seed said of itself.
         why: The transport, and what was against better ones.
-        failed: Incarnations of seeds that a reader had trouble with.
+        on_failure: Called with the seed's incarnation when a reader has trouble with it.
     """
 
     file = None
@@ -108,7 +108,7 @@ class PeerSource:
         self.identity = Generation.of(manifest)
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
-        self.failed: set[str] = set()
+        self.on_failure: Callable[[str], object] = bool
         self.new = None
         if options.checksums and manifest.checksums is not None:
             self.new = hasher()
@@ -152,7 +152,7 @@ class PeerSource:
         try:
             yield
         except (OSError, errors.MfloadError):
-            self.failed.add(self.identity.incarnation)
+            self.on_failure(self.identity.incarnation)
             raise
 
     def beside(self, name: str) -> PeerSource:
