@@ -279,8 +279,8 @@ def publish(
             `paddle.nn.Layer`, a Keras model, an `nnx.Module`, any pytree.
         model: Its name, such as "org/name".
         revision: Which version of the model.
-        address: Where to listen, "host:port"; port 0 takes a free one. Other addresses than those
-            of this machine need a token or mutual TLS.
+        address: Where to listen, "host:port"; port 0 takes a free one. Others than loopback
+            addresses (127.0.0.1) need a token or mutual TLS.
         token_file: File with the token that readers must send.
         cert_file: This seed's certificate: readers connect by TLS.
         key_file: Its key. Default: in `cert_file`.
