@@ -30,7 +30,7 @@ ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready \
   $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
 
 .PHONY: demo test lint core compat frameworks meshes worlds oldest newest gpu examples docs package clean \
-  $(SEAMS)
+  nixl etcd $(SEAMS)
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
@@ -119,12 +119,13 @@ endif
 gpu:
 	$(PYTHON) tests/on_gpu.py
 
-# What mfload loads for, each in an environment of its own, of up to 3 GB; no part of `make test`.
-# Of those with a NODEPS, the requirements are what their loaders import.
+# What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; no part of
+# `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.
 NODEPS_vllm := vllm==0.33.0
 NODEPS_sglang := sglang==0.5.23
 NODEPS_tunix := google-tunix==0.1.7
-$(SEAMS:%=.venv/%/.ready): .venv/%/.ready: requirements/%.txt pyproject.toml Makefile
+NODEPS_nixl := nixl-cu13==1.5.1
+$(SEAMS:%=.venv/%/.ready) .venv/nixl/.ready: .venv/%/.ready: requirements/%.txt pyproject.toml Makefile
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install $(QUIET) -r $<
 	$(@D)/bin/python -m pip install $(QUIET) --no-deps $(NODEPS_$*) --editable .
@@ -135,6 +136,13 @@ $(filter-out tunix,$(SEAMS)): %: .venv/%/.ready
 
 tunix: .venv/tunix/.ready
 	.venv/tunix/bin/python examples/seams/jax_seams.py
+
+nixl: .venv/nixl/.ready
+	MFLOAD_REQUIRE=1 .venv/nixl/bin/python -m pytest tests/peer/test_peer_nixl.py
+
+# Against a real etcd: apt-get install etcd-server.
+etcd: .venv/test/.ready
+	MFLOAD_REQUIRE=1 $(TEST)/python -m pytest tests/peer/test_peer_etcd.py
 
 examples: .venv/test/.ready
 	@set -e; for script in examples/*.py examples/seams/*.py; do \

@@ -275,17 +275,17 @@ def torch_store() -> Any | None:
     return store
 
 
-def torch_group(ranks: Sequence[int], timeout: datetime.timedelta) -> Any:
+def torch_group(ranks: Sequence[int], timeout: datetime.timedelta, name: str = "") -> Any:
     """A process group of gloo's over some ranks that `torch.distributed` does not know of.
 
-    Made once for them. `torch.distributed.new_group` names a group after the number of groups that
-    a process is in, so that processes in different numbers of groups never meet. It is what this
-    falls back on, and has the same methods.
+    Made once for them and a name. `torch.distributed.new_group` names a group after the number of
+    groups that a process is in, so that processes in different numbers of groups never meet. It is
+    what this falls back on, and has the same methods.
     """
     import torch.distributed as dist
 
     try:
-        store = _torch_prefix_store("_".join(map(str, ranks)))
+        store = _torch_prefix_store("_".join(map(str, ranks)) + name)
         return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
     except (ImportError, AttributeError, TypeError) as error:
         log.info("a process group of gloo can't be made directly: %s", error)

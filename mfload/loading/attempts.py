@@ -1,4 +1,4 @@
-"""Loads that try two places one after the other, and loads whose arrays become a seed."""
+"""Loads that are tried again elsewhere, and loads whose arrays become a seed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ Prefer = Literal["path", "fallback"]
 _MISSED = (errors.SourceError, errors.FormatError, errors.ProcessError)
 """Errors of a place. Those of arguments, names and memory are the same elsewhere."""
 
+_TRIES = 3  # Of seeds that a planner names.
 _LEAST = 0.1  # Seconds that a second place gets, however late it is.
+
+
+class _One(Options):
+    """The options of one attempt, which makes no others."""
 
 
 def needed(fallback: object, options: Options | None) -> bool:
     """Whether a load is more than one attempt."""
-    return fallback is not None or (
-        isinstance(options, Options) and options.peer is not None and options.peer.publish
-    )
+    if isinstance(options, Options) and not isinstance(options, _One):
+        peer = options.peer
+        if peer is not None and (peer.publish or peer.planner is not None):
+            return True
+    return fallback is not None
 
 
 def run(
@@ -39,6 +46,8 @@ def run(
     whole: bool,
 ) -> Any:
     """What `call` loads from one of two places, with a note of what was wrong with the first.
+
+    Where a planner names the seeds, and one fails, others are asked before the second place.
 
     The first gets half of the timeout, or `PeerOptions.timeout`; the second, what is left. A second
     attempt begins with memory of its own: nothing that the first may still write to is used again.
@@ -54,14 +63,16 @@ def run(
     if prefer == "fallback":
         places.reverse()
     start, peer = time.monotonic(), how.peer
-    if peer is not None and peer.publish:
-        how = dataclasses.replace(how, peer=dataclasses.replace(peer, publish=False))
+    if peer is not None and peer.publish and not whole:
+        what = "only a whole checkpoint as it is stored can be published"
+        raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
+    how = _One(**{each.name: getattr(how, each.name) for each in dataclasses.fields(how)})
     limit = None if how.timeout is None else how.timeout / 2
     if peer is not None and peer.timeout is not None:
         limit = peer.timeout if limit is None else min(limit, peer.timeout)
     try:
         first = how if fallback is None else dataclasses.replace(how, timeout=limit)
-        found, note = call(places[0], options=first), None
+        found, note = _attempt(call, places[0], first, report), None
     except _MISSED as error:
         if fallback is None:
             raise
@@ -72,19 +83,38 @@ def run(
         if left is not None:
             left = max(_LEAST, left - (time.monotonic() - start))
         logging.getLogger("mfload").warning("%s", note)
-        found = call(places[1], options=dataclasses.replace(how, timeout=left))
+        found = _attempt(call, places[1], dataclasses.replace(how, timeout=left), report)
         if report is not None:
             report.notes = (note, *report.notes)
     if peer is not None and peer.publish:
-        if not whole:
-            what = "only a whole checkpoint as it is stored can be published"
-            raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
         seed = importlib.import_module("mfload.peer.seed").publish_loaded(
             found, path, peer, fell_back=note is not None or prefer == "fallback"
         )
         if report is not None:
             report.notes = (*report.notes, f"published at {seed.url}")
     return found
+
+
+def _attempt(call: Callable[..., Any], place: Any, how: Options, report: Report | None) -> Any:
+    """What one place holds. Of seeds that a planner names, others are asked if one fails."""
+    planned = str(place).startswith("peer:///") and how.peer is not None
+    start, notes, first = time.monotonic(), [], None
+    for left in reversed(range(_TRIES if planned else 1)):
+        limit = how.timeout
+        if limit is not None:
+            limit = max(_LEAST, limit - (time.monotonic() - start))
+        try:
+            found = call(place, options=dataclasses.replace(how, timeout=limit))
+        except _MISSED as error:
+            if not left or isinstance(error, errors.SourceNotFoundError):
+                raise (first or error) from None
+            first = first or error.with_traceback(None)
+            notes.append(f"a seed failed, others were asked: {error}")
+            continue
+        if report is not None:
+            report.notes = (*notes, *report.notes)
+        return found
+    raise AssertionError("unreachable")
 
 
 def _shown(place: Any) -> str:

@@ -12,6 +12,8 @@ import numpy as np
 from mfload import errors
 from mfload.peer.manifest import BLOCK
 
+_MOST = 1 << 56  # No address lies beyond.
+
 
 def hasher() -> Any:
     """The xxh3_64 of the package xxhash; raises FrameworkMissingError without it."""
@@ -53,12 +55,8 @@ class Data:
 
     def parts(self, start: int, stop: int) -> Iterator[Any]:
         """The memory of a range, array by array."""
-        n = max(0, bisect.bisect_right(self.starts, start) - 1)
-        while start < stop:
-            memory, first = self.arrays[n], self.starts[n]
-            part = memory[start - first : stop - first]
-            yield part
-            start, n = start + part.size, n + 1
+        for n, low, high in cut(self.starts, self.size, start, stop):
+            yield self.arrays[n][low:high]
 
     def checksums(self) -> str:
         """The checksum of each block, as the manifest has them."""
@@ -74,6 +72,46 @@ class Data:
     def spans(self) -> list[tuple[int, int]]:
         """Address and bytes of each array, in order."""
         return [(each.ctypes.data, each.size) for each in self.arrays]
+
+
+class Spans:
+    """Where the data of a seed lies: address and bytes of each array, in order.
+
+    Attributes:
+        rows: The arrays.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
+        self.rows, self.size = rows, 0
+        self._starts: list[int] = []
+        for _, nbytes in rows:
+            self._starts.append(self.size)
+            self.size += nbytes
+
+    @staticmethod
+    def of(given: Any, size: int) -> Spans:
+        """Those that a seed of `size` bytes told; raises ValueError or TypeError."""
+        rows = [(address, nbytes) for address, nbytes in given]
+        numbers = [n for row in rows for n in row]
+        made = Spans(rows) if {*map(type, numbers)} <= {int} else None
+        if made is None or made.size != size or not all(0 < n < _MOST for n in numbers):
+            raise ValueError("no such memory")
+        return made
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Array, address and bytes of each part of a range."""
+        for n, low, high in cut(self._starts, self.size, start, stop):
+            yield n, self.rows[n][0] + low, high - low
+
+
+def cut(starts: Sequence[int], size: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Which part of which array a range of all is: number, first and past last byte."""
+    n = max(0, bisect.bisect_right(starts, start) - 1)
+    while start < stop:
+        end = starts[n + 1] if n + 1 < len(starts) else size
+        end = min(end, stop)
+        yield n, start - starts[n], end - starts[n]
+        start, n = end, n + 1
 
 
 def take(vector: Sequence[Any], start: int, stop: int) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from mfload import errors
@@ -77,13 +77,12 @@ class Use:
 
     Attributes:
         readers: How many still use it.
-        failed: Incarnations of the seeds that they had trouble with.
     """
 
     def __init__(self, planner: Planner, ticket: Ticket) -> None:
         self._planner, self.ticket = planner, ticket
-        self.failed: set[str] = set()
         self.readers = 1
+        self._closed = threading.Lock()
         self._repeated = Repeated(lambda: planner.renew(ticket), TICKET / 3)
 
     def release(self) -> None:
@@ -92,11 +91,17 @@ class Use:
         if not self.readers:
             self.close()
 
-    def close(self) -> None:
-        """Gives the places back, and tells which seeds failed."""
+    def fail(self, *incarnations: str) -> None:
+        """Tells at once which seeds failed, so that the next question gets others."""
+        self.close(incarnations)
+
+    def close(self, failed: Sequence[str] = ()) -> None:
+        """Gives the places back."""
+        if not self._closed.acquire(blocking=False):
+            return
         self._repeated.close()
         with suppress(errors.MfloadError):
-            self._planner.done(self.ticket, sorted(self.failed))
+            self._planner.done(self.ticket, failed)
 
 
 def find(planner: Planner, model: str, revision: str | None, seconds: float) -> Use:

@@ -8,7 +8,6 @@ the last byte. A seed opens nothing for it: where the kernel lets only parents r
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import errno
 import os
@@ -20,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.peer.data import Data
+from mfload.peer.data import Data, Spans
 from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
 
 _SECRET, _WORD = 16, 24
-_MOST = 1 << 47  # No user's address lies beyond.
 _CALLS = 512  # Ranges a call, on both sides; Linux takes 1024.
 
 
@@ -76,15 +74,13 @@ def connect(given: Any, remote: Remote) -> MemoryWay | str:
         return f"the kernel refuses: {os.strerror(error.errno or 0)}"
 
 
-def _checked(given: Any, remote: Remote) -> tuple[int, tuple[int, bytes], list[tuple[int, int]]]:
+def _checked(given: Any, remote: Remote) -> tuple[int, tuple[int, bytes], Spans]:
     try:
-        pid, (address, secret), spans = given["pid"], given["proof"], given["spans"]
-        rows = [(start, nbytes) for start, nbytes in spans]
-        numbers = [pid, address, *(n for row in rows for n in row)]
-        fine = {*map(type, numbers)} == {int} and min(numbers) > 0 and max(numbers) < _MOST
-        fine &= len(secret) == 2 * _SECRET and pid < 1 << 31
-        if fine and sum(nbytes for _, nbytes in rows) == remote.manifest.size:
-            return pid, (address, bytes.fromhex(secret)), rows
+        pid, (address, secret) = given["pid"], given["proof"]
+        Spans.of([(pid, 1), (address, 1)], 2)
+        if len(secret) == 2 * _SECRET and pid < 1 << 31:
+            spans = Spans.of(given["spans"], remote.manifest.size)
+            return pid, (address, bytes.fromhex(secret)), spans
     except (KeyError, TypeError, ValueError):
         pass
     what = "the seed's manifest is malformed: what it says of its memory"
@@ -102,29 +98,20 @@ class MemoryWay:
         call: Any,
         pid: int,
         proof: tuple[int, bytes],
-        spans: list[tuple[int, int]],
+        spans: Spans,
         generation: int,
         name: str,
     ) -> None:
         self._call, self._pid, self._name = call, pid, name
         self._address, self._secret = proof
         self._generation = generation
-        self._bases = [base for base, _ in spans]
-        self._starts = [0]
-        for _, nbytes in spans:
-            self._starts.append(self._starts[-1] + nbytes)
+        self._spans = spans
 
     def read(self, vector: Sequence[Any], offset: int) -> None:
         """Fills buffers (see `Way`)."""
         local = [(np.frombuffer(each, np.uint8).ctypes.data, each.nbytes) for each in vector]
         stop = offset + sum(nbytes for _, nbytes in local)
-        remote: list[tuple[int, int]] = []
-        n = bisect.bisect_right(self._starts, offset) - 1
-        while offset < stop:
-            nbytes = min(stop, self._starts[n + 1]) - offset
-            remote.append((self._bases[n] + offset - self._starts[n], nbytes))
-            offset, n = offset + nbytes, n + 1
-        self._copy(local, remote)
+        self._copy(local, [each[1:] for each in self._spans.within(offset, stop)])
 
     def check(self) -> bool:
         """Whether the proof is still there (see `Way`)."""

@@ -154,6 +154,7 @@ def choose(
 class _Known:
     def __init__(self, record: SeedRecord) -> None:
         self.record, self.until = record, 0.0
+        self.rests = 0.0  # Until then it is not looked at again.
         self.tickets: dict[str, float] = {}
         self.well: bool | None = None  # Not known before the first look.
 
@@ -222,13 +223,13 @@ class Registry:
                     each.tickets[ticket.id] = self._clock() + TICKET
 
     def done(self, ticket: Ticket, failed: Iterable[str] = ()) -> None:
-        """See `Planner`; a seed that failed is handed out again after a probe."""
+        """See `Planner`; a seed that failed rests, and is handed out again after a probe."""
         blamed = set(failed)
         with self._lock:
             for incarnation, each in self._seeds.items():
                 held = each.tickets.pop(ticket.id, None) is not None
                 if held and incarnation in blamed and self._probe is not None:
-                    each.well = False
+                    each.well, each.rests = False, self._clock() + RETRY
 
     def records(self) -> list[tuple[SeedRecord, int, bool | None]]:
         """All seeds, with their readers, and whether they are well."""
@@ -237,14 +238,20 @@ class Registry:
             return [(each.record, len(each.tickets), each.well) for each in self._seeds.values()]
 
     def probe(self) -> None:
-        """Looks at the seeds that are not known to be well."""
+        """Looks at the seeds that are not known to be well, and do not rest."""
         if self._probe is None:
             return
-        for record in [record for record, _, well in self.records() if not well]:
-            well = self._probe(record)
+        with self._lock:
+            self._forget()
+            looked = [each for each in self._seeds.values() if self._due(each)]
+        for each in looked:
+            well = self._probe(each.record)
             with self._lock:
-                if record.incarnation in self._seeds:
-                    self._seeds[record.incarnation].well = well
+                if self._due(each):  # A reader may have blamed it meanwhile.
+                    each.well = well
+
+    def _due(self, known: _Known) -> bool:
+        return not known.well and known.rests <= self._clock()
 
     def _forget(self) -> None:
         now = self._clock()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from mfload import errors
+from mfload.formats import strict_json
 from mfload.index import Box
 from mfload.options import PeerOptions
 from mfload.peer import fragments, manifest as manifests, transports as ways
@@ -26,7 +27,7 @@ from mfload.peer.security import Tls, read_token
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
 
-_DATA = re.compile(r"/v1/data/([0-9a-f]{32})/(\d{1,18})")
+_DATA = re.compile(r"/v1/(data|ways)/([0-9a-f]{32})/(\d{1,18})(?:/([a-z0-9_.-]{1,64}))?")
 _seeds: weakref.WeakSet[Seed] = weakref.WeakSet()
 _loaded: list[Seed] = []  # Those of loads that publish.
 
@@ -146,6 +147,8 @@ class Seed:
 
     def close(self) -> None:
         """Ends it, with all connections; more than once does nothing."""
+        if self._pid != os.getpid():
+            return  # To a fork nothing of it belongs.
         with self._lock:
             if self._closed:
                 return
@@ -154,7 +157,7 @@ class Seed:
             _loaded.remove(self)
         if self._registration is not None:
             self._registration.close()
-        if self._server is not None and self._pid == os.getpid():
+        if self._server is not None:
             self._server.close()
         self._version.close()
 
@@ -212,25 +215,39 @@ class Seed:
     def _answer(self, request: Request) -> Reply:
         version = self._version
         path = urllib.parse.urlsplit(request.path).path
-        if request.method != "GET":
-            return text(405, '{"error": "only GET is answered"}')
+        match = _DATA.fullmatch(path)
+        way = match is not None and match[1] == "ways"
+        if request.method != ("POST" if way else "GET"):
+            return text(405, '{"error": "another method is needed"}')
         if path == "/v1/manifest":
             return text(200, version.text)
         if path == "/v1/state":
             readers = 0 if self._server is None else self._server.connections
             state = {"incarnation": self._incarnation, "generation": self.generation}
             return text(200, json.dumps({**state, "readers": readers}))
-        match = _DATA.fullmatch(path)
-        if match is None:
+        if match is None or way == (match[4] is None):
             return text(404, '{"error": "no such path"}')
-        if (match[1], int(match[2])) != (self._incarnation, version.manifest.generation):
+        if (match[2], int(match[3])) != (self._incarnation, version.manifest.generation):
             return text(410, '{"error": "another generation"}')
+        if way:
+            return _asked(version.offers.get(match[4]), request.body)
         if request.span is None or request.span[1] > version.data.size:
             return text(416, '{"error": "a range within the data is needed"}')
         low, high = request.span
         named = ("Content-Range", f"bytes {low}-{high - 1}/{version.data.size}")
         kind = "application/octet-stream"
         return Reply(206, version.data.parts(low, high), high - low, kind, (named,))
+
+
+def _asked(offer: ways.Offer | None, body: bytes) -> Reply:
+    """What a transport answers to its reader's side."""
+    if offer is None or offer.asked is None:
+        return text(404, '{"error": "no such transport"}')
+    try:
+        found = offer.asked(strict_json.loads(body, "a reader", "request"))
+    except (KeyError, TypeError, ValueError, errors.FormatError):
+        return text(400, '{"error": "the request is malformed"}')
+    return text(200, json.dumps(found))
 
 
 def publish(
@@ -262,8 +279,8 @@ def publish(
             `paddle.nn.Layer`, a Keras model, an `nnx.Module`, any pytree.
         model: Its name, such as "org/name".
         revision: Which version of the model.
-        address: Where to listen, "host:port"; port 0 takes a free one. Other addresses than those
-            of this machine need a token or mutual TLS.
+        address: Where to listen, "host:port"; port 0 takes a free one. Others than loopback
+            addresses (127.0.0.1) need a token or mutual TLS.
         token_file: File with the token that readers must send.
         cert_file: This seed's certificate: readers connect by TLS.
         key_file: Its key. Default: in `cert_file`.

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mfload.peer.manifest import Manifest
 
 TRANSPORTS = {
-    name: f"mfload.peer.{name}"
-    for name in ("memory", "memfd", "http", "nixl", "cuda_ipc", "collective")
+    name: f"mfload.peer.{name}" for name in ("memory", "memfd", "http", "nixl", "collective")
 }
 """Modules of the transports by name."""
 
@@ -36,10 +35,13 @@ class Offer(NamedTuple):
     Attributes:
         given: JSON for the manifest.
         close: Ends it; called when the generation or the seed ends.
+        asked: Answers JSON that a reader's transport sends to the seed (see `Remote.ask`), with
+            JSON; hostile input, of which a KeyError, TypeError or ValueError is told the reader.
     """
 
     given: Any
     close: Callable[[], object] = bool
+    asked: Callable[[Any], Any] | None = None
 
 
 class Remote(NamedTuple):
@@ -49,6 +51,12 @@ class Remote(NamedTuple):
     manifest: Manifest
     client: Client
     stalled: float
+
+    def ask(self, transport: str, body: Any) -> Any:
+        """What the seed's side of a transport answers; raises SourceError or HeaderError."""
+        about = self.manifest
+        path = f"/v1/ways/{about.incarnation}/{about.generation}/{transport}"
+        return self.client.json("POST", path, body, seconds=self.stalled)
 
 
 class Way(Protocol):

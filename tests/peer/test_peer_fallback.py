@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,29 @@ def test_a_killed_and_a_stopped_peer(files: str) -> None:
         process.wait()
         took, report = _load(url, files)
         assert took < 1
+
+
+def test_other_seeds_before_files(files: str) -> None:
+    """A planner knows more seeds than the one that failed."""
+    from mfload.peer.planner_http import PlannerServer
+
+    with PlannerServer() as planner, ExitStack() as stack:
+        given: Any = {"model": "m", "planner": planner.url, "transports": ["http"]}
+        copies = [{name: each.copy() for name, each in ARRAYS.items()} for _ in range(2)]
+        made = [(stack.enter_context(mfload.publish(each, **given)), each) for each in copies]
+        # The planner prefers the first by number, of two that are alike.
+        made.sort(key=lambda each: each[0].manifest.incarnation)
+        how = Options(peer=PeerOptions(planner=planner.url))
+        made[0][1]["t3"][7] = -1
+        _, report = _load("peer:///m", files, options=how)
+        assert report.route[0][:2] == (f"peer://{made[1][0].address}", "peer-http")
+        (note,) = report.notes
+        assert note.startswith("a seed failed, others were asked")
+        made[1][1]["t3"][7] = -1
+        with pytest.raises(errors.ChecksumError):
+            mfload.load("peer:///m", "numpy", options=how)
+        _, report = _load("peer:///m", files, options=how)
+        assert "was loaded instead" in report.notes[0]
 
 
 def test_files_first(files: str, tmp_path: Path) -> None:

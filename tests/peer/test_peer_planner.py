@@ -129,20 +129,22 @@ def test_a_new_process_takes_the_address_of_an_old_one() -> None:
 
 
 def test_a_seed_that_failed_comes_back_after_a_look() -> None:
-    """What a reader blames is not handed out before the planner has read of it."""
-    well = [True]
-    registry = Registry(lambda _: well[0])
+    """What a reader blames rests, and is not handed out before the planner has read of it."""
+    well, clock = [True], _Clock()
+    registry = Registry(lambda _: well[0], clock)
     registry.register(_record(1))
     assert registry.take("org/name", None, "here") is None  # Not looked at yet.
     registry.probe()
     ticket = registry.take("org/name", None, "here")
     assert ticket is not None
     registry.done(ticket, ticket.seeds[0].incarnation.split())
-    well[0] = False
-    registry.probe()
-    after = registry.take("org/name", None, "here")
-    assert after is not None
-    assert after.seeds == ()
+    for now, seen in ((planning.RETRY - 0.1, True), (0.2, False)):
+        clock.now += now
+        well[0] = seen
+        registry.probe()
+        after = registry.take("org/name", None, "here")
+        assert after is not None
+        assert after.seeds == ()
     well[0] = True
     registry.probe()
     assert registry.take("org/name", None, "here").seeds  # pyright: ignore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import itertools
 import os
 import random
@@ -50,6 +51,7 @@ def written(made: Draft, folder: Path) -> bytes:
 
 @pytest.fixture(autouse=True)
 def no_descriptors_left() -> Iterator[None]:
+    gc.collect()  # Of tests before.
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before

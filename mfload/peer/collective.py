@@ -1,0 +1,223 @@
+"""Transport "collective": the seed sends to the reader by `torch.distributed`.
+
+For processes of one process group, if both sides name it: the seed runs a thread for each reader,
+and with NCCL kernels too, which compete with its work. Each pair has a group of its own, so that a
+load does not get between the collectives of its users. gloo has been run; NCCL has not yet.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import re
+import secrets
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.frameworks import private_api
+from mfload.peer.data import Data, take
+from mfload.peer.transports import Offer, Remote
+from mfload.sources.base import Costs
+
+_SLOT = 4 << 20
+_NAME = re.compile(r"[0-9a-f]{32}")
+_JOINED = datetime.timedelta(seconds=10)  # For both sides to make their group.
+_IDLE = 600.0  # Seconds without a request after which a seed lets go of a reader.
+_MOST = 64  # Readers at once.
+_kept: list[Any] = []  # What may still be written to, until the process ends.
+
+
+def _group() -> tuple[Any, int, str, Any]:
+    """PyTorch, this process's rank, the backend of the process group and its store.
+
+    Raises RuntimeError if there is no process group.
+    """
+    torch = sys.modules.get("torch")
+    dist = getattr(torch, "distributed", None)
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("torch.distributed has no process group here")
+    store = private_api.torch_store()
+    if store is None:
+        raise RuntimeError("this version of torch.distributed has no store to meet in")
+    backend = "nccl" if str(dist.get_backend()) == "nccl" else "gloo"
+    return torch, dist.get_rank(), backend, store
+
+
+class _Pair:
+    """A group of two processes: this one, and another."""
+
+    def __init__(self, torch: Any, backend: str, ranks: tuple[int, int], name: str) -> None:
+        self._torch, self._place = torch, "cpu"
+        pair = tuple(sorted(ranks))
+        self._other = pair.index(ranks[1])
+        if backend == "nccl":
+            self._place = torch.device("cuda", torch.cuda.current_device())
+            self._group = private_api.torch_device_group(self._place, pair, name, _JOINED)
+        else:
+            self._group = private_api.torch_group(pair, _JOINED, f"/{name}")
+
+    def send(self, data: Any, seconds: datetime.timedelta) -> None:
+        """Sends a flat uint8 array."""
+        tensor = self._torch.from_numpy(data).to(self._place)
+        self._group.send([tensor], self._other, 0).wait(seconds)
+
+    def receive(self, nbytes: int) -> tuple[Any, Any]:
+        """Begins to receive; the tensor, and what is to be waited for."""
+        tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._place)
+        return tensor, self._group.recv([tensor], self._other, 0)
+
+
+def offer(data: Data, generation: int) -> Offer:
+    """Leaves a secret in the group's store; raises UsageError if there is no process group."""
+    del generation
+    try:
+        served = _Served(data)
+    except RuntimeError as error:
+        what, expected = "the transport collective can't serve", "torch.distributed in both"
+        raise errors.UsageError(what, expected=expected, found=str(error)) from error
+    return Offer(served.given, served.close, served.asked)
+
+
+class _Served:
+    """The sending side: a thread for each reader that has joined."""
+
+    def __init__(self, data: Data) -> None:
+        self._torch, self._rank, backend, self._store = _group()
+        key = f"mfload/seed/{secrets.token_hex(16)}"
+        self._store.set(key, "here")
+        self._data = data
+        self._backend = backend
+        self.given: dict[str, Any] = {"rank": self._rank, "key": key, "backend": backend}
+        self._joined: dict[str, queue.Queue[tuple[int, int] | None]] = {}
+        self._lock = threading.Lock()
+
+    def asked(self, given: Any) -> bool:
+        """Has a reader join, or sends it a range, or lets it go."""
+        name = given["name"]
+        if "rank" in given:
+            rank, size = given["rank"], self._torch.distributed.get_world_size()
+            if type(rank) is not int or not 0 <= rank < size or rank == self._rank:
+                raise ValueError("no such rank")
+            with self._lock:
+                if not _NAME.fullmatch(name) or name in self._joined or len(self._joined) >= _MOST:
+                    raise ValueError("no such name")
+                self._joined[name] = queue.Queue()
+            work = threading.Thread(target=self._serve, args=(rank, name), daemon=True)
+            work.start()
+        elif "offset" in given:
+            offset, nbytes = given["offset"], given["nbytes"]
+            fine = {type(offset), type(nbytes)} == {int} and offset >= 0 and 0 < nbytes <= _SLOT
+            if not fine or offset + nbytes > self._data.size:
+                raise ValueError("no such range")
+            self._joined[name].put((offset, offset + nbytes))
+        else:
+            self._joined[name].put(None)
+        return True
+
+    def _serve(self, rank: int, name: str) -> None:
+        with suppress(RuntimeError, queue.Empty):  # The reader is gone, and will see the same.
+            pair = _Pair(self._torch, self._backend, (self._rank, rank), name)
+            while (span := self._joined[name].get(timeout=_IDLE)) is not None:
+                pair.send(np.concatenate([*self._data.parts(*span)]), _JOINED)
+        self._joined.pop(name, None)
+
+    def close(self) -> None:
+        """Lets all go; readers find that the generation has ended."""
+        with suppress(RuntimeError):
+            self._store.delete_key(self.given["key"])
+        for each in list(self._joined.values()):
+            each.put(None)
+
+
+def connect(given: Any, remote: Remote) -> CollectiveWay | str:
+    """Joins the seed, if it is in the same process group."""
+    given = given if isinstance(given, dict) else {}
+    theirs, key, backend = given.get("rank"), given.get("key"), given.get("backend")
+    fine = type(theirs) is int and type(key) is str and backend in ("nccl", "gloo")
+    if not fine or not key.startswith("mfload/seed/"):
+        what = "the seed's manifest is malformed: what it says of its process group"
+        raise errors.HeaderError(what, file=remote.name)
+    try:
+        torch, rank, mine, store = _group()
+        if not store.check([key]):
+            return "the seed is in another process group"
+        if rank == theirs or not 0 <= theirs < torch.distributed.get_world_size():
+            return "the seed is no other process of the group"
+        if mine != backend:
+            return f"the group's backend is {mine} here, {backend} in the seed"
+        name = secrets.token_hex(16)
+        remote.ask("collective", {"name": name, "rank": rank})
+        pair = _Pair(torch, backend, (rank, theirs), name)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return CollectiveWay(pair, name, backend, remote)
+
+
+class CollectiveWay:
+    """Receives from one seed, a message after the other (see `Way`)."""
+
+    costs = Costs(block=_SLOT, concurrency=1)
+
+    def __init__(self, pair: _Pair, name: str, backend: str, remote: Remote) -> None:
+        self._pair, self._name, self._remote = pair, name, remote
+        self.why = f"torch.distributed ({backend}): the seed is disturbed, since it has to send"
+        self._stalled = datetime.timedelta(seconds=remote.stalled)
+        self._lock = threading.Lock()
+        self._broken = ""
+
+    def read(self, vector: Sequence[Any], offset: int) -> None:
+        """Fills buffers (see `Way`)."""
+        size = sum(each.nbytes for each in vector)
+        with self._lock:
+            for at in range(0, size, _SLOT):
+                count = min(_SLOT, size - at)
+                slot, done = self._receive(offset + at, count), 0
+                for part in take(vector, at, at + count):
+                    part[:] = slot[done : done + part.nbytes].data
+                    done += part.nbytes
+
+    def check(self) -> bool:
+        """Asks the seed over HTTP (see `Way`)."""
+        from mfload.peer.http import HttpWay
+
+        return HttpWay(self._remote).check()
+
+    def close(self) -> None:
+        """Lets the seed's thread end."""
+        name, self._name = self._name, ""
+        if name:
+            self._broken = self._broken or "it was closed"
+            with suppress(errors.MfloadError):
+                self._remote.ask("collective", {"name": name})
+
+    def _receive(self, offset: int, count: int) -> Any:
+        with self._blamed():
+            tensor, work = self._pair.receive(count)
+            try:
+                asked = {"name": self._name, "offset": offset, "nbytes": count}
+                self._remote.ask("collective", asked)
+                work.wait(self._stalled)
+            except BaseException:
+                _kept.append((tensor, work, self._pair))
+                self._broken = "a message did not come"
+                raise
+            return tensor.cpu().numpy()
+
+    @contextmanager
+    def _blamed(self) -> Generator[None]:
+        """A context in which PyTorch's errors are the seed's."""
+        name = self._remote.name
+        if self._broken:
+            what = "the connection to the seed has ended"
+            raise errors.ReadError(what, file=name, found=self._broken)
+        try:
+            yield
+        except RuntimeError as error:
+            found = str(error).partition("\n")[0]
+            raise errors.ReadError("the seed stalls", file=name, found=found) from error

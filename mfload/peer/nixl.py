@@ -1,0 +1,271 @@
+"""Transport "nixl": a reader pulls from registered memory of a seed, by the NIXL package.
+
+On one machine through shared memory or the kernel's copies, between machines by RDMA: UCX takes
+what is there, but never TCP, which would let whoever has a seed's metadata read and write the whole
+process. With RDMA, who has them reads and writes the registered memory: so a seed must ask for it.
+Host memory on one machine has been run; RDMA, NVLink and device memory have not yet.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.peer.data import Data, Spans, take
+from mfload.peer.transports import Offer, Remote
+from mfload.sources.base import Costs
+
+PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
+"""The package's names, the first that is installed is taken."""
+
+PUMPED = 2.0
+"""Seconds that a seed helps with transfers, since a reader asked for it last."""
+
+_ASKED = 0.5  # Seconds after which a reader asks again.
+_PAUSE = 1e-3
+_SLOT = 4 << 20
+_kept: list[Any] = []  # What NIXL may still write to, until the process ends.
+
+
+def _agent() -> Any:
+    """A NIXL agent without threads of its own; raises ImportError or RuntimeError."""
+    raises, api = logging.raiseExceptions, None
+    for package in PACKAGES:
+        with suppress(ModuleNotFoundError):
+            api = importlib.import_module(f"{package}._api")
+            break
+    logging.raiseExceptions = raises  # NIXL changes it, and greets on standard output.
+    if api is None:
+        raise ModuleNotFoundError("the package nixl-cu13 is not installed")
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        api.logger.setLevel("WARNING")
+    how = api.nixl_agent_config(
+        enable_prog_thread=False,
+        backends=[],
+        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+    )
+    made = api.nixl_agent(f"mfload-{secrets.token_hex(16)}", how)
+    # Shared memory has no errors of a peer that dies, and is left out where they are asked for.
+    errors_of_peers = "peer" if _has_rdma() else "none"
+    given = {"ucx_error_handling_mode": errors_of_peers, "engine_config": "TLS=^tcp"}
+    with _typed():
+        made.create_backend("UCX", given)
+    return made
+
+
+def _has_rdma() -> bool:
+    try:
+        return bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return False
+
+
+@contextmanager
+def _typed() -> Generator[None]:
+    """A context in which NIXL's errors, which have no common class, are RuntimeErrors."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def offer(data: Data, generation: int) -> Offer:
+    """Registers the data.
+
+    Raises:
+        FrameworkMissingError: The package is not installed.
+        UsageError: NIXL can't start, or register the memory.
+    """
+    del generation
+    try:
+        served = _Served(data)
+    except ImportError as error:
+        what, expected = "the transport nixl needs a package", "pip install --no-deps nixl-cu13"
+        raise errors.FrameworkMissingError(what, expected=expected, found=str(error)) from error
+    except RuntimeError as error:
+        raise errors.UsageError("NIXL can't serve here", found=str(error)) from error
+    return Offer(served.given, served.close, served.asked)
+
+
+class _Served:
+    """The registered memory of a seed. It is pumped while readers ask for it, and sleeps else."""
+
+    def __init__(self, data: Data) -> None:
+        self._agent, self._data = _agent(), data
+        spans = data.spans()
+        with _typed():
+            rows = [(*each, 0, "") for each in spans]
+            self._rows = self._agent.register_memory(rows, "DRAM") if rows else None
+            told = self._agent.get_agent_metadata()
+        self.given = {"metadata": base64.b64encode(told).decode(), "spans": spans}
+        self._lock = threading.Lock()
+        self._until, self._runs = 0.0, False
+
+    def asked(self, given: Any) -> bool:
+        """Pumps for a while; what a connection needs to come about, and some transfers."""
+        del given
+        with self._lock:
+            if self._agent is not None:
+                self._until = time.monotonic() + PUMPED
+                if not self._runs:
+                    self._runs = True
+                    threading.Thread(target=self._pump, name="mfload-nixl", daemon=True).start()
+        return True
+
+    def _pump(self) -> None:
+        while True:
+            with self._lock:
+                if self._agent is None or time.monotonic() > self._until:
+                    self._runs = False
+                    return
+                with suppress(RuntimeError), _typed():
+                    self._agent.get_new_notifs()
+            time.sleep(_PAUSE)
+
+    def close(self) -> None:
+        with self._lock:
+            agent, self._agent = self._agent, None
+            if agent is not None and self._rows is not None:
+                with suppress(RuntimeError), _typed():
+                    agent.deregister_memory(self._rows)
+
+
+def connect(given: Any, remote: Remote) -> NixlWay | str:
+    """Makes an agent, and tells it of the seed's, whose metadata NIXL itself has to parse."""
+    try:
+        metadata = base64.b64decode(given["metadata"], validate=True)
+        spans = Spans.of(given["spans"], remote.manifest.size)
+    except (KeyError, TypeError, ValueError):
+        what = "the seed's manifest is malformed: what it says of NIXL"
+        raise errors.HeaderError(what, file=remote.name) from None
+    try:
+        agent = _agent()
+        with _typed():
+            peer = agent.add_remote_agent(metadata)
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return NixlWay(agent, peer, spans, remote)
+
+
+class NixlWay:
+    """Pulls from one seed (see `Way`).
+
+    Transfers go into registered slots and are copied on. A slot of a transfer that has not ended
+    well is kept as long as the process lives: NIXL may write to it later.
+    """
+
+    costs = Costs(block=_SLOT, concurrency=2)
+    why = "NIXL: pulled from registered memory, the seed only answers"
+
+    def __init__(self, agent: Any, peer: Any, spans: Spans, remote: Remote) -> None:
+        self._agent, self._peer, self._spans, self._remote = agent, peer, spans, remote
+        self._lock = threading.Lock()
+        self._free: list[Any] = []
+        self._asked, self._broken = -_ASKED, ""
+
+    def read(self, vector: Sequence[Any], offset: int) -> None:
+        """Fills buffers (see `Way`)."""
+        size = sum(each.nbytes for each in vector)
+        for at in range(0, size, _SLOT):
+            count = min(_SLOT, size - at)
+            slot = self._slot()
+            try:
+                self._pull(slot, offset + at, count)
+            except BaseException as error:
+                _kept.append(slot)
+                if isinstance(error, errors.ReadError) and not self.check():
+                    what = "the seed has other weights than when the load began"
+                    raise errors.SourceChangedError(what, file=self._remote.name) from error
+                raise
+            done = 0
+            for part in take(vector, at, at + count):
+                part[:] = slot[done : done + part.nbytes].data
+                done += part.nbytes
+            self._free.append(slot)
+
+    def check(self) -> bool:
+        """Asks the seed over HTTP (see `Way`)."""
+        from mfload.peer.http import HttpWay
+
+        return HttpWay(self._remote).check()
+
+    def close(self) -> None:
+        """Ends the connection, unless a transfer may still be under way."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            if agent is not None and self._broken:
+                _kept.append(agent)
+            elif agent is not None:
+                with suppress(RuntimeError), _typed():
+                    agent.remove_remote_agent(self._peer)
+
+    def _slot(self) -> Any:
+        with suppress(IndexError):
+            return self._free.pop()
+        made = np.empty(_SLOT, np.uint8)
+        with self._lock, self._blamed() as agent:
+            agent.register_memory([(made.ctypes.data, _SLOT, 0, "")], "DRAM")
+        return made
+
+    def _pull(self, slot: Any, offset: int, count: int) -> None:
+        """One transfer into a slot."""
+        self._ask()
+        theirs = [each[1:] for each in self._spans.within(offset, offset + count)]
+        mine: list[tuple[int, int, int]] = []
+        at = slot.ctypes.data
+        for _, nbytes in theirs:
+            mine.append((at, nbytes, 0))
+            at += nbytes
+        with self._lock, self._blamed() as agent:
+            targets = agent.get_xfer_descs(mine, "DRAM")
+            stored = agent.get_xfer_descs([(*each, 0) for each in theirs], "DRAM")
+            handle = agent.initialize_xfer("READ", targets, stored, self._peer)
+            state = agent.transfer(handle)
+        until = time.monotonic() + self._remote.stalled
+        while state == "PROC":
+            if time.monotonic() > until:
+                _kept.append(handle)
+                what, self._broken = "the seed stalls", f"nothing for {self._remote.stalled:g} s"
+                raise errors.ReadError(what, file=self._remote.name, found=self._broken)
+            time.sleep(_PAUSE)
+            self._ask()
+            with self._lock, self._blamed() as agent:
+                state = agent.check_xfer_state(handle)
+        with self._lock, self._blamed():
+            handle.release()
+            if state != "DONE":
+                raise RuntimeError(f"the transfer ended as {state}")
+
+    def _ask(self) -> None:
+        """Asks the seed to pump for this transfer."""
+        now = time.monotonic()
+        if now > self._asked + _ASKED:
+            self._asked = now
+            self._remote.ask("nixl", {})
+
+    @contextmanager
+    def _blamed(self) -> Generator[Any]:
+        """The agent, in a context in which NIXL's errors end what comes after."""
+        if self._broken or self._agent is None:
+            what, found = "the connection to the seed has ended", self._broken or "it was closed"
+            raise errors.ReadError(what, file=self._remote.name, found=found)
+        try:
+            with _typed():
+                yield self._agent
+        except RuntimeError as error:
+            self._broken = str(error)
+            what = "the seed broke off"
+            if "Disconnect" in self._broken:
+                what = "the seed's process is gone"
+            raise errors.ReadError(what, file=self._remote.name, found=self._broken) from error

@@ -1,0 +1,488 @@
+"""Transports: what they offer, what they make of hostile offers, and such as others bring."""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from launching import free_port
+
+import mfload
+from mfload import Options, PeerOptions, Report, errors
+from mfload.peer import collective, nixl, transports
+from mfload.peer.data import Data, Spans, cut
+from mfload.peer.transports import Offer
+
+ROOT = Path(__file__).parents[2]
+ARRAYS: dict[str, Any] = {f"t{n}": np.arange(n * 1000, dtype=np.int32) for n in range(1, 30)}
+ARRAYS["long"] = np.arange(2_500_001, dtype=np.float32)
+
+
+def _options(*names: str, **more: Any) -> Options:
+    return Options(peer=PeerOptions(transports=names, **more))
+
+
+def _same(found: Any) -> None:
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+
+
+@pytest.mark.parametrize("name", transports.TRANSPORTS)
+def test_each_name_is_a_transport(name: str) -> None:
+    """With both sides, imported without the package that it needs."""
+    module = transports.find(name)
+    assert callable(module.offer)
+    assert callable(module.connect)
+
+
+def test_none_that_opens_something_is_a_default() -> None:
+    """A seed offers, and a reader takes, what needs no consent."""
+    assert set(transports.DEFAULT) == {"memory", "memfd", "http"}
+    with mfload.publish(ARRAYS, model="m") as seed:
+        assert set(seed.manifest.ways) <= set(transports.DEFAULT)
+
+
+def test_no_such_transport() -> None:
+    """The names that there are."""
+    with (
+        mfload.publish({"x": np.ones(3)}, model="m") as seed,
+        pytest.raises(errors.SourceError, match="nothing: the seed does not offer it"),
+    ):
+        mfload.load(seed.url, "numpy", options=_options("nothing"))
+    with pytest.raises(errors.UsageError, match=r"memory \| memfd"):
+        mfload.publish({"x": np.ones(3)}, model="m", transports=("nothing",))
+
+
+# Ranges of several arrays
+
+
+def test_cut_against_a_plain_loop() -> None:
+    """Every range of arrays of all small sizes."""
+    sizes = [3, 1, 4, 2]
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    flat = [(n, at) for n, size in enumerate(sizes) for at in range(size)]
+    for start in range(11):
+        for stop in range(start, 11):
+            found = [
+                (n, at) for n, low, high in cut(starts, 10, start, stop) for at in range(low, high)
+            ]
+            assert found == flat[start:stop]
+    spans = Spans([(100, 3), (200, 1), (300, 4), (400, 2)])
+    assert list(spans.within(2, 9)) == [(0, 102, 1), (1, 200, 1), (2, 300, 4), (3, 400, 1)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        7,
+        "ab",
+        [[1]],
+        [[1, 2, 3]],
+        [[1, 5]],
+        [[1, 11]],
+        [[0, 10]],
+        [[-1, 10]],
+        [[1 << 60, 10]],
+        [[1.0, 10]],
+        [[True, 10]],
+        [["1", 10]],
+        [[1, 12], [5, -2]],
+        [[1, 10], [5, 0]],
+        {"a": 1},
+    ],
+)
+def test_hostile_spans(given: Any) -> None:
+    """Rows of two positive numbers, of as many bytes as the seed has."""
+    with pytest.raises((TypeError, ValueError)):
+        Spans.of(given, 10)
+    assert Spans.of([[1, 4], [2, 6]], 10).size == 10
+
+
+# What readers send to a transport of a seed
+
+
+class Echo:
+    """A transport whose seed's side answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def offer(self, data: Data, generation: int) -> Offer:
+        def answer(given: Any) -> Any:
+            self.asked.append(given)
+            return {"twice": given["n"] * 2}
+
+        return Offer({"size": data.size, "generation": generation}, asked=answer)
+
+    def connect(self, given: Any, remote: Any) -> str:
+        return f"asked, it says {remote.ask('echo', {'n': given['size']})}"
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
+    """A transport named "echo"."""
+    made, true = Echo(), transports.find
+    monkeypatch.setattr(transports, "find", lambda name: made if name == "echo" else true(name))
+    return made
+
+
+def _post(seed: Any, path: str, body: bytes, method: str = "POST") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(seed.address, timeout=5)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_a_seed_answers_for_its_transports(echo: Echo) -> None:
+    """JSON for JSON; what is malformed, of another generation or another transport is refused."""
+    with mfload.publish({"x": np.ones(4)}, model="m", transports=("http", "echo")) as seed:
+        with pytest.raises(errors.SourceError, match="'twice': 64"):
+            mfload.load(seed.url, "numpy", options=_options("echo"))
+        about = seed.manifest
+        path = f"/v1/ways/{about.incarnation}/0/echo"
+        assert _post(seed, path, b'{"n": 2}') == (200, b'{"twice": 4}')
+        for body in (b"", b"{", b"[]", b"{}", b"\xff", b'{"n": NaN}', b'{"n": null}'):
+            assert _post(seed, path, body)[0] == 400, body
+        assert _post(seed, path, b'{"n": 2}', "GET")[0] == 405
+        assert _post(seed, f"/v1/data/{about.incarnation}/0", b"{}")[0] == 405
+        assert _post(seed, f"/v1/ways/{about.incarnation}/1/echo", b"{}")[0] == 410
+        assert _post(seed, f"/v1/ways/{'0' * 32}/0/echo", b"{}")[0] == 410
+        assert _post(seed, f"/v1/ways/{about.incarnation}/0/http", b"{}")[0] == 404
+        assert _post(seed, f"/v1/ways/{about.incarnation}/0/no", b"{}")[0] == 404
+        assert _post(seed, f"/v1/ways/{about.incarnation}/0", b"{}")[0] == 404
+        assert _post(seed, f"/v1/data/{about.incarnation}/0/echo", b"", "GET")[0] == 404
+    assert echo.asked[:2] == [{"n": 32}, {"n": 2}]
+
+
+def test_they_need_the_token_too(echo: Echo, tmp_path: Path) -> None:
+    """Without it nothing is asked of a transport."""
+    (tmp_path / "token").write_text("a-long-secret")
+    given: Any = {"token_file": tmp_path / "token", "transports": ("echo",)}
+    with mfload.publish({"x": np.ones(4)}, model="m", **given) as seed:
+        path = f"/v1/ways/{seed.manifest.incarnation}/0/echo"
+        assert _post(seed, path, b'{"n": 2}')[0] == 401
+    assert echo.asked == []
+
+
+# NIXL, without it
+
+
+class Agent:
+    """As much of NIXL's agent as is used, for agents of one process.
+
+    Attributes:
+        state: What transfers end as; "PROC" for such as never end.
+    """
+
+    state = "DONE"
+    known: dict[str, Agent] = {}  # noqa: RUF012
+
+    def __init__(self, name: str, config: Any) -> None:
+        assert config == {"enable_prog_thread": False, "backends": [], "sync_mode": 1}
+        self.name, self.spans, self.pumped = name, [(0, 0)], 0
+        Agent.known[name] = self
+
+    def create_backend(self, name: str, given: dict[str, str]) -> None:
+        assert (name, given["engine_config"]) == ("UCX", "TLS=^tcp")
+
+    def register_memory(self, rows: Any, kind: str) -> Any:
+        assert kind == "DRAM"
+        self.spans += [(address, nbytes) for address, nbytes, _, _ in rows]
+        return rows
+
+    def deregister_memory(self, rows: Any) -> None:
+        for address, nbytes, _, _ in rows:
+            self.spans.remove((address, nbytes))
+
+    def get_agent_metadata(self) -> bytes:
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        return Agent.known[metadata.decode()].name
+
+    def remove_remote_agent(self, name: str) -> None:
+        assert name in Agent.known
+
+    def get_new_notifs(self) -> None:
+        self.pumped += 1
+
+    def get_xfer_descs(self, rows: Any, kind: str) -> Any:
+        assert kind == "DRAM"
+        return rows
+
+    def initialize_xfer(self, what: str, mine: Any, theirs: Any, peer: str) -> Any:
+        assert what == "READ"
+        for rows, agent in ((mine, self), (theirs, Agent.known[peer])):
+            for start, nbytes, _ in rows:
+                assert any(at <= start and start + nbytes <= at + n for at, n in agent.spans)
+        return SimpleNamespace(rows=list(zip(mine, theirs, strict=True)), release=lambda: None)
+
+    def transfer(self, handle: Any) -> str:
+        if Agent.state == "raise":
+            raise KeyError("NIXL_ERR_BACKEND")
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        if Agent.state == "DONE":
+            for (target, nbytes, _), (start, _, _) in handle.rows:
+                ctypes.memmove(target, start, nbytes)
+        return Agent.state
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package nixl_cu13 of fakes."""
+    api: Any = ModuleType("nixl_cu13._api")
+    api.nixl_agent, api.nixl_agent_config = Agent, lambda **given: given
+    api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
+    api.logger = SimpleNamespace(setLevel=lambda level: None)
+    monkeypatch.setitem(sys.modules, "nixl_cu13", ModuleType("nixl_cu13"))
+    monkeypatch.setitem(sys.modules, "nixl_cu13._api", api)
+    monkeypatch.setattr(Agent, "known", {})
+    monkeypatch.setattr(nixl, "_kept", [])
+
+
+@pytest.mark.usefixtures("agents")
+def test_nixl_reads_what_is_registered() -> None:
+    """And lets go of it in the end."""
+    report = Report()
+    with mfload.publish(ARRAYS, model="m", transports=("nixl",)) as seed:
+        _same(mfload.load(seed.url, "numpy", options=_options("nixl"), report=report))
+        serving = next(iter(Agent.known.values()))
+        assert serving.pumped
+        assert report.route[0][1] == "peer-nixl"
+    assert serving.spans == [(0, 0)]
+    assert nixl._kept == []  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize("state", ["PROC", "ERR", "raise"])
+def test_nixl_keeps_what_it_may_still_write_to(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of a transfer that did not end well outlives the load, which ends in time."""
+    monkeypatch.setattr(Agent, "state", state)
+    with mfload.publish(ARRAYS, model="m", transports=("nixl",)) as seed:
+        start = time.monotonic()
+        with pytest.raises(errors.ReadError, match=r"stalls|broke off|has ended"):
+            mfload.load(seed.url, "numpy", options=_options("nixl", stalled=0.3))
+        assert time.monotonic() - start < 2
+    kept: list[Any] = nixl._kept  # pyright: ignore[reportPrivateUsage]
+    assert any(isinstance(each, np.ndarray) for each in kept)
+    assert any(isinstance(each, Agent) for each in kept)
+
+
+def _remote(**given: Any) -> Any:
+    about = {"size": 10, "incarnation": "0" * 32, "generation": 0}
+    return SimpleNamespace(name="peer://x", manifest=SimpleNamespace(**about), stalled=1.0, **given)
+
+
+_HOSTILE: list[Any] = [None, 7, "x", [], {}, {"metadata": 1, "spans": [], "rank": "1", "key": 3}]
+
+
+@pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize(
+    "given", [*_HOSTILE, {"metadata": "QQ==", "spans": [[1, 2]]}, {"metadata": "=", "spans": []}]
+)
+def test_hostile_offers_of_nixl(given: Any) -> None:
+    """What is not metadata and spans of the seed's size."""
+    with pytest.raises(errors.HeaderError, match="what it says of NIXL"):
+        nixl.connect(given, _remote())
+
+
+@pytest.mark.usefixtures("agents")
+def test_metadata_that_nixl_refuses() -> None:
+    """Another transport is taken."""
+    found = nixl.connect({"metadata": "QQ==", "spans": [[1, 10]]}, _remote())
+    assert found == "KeyError: 'A'"
+
+
+def test_nixl_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed that is to offer it does not start; a reader takes another transport."""
+    monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
+    with pytest.raises(errors.FrameworkMissingError, match="nixl-cu13"):
+        mfload.publish(ARRAYS, model="m", transports=("nixl",))
+    found = nixl.connect({"metadata": "QQ==", "spans": [[1, 10]]}, _remote())
+    assert found == "the package nixl-cu13 is not installed"
+
+
+# Collectives
+
+
+def test_two_processes_of_gloo(tmp_path: Path) -> None:
+    """A load over torch.distributed, new weights, and a seed that is killed."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    script, port = Path(__file__).parent / "collective_process.py", str(free_port())
+    both = [
+        subprocess.Popen([sys.executable, script, str(rank), port, tmp_path], env=environment)
+        for rank in range(2)
+    ]
+    try:
+        assert [each.wait(120) for each in both] == [-9, 0]
+    finally:
+        for each in both:
+            each.kill()
+            each.wait()
+    said = json.loads((tmp_path / "said").read_text())
+    assert said["same"]
+    assert said["route"][0] == "peer-collective"
+    assert "the seed is disturbed" in said["route"][1]
+    assert said["default"] == "peer-http"  # Though the seed offers it, the reader has to ask.
+    assert said["update"] == "SourceChangedError"
+    assert said["again"]
+    kind, seconds = said["killed"]
+    assert kind in ("ReadError", "SourceNotFoundError")
+    assert seconds < 2
+
+
+def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed that is to offer it does not start; a reader takes another transport."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with pytest.raises(errors.UsageError, match=r"torch\.distributed has no process group"):
+        mfload.publish(ARRAYS, model="m", transports=("collective",))
+    given = {"rank": 0, "key": "mfload/seed/1", "backend": "gloo"}
+    assert collective.connect(given, _remote()) == "torch.distributed has no process group here"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *_HOSTILE,
+        {"rank": 0, "key": "other", "backend": "gloo"},
+        {"rank": 0, "key": "mfload/seed/1", "backend": "mpi"},
+        {"rank": True, "key": "mfload/seed/1", "backend": "gloo"},
+    ],
+)
+def test_hostile_offers_of_collective(given: Any) -> None:
+    """What is not a rank, a key of a seed and a backend."""
+    with pytest.raises(errors.HeaderError, match="what it says of its process group"):
+        collective.connect(given, _remote())
+
+
+# Transports of other packages
+
+
+def _install(folder: Path, name: str, module: str) -> None:
+    """What pip leaves of a package with an entry point."""
+    about = folder / f"{module}-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[mfload.transports]\n{name} = {module}\n")
+
+
+@pytest.fixture
+def mooncake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Any]:
+    """The example, installed, with a fake of Mooncake; gives its module."""
+    example = ROOT / "examples/mooncake"
+    declared = (example / "pyproject.toml").read_text()
+    assert '[project.entry-points."mfload.transports"]\nmooncake = "mfload_mooncake"' in declared
+    _install(tmp_path, "mooncake", "mfload_mooncake")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(example)
+    engine: Any = ModuleType("mooncake.engine")
+    engine.TransferEngine = Engine
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", engine)
+    monkeypatch.delitem(sys.modules, "mfload_mooncake", raising=False)
+    monkeypatch.setattr(Engine, "registered", {})
+    monkeypatch.setattr(Engine, "error", 0)
+    return lambda: sys.modules["mfload_mooncake"]
+
+
+class Engine:
+    """As much of Mooncake as the example uses, in one process."""
+
+    registered: dict[int, int] = {}  # noqa: RUF012
+    error = 0
+
+    def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
+        return 0 if (metadata, protocol, device) == ("P2PHANDSHAKE", "tcp", "") else -1
+
+    def get_rpc_port(self) -> int:
+        return 7
+
+    def register_memory(self, address: int, nbytes: int) -> int:
+        self.registered[address] = nbytes
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def batch_register_memory(self, addresses: list[int], sizes: list[int]) -> int:
+        self.registered.update(zip(addresses, sizes, strict=True))
+        return 0
+
+    def batch_unregister_memory(self, addresses: list[int]) -> int:
+        for each in addresses:
+            del self.registered[each]
+        return 0
+
+    def batch_transfer_sync_read(
+        self, name: str, mine: list[int], theirs: list[int], sizes: list[int]
+    ) -> int:
+        assert name == "127.0.0.1:7"
+        if len(mine) > 1024 or self.error:
+            return -1
+        for target, start, nbytes in zip(mine, theirs, sizes, strict=True):
+            ctypes.memmove(target, start, nbytes)
+        return 0
+
+
+def test_mooncake_by_its_entry_point(mooncake: Callable[[], Any]) -> None:
+    """It is found by its name, if both sides say it, and not before."""
+    report = Report()
+    with mfload.publish(ARRAYS, model="m") as seed:
+        assert "mooncake" not in seed.manifest.ways
+        assert "mfload_mooncake" not in sys.modules
+    with mfload.publish(ARRAYS, model="m", transports=("http", "mooncake")) as seed:
+        _same(mfload.load(seed.url, "numpy", report=report))
+        assert report.route[0][1] == "peer-http"
+        _same(mfload.load(seed.url, "numpy", options=_options("mooncake"), report=report))
+        assert report.route[0][1] == "peer-mooncake"
+        assert "can write to the seed" in report.route[0][2]
+    assert not mooncake()._kept
+    assert not Engine.registered
+
+
+def test_mooncake_ranges_beyond_a_batch(mooncake: Callable[[], Any]) -> None:
+    """Mooncake takes 1024 ranges at once; the example gives it fewer."""
+    many = {f"t{n}": np.full(3, n, np.int16) for n in range(3000)}
+    with mfload.publish(many, model="m", transports=("mooncake",)) as seed:
+        found = mfload.load(seed.url, "numpy", options=_options("mooncake"))
+    assert all((found[name] == each).all() for name, each in many.items())
+
+
+def test_mooncake_keeps_what_it_may_still_write_to(mooncake: Callable[[], Any]) -> None:
+    """A slot of a failed read is never used again."""
+    with mfload.publish(ARRAYS, model="m", transports=("mooncake",)) as seed:
+        Engine.error = -1
+        with pytest.raises(errors.ReadError, match="Mooncake's read failed"):
+            mfload.load(seed.url, "numpy", options=_options("mooncake"))
+    ((_, slot),) = mooncake()._kept
+    assert slot.size == mooncake().SLOT
+
+
+def test_names_of_other_packages_are_listed(mooncake: Callable[[], Any]) -> None:
+    """Among those that there are."""
+    with pytest.raises(errors.UsageError, match=r"http.*mooncake"):
+        transports.find("nothing")
