@@ -15,7 +15,8 @@ from mfload.mesh import base as meshes
 from mfload.planning import request as requesting
 from mfload.saving.export import export, unboxed
 
-_MODULES = {"torch": "nn.Module", "paddle": "nn.Layer", "keras": "Layer"}
+# A layer of Keras may be a module of PyTorch as well.
+_MODULES = {"keras": "Layer", "torch": "nn.Module", "paddle": "nn.Layer"}
 
 
 class Held(NamedTuple):
@@ -53,7 +54,9 @@ def named(arrays: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
         if module is None or not isinstance(arrays, module):
             continue
         if package == "keras":
-            return {each.path: each.value for each in arrays.variables}, {}
+            from mfload.trees.keras_modules import KerasModule
+
+            return {each.path: each.value for each in KerasModule(arrays).variables}, {}
         return dict(arrays.state_dict()), {}
     if outline.is_tree(arrays):
         return outline.named(arrays, None)
