@@ -31,6 +31,7 @@ _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     401: (errors.SourcePermissionError, "the peer asks for another token"),
+    403: (errors.SourcePermissionError, "the peer does not let this one in"),
     404: (errors.SourceNotFoundError, "the peer does not have it"),
     410: (errors.SourceChangedError, "the seed has another generation now"),
     503: (errors.ReadError, "the peer is busy"),
