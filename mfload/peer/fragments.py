@@ -16,7 +16,8 @@ from mfload.peer import cuda_ipc
 from mfload.planning import request as requesting
 from mfload.saving.export import export, unboxed
 
-_MODULES = {"torch": "nn.Module", "paddle": "nn.Layer", "keras": "Layer"}
+# A layer of Keras may be a module of PyTorch as well.
+_MODULES = {"keras": "Layer", "torch": "nn.Module", "paddle": "nn.Layer"}
 
 
 class Held(NamedTuple):
@@ -54,7 +55,9 @@ def named(arrays: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
         if module is None or not isinstance(arrays, module):
             continue
         if package == "keras":
-            return {each.path: each.value for each in arrays.variables}, {}
+            from mfload.trees.keras_modules import KerasModule
+
+            return {each.path: each.value for each in KerasModule(arrays).variables}, {}
         return dict(arrays.state_dict()), {}
     if outline.is_tree(arrays):
         return outline.named(arrays, None)
