@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from mfload import dtypes, errors, sources
 from mfload.index import Box, Piece, TensorInfo
@@ -244,26 +242,44 @@ def _pieces(
 def tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[Box] | None:
     """Boxes, of those given, that make up a shape without overlap; None if none are found.
 
-    The largest are taken first. So a whole tensor is, and boxes of one mesh do; of boxes of
-    several meshes that overlap, those of one are tried by their size.
+    A whole box is taken if there is one, else slabs along a dim, each made up in the same way.
     """
-    whole = tuple((0, length) for length in shape)
-    if whole in boxes:
-        return [whole]
-    wanted = math.prod(shape)
-    if not wanted:
+    region = tuple((0, length) for length in shape)
+    if not math.prod(shape):
         return list(boxes[:1]) or None
-    sized = [(math.prod(high - low for low, high in box), box) for box in boxes]
-    sized = sorted((each for each in sized if each[0]), key=lambda each: -each[0])
-    for begin in sorted({size for size, _ in sized}, reverse=True):
-        some = [each for each in sized if each[0] <= begin]
-        spans = np.array([box for _, box in some], np.int64).reshape(len(some), -1, 2)
-        chosen: list[int] = []
-        for n in range(len(some)):
-            low, high = spans[chosen, :, 0], spans[chosen, :, 1]
-            meets = (low < spans[n, :, 1]) & (spans[n, :, 0] < high)
-            if not meets.all(axis=1).any():
-                chosen.append(n)
-        if sum(some[n][0] for n in chosen) == wanted:
-            return [some[n][1] for n in chosen]
+    some = [box for box in boxes if all(low < high for low, high in box)]
+    for dims in ([*range(len(shape))], [*reversed(range(len(shape)))]):
+        found = _slabs(region, dict.fromkeys(some), dims)
+        if found is not None:
+            return found
     return None
+
+
+def _slabs(region: Box, boxes: Iterable[Box], dims: Sequence[int]) -> list[Box] | None:
+    """Boxes that make up a region; each of them is the region's in the dims that are not given."""
+    if not dims:
+        return list(boxes)
+    dim, rest = dims[0], dims[1:]
+    groups: dict[tuple[int, int], list[Box]] = {}
+    for box in boxes:
+        groups.setdefault(box[dim], []).append(box)
+    start, stop = region[dim]
+    reached: dict[int, tuple[int, list[Box]]] = {start: (0, [])}  # Boxes, and the last slab's.
+    before: dict[int, int] = {}
+    for low, high in sorted(groups):
+        there = reached.get(low)
+        if there is None or (high in reached and reached[high][0] <= there[0] + 1):
+            continue
+        slab = _slabs(region, groups[low, high], rest)
+        if slab is None:
+            continue
+        count = there[0] + len(slab)
+        if high not in reached or count < reached[high][0]:
+            reached[high], before[high] = (count, slab), low
+    if stop not in reached:
+        return None
+    found: list[Box] = []
+    while stop != start:
+        found += reached[stop][1]
+        stop = before[stop]
+    return found

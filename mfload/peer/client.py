@@ -7,32 +7,45 @@ little for `stalled` seconds is given up.
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import socket
 import ssl
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from mfload import errors
 from mfload.formats import strict_json
 from mfload.peer.security import Tls, split_address
+from mfload.peer.timed import Timed
 
 T = TypeVar("T")
 
 _BROKEN = (OSError, http.client.HTTPException)
 _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
-_PIECE = 1 << 20
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     401: (errors.SourcePermissionError, "the peer asks for another token"),
+    403: (errors.SourcePermissionError, "the peer does not let this one in"),
     404: (errors.SourceNotFoundError, "the peer does not have it"),
     410: (errors.SourceChangedError, "the seed has another generation now"),
     503: (errors.ReadError, "the peer is busy"),
 }
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer whose head has to come within `stalled` seconds."""
+
+    def __init__(self, sock: Any, *args: Any, stalled: float, **more: Any) -> None:
+        super().__init__(sock, *args, **more)
+        self.timed = Timed(sock, self.fp.detach())
+        self.timed.allow(stalled)
+        self.fp = io.BufferedReader(self.timed)
 
 
 class Client:
@@ -80,22 +93,22 @@ class Client:
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        until = time.monotonic() + seconds
 
-        def read(response: http.client.HTTPResponse) -> bytes:
+        def read(response: _Response) -> bytes:
+            response.timed.allow(self.stalled, limit, least=1, total=seconds)
             if (response.length or 0) > limit:
-                what = "the answer of the peer is over the limit"
-                expected = f"at most {limit} bytes"
-                found = f"{response.length} bytes"
-                raise errors.HeaderError(what, file=self.name, expected=expected, found=found)
+                raise BufferError
             parts: list[bytes] = []
             while part := response.read1(64 << 10):
                 parts.append(part)
-                if time.monotonic() > until or sum(map(len, parts)) > limit:
-                    raise TimeoutError("the answer does not end")
             return b"".join(parts)
 
-        text = self._ask(method, path, data, headers, (200, 201, 204), read)
+        try:
+            text = self._ask(method, path, data, headers, (200, 201, 204), read)
+        except BufferError:
+            what = "the answer of the peer is over the limit"
+            expected = f"at most {limit} bytes"
+            raise errors.HeaderError(what, file=self.name, expected=expected) from None
         return strict_json.loads(text, self.name, "answer") if text else None
 
     def read_into(self, path: str, vector: Sequence[Any], offset: int) -> None:
@@ -107,24 +120,22 @@ class Client:
         wanted = sum(each.nbytes for each in views)
         headers = {"Range": f"bytes={offset}-{offset + wanted - 1}"}
 
-        def read(response: http.client.HTTPResponse) -> None:
-            if response.length != wanted:
+        def read(response: _Response) -> None:
+            response.timed.allow(self.stalled, least=_LEAST)
+            told = str(response.getheader("Content-Range"))
+            expected = f"bytes {offset}-{offset + wanted - 1}/"
+            if response.length != wanted or not told.startswith(expected):
                 what = "the peer sends another range than it was asked for"
-                found = f"{response.length} bytes"
-                expected = f"{wanted} bytes"
+                found = f"{response.length} bytes, {errors.shown(told, 80)}"
+                expected = f"{wanted} bytes, {expected}…"
                 raise errors.ReadError(what, file=self.name, expected=expected, found=found)
-            since, count = time.monotonic(), 0
             for view in views:
                 at = 0
                 while at < view.nbytes:
-                    got = response.readinto(view[at : at + _PIECE])
+                    got = response.readinto(view[at:])
                     if not got:
-                        raise http.client.IncompleteRead(b"")
-                    at, count = at + got, count + got
-                    if count >= _LEAST:
-                        since, count = time.monotonic(), 0
-                    elif time.monotonic() > since + self.stalled:
-                        raise TimeoutError
+                        raise http.client.IncompleteRead(b"", view.nbytes - at)
+                    at += got
 
         if wanted:
             self._ask("GET", path, None, headers, (206,), read)
@@ -140,7 +151,7 @@ class Client:
         body: bytes | None,
         headers: dict[str, str],
         fine: tuple[int, ...],
-        read: Callable[[http.client.HTTPResponse], T],
+        read: Callable[[Any], T],
     ) -> T:
         connection, kept = self._connection()
         try:
@@ -154,17 +165,14 @@ class Client:
             if response.status not in fine:
                 self._refuse(response)
             found = read(response)
-        except errors.MfloadError:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, _BROKEN) and not isinstance(error, errors.MfloadError):
+                raise self._broken(error) from error
             raise
-        except _BROKEN as error:
-            connection.close()
-            raise self._broken(error) from error
-        except BaseException:
-            connection.close()
-            raise
-        if response.isclosed() or not response.length:
-            response.close()
+        whole = response.isclosed() or not response.length
+        response.close()
+        if whole and self._pid == os.getpid():
             self._idle.append(connection)
         else:
             connection.close()
@@ -177,7 +185,9 @@ class Client:
         path: str,
         body: bytes | None,
         headers: dict[str, str],
-    ) -> http.client.HTTPResponse:
+    ) -> Any:
+        if connection.sock is not None:
+            connection.sock.settimeout(self.stalled)
         connection.request(method, path, body, {**self._headers, **headers})
         return connection.getresponse()
 
@@ -189,9 +199,14 @@ class Client:
             return self._idle.pop(), True
         except IndexError:
             host, port = self._host
+        made: http.client.HTTPConnection
         if self._context is None:
-            return http.client.HTTPConnection(host, port, timeout=self.stalled), False
-        made = http.client.HTTPSConnection(host, port, timeout=self.stalled, context=self._context)
+            made = http.client.HTTPConnection(host, port, timeout=self.stalled)
+        else:
+            made = http.client.HTTPSConnection(
+                host, port, timeout=self.stalled, context=self._context
+            )
+        made.response_class = partial(_Response, stalled=self.stalled)  # pyright: ignore
         return made, False
 
     def _refuse(self, response: http.client.HTTPResponse) -> None:
@@ -216,5 +231,6 @@ class Client:
 
 
 def _close(idle: deque[http.client.HTTPConnection]) -> None:
-    while idle:
-        idle.pop().close()
+    with suppress(IndexError):  # Other threads may take the last one.
+        while True:
+            idle.pop().close()

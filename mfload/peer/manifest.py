@@ -20,7 +20,10 @@ from mfload.index import Box
 BLOCK = 256 << 10
 """Bytes of data that share a checksum."""
 
-MAX_MANIFEST = 1 << 30
+MAX_MANIFEST = 128 << 20
+MAX_SIZE = 1 << 44
+"""Bytes that the fragments of a seed have together, at most."""
+
 MAX_RANK = 64
 
 _VERSION = 1
@@ -100,7 +103,8 @@ def from_json(data: Any, name: str) -> Manifest:
         HeaderError: It breaks a rule: of its fields, sizes, boxes, names.
     """
     check = _Checked(name)
-    given = check.of(data, dict, "a manifest", lambda value: value.get("mfload_seed") == _VERSION)
+    given = check.of(data, dict, "a manifest")
+    check.field(given, "mfload_seed", int, lambda value: value == _VERSION)
     model = check.field(given, "model", str, lambda text: bool(NAME.fullmatch(text)))
     revision = check.field(given, "revision", str, lambda v: not v or bool(NAME.fullmatch(v)))
     incarnation = check.field(given, "incarnation", str, lambda v: bool(_HEX32.fullmatch(v)))
@@ -119,9 +123,10 @@ def from_json(data: Any, name: str) -> Manifest:
         check.of(checksums, str, "checksums", lambda v: bool(_DIGESTS.fullmatch(v)))
     rows = check.field(given, "tensors", list)
     entries = tuple(_entry(row, check) for row in rows)
-    if len({each.name for each in entries}) < len(entries):
-        check.fail("two tensors have one name", "names that differ", None)
-    _check_places([each for row in entries for each in row.fragments], size, check)
+    check.tensor = None
+    if len(names := {each.name for each in entries}) < len(entries):
+        check.fail("tensors share a name", f"{len(entries)} names", len(names))
+    _check_places(entries, size, check)
     return Manifest(
         model,
         revision,
@@ -144,20 +149,22 @@ class _Checked:
     """Takes values apart, or raises HeaderError that names the peer."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.tensor = name, None
+        self.name: str = name
+        self.tensor: str | None = None
 
     def fail(self, what: str, expected: object, found: object) -> NoReturn:
         message = f"the seed's manifest is malformed: {what}"
-        shown = found if found is None else brief(found)
         raise errors.HeaderError(
-            message, file=self.name, tensor=self.tensor, expected=expected, found=shown
+            message, file=self.name, tensor=self.tensor, expected=expected, found=brief(found)
         )
 
     def of(
         self, value: Any, kind: type, what: str, fine: Callable[[Any], bool] | None = None
     ) -> Any:
-        if type(value) is not kind or (fine is not None and not fine(value)):
-            self.fail(f"{what} is wrong", kind.__name__, value)
+        if type(value) is not kind:
+            self.fail(f"{what} is of another type", kind.__name__, value)
+        if fine is not None and not fine(value):
+            self.fail(f"{what} is wrong", f"{kind.__name__} within its limits", value)
         return value
 
     def field(
@@ -209,10 +216,14 @@ def _entry(row: Any, check: _Checked) -> Entry:
     return Entry(name, dtype, dims, sharding, tuple(fragments))
 
 
-def _check_places(fragments: Sequence[Fragment], size: int, check: _Checked) -> None:
+def _check_places(entries: Sequence[Entry], size: int, check: _Checked) -> None:
     """Fragments lie within the data; two may share bytes only if they are the same ones."""
-    check.tensor, end, last = None, 0, (-1, -1)
-    for offset, nbytes in sorted((each.offset, each.nbytes) for each in fragments):
+    places = sorted((each.offset, each.nbytes, row.name) for row in entries for each in row[-1])
+    total = sum(nbytes for _, nbytes, _ in places)
+    if total > MAX_SIZE:
+        check.fail("it promises too much", f"at most {MAX_SIZE} bytes", total)
+    end, last = 0, (-1, -1)
+    for offset, nbytes, check.tensor in places:
         if offset + nbytes > size:
             check.fail("a fragment lies outside the data", f"within {size} bytes", offset + nbytes)
         if nbytes and offset < end and (offset, nbytes) != last:

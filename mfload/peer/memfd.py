@@ -11,11 +11,13 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from mfload import errors
+from mfload.peer import forks
 from mfload.peer.data import Data
 from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
@@ -23,6 +25,7 @@ from mfload.sources.base import Costs
 _PIECE = 64 << 20
 _WAIT = 5.0  # Seconds that a reader has to take what it asked for.
 _COPIED = 500e6  # Bytes a second of the copy, at least, which a reader waits for.
+_PAUSE = 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -36,7 +39,8 @@ def offer(data: Data, generation: int) -> Offer | None:
     listener.bind(f"\0{name}")
     listener.listen(16)
     giver = _Giver(data, listener)
-    threading.Thread(target=giver.run, name="mfload-memfd", daemon=True).start()
+    giver.start()
+    forks.forget_in_forks(giver)
     return Offer({"socket": name}, giver.close)
 
 
@@ -47,13 +51,17 @@ class _Giver:
         self._data, self._listener, self._fd = data, listener, -1
         self._lock = threading.Lock()
         self._closed = False
+        self._thread = threading.Thread(target=self._run, name="mfload-memfd", daemon=True)
+        self.start = self._thread.start
 
-    def run(self) -> None:
-        while True:
+    def _run(self) -> None:
+        while not self._closed:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if not self._closed:
+                    time.sleep(_PAUSE)  # No descriptors are left.
+                continue
             with connection, suppress(OSError):
                 connection.settimeout(_WAIT)
                 size = _CREDENTIALS.size
@@ -67,14 +75,23 @@ class _Giver:
 
     def close(self) -> None:
         """Ends listening; readers keep what they have."""
+        self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         with self._lock:
-            self._closed = True
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
+        self._thread.join(_WAIT)
+        self._listener.close()
+
+    def forget(self) -> None:
+        """Closes the descriptors of a fork."""
+        self._closed = True
+        self._listener.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _copied(self) -> int:
         if self._fd < 0:
@@ -86,6 +103,8 @@ class _Giver:
                     for part in self._data.parts(start, min(start + _PIECE, self._data.size)):
                         view = memoryview(part)
                         while view:
+                            if self._closed:
+                                raise OSError("the seed ends")
                             view = view[os.write(fd, view) :]
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
@@ -116,10 +135,25 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
     for extra in descriptors[1:]:
         os.close(extra)
     way = MemfdWay(descriptors[0], remote)
-    if os.fstat(descriptors[0]).st_size != remote.manifest.size:
-        way.close()
-        return "the memory that the seed hands over has another size"
-    return way
+    if not _sealed(descriptors[0]):
+        wrong = "is not sealed"
+    elif os.fstat(descriptors[0]).st_size != remote.manifest.size:
+        wrong = "has another size"
+    else:
+        return way
+    way.close()
+    return f"the memory that the seed hands over {wrong}"
+
+
+def _sealed(fd: int) -> bool:
+    """Whether it is memory that no one changes: no file, which may hang or shrink."""
+    import fcntl
+
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+    except OSError:
+        return False
 
 
 class MemfdWay:

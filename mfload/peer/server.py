@@ -20,7 +20,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mfload import errors
+from mfload.peer import forks
 from mfload.peer.security import Tls, check_exposure, join_address, split_address
+from mfload.peer.timed import Timed
 
 IDLE = 30.0
 """Seconds that a connection has for the head of its next request, waiting included."""
@@ -31,6 +33,8 @@ MAX_CONNECTIONS = 256
 _BODY = 10.0  # Seconds for the body of a request.
 _PIECE = 1 << 20  # Bytes of an answer that are sent at once, each within `_SENDING` seconds.
 _SENDING = 30.0
+_PAUSE = 0.05
+_HEAD = 64 << 10  # Bytes of a request before its body.
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _log = logging.getLogger("mfload.peer")
 
@@ -100,20 +104,34 @@ class Server:
                 f"could not listen: {error.strerror}", expected="a free port", found=address
             ) from error
         self.address = join_address(host, self._listener.server_address[1])
-        self._thread = threading.Thread(
-            target=self._listener.serve_forever, args=(0.2,), name=name, daemon=True
-        )
+        self._closed = False
+        self._thread = threading.Thread(target=self._listener.accept, name=name, daemon=True)
         self._thread.start()
+        forks.forget_in_forks(self)
 
     def close(self) -> None:
         """Ends listening and all connections; more than once does nothing."""
-        self._listener.shutdown()
+        with self._lock:  # What is open leaves before it is closed, and its number is free again.
+            self._closed = True
+            for each in (self._listener.socket, *self._open):
+                with suppress(OSError):
+                    # That of TLS would let its thread send in the clear first.
+                    socket.socket.shutdown(each, socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
         self._listener.server_close()
-        with self._lock:
-            there = list(self._open)
-        for each in there:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Closes what the parent of this fork listens and answers with; there it stays open."""
+        self._closed = True
+        for each in (self._listener.socket, *self._open):
+            each.close()
+        self._open = set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it no longer listens."""
+        return self._closed
 
     @property
     def connections(self) -> int:
@@ -123,7 +141,7 @@ class Server:
     def enter(self, connection: socket.socket) -> bool:
         """Counts a connection; False if there are too many."""
         with self._lock:
-            if len(self._open) >= MAX_CONNECTIONS:
+            if self._closed or len(self._open) >= MAX_CONNECTIONS:
                 return False
             self._open.add(connection)
             return True
@@ -139,10 +157,21 @@ class Server:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._context is None:
             return connection
-        made = self._context.wrap_socket(connection, server_side=True)
-        self.leave(connection)
+        made = self._context.wrap_socket(
+            connection, server_side=True, do_handshake_on_connect=False
+        )
         with self._lock:
+            self._open.discard(connection)
             self._open.add(made)
+            closed = self._closed
+        try:
+            if closed:
+                raise ConnectionAbortedError("the server is closed")
+            made.do_handshake()
+        except BaseException:
+            self.leave(made)
+            made.close()
+            raise
         return made
 
     def admits(self, header: str | None) -> bool:
@@ -168,6 +197,17 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.owner = owner
         super().__init__(address, _Connection)
 
+    def accept(self) -> None:
+        """Takes connections, until the server is closed."""
+        while not self.owner.closed:
+            try:
+                request, client_address = self.get_request()
+            except OSError:
+                if not self.owner.closed:
+                    time.sleep(_PAUSE)  # No descriptors are left, or the client is gone already.
+                continue
+            self.process_request(request, client_address)
+
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.owner.enter(request):
             with suppress(OSError):
@@ -191,26 +231,6 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         _log.debug("a connection from %s broke off", client_address, exc_info=True)
 
 
-class _Timed(io.RawIOBase):
-    """What comes on a socket, until a moment that is set for several reads together."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._until = connection, 0.0
-
-    def allow(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the request took too long")
-        self._connection.settimeout(left)
-        return self._connection.recv_into(buffer)
-
-
 class _Connection(http.server.BaseHTTPRequestHandler):
     server: Any
     protocol_version = "HTTP/1.1"
@@ -220,8 +240,8 @@ class _Connection(http.server.BaseHTTPRequestHandler):
     def setup(self) -> None:
         self.request = self.server.owner.secured(self.request)
         super().setup()
-        self._timed = _Timed(self.connection)
-        self.rfile = io.BufferedReader(self._timed, 64 << 10)
+        self._timed = Timed(self.connection)
+        self.rfile = io.BufferedReader(self._timed, _HEAD)
 
     def finish(self) -> None:
         super().finish()
@@ -230,33 +250,45 @@ class _Connection(http.server.BaseHTTPRequestHandler):
             self.request.close()
 
     def handle_one_request(self) -> None:
-        self._timed.allow(IDLE)
-        super().handle_one_request()
+        self._timed.allow(IDLE, 2 * _HEAD)  # What was read ahead is among it.
+        try:
+            super().handle_one_request()
+        except BufferError:
+            self.requestline, self.request_version, self.command = "", "HTTP/1.1", ""
+            self.send_error(431)
 
     def parse_request(self) -> bool:
         fine = super().parse_request()
-        # What a body is without a length would be read as the next request.
-        if fine and ("Transfer-Encoding" in self.headers or self.headers.defects):
+        # A body of unknown length would be read as the next request.
+        lengths = self.headers.get_all("Content-Length", ()) if fine else ()
+        if fine and (
+            "Transfer-Encoding" in self.headers or self.headers.defects or len(lengths) > 1
+        ):
             self.send_error(400)
             fine = False
         return fine
 
     def _serve(self) -> None:
         owner, headers = self.server.owner, self.headers
-        if not owner.admits(headers.get("Authorization")):
-            self.close_connection = True
-            self._send(text(401, '{"error": "a token is needed"}', ("WWW-Authenticate", "Bearer")))
-            return
         length = headers.get("Content-Length", "0")
-        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_BODY:
+        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MAX_BODY:
             self.close_connection = True
             self._send(text(413, '{"error": "the body is too large"}'))
             return
-        self._timed.allow(_BODY)
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        admitted, parts, left = owner.admits(headers.get("Authorization")), [], int(length)
+        self._timed.allow(_BODY, left)
+        while left and (part := self.rfile.read1(left)):
+            left -= len(part)
+            if admitted:  # Of strangers nothing is kept.
+                parts.append(part)
+        if left:
             self.close_connection = True
             return
+        if not admitted:
+            self.close_connection = True
+            self._send(text(401, '{"error": "a token is needed"}', ("WWW-Authenticate", "Bearer")))
+            return
+        body = b"".join(parts)
         match = _RANGE.fullmatch(headers.get("Range", ""))
         span = (int(match[1]), int(match[2]) + 1) if match else None
         if "Range" in headers and (span is None or span[0] >= span[1]):

@@ -12,6 +12,7 @@ from mfload.options import PeerOptions
 from mfload.peer import manifest as manifests, security, transports
 from mfload.peer.client import Client
 from mfload.peer.data import hasher, take
+from mfload.peer.http import HttpWay
 from mfload.peer.manifest import BLOCK, Manifest
 from mfload.peer.transports import Remote, Way
 from mfload.sources.base import ClosedAtEnd, shrunk
@@ -24,6 +25,11 @@ class Generation(NamedTuple):
 
     incarnation: str
     generation: int
+
+    @staticmethod
+    def of(manifest: Manifest) -> Generation:
+        """That of a manifest."""
+        return Generation(manifest.incarnation, manifest.generation)
 
     def __str__(self) -> str:
         return f"generation {self.generation} of seed {self.incarnation[:8]}"
@@ -59,6 +65,8 @@ def connect(client: Client, manifest: Manifest, options: PeerOptions) -> PeerSou
             skipped = "".join(f"; no {each}" for each in against)
             return PeerSource(client, manifest, found, name, options, f"{found.why}{skipped}")
         against.append(f"{name}: {found}")
+    if not HttpWay(remote).check():
+        raise _changed(client.name, Generation.of(manifest), None)
     what = "no transport leads to the seed"
     raise errors.SourceError(what, file=client.name, found="; ".join(against))
 
@@ -97,7 +105,7 @@ class PeerSource:
         why: str,
     ) -> None:
         self.name, self.size, self.manifest = client.name, manifest.size, manifest
-        self.identity = Generation(manifest.incarnation, manifest.generation)
+        self.identity = Generation.of(manifest)
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
         self.on_failure: Callable[[str], object] = bool
@@ -159,6 +167,7 @@ class PeerSource:
         sums, found = self.manifest.checksums or "", made.hexdigest()
         expected = sums[_DIGITS * block : _DIGITS * (block + 1)]
         if found != expected:
+            self.check()  # Of weights that were replaced there may be anything in their place.
             low, high = block * BLOCK, (block + 1) * BLOCK
             names = (
                 entry.name
@@ -221,10 +230,7 @@ class PeerHandle(ClosedAtEnd):
         source.way.read(whole, first * BLOCK)
         for block in range(first, last):
             at = (block - first) * BLOCK
-            parts = whole[0][at : at + BLOCK], *()
-            if len(whole) > 1:
-                parts = tuple(take(whole, at, at + BLOCK))
-            source.compare(block, parts)
+            source.compare(block, take(whole, at, at + BLOCK))
         if end < stop:
             self._edge(vector, offset, stop, last)
         return stop - offset

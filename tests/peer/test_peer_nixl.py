@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import pytest
 import mfload
 from mfload import Options, PeerOptions, Report, errors
 from mfload.peer import nixl
+from mfload.peer.data import Data
 
 REQUIRED = bool(os.environ.get("MFLOAD_REQUIRE"))
 pytestmark = pytest.mark.skipif(
@@ -164,6 +167,22 @@ def test_a_seed_that_ends_in_the_middle(number: signal.Signals) -> None:
             assert time.monotonic() - start < 4
         finally:
             os.kill(seed.pid, signal.SIGCONT)
+
+
+def test_metadata_that_are_damaged() -> None:
+    """NIXL refuses them, and the next transport is taken; it does not crash."""
+    about = SimpleNamespace(size=10, incarnation="0" * 32, generation=0)
+    remote: Any = SimpleNamespace(name="peer://x", manifest=about, stalled=1.0)
+    data = Data()
+    data.add(np.arange(10, dtype=np.uint8))
+    offered = nixl.offer(data, 0)
+    true = base64.b64decode(offered.given["metadata"])
+    for raw in (b"", true[:17], true[: len(true) // 2], true[:-5], bytes(400), true[40:]):
+        given = {**offered.given, "metadata": base64.b64encode(raw).decode()}
+        found = nixl.connect(given, remote)
+        assert isinstance(found, str), raw
+        assert found.startswith("nixl"), raw
+    offered.close()
 
 
 def test_many_readers_at_once() -> None:

@@ -1,0 +1,71 @@
+"""What comes on a socket, within bounds of time and size for several reads together."""
+
+from __future__ import annotations
+
+import io
+import math
+import socket
+import time
+from typing import Any
+
+
+class Timed(io.RawIOBase):
+    """The bytes of a socket, as a file.
+
+    A timeout of the socket alone is begun anew by each byte, so that who sends one a second is
+    never done.
+
+    Args:
+        connection: The socket.
+        owner: What is closed with the file.
+    """
+
+    def __init__(self, connection: socket.socket, owner: Any = None) -> None:
+        self._connection, self._owner = connection, owner
+        self.allow(0)
+
+    def allow(
+        self,
+        seconds: float,
+        nbytes: int | None = None,
+        *,
+        least: int | None = None,
+        total: float = math.inf,
+    ) -> None:
+        """Bounds all that is read from now on.
+
+        Args:
+            seconds: Time for it, or for each `least` bytes of it.
+            nbytes: Bytes in all. Reads raise BufferError beyond.
+            total: Seconds in all. Reads raise TimeoutError beyond.
+        """
+        now = time.monotonic()
+        self._seconds, self._least, self._end = seconds, least, now + total
+        self._until, self._came, self._left = now + seconds, 0, nbytes
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Receives something; 0 at the end."""
+        now = time.monotonic()
+        if self._least is not None and self._came >= self._least:
+            self._until, self._came = now + self._seconds, 0
+        left = min(self._until, self._end) - now
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        if self._left is not None and self._left <= 0:
+            raise BufferError("it is too long")
+        self._connection.settimeout(left)
+        got = self._connection.recv_into(buffer)
+        self._came += got
+        if self._left is not None:
+            self._left -= got
+        return got
+
+    def close(self) -> None:
+        """Closes it, and its owner."""
+        super().close()
+        if self._owner is not None:
+            self._owner.close()
