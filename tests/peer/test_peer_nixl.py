@@ -22,7 +22,7 @@ import pytest
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
-from mfload.peer import nixl
+from mfload.peer import nixl, source
 from mfload.peer.data import Data
 
 REQUIRED = bool(os.environ.get("MFLOAD_REQUIRE"))
@@ -101,6 +101,25 @@ def test_every_byte_arrives(options: Options) -> None:
         with mfload.open(seed.url, "numpy", options=options) as checkpoint:
             part = checkpoint.get_slice("t11")[4_000_000:5_000_000]
             np.testing.assert_array_equal(part, _arrays()["t11"][4_000_000:5_000_000])
+
+
+def test_any_range_into_any_buffers() -> None:
+    """Of many arrays, within one and across slots."""
+    arrays = _arrays()
+    options, random = PeerOptions(transports=("nixl",)), np.random.default_rng(7)
+    with mfload.publish(arrays, model="m", transports=("nixl",)) as seed:
+        opened = source.connect(*source.ask(seed.address, options), options)
+        whole = np.concatenate([each.reshape(-1).view(np.uint8) for each in arrays.values()])
+        assert opened.size == whole.size
+        for most in [3000] * 30 + [9 << 20] * 6:
+            nbytes = int(random.integers(0, most))
+            offset = int(random.integers(0, whole.size - nbytes))
+            ends = sorted(random.integers(0, nbytes + 1, 3).tolist())
+            sizes = np.diff([0, *ends, nbytes]).tolist()
+            vector = [memoryview(bytearray(size)) for size in sizes]
+            opened.way.read(vector, offset)
+            assert b"".join(vector) == whole[offset : offset + nbytes].tobytes()
+        del opened
 
 
 def test_it_is_used_if_both_sides_name_it() -> None:
