@@ -197,10 +197,14 @@ class Seed:
 
     def _begin(self, version: _Version) -> None:
         number = self.generation + 1
-        for name, transport in self._transports.items():
-            offer = transport.offer(version.data, number)
-            if offer is not None:
-                version.offers[name] = offer
+        try:
+            for name, transport in self._transports.items():
+                offer = transport.offer(version.data, number)
+                if offer is not None:
+                    version.offers[name] = offer
+        except BaseException:
+            version.close()
+            raise
         version.manifest = Manifest(
             self.model,
             self.revision,

@@ -24,7 +24,8 @@ import mfload
 from mfload import Options, PeerOptions, Report, errors
 from mfload.frameworks import private_api
 from mfload.peer import collective, nixl, transports
-from mfload.peer.data import Data, Spans, cut
+from mfload.peer.data import Data, Spans, cut, hasher
+from mfload.peer.manifest import BLOCK
 from mfload.peer.transports import Offer
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,29 @@ def test_no_such_transport() -> None:
         mfload.load(seed.url, "numpy", options=_options("nothing"))
     with pytest.raises(errors.UsageError, match=r"memory \| memfd"):
         mfload.publish({"x": np.ones(3)}, model="m", transports=("nothing",))
+
+
+def test_a_transport_that_can_t_be_offered() -> None:
+    """Ends those that were offered before it."""
+    before = threading.active_count()
+    names = ("memfd", "collective")
+    with pytest.raises(errors.UsageError, match="collective can't serve"):
+        mfload.publish({"x": np.ones(3)}, model="m", transports=names)
+    until = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [BLOCK], [BLOCK - 1, 1, 1], [5, 3 * BLOCK, 7, BLOCK]])
+def test_checksums_of_blocks(sizes: list[int]) -> None:
+    """Of the bytes of all arrays, however these lie."""
+    data, arrays = Data(), [np.arange(size).astype(np.uint8) for size in sizes]
+    for each in arrays:
+        data.add(each)
+    whole = b"".join(each.tobytes() for each in arrays)
+    blocks = [whole[at : at + BLOCK] for at in range(0, len(whole), BLOCK)]
+    assert data.checksums() == "".join(hasher()(each).hexdigest() for each in blocks)
 
 
 # Ranges of several arrays
