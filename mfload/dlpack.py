@@ -26,7 +26,9 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 # DLDataType {uint8 code, uint8 bits, uint16 lanes}; int64 *shape, *strides; uint64 byte_offset.
 _DATA = 0
 _DEVICE = 8
+_RANK = 16
 _TYPE = 20
+_SHAPE, _STRIDES = 24, 32
 _BYTE_OFFSET = 40
 
 _Device, _Type = ctypes.c_int32 * 2, ctypes.c_uint32
@@ -134,6 +136,22 @@ def data_address(exported: Any) -> int:
     start = _get_pointer(exported, b"dltensor")
     data = ctypes.c_uint64.from_address(start + _DATA).value
     return data + ctypes.c_uint64.from_address(start + _BYTE_OFFSET).value
+
+
+def compact_nbytes(exported: Any) -> int | None:
+    """Bytes of the tensor of such a capsule, if it lies in C order without gaps; else None."""
+    start = _get_pointer(exported, b"dltensor")
+    kind = _Type.from_address(start + _TYPE).value
+    rank = ctypes.c_int32.from_address(start + _RANK).value
+    shape, strides = (ctypes.c_void_p.from_address(start + at).value for at in (_SHAPE, _STRIDES))
+    dims, count = ctypes.c_int64 * rank, 1
+    lengths = list(dims.from_address(shape)) if shape else []
+    steps = list(dims.from_address(strides)) if strides else None
+    for n in reversed(range(rank)):
+        if steps is not None and lengths[n] > 1 and steps[n] != count:
+            return None if 0 not in lengths else 0
+        count *= lengths[n]
+    return count * (kind >> 8 & 0xFF) * (kind >> 16) // 8
 
 
 class _Memory:

@@ -13,7 +13,11 @@ import pytest
 from leaks import left
 
 pytest.register_assert_rewrite(
-    "conformance.suite", "conformance.export", "conformance.device_memory", "devices.fake"
+    "conformance.suite",
+    "conformance.export",
+    "conformance.device_memory",
+    "conformance.peers",
+    "devices.fake",
 )
 hypothesis.settings.register_profile("ci", max_examples=60, deadline=None, derandomize=False)
 hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)

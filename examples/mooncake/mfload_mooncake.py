@@ -40,6 +40,8 @@ def offer(data: Data, generation: int) -> Offer:
     """Registers the memory of a seed, and listens on all interfaces."""
     engine, name = _engine()
     spans = data.spans()
+    if max(data.devices(), default=-1) >= 0:
+        raise errors.UsageError("Mooncake serves memory of the host here, and no device's")
     if engine.batch_register_memory([a for a, _ in spans], [n for _, n in spans]):
         raise errors.UsageError("Mooncake can't register the memory of the seed")
 

@@ -212,6 +212,10 @@ class _CupyStream:
     def synchronize(self) -> None:
         self._device.ask("streamSynchronize", self._open())
 
+    @property
+    def handle(self) -> int:
+        return self._open()
+
     def close(self) -> None:
         if self._handle is None:
             return

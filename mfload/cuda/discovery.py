@@ -81,3 +81,13 @@ def count() -> int:
         FORKED if status == NOT_INITIALISED else "the CUDA driver does not work",
         found=f"{said} ({status})",
     )
+
+
+def numbered(pci: str) -> int:
+    """The ordinal of the CUDA device at a PCI address; raises DeviceError if none is seen."""
+    found = ctypes.c_int()
+    there = count()
+    if ctypes.CDLL(_LIBRARY).cuDeviceGetByPCIBusId(ctypes.byref(found), pci.encode()):
+        expected = f"one of the {there} devices that this process sees"
+        raise errors.DeviceError("no such CUDA device here", expected=expected, found=pci)
+    return found.value

@@ -296,7 +296,10 @@ def span_of(array: Any) -> Span:
     return np.lib.array_utils.byte_bounds(array)
 
 
-def host_units(array: Any, strides: Sequence[int], width: int) -> Any:
-    """A tensor of torch or Paddle as a NumPy array of integers over its memory on the host."""
-    steps = tuple(width * step for step in strides)
-    return array_at(array, array.data_ptr(), tuple(array.shape), f"<u{width}", steps)
+def host_units(array: Any, strides: Sequence[int], width: int, owner: Any = None) -> Any:
+    """A tensor of torch or Paddle as a NumPy array of integers over its memory on the host.
+
+    It keeps `owner` alive. Default: the tensor.
+    """
+    steps, held = tuple(width * step for step in strides), array if owner is None else owner
+    return array_at(held, array.data_ptr(), tuple(array.shape), f"<u{width}", steps)

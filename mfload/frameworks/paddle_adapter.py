@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
+from paddle.utils import dlpack
 
 from mfload.dlpack import View
 from mfload.frameworks import base, private_api
@@ -127,8 +128,10 @@ def export(array: Any) -> base.Exported:
 
 
 def _units(array: Any) -> Any:
-    # Paddle's own `numpy()` is a copy.
-    return base.host_units(array, array.strides, array.element_size())
+    # Paddle's own `numpy()` is a copy. The capsule keeps the memory, and a tensor alone does not:
+    # `Layer.to` takes it away.
+    held = dlpack.to_dlpack(array)
+    return base.host_units(array, array.strides, array.element_size(), held)
 
 
 def _refusal(array: Any) -> str | None:

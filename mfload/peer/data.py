@@ -13,6 +13,7 @@ from mfload import errors
 from mfload.peer.manifest import BLOCK
 
 _MOST = 1 << 56  # No address lies beyond.
+_PIECE = 4 << 20  # Bytes that are copied from a device at once.
 
 
 def hasher() -> Any:
@@ -27,7 +28,7 @@ def hasher() -> Any:
 
 
 class Data:
-    """Flat uint8 arrays, one after the other.
+    """Flat uint8 arrays, one after the other, on the host or on devices (`DeviceMemory`).
 
     Attributes:
         arrays: Those that have bytes.
@@ -45,7 +46,7 @@ class Data:
         """Adds an array, unless its memory is there already; returns its first byte."""
         if not memory.size:
             return self.size
-        key = memory.ctypes.data, memory.size
+        key = _address(memory), memory.size
         if key not in self._known:
             self._known[key] = self.size
             self.arrays.append(memory)
@@ -54,9 +55,12 @@ class Data:
         return self._known[key]
 
     def parts(self, start: int, stop: int) -> Iterator[Any]:
-        """The memory of a range, array by array."""
+        """The memory of a range, array by array; of devices, copies of a few MiB."""
         for n, low, high in cut(self.starts, self.size, start, stop):
-            yield self.arrays[n][low:high]
+            memory = self.arrays[n]
+            step = high - low if isinstance(memory, np.ndarray) else _PIECE
+            for at in range(low, high, step):
+                yield memory[at : min(at + step, high)]
 
     def checksums(self) -> str:
         """The checksum of each block, as the manifest has them."""
@@ -71,7 +75,15 @@ class Data:
 
     def spans(self) -> list[tuple[int, int]]:
         """Address and bytes of each array, in order."""
-        return [(each.ctypes.data, each.size) for each in self.arrays]
+        return [(_address(each), each.size) for each in self.arrays]
+
+    def devices(self) -> list[int]:
+        """The CUDA device on which each array lies; -1 for the host."""
+        return [getattr(each, "number", -1) for each in self.arrays]
+
+
+def _address(memory: Any) -> int:
+    return memory.ctypes.data if isinstance(memory, np.ndarray) else memory.address
 
 
 class Spans:

@@ -12,10 +12,12 @@ from mfload import errors
 from mfload.dtypes import DType
 from mfload.index import Box, Piece, TensorInfo
 from mfload.mesh import base as meshes
+from mfload.peer import cuda_ipc
 from mfload.planning import request as requesting
 from mfload.saving.export import export, unboxed
 
-_MODULES = {"torch": "nn.Module", "paddle": "nn.Layer", "keras": "Layer"}
+# A layer of Keras may be a module of PyTorch as well.
+_MODULES = {"keras": "Layer", "torch": "nn.Module", "paddle": "nn.Layer"}
 
 
 class Held(NamedTuple):
@@ -24,7 +26,7 @@ class Held(NamedTuple):
     Attributes:
         shape: Of the whole tensor.
         memory: The bytes of the box, flat, in C order and little-endian, over the array's own
-            memory where it can be read in place. It keeps that memory.
+            memory where it can be read in place; or a `cuda_ipc.DeviceMemory`. It keeps that.
         sharding: How the tensor is sharded, for people.
         copied: Whether the memory is a copy.
     """
@@ -53,15 +55,19 @@ def named(arrays: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
         if module is None or not isinstance(arrays, module):
             continue
         if package == "keras":
-            return {each.path: each.value for each in arrays.variables}, {}
+            from mfload.trees.keras_modules import KerasModule
+
+            return {each.path: each.value for each in KerasModule(arrays).variables}, {}
         return dict(arrays.state_dict()), {}
     if outline.is_tree(arrays):
         return outline.named(arrays, None)
     return arrays, {}
 
 
-def held(arrays: Mapping[str, Any]) -> list[Held]:
+def held(arrays: Mapping[str, Any], devices: bool = False) -> list[Held]:
     """What this process holds of arrays, each box once.
+
+    With `devices`, arrays on CUDA devices stay there, where that is possible.
 
     Raises:
         UnsupportedArrayError: An array can't be read, or its shards are no boxes.
@@ -73,13 +79,13 @@ def held(arrays: Mapping[str, Any]) -> list[Held]:
         parts = list(_parts(name, array))
         if not parts:
             whole[name] = array
-            found += _whole({name: array})
+            found += _whole({name: array}, devices)
             continue
         seen: set[Box] = set()
         for row, shape, box, part, sharding in parts:
             if box not in seen:
                 seen.add(box)
-                (each,) = _whole({name: part})
+                (each,) = _whole({name: part}, devices)
                 more = {"dtype": row or each.dtype, "shape": shape, "box": box}
                 found.append(each._replace(**more, sharding=sharding))
     if not found:
@@ -88,12 +94,18 @@ def held(arrays: Mapping[str, Any]) -> list[Held]:
     return found
 
 
-def _whole(arrays: Mapping[str, Any]) -> Iterator[Held]:
-    for row in export(arrays):
-        span, memory = row.span, row.fetch()
+def _whole(arrays: Mapping[str, Any], devices: bool) -> Iterator[Held]:
+    for row, array in zip(export(arrays), arrays.values(), strict=True):
+        span = row.span
+        box = tuple((0, length) for length in row.shape)
+        if devices and span is None and row.dtype.elements == 1:
+            lying = cuda_ipc.find(array, row.nbytes)
+            if lying is not None:
+                yield Held(row.name, row.dtype, row.shape, box, lying)
+                continue
+        memory = row.fetch()
         address = memory.ctypes.data
         copied = span is None or not span[0] <= address < max(span[1], span[0] + 1)
-        box = tuple((0, length) for length in row.shape)
         yield Held(row.name, row.dtype, row.shape, box, memory, "", bool(memory.size) and copied)
 
 

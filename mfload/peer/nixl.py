@@ -64,6 +64,10 @@ def _agent() -> Any:
     return made
 
 
+def _kind(device: int) -> str:
+    return "DRAM" if device < 0 else "VRAM"
+
+
 def _has_rdma() -> bool:
     try:
         return bool(os.listdir("/sys/class/infiniband"))
@@ -103,12 +107,18 @@ class _Served:
 
     def __init__(self, data: Data) -> None:
         self._agent, self._data = _agent(), data
-        spans = data.spans()
+        spans, devices = data.spans(), data.devices()
+        rows: dict[str, list[Any]] = {}
+        for span, number in zip(spans, devices, strict=True):
+            rows.setdefault(_kind(number), []).append((*span, max(number, 0), ""))
         with _typed():
-            rows = [(*each, 0, "") for each in spans]
-            self._rows = self._agent.register_memory(rows, "DRAM") if rows else None
+            self._rows = [self._agent.register_memory(some, kind) for kind, some in rows.items()]
             told = self._agent.get_agent_metadata()
-        self.given = {"metadata": base64.b64encode(told).decode(), "spans": spans}
+        self.given = {
+            "metadata": base64.b64encode(told).decode(),
+            "spans": spans,
+            "devices": devices if "VRAM" in rows else None,
+        }
         self._lock = threading.Lock()
         self._until, self._runs = 0.0, False
 
@@ -136,9 +146,10 @@ class _Served:
     def close(self) -> None:
         with self._lock:
             agent, self._agent = self._agent, None
-            if agent is not None and self._rows is not None:
+            if agent is not None:
                 with suppress(RuntimeError), _typed():
-                    agent.deregister_memory(self._rows)
+                    for each in self._rows:
+                        agent.deregister_memory(each)
 
 
 def connect(given: Any, remote: Remote) -> NixlWay | str:
@@ -146,6 +157,10 @@ def connect(given: Any, remote: Remote) -> NixlWay | str:
     try:
         metadata = base64.b64decode(given["metadata"], validate=True)
         spans = Spans.of(given["spans"], remote.manifest.size)
+        devices = given.get("devices") or [-1] * len(spans.rows)
+        fine = {*map(type, devices)} <= {int} and {*devices} <= {*range(-1, 64)}
+        if len(devices) != len(spans.rows) or not fine:
+            raise ValueError("no such devices")
     except (KeyError, TypeError, ValueError):
         what = "the seed's manifest is malformed: what it says of NIXL"
         raise errors.HeaderError(what, file=remote.name) from None
@@ -155,7 +170,7 @@ def connect(given: Any, remote: Remote) -> NixlWay | str:
             peer = agent.add_remote_agent(metadata)
     except (ImportError, RuntimeError) as error:
         return str(error)
-    return NixlWay(agent, peer, spans, remote)
+    return NixlWay(agent, peer, spans, devices, remote)
 
 
 class NixlWay:
@@ -168,8 +183,11 @@ class NixlWay:
     costs = Costs(block=_SLOT, concurrency=2)
     why = "NIXL: pulled from registered memory, the seed only answers"
 
-    def __init__(self, agent: Any, peer: Any, spans: Spans, remote: Remote) -> None:
+    def __init__(
+        self, agent: Any, peer: Any, spans: Spans, devices: Sequence[int], remote: Remote
+    ) -> None:
         self._agent, self._peer, self._spans, self._remote = agent, peer, spans, remote
+        self._devices = devices
         self._lock = threading.Lock()
         self._free: list[Any] = []
         self._asked, self._broken = -_ASKED, ""
@@ -219,17 +237,23 @@ class NixlWay:
         return made
 
     def _pull(self, slot: Any, offset: int, count: int) -> None:
-        """One transfer into a slot."""
-        self._ask()
-        theirs = [each[1:] for each in self._spans.within(offset, offset + count)]
-        mine: list[tuple[int, int, int]] = []
+        """Fills a slot, by a transfer for each kind of memory."""
+        kinds: dict[str, tuple[list[Any], list[Any]]] = {}
         at = slot.ctypes.data
-        for _, nbytes in theirs:
+        for n, address, nbytes in self._spans.within(offset, offset + count):
+            device = self._devices[n]
+            mine, theirs = kinds.setdefault(_kind(device), ([], []))
             mine.append((at, nbytes, 0))
+            theirs.append((address, nbytes, max(device, 0)))
             at += nbytes
+        for kind, (mine, theirs) in kinds.items():
+            self._ask()
+            self._transfer(mine, theirs, kind)
+
+    def _transfer(self, mine: Sequence[Any], theirs: Sequence[Any], kind: str) -> None:
         with self._lock, self._blamed() as agent:
             targets = agent.get_xfer_descs(mine, "DRAM")
-            stored = agent.get_xfer_descs([(*each, 0) for each in theirs], "DRAM")
+            stored = agent.get_xfer_descs(theirs, kind)
             handle = agent.initialize_xfer("READ", targets, stored, self._peer)
             state = agent.transfer(handle)
         until = time.monotonic() + self._remote.stalled

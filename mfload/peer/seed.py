@@ -135,7 +135,8 @@ class Seed:
         The arguments are those of `mfload.publish`; names and shapes may change. What was held
         before is let go of.
         """
-        made = _version(arrays, self._version.metadata, self._checksums)
+        devices = "cuda_ipc" in self._transports
+        made = _version(arrays, self._version.metadata, self._checksums, devices)
         with self._lock:
             if self._closed:
                 raise errors.UsageError("the seed is closed")
@@ -292,7 +293,8 @@ def publish(
         generation: The number of the weights: of seeds with several, the planner and readers take
             the newest.
         checksums: Whether checksums are made, at the speed of memory.
-        transports: Names of what is offered to readers.
+        transports: Names of what is offered to readers, such as "http" and "nixl". With
+            "cuda_ipc", arrays on CUDA devices stay there.
         metadata: Free-form strings, which readers find in the index.
 
     Returns:
@@ -309,7 +311,7 @@ def publish(
             raise errors.UsageError(f"{what}= is not a name", expected=expected, found=repr(value))
     token = None if token_file is None else read_token(token_file)
     tls = Tls.of_server(cert_file, key_file, ca_file)
-    version = _version(arrays, metadata, checksums)
+    version = _version(arrays, metadata, checksums, "cuda_ipc" in transports)
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
     given |= {"part": part, "generation": generation}
     if not 0 <= part[0] < part[1] or generation < 0:
@@ -325,11 +327,13 @@ def publish(
     return seed
 
 
-def _version(arrays: Any, metadata: Mapping[str, str] | None, checksums: bool) -> _Version:
+def _version(
+    arrays: Any, metadata: Mapping[str, str] | None, checksums: bool, devices: bool
+) -> _Version:
     if isinstance(arrays, Sequence):  # What `mfload serve` holds already.
         return _Version(arrays, metadata or {}, checksums)
     found, outline = fragments.named(arrays)
-    return _Version(fragments.held(found), {**(metadata or {}), **outline}, checksums)
+    return _Version(fragments.held(found, devices), {**(metadata or {}), **outline}, checksums)
 
 
 def publish_loaded(arrays: Any, url: Any, options: PeerOptions, *, fell_back: bool) -> Seed:

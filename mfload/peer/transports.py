@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from mfload.peer.data import Data
     from mfload.peer.manifest import Manifest
 
-TRANSPORTS = {
-    name: f"mfload.peer.{name}" for name in ("memory", "memfd", "http", "nixl", "collective")
-}
+_NAMES = ("memory", "memfd", "http", "nixl", "cuda_ipc", "collective")
+TRANSPORTS = {name: f"mfload.peer.{name}" for name in _NAMES}
 """Modules of the transports by name."""
 
 DEFAULT = ("memory", "memfd", "http")

@@ -59,6 +59,7 @@ class Machine:
         self.events: dict[int, tuple[int, list[Mark]]] = {}
         self.misuse: list[str] = []
         self.calls: Counter[str] = Counter()
+        self.opened: Counter[int] = Counter()  # Addresses of memory of other processes.
         self.fail: dict[str, int] = {}  # Call to the status that it returns from now on.
         self.local = threading.local()
         self.capturing = self.broken = False
@@ -122,7 +123,7 @@ class Machine:
     def _left(self) -> dict[str, int]:
         return {"bytes": sum(held.size for _, held in self.memory.values()),
                 "pinned": len(self.pinned), "streams": len(self.streams),
-                "events": len(self.events)}  # fmt: skip
+                "events": len(self.events), "opened": self.opened.total()}  # fmt: skip
 
     def driver(self) -> Any:
         """CUDA's driver library."""
@@ -146,7 +147,15 @@ class Machine:
             self.local.mode, mode._obj.value = mode._obj.value, before
             return 0
 
+        def allocation(base: Any, size: Any, address: Any) -> int:
+            for start, (_, held) in self.memory.items():
+                if start <= address.value < start + held.size:
+                    base._obj.value, size._obj.value = start, held.size
+                    return self.status("cuMemGetAddressRange_v2")
+            return 1
+
         return SimpleNamespace(
+            cuMemGetAddressRange_v2=allocation,
             cuDevicePrimaryCtxRetain=retain,
             cuCtxPushCurrent_v2=push,
             cuCtxPopCurrent_v2=pop,
@@ -205,6 +214,25 @@ class Runtime:
                 queue.synchronize()  # As CUDA does.
         with self._machine.lock:
             del self._machine.memory[ptr]
+
+    def ipcGetMemHandle(self, devPtr: int) -> bytes:
+        self._machine.begin("ipcGetMemHandle")
+        assert devPtr in self._machine.memory
+        return devPtr.to_bytes(64, "little")
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int = 1) -> int:
+        """The memory of this process, as if it were another's."""
+        self._machine.begin("ipcOpenMemHandle")
+        address = int.from_bytes(handle, "little")
+        if address not in self._machine.memory:
+            raise CUDARuntimeError(400)
+        self._machine.opened[address] += 1
+        return address
+
+    def ipcCloseMemHandle(self, devPtr: int) -> None:
+        self._machine.begin("ipcCloseMemHandle")
+        assert self._machine.opened[devPtr] > 0
+        self._machine.opened[devPtr] -= 1
 
     def hostRegister(self, ptr: int, size: int, flags: int) -> None:
         self._machine.begin("hostRegister")

@@ -35,8 +35,15 @@ def library(init: int = 0, count: int = 2, counting: int = 0) -> Any:
         name._obj.value = b"CUDA_ERROR_MADE_UP"
         return 0
 
+    def get_by_pci(number: Any, pci: bytes) -> int:
+        number._obj.value = int(pci.removeprefix(b"0000:3b:00."))
+        return 0 if number._obj.value < count else 101
+
     return SimpleNamespace(
-        cuInit=lambda _: init, cuDeviceGetCount=get_count, cuGetErrorName=get_name
+        cuInit=lambda _: init,
+        cuDeviceGetCount=get_count,
+        cuGetErrorName=get_name,
+        cuDeviceGetByPCIBusId=get_by_pci,
     )
 
 
@@ -121,6 +128,13 @@ def test_a_number_out_of_range(driver: Any, number: int) -> None:
     driver(library(count=2))
     with pytest.raises(errors.DeviceError, match=rf"cuda:0 to cuda:1.*cuda:{number}, of 2 device"):
         discovery.find(number)
+
+
+def test_a_device_by_its_pci_address(driver: Any) -> None:
+    driver(library(count=2))
+    assert discovery.numbered("0000:3b:00.1") == 1
+    with pytest.raises(errors.DeviceError, match=r"one of the 2 devices.*0000:3b:00.7"):
+        discovery.numbered("0000:3b:00.7")
 
 
 def test_cupy_is_missing(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,7 +296,16 @@ _HOSTILE: list[Any] = [None, 7, "x", [], {}, {"metadata": 1, "spans": [], "rank"
 
 @pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize(
-    "given", [*_HOSTILE, {"metadata": "QQ==", "spans": [[1, 2]]}, {"metadata": "=", "spans": []}]
+    "given",
+    [
+        *_HOSTILE,
+        {"metadata": "QQ==", "spans": [[1, 2]]},
+        {"metadata": "=", "spans": []},
+        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [0, 0]},
+        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [-2]},
+        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [True]},
+        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [[]]},
+    ],
 )
 def test_hostile_offers_of_nixl(given: Any) -> None:
     """What is not metadata and spans of the seed's size."""
