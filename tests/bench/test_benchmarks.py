@@ -20,6 +20,7 @@ from benchmarks import (
     listing_files,
     load,
     pages,
+    peers,
     saving,
     shards,
     streams,
@@ -94,6 +95,33 @@ def test_verifying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _check_picture(out / "verifying.png")
     assert verifying.main([*_places(tmp_path), "--redraw"]) == 0
     assert (out / "verifying.md").read_text() == page
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = ["host", "http", "https"]
+    assert peers.main([*_places(tmp_path), "--gb", "0.005", "--cases", ",".join(cases)]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "peers.json").read_text())
+    assert {case: set(names) for case, names in found["summary"].items()} == {
+        case: set(peers.names_of(case)) for case in cases
+    }
+    page = (out / "peers.md").read_text()
+    assert "| HTTPS, loopback | **HTTPS** |" in page
+    assert "seed killed, HTTP: until the error, worst | ≤ 1 s | – | not measured |" in page
+    _check_picture(out / "peers.png")
+    assert peers.main([*_places(tmp_path), "--redraw"]) == 0
+    assert (out / "peers.md").read_text() == page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+def test_peers_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert peers.main([*_places(tmp_path), "--gb", "0.064", "--cases", "faults"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "peers.json").read_text())
+    assert set(found["summary"]["faults"]) == set(peers.names_of("faults"))
 
 
 @pytest.mark.slow
