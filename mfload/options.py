@@ -75,6 +75,9 @@ class PeerOptions:
             object.__setattr__(self, "transports", tuple(self.transports))
         if self.key_file is not None and self.cert_file is None:
             raise errors.UsageError("key_file= has no certificate", expected="cert_file=")
+        if self.publish and self.ca_file is not None and self.cert_file is None:
+            what = "a seed among those with certificates needs its own"
+            raise errors.UsageError(what, expected="cert_file= beside publish=True and ca_file=")
         if self.planner is not None and "://" not in self.planner:
             expected = "http://host:port, https://host:port or etcd://host:port"
             raise errors.UsageError("planner is not a URL", expected=expected, found=self.planner)

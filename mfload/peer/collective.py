@@ -33,34 +33,35 @@ _MOST = 64  # Readers at once.
 _kept: list[Any] = []  # What may still be written to, until the process ends.
 
 
-def _group() -> tuple[Any, int, str, Any]:
-    """PyTorch, this process's rank, the backend of the process group and its store.
+def _group() -> tuple[Any, int, str, Any, Any]:
+    """PyTorch, this process's rank, the group's backend, where tensors lie for it, and its store.
 
     Raises RuntimeError if there is no process group.
     """
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)
     if dist is None or not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("torch.distributed has no process group here")
     store = private_api.torch_store()
     if store is None:
         raise RuntimeError("this version of torch.distributed has no store to meet in")
-    backend = "nccl" if str(dist.get_backend()) == "nccl" else "gloo"
-    return torch, dist.get_rank(), backend, store
+    if str(dist.get_backend()) == "nccl":
+        place = torch.device("cuda", torch.cuda.current_device())
+        return torch, dist.get_rank(), "nccl", place, store
+    return torch, dist.get_rank(), "gloo", "cpu", store
 
 
 class _Pair:
     """A group of two processes: this one, and another."""
 
-    def __init__(self, torch: Any, backend: str, ranks: tuple[int, int], name: str) -> None:
-        self._torch, self._place = torch, "cpu"
+    def __init__(self, torch: Any, place: Any, ranks: tuple[int, int], name: str) -> None:
+        self._torch, self._place = torch, place
         pair = tuple(sorted(ranks))
         self._other = pair.index(ranks[1])
-        if backend == "nccl":
-            self._place = torch.device("cuda", torch.cuda.current_device())
-            self._group = private_api.torch_device_group(self._place, pair, name, _JOINED)
-        else:
+        if place == "cpu":
             self._group = private_api.torch_group(pair, _JOINED, f"/{name}")
+        else:
+            self._group = private_api.torch_device_group(place, pair, name, _JOINED)
 
     def send(self, data: Any, seconds: datetime.timedelta) -> None:
         """Sends a flat uint8 array."""
@@ -88,11 +89,10 @@ class _Served:
     """The sending side: a thread for each reader that has joined."""
 
     def __init__(self, data: Data) -> None:
-        self._torch, self._rank, backend, self._store = _group()
+        self._torch, self._rank, backend, self._place, self._store = _group()
         key = f"mfload/seed/{secrets.token_hex(16)}"
         self._store.set(key, "here")
         self._data = data
-        self._backend = backend
         self.given: dict[str, Any] = {"rank": self._rank, "key": key, "backend": backend}
         self._joined: dict[str, queue.Queue[tuple[int, int] | None]] = {}
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class _Served:
 
     def _serve(self, rank: int, name: str) -> None:
         with suppress(RuntimeError, queue.Empty):  # The reader is gone, and will see the same.
-            pair = _Pair(self._torch, self._backend, (self._rank, rank), name)
+            pair = _Pair(self._torch, self._place, (self._rank, rank), name)
             while (span := self._joined[name].get(timeout=_IDLE)) is not None:
                 pair.send(np.concatenate([*self._data.parts(*span)]), _JOINED)
         self._joined.pop(name, None)
@@ -144,7 +144,7 @@ def connect(given: Any, remote: Remote) -> CollectiveWay | str:
         what = "the seed's manifest is malformed: what it says of its process group"
         raise errors.HeaderError(what, file=remote.name)
     try:
-        torch, rank, mine, store = _group()
+        torch, rank, mine, place, store = _group()
         if not store.check([key]):
             return "the seed is in another process group"
         if rank == theirs or not 0 <= theirs < torch.distributed.get_world_size():
@@ -153,7 +153,7 @@ def connect(given: Any, remote: Remote) -> CollectiveWay | str:
             return f"the group's backend is {mine} here, {backend} in the seed"
         name = secrets.token_hex(16)
         remote.ask("collective", {"name": name, "rank": rank})
-        pair = _Pair(torch, backend, (rank, theirs), name)
+        pair = _Pair(torch, place, (rank, theirs), name)
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return CollectiveWay(pair, name, backend, remote)

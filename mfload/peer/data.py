@@ -66,10 +66,17 @@ class Data:
         """The checksum of each block, as the manifest has them."""
         new = hasher()
         found: list[str] = []
-        for start in range(0, self.size, BLOCK):
-            made = new()
-            for part in self.parts(start, min(start + BLOCK, self.size)):
-                made.update(part)
+        made, left = new(), BLOCK
+        for part in self.parts(0, self.size):
+            view = memoryview(part)
+            while view:
+                some = view[:left]
+                made.update(some)
+                view, left = view[some.nbytes :], left - some.nbytes
+                if not left:
+                    found.append(made.hexdigest())
+                    made, left = new(), BLOCK
+        if left < BLOCK:
             found.append(made.hexdigest())
         return "".join(found)
 

@@ -52,11 +52,18 @@ class Repeated:
 
 
 class Registration:
-    """Keeps a seed known to a planner, until it is closed."""
+    """Keeps a seed known to a planner, until it is closed.
 
-    def __init__(self, planner: Planner, record: SeedRecord) -> None:
+    With `patient`, a planner that can't be reached hears of it with a renewal, once it can.
+    """
+
+    def __init__(self, planner: Planner, record: SeedRecord, patient: bool = False) -> None:
         self._planner, self._record = planner, record
-        planner.register(record)
+        try:
+            planner.register(record)
+        except (errors.SourceError, errors.FormatError):
+            if not patient:
+                raise
         self._repeated = Repeated(lambda: planner.register(self._record), LEASE / 3)
 
     def update(self, record: SeedRecord) -> None:

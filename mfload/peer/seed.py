@@ -23,9 +23,12 @@ from mfload.peer.data import Data
 from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
 from mfload.peer.planner import Planner, SeedRecord, here
-from mfload.peer.security import Tls, read_token
+from mfload.peer.security import Tls, credentials, read_token
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
+
+MAX_READERS = 3
+"""Readers at once that a planner sends to a seed, if nothing else is said."""
 
 _DATA = re.compile(r"/v1/(data|ways)/([0-9a-f]{32})/(\d{1,18})(?:/([a-z0-9_.-]{1,64}))?")
 _seeds: weakref.WeakSet[Seed] = weakref.WeakSet()
@@ -172,10 +175,10 @@ class Seed:
         size = human(self.manifest.size)
         return f"<Seed {self.url} generation {self.generation}, {size}>"
 
-    def register(self, planner: Planner, max_readers: int) -> None:
+    def register(self, planner: Planner, max_readers: int, patient: bool = False) -> None:
         """Makes the seed known to a planner until it is closed."""
         self._max_readers = max_readers
-        self._registration = Registration(planner, self._record())
+        self._registration = Registration(planner, self._record(), patient)
 
     def _record(self) -> SeedRecord:
         about = self.manifest
@@ -194,10 +197,14 @@ class Seed:
 
     def _begin(self, version: _Version) -> None:
         number = self.generation + 1
-        for name, transport in self._transports.items():
-            offer = transport.offer(version.data, number)
-            if offer is not None:
-                version.offers[name] = offer
+        try:
+            for name, transport in self._transports.items():
+                offer = transport.offer(version.data, number)
+                if offer is not None:
+                    version.offers[name] = offer
+        except BaseException:
+            version.close()
+            raise
         version.manifest = Manifest(
             self.model,
             self.revision,
@@ -262,7 +269,7 @@ def publish(
     key_file: str | os.PathLike[str] | None = None,
     ca_file: str | os.PathLike[str] | None = None,
     planner: str | None = None,
-    max_readers: int = 3,
+    max_readers: int = MAX_READERS,
     part: tuple[int, int] = (0, 1),
     generation: int = 0,
     checksums: bool = True,
@@ -339,7 +346,8 @@ def _version(
 def publish_loaded(arrays: Any, url: Any, options: PeerOptions, *, fell_back: bool) -> Seed:
     """Publishes what was loaded from a `peer://` URL; the seed lives as long as the process.
 
-    It has the generation of the seeds that were read. Raises as `publish` does.
+    It has the generation of the seeds that were read. Raises as `publish` does, but for a planner
+    that is gone.
     """
     what = PeerUrl.of(url if isinstance(url, str) else "")
     generation = 0 if fell_back else GENERATIONS.get(what[1:], 0)
@@ -352,11 +360,14 @@ def publish_loaded(arrays: Any, url: Any, options: PeerOptions, *, fell_back: bo
         cert_file=options.cert_file,
         key_file=options.key_file,
         ca_file=options.ca_file if options.cert_file is not None else None,
-        planner=options.planner,
         checksums=options.checksums,
         generation=generation,
     )
     _loaded.append(seed)
+    if options.planner is not None:
+        token, tls = credentials(options)
+        planner = connect(options.planner, token=token, tls=tls)
+        seed.register(planner, MAX_READERS, patient=True)
     return seed
 
 

@@ -73,6 +73,23 @@ def test_weights_of_a_training_step() -> None:
     assert stored(found) != before
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="variables of TensorFlow")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int64"])
+def test_variables_that_are_assigned(kind: str) -> None:
+    """What a seed holds is what a variable had when it was published."""
+    import tensorflow as tf
+
+    variable = tf.Variable(tf.cast(tf.reshape(tf.range(64 * 96), (64, 96)), kind))
+    before = stored({"v": variable.value()})
+    with mfload.publish({"v": variable}, model="m") as seed:
+        assert seed.copied_bytes == 0
+        variable.assign_add(tf.ones_like(variable))
+        variable.scatter_nd_update([[0]], tf.zeros((1, 96), variable.dtype))
+        assert stored(mfload.load(seed.url, framework="tensorflow")) == before
+        seed.update({"v": variable})
+        assert stored(mfload.load(seed.url, framework="tensorflow")) == stored({"v": variable})
+
+
 def test_weights_of_one_path_are_refused() -> None:
     class Twins(layers.Layer):
         def __init__(self) -> None:

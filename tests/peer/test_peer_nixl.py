@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,8 @@ import pytest
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
-from mfload.peer import nixl
+from mfload.peer import nixl, source
+from mfload.peer.data import Data
 
 REQUIRED = bool(os.environ.get("MFLOAD_REQUIRE"))
 pytestmark = pytest.mark.skipif(
@@ -100,6 +103,25 @@ def test_every_byte_arrives(options: Options) -> None:
             np.testing.assert_array_equal(part, _arrays()["t11"][4_000_000:5_000_000])
 
 
+def test_any_range_into_any_buffers() -> None:
+    """Of many arrays, within one and across slots."""
+    arrays = _arrays()
+    options, random = PeerOptions(transports=("nixl",)), np.random.default_rng(7)
+    with mfload.publish(arrays, model="m", transports=("nixl",)) as seed:
+        opened = source.connect(*source.ask(seed.address, options), options)
+        whole = np.concatenate([each.reshape(-1).view(np.uint8) for each in arrays.values()])
+        assert opened.size == whole.size
+        for most in [3000] * 30 + [9 << 20] * 6:
+            nbytes = int(random.integers(0, most))
+            offset = int(random.integers(0, whole.size - nbytes))
+            ends = sorted(random.integers(0, nbytes + 1, 3).tolist())
+            sizes = np.diff([0, *ends, nbytes]).tolist()
+            vector = [memoryview(bytearray(size)) for size in sizes]
+            opened.way.read(vector, offset)
+            assert b"".join(vector) == whole[offset : offset + nbytes].tobytes()
+        del opened
+
+
 def test_it_is_used_if_both_sides_name_it() -> None:
     """A seed that offers it serves a reader that does not ask for it otherwise."""
     report = Report()
@@ -164,6 +186,22 @@ def test_a_seed_that_ends_in_the_middle(number: signal.Signals) -> None:
             assert time.monotonic() - start < 4
         finally:
             os.kill(seed.pid, signal.SIGCONT)
+
+
+def test_metadata_that_are_damaged() -> None:
+    """NIXL refuses them, and the next transport is taken; it does not crash."""
+    about = SimpleNamespace(size=10, incarnation="0" * 32, generation=0)
+    remote: Any = SimpleNamespace(name="peer://x", manifest=about, stalled=1.0)
+    data = Data()
+    data.add(np.arange(10, dtype=np.uint8))
+    offered = nixl.offer(data, 0)
+    true = base64.b64decode(offered.given["metadata"])
+    for raw in (b"", true[:17], true[: len(true) // 2], true[:-5], bytes(400), true[40:]):
+        given = {**offered.given, "metadata": base64.b64encode(raw).decode()}
+        found = nixl.connect(given, remote)
+        assert isinstance(found, str), raw
+        assert found.startswith("nixl"), raw
+    offered.close()
 
 
 def test_many_readers_at_once() -> None:

@@ -6,8 +6,10 @@ import ctypes
 import http.client
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +22,10 @@ from launching import free_port
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
+from mfload.frameworks import private_api
 from mfload.peer import collective, nixl, transports
-from mfload.peer.data import Data, Spans, cut
+from mfload.peer.data import Data, Spans, cut, hasher
+from mfload.peer.manifest import BLOCK
 from mfload.peer.transports import Offer
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +67,29 @@ def test_no_such_transport() -> None:
         mfload.load(seed.url, "numpy", options=_options("nothing"))
     with pytest.raises(errors.UsageError, match=r"memory \| memfd"):
         mfload.publish({"x": np.ones(3)}, model="m", transports=("nothing",))
+
+
+def test_a_transport_that_can_t_be_offered() -> None:
+    """Ends those that were offered before it."""
+    before = threading.active_count()
+    names = ("memfd", "collective")
+    with pytest.raises(errors.UsageError, match="collective can't serve"):
+        mfload.publish({"x": np.ones(3)}, model="m", transports=names)
+    until = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [BLOCK], [BLOCK - 1, 1, 1], [5, 3 * BLOCK, 7, BLOCK]])
+def test_checksums_of_blocks(sizes: list[int]) -> None:
+    """Of the bytes of all arrays, however these lie."""
+    data, arrays = Data(), [np.arange(size).astype(np.uint8) for size in sizes]
+    for each in arrays:
+        data.add(each)
+    whole = b"".join(each.tobytes() for each in arrays)
+    blocks = [whole[at : at + BLOCK] for at in range(0, len(whole), BLOCK)]
+    assert data.checksums() == "".join(hasher()(each).hexdigest() for each in blocks)
 
 
 # Ranges of several arrays
@@ -361,6 +388,138 @@ def test_two_processes_of_gloo(tmp_path: Path) -> None:
     kind, seconds = said["killed"]
     assert kind in ("ReadError", "SourceNotFoundError")
     assert seconds < 2
+
+
+class Tensor:
+    """As much of PyTorch's as is used."""
+
+    def __init__(self, array: Any, place: Any = "cpu") -> None:
+        self.array, self.place = array, place
+
+    def to(self, place: Any) -> Tensor:
+        return Tensor(self.array.copy(), place)
+
+    cpu = numpy = lambda self: self.array if self.place == "cpu" else Tensor(self.array)
+
+
+class Nccl:
+    """A group of NCCL's for two sides of one process; this one joins it for one of them."""
+
+    there: dict[str, list[queue.Queue[Any]]] = {}  # noqa: RUF012
+    places: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, place: Any, ranks: Any, name: str, timeout: Any) -> None:
+        self.mine = int(threading.current_thread() is threading.main_thread())
+        self.queues = self.there.setdefault(name, [queue.Queue(), queue.Queue()])
+        self.places.append((place, ranks))
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
+        self.queues[rank].put(tensors[0].array)
+        return SimpleNamespace(wait=lambda timeout: None)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
+
+        def wait(timeout: Any) -> None:
+            try:
+                tensors[0].array[:] = self.queues[self.mine].get(timeout=timeout.total_seconds())
+            except queue.Empty:
+                raise RuntimeError("timed out") from None
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """PyTorch with a process group of NCCL's; the list has the rank that this process has."""
+    rank = [0]
+    torch: Any = ModuleType("torch")
+    torch.distributed = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_rank=lambda: rank[0],
+        get_world_size=lambda: 2,
+        get_backend=lambda: "nccl",
+    )
+    torch.cuda = SimpleNamespace(current_device=lambda: 3)
+    torch.device = lambda kind, number: (kind, number)
+    torch.uint8 = np.uint8
+    torch.from_numpy = Tensor
+    torch.empty = lambda size, dtype, device: Tensor(np.empty(size, dtype), device)
+    keys: set[str] = set()
+    store = SimpleNamespace(
+        set=lambda key, _: keys.add(key),
+        check=lambda given: keys.issuperset(given),
+        delete_key=keys.discard,
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(private_api, "torch_store", lambda: store)
+    monkeypatch.setattr(private_api, "torch_device_group", Nccl)
+    monkeypatch.setattr(Nccl, "there", {})
+    monkeypatch.setattr(Nccl, "places", [])
+    monkeypatch.setattr(collective, "_kept", [])
+    return rank
+
+
+def test_nccl_over_a_fake(ranks: list[int]) -> None:
+    """Through the device that each side had when it began, which its threads have not."""
+    report = Report()
+    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+        ranks[0] = 1
+        _same(mfload.load(seed.url, "numpy", options=_options("collective"), report=report))
+        assert "(nccl): the seed is disturbed" in report.route[0][2]
+        assert Nccl.places == [(("cuda", 3), (0, 1))] * 2
+        ranks[0] = 0
+        with pytest.raises(errors.SourceError, match="no other process of the group"):
+            mfload.load(seed.url, "numpy", options=_options("collective"))
+    ranks[0] = 1
+    given = seed.manifest.ways["collective"]
+    assert collective.connect(given, _remote()) == "the seed is in another process group"
+
+
+def test_a_message_that_does_not_come(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends the load in time; what it would land in is kept."""
+    sent = SimpleNamespace(wait=lambda timeout: None)
+    monkeypatch.setattr(Nccl, "send", lambda *_: sent)
+    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+        ranks[0], start = 1, time.monotonic()
+        with pytest.raises(errors.ReadError, match="the seed stalls"):
+            mfload.load(seed.url, "numpy", options=_options("collective", stalled=0.3))
+        assert time.monotonic() - start < 2
+    ((tensor, _, _),) = collective._kept  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(tensor, Tensor)
+
+
+def test_what_a_seed_is_asked_to_send(ranks: list[int]) -> None:
+    """Ranks of others, names once, and ranges within the data."""
+    name = "0" * 32
+    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+        path = f"/v1/ways/{seed.manifest.incarnation}/0/collective"
+        size = seed.manifest.size
+
+        def ask(**given: Any) -> int:
+            return _post(seed, path, json.dumps(given).encode())[0]
+
+        for rank in (0, 2, -1, True, "1", None):
+            assert ask(name=name, rank=rank) == 400, rank
+        for wrong in ("", "x" * 32, 7, ["a"]):
+            assert ask(name=wrong, rank=1) == 400, wrong
+        assert ask(name=name, offset=0, nbytes=1) == 400
+        assert ask(name=name, rank=1) == 200
+        assert ask(name=name, rank=1) == 400
+        for offset, nbytes in (
+            (-1, 1),
+            (0, 0),
+            (0, -1),
+            (size, 1),
+            (0, 1 << 40),
+            (0.0, 1),
+            (0, "1"),
+        ):
+            assert ask(name=name, offset=offset, nbytes=nbytes) == 400, (offset, nbytes)
+        assert ask(name=name, offset=size - 1, nbytes=1) == 200
+        assert ask(name=name) == 200
 
 
 def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""Loads whose arrays become seeds: what a planner that is gone and certificates change."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mfload
+from mfload import Options, PeerOptions, errors
+from mfload.peer import leases
+from mfload.peer.planner_http import PlannerServer
+
+ARRAYS = {"a": np.arange(1000, dtype=np.float32), "b": np.ones((3, 5), np.int8)}
+
+
+@contextlib.contextmanager
+def published() -> Generator[None]:
+    """Closes the seeds that loads made."""
+    try:
+        yield
+    finally:
+        for seed in mfload.seeds():
+            seed.close()
+
+
+def _how(planner: str, **given: Any) -> Options:
+    return Options(timeout=20, peer=PeerOptions(planner=planner, **given))
+
+
+def test_a_planner_that_is_gone_hears_of_the_seed_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE", 0.3)
+    path = tmp_path / "model.safetensors"
+    mfload.save(ARRAYS, path)
+    with PlannerServer() as planner:
+        url, address = planner.url, planner.address
+    report = mfload.Report()
+    with published():
+        how = _how(url, publish=True)
+        found = mfload.load("peer:///m", "numpy", fallback=path, options=how, report=report)
+        np.testing.assert_array_equal(found["a"], ARRAYS["a"])
+        (seed,) = mfload.seeds()
+        assert any("was loaded instead" in note for note in report.notes)
+        assert report.notes[-1] == f"published at {seed.url}"
+        with PlannerServer(address) as planner:
+            until = time.monotonic() + 10
+            while not planner.registry.records():
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            again = mfload.load("peer:///m", "numpy", options=_how(url), report=report)
+            assert report.route[0][0] == f"peer://{seed.address}"
+            np.testing.assert_array_equal(again["b"], ARRAYS["b"])
+
+
+def test_a_seed_that_is_published_by_hand_needs_its_planner() -> None:
+    with PlannerServer() as planner:
+        url = planner.url
+    with pytest.raises(errors.SourceError):
+        mfload.publish(ARRAYS, model="m", planner=url)
+    assert mfload.seeds() == []
+
+
+def test_an_authority_without_a_certificate(tmp_path: Path) -> None:
+    """A seed that would listen without TLS among those that have it is refused at once."""
+    with pytest.raises(errors.UsageError, match="cert_file"):
+        PeerOptions(publish=True, ca_file=tmp_path / "ca.pem")
+    with pytest.raises(errors.UsageError, match="cert_file"):
+        mfload.publish(ARRAYS, model="m", ca_file=tmp_path / "ca.pem")
+    assert PeerOptions(ca_file=tmp_path / "ca.pem").ca_file
