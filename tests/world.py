@@ -203,7 +203,7 @@ def said(world: World, cases: list[str], run: Callable[[str], dict[str, Any] | N
             failed = failed or line["error"] is not None
             gc.collect()
             for thread in threading.enumerate():  # A stream that was dropped does not wait.
-                if thread.name == "mfload-stream":
+                if thread.name == "mfload-reader":
                     thread.join(5)
             line["live"] = buffers.live_bytes()
             out.write(json.dumps(line) + "\n")

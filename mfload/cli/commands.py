@@ -431,7 +431,7 @@ def planner(
     from mfload.peer.planner_http import PlannerServer
 
     token = None if token_file is None else security.read_token(token_file)
-    tls = None if cert_file is None else security.Tls(cert_file, key_file, ca_file)
+    tls = security.Tls.of_server(cert_file, key_file, ca_file)
     with PlannerServer(address, token=token, tls=tls) as made:
         _started(made.url, as_json)
         serving.wait()

@@ -10,6 +10,7 @@ import collections
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mfload.io.buffers import WorkerSlot
@@ -17,6 +18,7 @@ from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
 
 if TYPE_CHECKING:
+    from mfload.io.threads import Running, Start
     from mfload.timeline import Recorder, Track
 
 # Small blocks are reported together: a queue costs more than a small read.
@@ -90,11 +92,21 @@ The function is no closure over buffers: an error's traceback would keep them.
 
 
 class Engine:
-    """Has the threads of several pools fill their blocks; for one use."""
+    """Has the threads of several pools fill their blocks; for one use.
 
-    def __init__(self, pools: Sequence[Pool], recorder: Recorder | None = None) -> None:
+    `start` gives the threads; default: new ones.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        recorder: Recorder | None = None,
+        start: Start | None = None,
+    ) -> None:
         import queue
         import threading  # A small load has no other thread.
+
+        from mfload.io import threads
 
         self.block: Block | None = None
         """The block that failed, or one that is waited for when the time is up."""
@@ -102,7 +114,8 @@ class Engine:
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._start_thread = start or threads.new
+        self._threads: list[Running] = []
         self._shares: list[Share] = []
 
     def run(self, deadline: Deadline, advance: Callable[[int], None] | None = None) -> None:
@@ -139,26 +152,17 @@ class Engine:
             self._stop.set()
             end = time.monotonic() + min(_GRACE, max(0.0, deadline.left()))
             for thread in self._threads:
-                # It never ran if the system refused it, or if Ctrl-C came first.
-                if thread.ident is not None:
-                    thread.join(max(0.0, end - time.monotonic()))
+                thread.join(max(0.0, end - time.monotonic()))
             self._error = None  # It would keep itself alive, and the buffers in its frames.
 
     def _start(self, pool: Pool) -> None:
-        import threading
-
         blocks, work, threads = pool
         waiting = collections.deque(blocks)
         started = 0
         # If the system gives no more threads, those there are do the work, or else this one.
         with suppress(RuntimeError):
             for _ in range(min(threads, len(waiting))):
-                # Daemons: a thread that hangs in the kernel must not hold up the exit.
-                thread = threading.Thread(
-                    target=self._work, args=(work, waiting), name="mfload-reader", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+                self._threads.append(self._start_thread(partial(self._work, work, waiting)))
                 started += 1
         if waiting and not started:
             self._work(work, waiting)

@@ -18,11 +18,12 @@ _WORTH_LOOKING = 64 << 10
 _WORTH_ASKING = 16 << 20
 
 
-def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> None:
+def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> int:
     """Refuses a load that can't have its memory, or would have the kernel kill the process.
 
-    It needs bytes of memory beside its buffers, some of which may be maps of files. Raises
-    MemoryLimitError if that does not fit in what the process, a control group or the machine has.
+    It needs bytes of memory beside its buffers, some of which may be maps of files. Returns the
+    bytes that are left then, 0 if that is not known. Raises MemoryLimitError if it does not fit in
+    what the process, a control group or the machine has.
     """
     mapped = 0
     for nbytes, source, device in specs:
@@ -31,11 +32,13 @@ def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> None:
         elif device is None:
             needed += nbytes
     if needed + mapped < _WORTH_LOOKING:
-        return
+        return 0
     from mfload.io import probes
     from mfload.report import human
 
+    left: list[int] = []
     for limit in probes.process_limits():
+        left.append(limit.limit - limit.used - needed - mapped)
         if needed + mapped > limit.limit - limit.used:
             raise errors.MemoryLimitError(
                 f"the load does not fit in {limit.name}, the limit of this process",
@@ -49,6 +52,7 @@ def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> None:
             expected=f"{needed} bytes",
             found=f"{room[0]} bytes free",
         )
+    return 0 if room is None else min([room[0] - needed, *left])
 
 
 def check_device(adapter: Adapter, number: int, own: int, lent: int) -> None:

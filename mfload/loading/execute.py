@@ -22,6 +22,7 @@ from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
+    from mfload.io.threads import Start
     from mfload.timeline import Recorder
 
 Advance = Callable[[int], None]
@@ -64,14 +65,16 @@ def run(
     staging: Staging | None = None,
     window: int = Costs().span,
     recorder: Recorder | None = None,
+    start: Start | None = None,
 ) -> tuple[str, ...]:
     """Fills the buffers of a plan, and returns notes, such as on a fall-back.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
     `staging` has the slots of what lands on devices. Rows that lie apart are mapped where they
-    reach over `window` bytes at most. `recorder` records what threads do. If
-    bytes can't be read or the files change, the readers are stopped and SourceError is raised.
+    reach over `window` bytes at most. `recorder` records what threads do, and
+    `start` gives them. If bytes can't be read or the files change, the readers are stopped and
+    SourceError is raised.
     """
     notes: list[str] = []
     if recorder is not None:
@@ -137,7 +140,7 @@ def run(
     for pools in rounds:
         some, work, _ = pools[0]
         here = Share(deque(some), bool, bool)  # bool(): never stopped, reports nothing.
-        engine = None if inline else Engine(pools, recorder)
+        engine = None if inline else Engine(pools, recorder, start)
         try:
             if engine is None:
                 here.track = None if recorder is None else recorder.begin("reader 1")

@@ -34,11 +34,14 @@ from mfload.sources.base import Costs, Source
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
     from mfload.loading.preview import Preview
+    from mfload.planning.layout import BufferSpec
     from mfload.report import Report
     from mfload.timeline import Recorder
 
 MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
+_MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
+_PART = 8  # and takes at most this part of it.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
@@ -64,8 +67,39 @@ class Batch:
     device_overhead: Mapping[int, int] = MappingProxyType({})
 
 
+class Shared:
+    """What the loads of a stream share.
+
+    Attributes:
+        legs: The route of files, by their numbers; a file gets its leg with the first load.
+        crew: The threads.
+    """
+
+    def __init__(self) -> None:
+        from mfload.io.threads import Crew
+
+        self.legs: dict[int, routing.Leg] = {}
+        self.crew = Crew()
+        self._room, self._until = 0, 0.0
+
+    def check_host(self, needed: int, specs: Sequence[BufferSpec]) -> None:
+        """See `allocate.check_host`; a part of what was free a moment ago is taken to be free."""
+        nbytes = needed + sum(spec.nbytes for spec in specs)
+        if nbytes > self._room or time.monotonic() > self._until:
+            self._room = allocate.check_host(needed, specs) // _PART
+            self._until = time.monotonic() + _MOMENT
+        else:
+            self._room -= nbytes
+
+
 class Loader:
-    """Loads requests of one checkpoint into one framework."""
+    """Loads requests of one checkpoint into one framework.
+
+    Attributes:
+        shared: What this load shares with others of the checkpoint.
+    """
+
+    shared: Shared | None = None
 
     def __init__(
         self, index: Index, sources: Sequence[Source], adapter: Adapter, options: LoadOptions
@@ -194,18 +228,24 @@ class Session:
         self._devices = list(map(adapter.devices.__getitem__, sorted(numbers)))
         wanted, apart = _wanted(self.requests)
         used = sorted(wanted)
-        files: list[tuple[Source, int]] = []
+        self._shared = shared = loader.shared
+        known: dict[int, routing.Leg] = {} if shared is None else shared.legs
+        files: dict[int, tuple[Source, int]] = {}
         total = 0
         for number in used:
             nbytes = min(wanted[number], sources[number].size)
-            files.append((sources[number], nbytes))
             total += nbytes
-        how = options.engine, options.page_cache
-        choose = functools.partial(routing.choose, files, *how)
-        if self._devices:
-            choose = functools.partial(self._onto_devices, files)
-        legs = options.deadline.bound(choose, "opening the files")
-        self.route = dict(zip(used, legs, strict=True))
+            if number not in known:
+                files[number] = sources[number], sources[number].size if shared else nbytes
+        if files:
+            how = options.engine, options.page_cache
+            choose = functools.partial(routing.choose, [*files.values()], *how)
+            if self._devices:
+                choose = functools.partial(self._onto_devices, [*files.values()])
+            chosen = options.deadline.bound(choose, "opening the files")
+            known.update(zip(files, chosen, strict=True))
+        self.route = {number: known[number] for number in used}
+        legs = self.route.values()
         self._direct = any(map(_DIRECT, legs))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
@@ -417,7 +457,8 @@ class Session:
             specs = batch.plan.buffers
             if self.adapter.lends_held:
                 specs = allocate.not_lent(batch.plan)
-            allocate.check_host(batch.overhead, specs)
+            look = allocate.check_host if self._shared is None else self._shared.check_host
+            look(batch.overhead, specs)
         if not self._devices:
             return
         lent = batch.plan.lent_bytes
@@ -459,6 +500,7 @@ class Session:
                 staging=planned.staging,
                 window=self.limits.costs.span,
                 recorder=self.recorder,
+                start=None if self._shared is None else self._shared.crew.start,
             )
             filled = [plan], notes, 0
         times.append(time.perf_counter())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.load_options import OVERHEAD, LoadOptions
-from mfload.loading.session import Loader, check
+from mfload.loading.session import Loader, Shared, check
 from mfload.planning.request import Request, names
 from mfload.progress import Progress, shown
 from mfload.report import Report
@@ -23,6 +23,7 @@ from mfload.runtime import Deadline
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
+    from mfload.io.threads import Running
     from mfload.loading.lazy import LazyCheckpoint
 
 BATCH = 64 << 20
@@ -124,6 +125,7 @@ class Tensors:
         self.options = options
         self.names, self.sizes, self.batches = names(requests), sizes, batches(sizes, self.most)
         self._live = buffers.live_bytes()
+        self.shared = Shared()
 
     def read(self, batch: range, deadline: Deadline) -> list[Any]:
         """Reads a batch, in any thread."""
@@ -140,6 +142,7 @@ class Tensors:
         adapter: Any = Unwrapped(self._adapter) if self.late else self._adapter
         options = self.options.replace(deadline=deadline)
         loader = Loader(self._index, self._sources, adapter, options)
+        loader.shared = self.shared
 
         def advance(_: int) -> None:
             deadline.left()  # It raises if the stream has ended.
@@ -203,7 +206,7 @@ class _Ahead:
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors, self._stopped = tensors, threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Running | None = None
         self._outcome: list[tuple[Any, BaseException | None]] = []
 
     def take(self, number: int) -> list[Any]:
@@ -229,6 +232,7 @@ class _Ahead:
         self._stopped.set()
         if may_wait and self._thread is not None:
             self._thread.join(_GRACE)
+        self._tensors.shared.crew.close()
         self._thread, self._outcome = None, []
 
     def _begin(self, number: int) -> None:
@@ -241,14 +245,9 @@ class _Ahead:
         # A tensor that was read alone is the consumer's.
         if after + (now if len(every[number - 1]) > 1 else 0) > 2 * self._tensors.most:
             return
-        thread = threading.Thread(
-            target=self._read, args=(number,), name="mfload-stream", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # The system gives no more threads.
-            return
-        self._thread = thread
+        # The system may give no more threads.
+        with suppress(RuntimeError):
+            self._thread = self._tensors.shared.crew.start(partial(self._read, number))
 
     def _read(self, number: int) -> None:
         deadline = _Until(self._tensors.options.timeout, self._stopped)

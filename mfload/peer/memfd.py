@@ -37,7 +37,7 @@ def offer(data: Data, generation: int) -> Offer | None:
     name = f"mfload-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
-    listener.listen(16)
+    listener.listen(socket.SOMAXCONN)  # Beyond, readers are refused at once.
     giver = _Giver(data, listener)
     giver.start()
     forks.forget_in_forks(giver)

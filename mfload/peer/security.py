@@ -48,6 +48,11 @@ class Tls:
     key_file: str | os.PathLike[str] | None = None
     ca_file: str | os.PathLike[str] | None = None
 
+    @staticmethod
+    def of_server(*files: str | os.PathLike[str] | None) -> Tls | None:
+        """That of a server with these files, in their order; None if none is given."""
+        return Tls(*files) if any(each is not None for each in files) else None
+
     def context(self, server: bool) -> ssl.SSLContext:
         """The context of a server, which asks for certificates if `ca_file` is set; or a client's.
 

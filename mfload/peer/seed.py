@@ -317,11 +317,7 @@ def publish(
             expected = "letters, digits, '.', '_', '-' and '/', such as 'org/name'"
             raise errors.UsageError(f"{what}= is not a name", expected=expected, found=repr(value))
     token = None if token_file is None else read_token(token_file)
-    tls = None
-    if cert_file is not None:
-        tls = Tls(cert_file, key_file, ca_file)
-    elif ca_file is not None:
-        raise errors.UsageError("ca_file= has no certificate", expected="cert_file=")
+    tls = Tls.of_server(cert_file, key_file, ca_file)
     version = _version(arrays, metadata, checksums, "cuda_ipc" in transports)
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
     given |= {"part": part, "generation": generation}
@@ -363,7 +359,7 @@ def publish_loaded(arrays: Any, url: Any, options: PeerOptions, *, fell_back: bo
         token_file=options.token_file,
         cert_file=options.cert_file,
         key_file=options.key_file,
-        ca_file=options.ca_file,
+        ca_file=options.ca_file if options.cert_file is not None else None,
         checksums=options.checksums,
         generation=generation,
     )

@@ -233,7 +233,7 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 class _Connection(http.server.BaseHTTPRequestHandler):
     server: Any
-    protocol_version = "HTTP/1.1"
+    protocol_version = default_request_version = "HTTP/1.1"
     server_version, sys_version = "mfload", ""
     error_message_format, error_content_type = '{"error": "%(code)d"}', "application/json"
 

@@ -257,12 +257,14 @@ def test_a_dropped_stream_waits_for_nothing(large: Path, monkeypatch: pytest.Mon
     stream = _stream(large, engine="pread", max_host_overhead=4 * MIB)
     go.set()
     next(stream)
-    _wait_for_threads()  # The second batch is at hand; what is read ahead of the third one hangs.
+    ahead = stream._rows.gi_frame.f_locals["take"].__self__
+    ahead._thread.join()  # The second batch is at hand; what is read ahead of the third one hangs.
     go.clear()
     begun.clear()
     for _ in range(4):
         next(stream)
     assert begun.wait(30)
+    del ahead
     cycle: list[Any] = [stream]
     cycle.append(cycle)
     start = time.monotonic()
@@ -270,8 +272,9 @@ def test_a_dropped_stream_waits_for_nothing(large: Path, monkeypatch: pytest.Mon
     del cycle
     gc.collect()
     assert time.monotonic() - start < 2
-    assert [each for each in threading.enumerate() if each.name == "mfload-stream"]
+    assert [each for each in threading.enumerate() if each.name == "mfload-reader"]
     go.set()
+    _wait_for_threads()
 
 
 def test_reading_a_large_tensor_ahead_is_given_up_in_its_middle(

@@ -1,0 +1,105 @@
+"""Threads for work in the background: new ones, or a crew that stays for the next work."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Running(Protocol):
+    """Work under way."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for its end, for so many seconds at most."""
+        ...
+
+
+Start = Callable[[Callable[[], object]], Running]
+"""Has something called in a thread; raises RuntimeError if the system gives no more of them.
+
+The threads are daemons: one that hangs in the kernel does not hold up the exit.
+"""
+
+
+def new(call: Callable[[], object]) -> Running:
+    """Starts a thread for it."""
+    thread = threading.Thread(target=call, name="mfload-reader", daemon=True)
+    thread.start()
+    return thread
+
+
+class _Task:
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call: Callable[[], object] | None = call
+        self._ended, self._process = threading.Event(), os.getpid()
+
+    def run(self) -> None:
+        if self.call is not None:
+            self.call()
+
+    def end(self) -> None:
+        self.call = None  # What it refers to goes, though the thread stays.
+        self._ended.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._process == os.getpid():  # Or else its thread is in the parent.
+            self._ended.wait(timeout)
+
+
+class _Queues:
+    """Of the threads that wait; threads refer to these, and not to their crew."""
+
+    def __init__(self) -> None:
+        self.idle: deque[queue.SimpleQueue[_Task | None]] = deque()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        while self.idle:
+            self.idle.pop().put(None)
+
+
+class Crew:
+    """Threads that do one thing after another until it is closed; a fork gets others.
+
+    A new thread begins where the system puts it, mostly beside its parent on one core: for work of
+    a few milliseconds it is late. Those of a crew have found their places.
+    """
+
+    def __init__(self) -> None:
+        self._queues, self._process = _Queues(), os.getpid()
+
+    def start(self, call: Callable[[], object]) -> Running:
+        """Has a thread that waits call it, or a new one (see `Start`)."""
+        if self._process != os.getpid():
+            self._queues, self._process = _Queues(), os.getpid()
+        task, queues = _Task(call), self._queues
+        try:
+            mine = queues.idle.pop()
+        except IndexError:
+            mine = queue.SimpleQueue()
+            threading.Thread(
+                target=_work, args=(mine, queues), name="mfload-reader", daemon=True
+            ).start()
+        mine.put(task)
+        return task
+
+    def close(self) -> None:
+        """Ends the threads, each when its work is done; waits for none."""
+        self._queues.close()
+
+
+def _work(mine: queue.SimpleQueue[_Task | None], queues: _Queues) -> None:
+    while (task := mine.get()) is not None:
+        try:
+            task.run()
+        finally:
+            queues.idle.append(mine)  # Before its end is told: who waits for it has more.
+            task.end()
+            task = None
+        if queues.closed:
+            queues.close()
