@@ -113,8 +113,9 @@ def verify(
     """Checks a checkpoint.
 
     The headers are always checked, and the index against them. A manifest that lies beside the
-    checkpoint is compared with. Everything that is hashed is read once; `against` reads the
-    checkpoint once more, with the other one beside it.
+    checkpoint is compared with, and the checksums of archives and of `peer://` seeds. Everything
+    that is hashed is read once; `against` reads the checkpoint once more, with the other one
+    beside it.
 
     Args:
         path: As for `load`.
@@ -187,6 +188,11 @@ def verify(
     sums = _own_sums(seen) if checksums != "never" else []
     for number, each in sums:
         keys.setdefault(number, []).append((number, each))
+    compared = {n for n, each in enumerate(seen.sources) if getattr(each, "compares", False)}
+    compared = compared if checksums != "never" else set()
+    for info in seen.tensors.values() if compared else ():
+        if info.pieces[0].source in compared and info.name not in hashed:
+            keys.setdefault(info.pieces[0].source, []).append(info.name)
     ranges = {number: _ranges(seen, number, keys[number], how) for number in keys}
     total = read = sum(part.nbytes for parts in ranges.values() for part in parts)
     other = comparison = None
@@ -198,7 +204,11 @@ def verify(
         total += comparison.nbytes
         read += 2 * comparison.nbytes
     with shown(progress, total) as advance:
-        digests = _hash(seen, keys, ranges, how, advance)
+        try:
+            digests = _hash(seen, keys, ranges, how, advance)
+        except errors.ChecksumError as error:  # Of a source that compares what it reads.
+            digests = {}
+            seen.problems.append(Problem.of(error))
         for key, (digest, origin) in expected.items():
             found = digests.get(key, digest)
             if found != digest and isinstance(key, str):
@@ -227,7 +237,7 @@ def verify(
     checked = {
         "headers": True,
         "index": seen.found.index_file is not None,
-        "checksums": writes or (known is not None and of_tensors),
+        "checksums": writes or bool(compared) or (known is not None and of_tensors),
         "crc32": bool(sums),
         "sha256": any(isinstance(key, int) for key in expected),
         "against": other is not None,

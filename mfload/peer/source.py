@@ -116,6 +116,11 @@ class PeerSource:
             self.why += "; the seed has no checksums"
         self._closes = weakref.finalize(self, _close, way, client)
 
+    @property
+    def compares(self) -> bool:
+        """Whether bytes are compared with checksums as they are read, so that reading verifies."""
+        return self.new is not None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return reopen, (self._client.address, self._options, self.identity)
 
@@ -169,18 +174,19 @@ class PeerSource:
         if found != expected:
             self.check()  # Of weights that were replaced there may be anything in their place.
             low, high = block * BLOCK, (block + 1) * BLOCK
-            names = (
+            names = [
                 entry.name
                 for entry in self.manifest.entries
                 for _, offset, nbytes in entry.fragments
                 if nbytes and offset < high and offset + nbytes > low
-            )
+            ]
+            more = f", which {len(names)} tensors have parts of" if len(names) > 1 else ""
             raise errors.ChecksumError(
                 "bytes of the peer differ from those that it published: they were changed in "
                 "place, or damaged on the way",
                 file=self.name,
-                tensor=next(names, None),
-                expected=f"xxh3 {expected} of bytes {low} to {high}",
+                tensor=next(iter(names), None),
+                expected=f"xxh3 {expected} of bytes {low} to {high}{more}",
                 found=found,
             )
 

@@ -134,7 +134,11 @@ class TestEveryCall:
     def test_verify_diff_and_convert(self, how: Any, tmp_path: Path) -> None:
         path = samples.save(tmp_path / "model.safetensors", self.ARRAYS)
         with publish(self.ARRAYS) as seed:
-            assert mfload.verify(seed.url, options=how).ok
+            found = mfload.verify(seed.url, options=how)
+            assert found.ok
+            assert found.checked == ("headers", "checksums")
+            assert found.read_bytes == seed.manifest.size
+            assert mfload.verify(seed.url, checksums="never", options=how).read_bytes == 0
             assert mfload.verify(seed.url, against=path, options=how).ok
             assert mfload.diff(seed.url, path).same
             copy = tmp_path / "copy.safetensors"
@@ -142,6 +146,15 @@ class TestEveryCall:
             samples.assert_same(mfload.load(copy, "numpy"), self.ARRAYS)
         with publish({**self.ARRAYS, "odd": self.ARRAYS["odd"] ^ 1}) as seed:
             assert not mfload.diff(seed.url, path).same
+
+    def test_verify_finds_what_changed_in_place(self, how: Any) -> None:
+        arrays = {name: each.copy() for name, each in self.ARRAYS.items()}
+        with mfload.publish(arrays, model=MODEL) as seed:
+            arrays["odd"] ^= 1
+            found = mfload.verify(seed.url, options=how)
+        assert not found.ok
+        assert "differ from those that it published" in str(found.problems[0])
+        assert found.problems[0].tensor in arrays
 
     def test_load_into(self) -> None:
         code = """
