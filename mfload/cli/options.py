@@ -111,6 +111,10 @@ Timeout = Annotated[float | None, option("SECONDS", "Give up after that long.")]
 Planner = Annotated[str | None, option("URL", "Who knows the seeds of peer:///MODEL.")]
 Token = Annotated[str | None, option("FILE", "The token for seeds and their planner.")]
 Authority = Annotated[str | None, option("FILE", "Whose certificates seeds have: with TLS.")]
+Certificate = Annotated[
+    str | None, option("FILE", "An own certificate, for seeds that ask for it.")
+]
+Key = Annotated[str | None, option("FILE", "Its key. Default: in --cert-file.")]
 Overwrite = Annotated[bool, flag("Replace what is there already.", "--overwrite")]
 Json = Annotated[bool, flag("Print JSON for machines.", "--json")]
 
@@ -133,9 +137,16 @@ Quiet = Annotated[bool, flag("Rows only: no head, no totals.", "--quiet", "-q")]
 Exact = Annotated[bool, flag("Sizes in bytes.", "--bytes", "-b")]
 
 
-def peers(planner: Planner = None, token_file: Token = None, ca_file: Authority = None) -> Any:
+def peers(
+    planner: Planner = None,
+    token_file: Token = None,
+    ca_file: Authority = None,
+    cert_file: Certificate = None,
+    key_file: Key = None,
+) -> Any:
     """How `peer://` is read."""
-    return PeerOptions(planner=planner, token_file=token_file, ca_file=ca_file)
+    own: Any = {"cert_file": cert_file, "key_file": key_file}
+    return PeerOptions(planner=planner, token_file=token_file, ca_file=ca_file, **own)
 
 
 def by_name(option: str, given: list[str] | None, *, several: bool = False) -> Any:

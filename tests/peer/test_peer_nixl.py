@@ -136,6 +136,13 @@ def test_it_is_used_if_both_sides_name_it() -> None:
         assert "no nixl: the seed does not offer it" in report.route[0][2]
 
 
+def _segments() -> set[str]:
+    """Shared memory that outlives its processes, POSIX's and System V's."""
+    rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+    keys = {row[1] for row in rows if not int(row[2], 8) & 0o1000}  # SHM_DEST: it goes with them.
+    return {each.name for each in Path("/dev/shm").iterdir()} | keys
+
+
 def _listening(pid: int) -> list[str]:
     """Addresses at which a process takes connections of TCP."""
     sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
@@ -175,7 +182,8 @@ def test_new_weights() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_seed_that_ends_in_the_middle(number: signal.Signals) -> None:
-    """Is noticed, in time."""
+    """Is noticed, in time; no shared memory is left."""
+    before = _segments()
     with seeding() as seed, mfload.open(seed.url, "numpy", options=UNCHECKED) as checkpoint:
         assert checkpoint.get_tensor("t1")[1] == 1
         os.kill(seed.pid, number)
@@ -186,6 +194,7 @@ def test_a_seed_that_ends_in_the_middle(number: signal.Signals) -> None:
             assert time.monotonic() - start < 4
         finally:
             os.kill(seed.pid, signal.SIGCONT)
+    assert _segments() <= before
 
 
 def test_metadata_that_are_damaged() -> None:
