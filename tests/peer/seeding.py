@@ -24,6 +24,7 @@ from mfload.peer import transports
 from mfload.peer.fragments import Held
 
 MODEL, TRANSPORTS = "org/name", ("memory", "memfd", "http")
+TOTAL = 24 << 20  # Bytes of `weights()`.
 _NAMES = {row.numpy: row for row in dtypes.TABLE.values() if row.numpy is not None}
 
 

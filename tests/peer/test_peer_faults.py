@@ -20,14 +20,13 @@ import numpy as np
 import pytest
 import samples
 import seeding
-from seeding import MODEL, TRANSPORTS, SeedProcess, options, publish, wait_until, weights
+from seeding import MODEL, TOTAL, TRANSPORTS, SeedProcess, options, publish, wait_until, weights
 
 import mfload
 from mfload import errors
 from mfload.peer import client as clients
 
 SOON = 2.0
-TOTAL = 24 << 20
 
 
 @pytest.fixture
