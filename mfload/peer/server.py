@@ -11,6 +11,7 @@ import http.server
 import io
 import ipaddress
 import logging
+import platform
 import re
 import socket
 import socketserver
@@ -181,14 +182,15 @@ class Server:
         return self._token is None or hmac.compare_digest(given, self._token)
 
     def called(self, header: str | None) -> bool:
-        """Whether a Host header is an address, or a name that this listener was given.
+        """Whether a Host header is an address, or a name of this machine's.
 
-        A web page may have its own name lead to this machine, and read what has no token.
+        A web page may have its own name lead here, and read what neither a token nor TLS guards.
         """
-        if self._token is not None or header is None:
+        if self._token is not None or self._context is not None or header is None:
             return True
         host = header.rpartition(":")[0] if re.search(r":\d+$", header) else header
-        if host.strip("[]").lower() in ("localhost", split_address(self.address)[0].lower()):
+        own = "localhost", platform.node(), split_address(self.address)[0]
+        if host.lower() in map(str.lower, own):
             return True
         try:
             return bool(ipaddress.ip_address(host.strip("[]").partition("%")[0]))

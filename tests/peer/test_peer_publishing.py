@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import platform
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_an_authority_without_a_certificate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "status"),
     [("127.0.0.1:{port}", 200), ("localhost", 200), ("LOCALHOST:{port}", 200),
-     ("[::1]:{port}", 200), ("127.0.0.1", 200), ("evil.example", 421),
+     ("[::1]:{port}", 200), ("127.0.0.1", 200), (platform.node(), 200), ("evil.example", 421),
      ("evil.example:{port}", 421), ("127.0.0.1.evil.example:{port}", 421), ("", 421), ("0", 421),
      ("[::1", 421)],
 )  # fmt: skip
