@@ -9,7 +9,9 @@ from __future__ import annotations
 import hmac
 import http.server
 import io
+import ipaddress
 import logging
+import platform
 import re
 import socket
 import socketserver
@@ -179,6 +181,22 @@ class Server:
         given = (header or "").encode("latin-1", "replace")
         return self._token is None or hmac.compare_digest(given, self._token)
 
+    def called(self, header: str | None) -> bool:
+        """Whether a Host header is an address, or a name of this machine's.
+
+        A web page may have its own name lead here, and read what neither a token nor TLS guards.
+        """
+        if self._token is not None or self._context is not None or header is None:
+            return True
+        host = header.rpartition(":")[0] if re.search(r":\d+$", header) else header
+        own = "localhost", platform.node(), split_address(self.address)[0]
+        if host.lower() in map(str.lower, own):
+            return True
+        try:
+            return bool(ipaddress.ip_address(host.strip("[]").partition("%")[0]))
+        except ValueError:
+            return False
+
     def answer(self, request: Request) -> Reply:
         """The answer to a request; what fails unexpectedly is logged, not sent."""
         try:
@@ -270,6 +288,10 @@ class _Connection(http.server.BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         owner, headers = self.server.owner, self.headers
+        if not owner.called(headers.get("Host")):
+            self.close_connection = True
+            self._send(text(421, '{"error": "this is another host"}'))
+            return
         length = headers.get("Content-Length", "0")
         if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MAX_BODY:
             self.close_connection = True

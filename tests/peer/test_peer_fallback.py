@@ -133,6 +133,8 @@ def test_other_seeds_before_files(files: str) -> None:
         given: Any = {"model": "m", "planner": planner.url, "transports": ["http"]}
         copies = [{name: each.copy() for name, each in ARRAYS.items()} for _ in range(2)]
         made = [(stack.enter_context(mfload.publish(each, **given)), each) for each in copies]
+        while not all(well for *_, well in planner.registry.records()):
+            time.sleep(0.01)
         # The planner prefers the first by number, of two that are alike.
         made.sort(key=lambda each: each[0].manifest.incarnation)
         how = Options(peer=PeerOptions(planner=planner.url))

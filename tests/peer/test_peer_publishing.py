@@ -1,8 +1,10 @@
-"""Loads whose arrays become seeds: what a planner that is gone and certificates change."""
+"""Who may publish to whom: planners that are gone, certificates, and pages in a browser."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import platform
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -71,6 +73,37 @@ def test_an_authority_without_a_certificate(tmp_path: Path) -> None:
     """A seed that would listen without TLS among those that have it is refused at once."""
     with pytest.raises(errors.UsageError, match="cert_file"):
         PeerOptions(publish=True, ca_file=tmp_path / "ca.pem")
-    with pytest.raises(errors.UsageError, match="cert_file"):
+    with pytest.raises(errors.UsageError, match="certificate"):
         mfload.publish(ARRAYS, model="m", ca_file=tmp_path / "ca.pem")
     assert PeerOptions(ca_file=tmp_path / "ca.pem").ca_file
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1:{port}", 200), ("localhost", 200), ("LOCALHOST:{port}", 200),
+     ("[::1]:{port}", 200), ("127.0.0.1", 200), (platform.node(), 200), ("evil.example", 421),
+     ("evil.example:{port}", 421), ("127.0.0.1.evil.example:{port}", 421), ("", 421), ("0", 421),
+     ("[::1", 421)],
+)  # fmt: skip
+def test_names_of_others_are_not_answered(host: str, status: int) -> None:
+    """A page's own name may lead to this machine: the browser would let it read the weights."""
+    with mfload.publish(ARRAYS, model="m") as seed:
+        name, port = seed.address.split(":")
+        connection = http.client.HTTPConnection(name, int(port), timeout=10)
+        connection.putrequest("GET", "/v1/manifest", skip_host=True)
+        connection.putheader("Host", host.format(port=port))
+        connection.endheaders()
+        assert connection.getresponse().status == status
+        connection.close()
+
+
+def test_any_name_will_do_with_a_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-secret-of-many-characters")
+    with mfload.publish(ARRAYS, model="m", token_file=token) as seed:
+        name, port = seed.address.split(":")
+        connection = http.client.HTTPConnection(name, int(port), timeout=10)
+        headers = {"Host": "node7.example", "Authorization": "Bearer a-secret-of-many-characters"}
+        connection.request("GET", "/v1/state", headers=headers)
+        assert connection.getresponse().status == 200
+        connection.close()
