@@ -58,16 +58,14 @@ class Tls:
 
         Raises UsageError for files that hold no certificate.
         """
+        if server and self.cert_file is None:
+            raise errors.UsageError("TLS needs a certificate", expected="cert_file=")
         try:
             purpose = ssl.Purpose.CLIENT_AUTH if server else ssl.Purpose.SERVER_AUTH
             context = ssl.create_default_context(purpose, cafile=self.ca_file)
             if self.cert_file is not None:
                 context.load_cert_chain(self.cert_file, self.key_file)
-            elif server:
-                raise errors.UsageError("TLS needs a certificate", expected="cert_file=")
         except (ssl.SSLError, OSError) as error:
-            if isinstance(error, errors.MfloadError):
-                raise
             files = ", ".join(str(each) for each in (self.cert_file, self.ca_file) if each)
             what = "a certificate can't be used"
             raise errors.UsageError(what, file=files, found=str(error)) from error
