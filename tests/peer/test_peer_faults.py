@@ -400,6 +400,17 @@ class TestReadersAndForks:
         assert seed.tell("update") == "done"
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights(1))
 
+    def test_a_fork_leaves_the_planner_alone(self) -> None:
+        """What it closes at its end is its parent's still."""
+        from mfload.peer.planner_http import PlannerServer
+
+        with PlannerServer() as planner, SeedProcess(planner=planner.url) as seed:
+            how = options("http", planner=planner.url)
+            for _ in range(2):
+                found = mfload.load(f"peer:///{MODEL}@main", "numpy", options=how)
+                samples.assert_same(found, weights())
+                assert seed.tell("fork") == "0"
+
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_a_reader_that_forks(self, seed: SeedProcess, transport: str) -> None:
         code = """
