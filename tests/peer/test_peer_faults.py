@@ -119,15 +119,16 @@ class TestKilledAndStopped:
         self, seed: SeedProcess, number: int, part: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         when: list[float] = []
-        came = [0]
+        came, lock = [0], threading.Lock()
         receive = clients.Timed.readinto
 
         def readinto(timed: Any, buffer: Any) -> int:
             got = receive(timed, buffer)
-            came[0] += got
-            if came[0] > part * TOTAL and not when:
-                when.append(time.monotonic())
-                seed.send(number)
+            with lock:
+                came[0] += got
+                if came[0] > part * TOTAL and not when:
+                    when.append(time.monotonic())
+                    seed.send(number)
             return got
 
         monkeypatch.setattr(clients.Timed, "readinto", readinto)
