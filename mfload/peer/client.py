@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import os
 import socket
 import ssl
 import weakref
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 
 from mfload import errors
 from mfload.formats import strict_json
+from mfload.peer import forks
 from mfload.peer.security import Tls, split_address
 from mfload.peer.timed import Timed
 
@@ -73,7 +73,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {token}"
         self._context = None if tls is None else tls.context(server=False)
         self._idle: deque[http.client.HTTPConnection] = deque()
-        self._pid = os.getpid()
+        forks.forget_in_forks(self)
         weakref.finalize(self, _close, self._idle)
 
     def json(
@@ -144,6 +144,9 @@ class Client:
         """Closes the connections that wait."""
         _close(self._idle)
 
+    forget = close
+    """In a fork they are the parent's."""
+
     def _ask(
         self,
         method: str,
@@ -172,7 +175,7 @@ class Client:
             raise
         whole = response.isclosed() or not response.length
         response.close()
-        if whole and self._pid == os.getpid():
+        if whole:
             self._idle.append(connection)
         else:
             connection.close()
@@ -192,9 +195,6 @@ class Client:
         return connection.getresponse()
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        if self._pid != os.getpid():  # After a fork they are the parent's.
-            self.close()
-            self._pid = os.getpid()
         try:
             return self._idle.pop(), True
         except IndexError:

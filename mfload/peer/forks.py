@@ -1,4 +1,4 @@
-"""Forks of a process with a seed: they keep nothing of it, and take nothing from it."""
+"""Forks of a process with seeds or readers: they keep no descriptor of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def forget_in_forks(owner: Forgets) -> None:
 def _forget() -> None:
     for each in list(_there):
         each.forget()
-    _there.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def test_a_peer_that_never_answers(files: str) -> None:
 
 
 @contextmanager
-def _seed() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def _seed() -> Generator[tuple[subprocess.Popen[str], str]]:
     code = (
         "import sys, numpy as np, mfload; "
         "a = {f't{n}': np.arange(n, n + 1000.0) for n in range(20)}; "
@@ -137,6 +137,8 @@ def test_other_seeds_before_files(files: str) -> None:
             time.sleep(0.01)
         # The planner prefers the first by number, of two that are alike.
         made.sort(key=lambda each: each[0].manifest.incarnation)
+        while not all(well for _, _, well in planner.registry.records()):
+            time.sleep(0.01)  # The first that is well is handed out, until the second is.
         how = Options(peer=PeerOptions(planner=planner.url))
         made[0][1]["t3"][7] = -1
         _, report = _load("peer:///m", files, options=how)

@@ -119,15 +119,16 @@ class TestKilledAndStopped:
         self, seed: SeedProcess, number: int, part: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         when: list[float] = []
-        came = [0]
+        came, lock = [0], threading.Lock()
         receive = clients.Timed.readinto
 
         def readinto(timed: Any, buffer: Any) -> int:
             got = receive(timed, buffer)
-            came[0] += got
-            if came[0] > part * TOTAL and not when:
-                when.append(time.monotonic())
-                seed.send(number)
+            with lock:
+                came[0] += got
+                if came[0] > part * TOTAL and not when:
+                    when.append(time.monotonic())
+                    seed.send(number)
             return got
 
         monkeypatch.setattr(clients.Timed, "readinto", readinto)
@@ -344,43 +345,70 @@ class TestOnTheWay:
 
 READER = """
     import os, sys, time, mfload
-    from mfload.peer import client
-    receive = client.Timed.readinto
+    from mfload.peer import client, memfd, memory
     came = [0]
-    def readinto(timed, buffer):
-        got = receive(timed, buffer)
-        came.append(got)
-        if sum(came) > 4 << 20:
-            os.write(1, b"reading\\n")
-            time.sleep(60)
-        return got
-    client.Timed.readinto = readinto
-    how = mfload.Options(peer=mfload.PeerOptions(transports="http", checksums=False))
-    mfload.load(sys.argv[1], "numpy", options=how)
+    def pausing(kind, name):
+        call = getattr(kind, name)
+        def called(self, buffers, *more):
+            got = call(self, buffers, *more)
+            came[0] += sum(each.nbytes for each in buffers) if more else got
+            if came[0] > 4 << 20:
+                came[0] = -(1 << 60)
+                os.write(1, b"reading\\n")
+                sys.stdin.readline()
+            return got
+        setattr(kind, name, called)
+    pausing(client.Timed, "readinto")
+    pausing(memory.MemoryWay, "read")
+    pausing(memfd.MemfdWay, "read")
+    peer = mfload.PeerOptions(transports=sys.argv[2], checksums=False)
+    try:
+        mfload.load(sys.argv[1], "numpy", options=mfload.Options(peer=peer))
+    except mfload.errors.SourceError as error:
+        print(type(error).__name__)
 """
 
 
+def reader(url: str, transport: str) -> Any:
+    """A process that waits in the middle of a load."""
+    run = [sys.executable, "-c", textwrap.dedent(READER), url, transport]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    made = subprocess.Popen(run, **pipes)
+    assert made.stdout is not None
+    assert made.stdout.readline() == "reading\n"
+    return made
+
+
 class TestReadersAndForks:
-    @pytest.mark.parametrize("times", [5])
-    def test_a_reader_killed_while_it_reads(self, seed: SeedProcess, times: int) -> None:
-        samples.assert_same(
-            mfload.load(seed.url, "numpy", options=options("http", stalled=30)), weights()
-        )
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_a_reader_killed_while_it_reads(self, seed: SeedProcess, transport: str) -> None:
+        for each in ("http", transport):
+            found = mfload.load(seed.url, "numpy", options=options(each, stalled=30))
+            samples.assert_same(found, weights())
+            del found
         before = json.loads(seed.tell("threads"))
         memory = int(seed.tell("memory"))
         opened = len(os.listdir(f"/proc/{seed.pid}/fd"))
-        for _ in range(times):
-            run = [sys.executable, "-c", textwrap.dedent(READER), seed.url]
-            with subprocess.Popen(run, stdout=subprocess.PIPE, text=True) as reader:
-                assert reader.stdout is not None
-                assert reader.stdout.readline() == "reading\n"
-                assert len(json.loads(seed.tell("threads"))) > 2
-                reader.kill()
+        for _ in range(4):
+            with reader(seed.url, transport) as made:
+                assert len(json.loads(seed.tell("threads"))) > len(before) or transport != "http"
+                made.kill()
         # What its main thread, the listener and the copier are; idle readers go too.
         assert wait_until(lambda: len(json.loads(seed.tell("threads"))) <= len(before))
         assert wait_until(lambda: len(os.listdir(f"/proc/{seed.pid}/fd")) <= opened)
         assert int(seed.tell("memory")) < memory + (8 << 10)  # In KiB.
         assert seed.end() == 0
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_a_reader_ends_as_a_program_does(self, seed: SeedProcess, transport: str) -> None:
+        """Though its seed was killed meanwhile; it says so, and nothing hangs."""
+        with reader(seed.url, transport) as made:
+            seed.send(signal.SIGKILL)
+            begin = time.monotonic()
+            said, _ = made.communicate("\n", timeout=20)
+            assert time.monotonic() - begin < SOON
+        assert said.strip() in ("ReadError", "SourceNotFoundError", "SourceChangedError")
+        assert made.returncode == 0
 
     def test_a_seed_ends_as_a_program_does(self, seed: SeedProcess) -> None:
         for each in TRANSPORTS:
@@ -399,6 +427,17 @@ class TestReadersAndForks:
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights())
         assert seed.tell("update") == "done"
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights(1))
+
+    def test_a_fork_leaves_the_planner_alone(self) -> None:
+        """What it closes at its end is its parent's still."""
+        from mfload.peer.planner_http import PlannerServer
+
+        with PlannerServer() as planner, SeedProcess(planner=planner.url) as seed:
+            how = options("http", planner=planner.url)
+            for _ in range(2):
+                found = mfload.load(f"peer:///{MODEL}@main", "numpy", options=how)
+                samples.assert_same(found, weights())
+                assert seed.tell("fork") == "0"
 
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_a_reader_that_forks(self, seed: SeedProcess, transport: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -61,11 +64,13 @@ def saying(data: Any, ok: int = 200) -> Any:
     return answering(lambda request: text(ok if request.path == "/v1/manifest" else 404, body))
 
 
-def refused(url: str, kind: type[errors.MfloadError], **peer: Any) -> errors.MfloadError:
+def refused(
+    url: str, kind: type[errors.MfloadError], transports: str = "http"
+) -> errors.MfloadError:
     """The error of a load, soon and of a peer by name."""
     begin = time.monotonic()
     with pytest.raises(kind) as info:
-        mfload.load(url, "numpy", options=options("http", **{"stalled": 1.0, **peer}))
+        mfload.load(url, "numpy", options=options(transports, stalled=1.0))
     assert time.monotonic() - begin < 4.0
     assert info.value.file == url.rpartition("/org/")[0]
     return info.value
@@ -434,6 +439,111 @@ class TestEndlessReplies:
             assert time.monotonic() - begin < 10
         assert done.returncode == 0, done.stderr
         assert "Error" in done.stdout
+
+
+class TestMemoryThatIsHandedOver:
+    """What a seed sends over its Unix socket is as hostile as what it says."""
+
+    @pytest.mark.parametrize(
+        ("kind", "why"),
+        [
+            ("unsealed", "not sealed"),
+            ("file", "not sealed"),
+            ("pipe", "not sealed"),
+            ("short", "another size"),
+            ("nothing", "no memory"),
+            ("several", ""),
+        ],
+    )
+    def test_only_sealed_memory_of_that_size(self, kind: str, why: str, tmp_path: Path) -> None:
+        import fcntl
+
+        data = b"".join(each.tobytes() for each in ARRAYS.values())
+        size = VALID["size"] - (kind == "short")
+        memory = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.write(memory, data[:size])
+        if kind in ("short", "several"):
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+        (tmp_path / "file").write_bytes(data)
+        file, pipe = os.open(tmp_path / "file", os.O_RDONLY), os.pipe()
+        sent = {"nothing": [], "file": [file], "pipe": pipe[:1], "several": [memory, file, *pipe]}
+
+        def give() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                socket.send_fds(connection, [b"1"], sent.get(kind, [memory]))
+
+        name = f"mfload-test-{os.getpid()}-{kind}"
+        opened = len(os.listdir("/proc/self/fd"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{name}")
+            listener.listen()
+            thread = threading.Thread(target=give)
+            thread.start()
+            body = json.dumps({**VALID, "ways": {"memfd": {"socket": name}}})
+            state = json.dumps({key: VALID[key] for key in ("incarnation", "generation")})
+
+            def answer(request: Request) -> Reply:
+                return text(200, body if request.path == "/v1/manifest" else state)
+
+            with answering(answer) as url:
+                if why:
+                    with pytest.raises(errors.SourceError, match="no transport") as info:
+                        mfload.load(url, "numpy", options=options("memfd"))
+                    assert why in str(info.value)
+                    del info
+                else:
+                    found = mfload.load(url, "numpy", options=options("memfd"))
+                    samples.assert_same(found, ARRAYS)
+            thread.join()
+        gc.collect()
+        assert seeding.wait_until(lambda: len(os.listdir("/proc/self/fd")) <= opened)
+        for each in (memory, file, *pipe):
+            os.close(each)
+
+    @pytest.mark.parametrize("name", ["/tmp/x", "", "mfload-" + "x" * 99, "other", 5, None, "\0x"])
+    def test_names_of_sockets(self, name: Any) -> None:
+        with saying({**VALID, "ways": {"memfd": {"socket": name}}}) as url:
+            refused(url, errors.HeaderError, transports="memfd")
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            None,
+            [],
+            {"pid": 1},
+            {"pid": -1, "proof": [1, "0" * 32], "spans": []},
+            {"pid": 1 << 40, "proof": [1, "0" * 32], "spans": []},
+            {"pid": 1, "proof": [1, "0" * 31], "spans": []},
+            {"pid": 1, "proof": [1, "0" * 32], "spans": [[1 << 60, 8]]},
+            {"pid": 1, "proof": [1, "0" * 32], "spans": [[4096, -8]]},
+            {"pid": 1, "proof": [1, "0" * 32], "spans": [[4096, 8]]},
+            {"pid": True, "proof": [1, "0" * 32], "spans": [[4096, VALID["size"]]]},
+            {"pid": 1, "proof": [1, "g" * 32], "spans": [[4096, VALID["size"]]]},
+            {"pid": 1, "proof": [1, 32], "spans": [[4096, VALID["size"]]]},
+        ],
+    )
+    def test_spans_of_memory(self, given: Any) -> None:
+        with saying({**VALID, "ways": {"memory": given}}) as url:
+            refused(url, errors.HeaderError, transports="memory")
+
+    def test_the_memory_of_another_process(self) -> None:
+        """Without the secret of the seed at that address nothing of it is read."""
+        with publish(ARRAYS) as seed:
+            about = json.loads(seed.manifest.to_json())
+            for change in ({"pid": 1}, {"proof": [4096, "0" * 32]}, {"pid": os.getppid()}):
+                ways = {"memory": {**about["ways"]["memory"], **change}}
+                body = json.dumps({**about, "ways": ways})
+
+                def answer(request: Request, body: str = body) -> Reply:
+                    if request.path == "/v1/manifest":
+                        return text(200, body)
+                    return seed._answer(request)
+
+                with answering(answer) as url:
+                    error = refused(url, errors.SourceError, transports="memory")
+                assert "memory: " in str(error)
 
 
 class TestStale:

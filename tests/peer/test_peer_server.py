@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -660,6 +661,28 @@ class TestExposure:
         with SeedProcess(count=3, side=256, transports=["memory", "http"]) as seed:
             (listening,) = seeding.sockets(seed.pid).values()
             assert listening.startswith("tcp 127.0.0.1:")
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+    def test_memory_is_not_handed_to_other_users(self) -> None:
+        """Whoever finds the name of the Unix socket."""
+        code = """
+            import os, socket, sys
+            if sys.argv[2] != "0":
+                os.setgid(65534)
+                os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(5)
+                connection.connect("\\0" + sys.argv[1])
+                print(len(socket.recv_fds(connection, 1, 4)[1]))
+        """
+        with SeedProcess(count=3, side=256) as seed:
+            address = seed.url.removeprefix("peer://").partition("/")[0]
+            _, manifest = source.ask(address, mfload.PeerOptions())
+            name = manifest.ways["memfd"]["socket"]
+            for user, count in (("0", "1"), ("65534", "0")):
+                run = [sys.executable, "-c", textwrap.dedent(code), name, user]
+                done = subprocess.run(run, capture_output=True, text=True, check=False)
+                assert done.stdout.strip() == count, done.stderr
 
 
 def cpu(pid: int) -> float:
