@@ -100,10 +100,12 @@ class SeedProcess:
         return self.process.stdout.readline().strip()
 
     def send(self, number: int) -> None:
-        """Sends a signal; one that ends it is waited for."""
+        """Sends a signal, and waits until one that ends or stops it has."""
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self.process.wait()
+        elif number == signal.SIGSTOP:  # Its threads run on until the first has taken it.
+            os.waitpid(self.pid, os.WUNTRACED)
 
     def end(self) -> int:
         """Lets it end as a program does; its exit code."""
