@@ -8,9 +8,11 @@ from typing import Any
 from mfload import errors
 from mfload.peer.data import Data
 from mfload.peer.transports import Offer, Remote
+from mfload.runtime import share_of_cores
 from mfload.sources.base import Costs
 
-COSTS = Costs(block=8 << 20, merge_gap=64 << 10, concurrency=4)
+_COSTS = Costs(block=8 << 20, merge_gap=64 << 10)
+_FEWEST, _MOST = 2, 4  # Connections: each keeps a core of the reader and one of the seed busy.
 
 
 def offer(data: Data, generation: int) -> Offer:
@@ -27,9 +29,11 @@ def connect(given: Any, remote: Remote) -> HttpWay | str:
 class HttpWay:
     """Reads ranges from a seed's server (see `Way`)."""
 
-    costs, why = COSTS, "HTTP: the seed sends from where the weights lie"
+    why = "HTTP: the seed sends from where the weights lie"
 
     def __init__(self, remote: Remote) -> None:
+        count = min(max(share_of_cores(), _FEWEST), _MOST)
+        self.costs = _COSTS._replace(concurrency=count)
         self._client, about = remote.client, remote.manifest
         self._about = {"incarnation": about.incarnation, "generation": about.generation}
         self._path = f"/v1/data/{about.incarnation}/{about.generation}"
