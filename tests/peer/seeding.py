@@ -100,10 +100,12 @@ class SeedProcess:
         return self.process.stdout.readline().strip()
 
     def send(self, number: int) -> None:
-        """Sends a signal; one that ends it is waited for."""
+        """Sends a signal, and waits until one that ends or stops it has."""
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self.process.wait()
+        elif number == signal.SIGSTOP:  # Its threads run on until the first has taken it.
+            os.waitpid(self.pid, os.WUNTRACED)
 
     def end(self) -> int:
         """Lets it end as a program does; its exit code."""
@@ -260,8 +262,22 @@ def counted(monkeypatch: Any, block: int | None = None) -> Generator[Reads]:
         for kind in (MemoryWay, MemfdWay, HttpWay):
             patch.setattr(kind, "read", reads.around(kind.read))
             if block is not None:
-                patch.setattr(kind, "costs", Costs(block=block, merge_gap=0, concurrency=1))
+                costs = Costs(block=block, merge_gap=0, concurrency=1)
+                patch.setattr(kind, "costs", _Fixed(costs), raising=False)
         yield reads
+
+
+class _Fixed:
+    """An attribute that stays as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __get__(self, *_: object) -> Any:
+        return self.value
+
+    def __set__(self, *_: object) -> None:
+        pass
 
 
 class Reads:

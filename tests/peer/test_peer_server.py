@@ -570,6 +570,7 @@ class TestCertificates:
                 with pytest.raises(errors.SourceError):
                     mfload.load(seed.url, "numpy", options=how)
             assert wait_until(lambda: connections() == 0)
+            assert wait_until(lambda: seed._server.connections == 0)
 
     def test_with_a_token_too(self, certificates: Path, token_file: str) -> None:
         ca = certificates / "ca.pem"
@@ -585,6 +586,7 @@ class TestCertificates:
             for _ in range(100):
                 assert b"tensors" not in said(seed.address, garbage(rng, b"0" * 32))
             assert wait_until(lambda: connections() == 0)
+            assert wait_until(lambda: seed._server.connections == 0)
             how = options("http", ca_file=certificates / "ca.pem")
             samples.assert_same(mfload.load(seed.url, "numpy", options=how), ARRAYS)
 
