@@ -68,7 +68,7 @@ class MooncakeWay:
     """Pulls from one seed, a batch of ranges after the other."""
 
     costs = Costs(block=SLOT, concurrency=1)
-    why = "Mooncake: pulled from registered memory; whoever reaches its port can write to the seed"
+    why = "Mooncake: pulled from registered memory; any client of its port can write to the seed"
 
     def __init__(self, engine: Any, name: str, spans: Spans, remote: Remote) -> None:
         self._engine, self._name, self._spans, self._remote = engine, name, spans, remote

@@ -97,7 +97,8 @@ def run(
 
 def _attempt(call: Callable[..., Any], place: Any, how: Options, report: Report | None) -> Any:
     """What one place holds. Of seeds that a planner names, others are asked if one fails."""
-    planned = str(place).startswith("peer:///") and how.peer is not None
+    named = isinstance(place, str) and place.startswith("peer:///")
+    planned = named and how.peer is not None
     start, notes, first = time.monotonic(), [], None
     for left in reversed(range(_TRIES if planned else 1)):
         limit = how.timeout

@@ -71,13 +71,15 @@ class Shared:
     """What the loads of a stream share.
 
     Attributes:
+        wanted: Bytes that all of them take of each file, by its number.
         legs: The route of files, by their numbers; a file gets its leg with the first load.
         crew: The threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Sequence[Request]) -> None:
         from mfload.io.threads import Crew
 
+        self.wanted, _ = _wanted(requests)
         self.legs: dict[int, routing.Leg] = {}
         self.crew = Crew()
         self._room, self._until = 0, 0.0
@@ -236,7 +238,9 @@ class Session:
             nbytes = min(wanted[number], sources[number].size)
             total += nbytes
             if number not in known:
-                files[number] = sources[number], sources[number].size if shared else nbytes
+                if shared is not None:
+                    nbytes = min(shared.wanted.get(number, nbytes), sources[number].size)
+                files[number] = sources[number], nbytes
         if files:
             how = options.engine, options.page_cache
             choose = functools.partial(routing.choose, [*files.values()], *how)

@@ -337,7 +337,8 @@ def publish(
 def _version(
     arrays: Any, metadata: Mapping[str, str] | None, checksums: bool, devices: bool
 ) -> _Version:
-    if isinstance(arrays, Sequence):  # What `mfload serve` holds already.
+    if isinstance(arrays, list) and arrays and isinstance(arrays[0], fragments.Held):
+        # Of `mfload serve`.
         return _Version(arrays, metadata or {}, checksums)
     found, outline = fragments.named(arrays)
     return _Version(fragments.held(found, devices), {**(metadata or {}), **outline}, checksums)

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
-from mfload.dtypes import DType
 from mfload.formats import checkpoint
 from mfload.frameworks import numpy_adapter
-from mfload.index import Box
 from mfload.load_options import started
 from mfload.loading.session import Loader
 from mfload.loading.stream import Unwrapped
 from mfload.options import Options
+from mfload.peer.fragments import Held
 from mfload.planning import request as requesting
 from mfload.progress import Progress, shown
 
 
-class Stored(NamedTuple):
-    """A tensor of a file in memory, as `fragments.Held` describes an array's."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    box: Box
-    memory: Any
-    sharding: str = ""
-    copied: bool = False
-
-
 def stored(
     path: Any, options: Options | None = None, progress: Progress = False
-) -> tuple[list[Stored], dict[str, str]]:
+) -> tuple[list[Held], dict[str, str]]:
     """The tensors of a checkpoint in host memory, of any dtype that it has, and its strings.
 
     Raises as `mfload.load` does.
@@ -44,7 +31,7 @@ def stored(
     with shown(progress, sum(each.nbytes for each in index.columns)) as advance:
         views = Loader(index, sources, adapter, how).load(requests, advance=advance)
     found = [
-        Stored(
+        Held(
             view.name,
             info.dtype,
             info.shape,

@@ -50,6 +50,7 @@ def large(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No thread and no open file of a stream outlives it."""
+    gc.collect()  # Of tests before.
     files = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()

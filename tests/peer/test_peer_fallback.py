@@ -47,6 +47,18 @@ def test_a_peer_that_serves_is_taken(files: str) -> None:
     assert report.route[0][1].startswith("peer-")
 
 
+def test_a_file_in_memory_is_not_taken_for_a_url(files: str) -> None:
+    """Its text would be several times as long as the file."""
+
+    class Data(bytes):
+        def __str__(self) -> str:
+            raise AssertionError
+
+        __repr__ = __str__
+
+    _load(Data(Path(files).read_bytes()), files)  # pyright: ignore
+
+
 def test_nobody_listens(files: str) -> None:
     """The report says why the files were loaded."""
     took, report = _load("peer://127.0.0.1:1/m", files)

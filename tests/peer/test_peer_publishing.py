@@ -107,3 +107,15 @@ def test_any_name_will_do_with_a_token(tmp_path: Path) -> None:
         connection.request("GET", "/v1/state", headers=headers)
         assert connection.getresponse().status == 200
         connection.close()
+
+
+def test_a_list_is_a_tree() -> None:
+    """Its arrays are named by their places."""
+    with mfload.publish([np.ones(3), {"a": np.arange(4)}], model="m") as seed:
+        found = mfload.load(seed.url, "numpy")
+    assert {name: each.tolist() for name, each in found.items()} == {
+        "0": [1.0] * 3,
+        "1.a": [0, 1, 2, 3],
+    }
+    with pytest.raises(errors.UnsupportedArrayError):
+        mfload.publish([1, 2], model="m")
