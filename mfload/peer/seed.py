@@ -59,9 +59,10 @@ class _Version:
         self.text = b""
 
     def close(self) -> None:
-        """Ends what is offered; requests under way keep the memory until they end."""
+        """Ends what is offered and lets go of the memory; requests under way keep it."""
         for each in self.offers.values():
             each.close()
+        self.data, self.offers = Data(), {}
 
 
 class Seed:
@@ -222,6 +223,7 @@ class Seed:
 
     def _answer(self, request: Request) -> Reply:
         version = self._version
+        data = version.data  # An update may let go of it at any moment.
         path = urllib.parse.urlsplit(request.path).path
         match = _DATA.fullmatch(path)
         way = match is not None and match[1] == "ways"
@@ -235,16 +237,17 @@ class Seed:
             return text(200, json.dumps({**state, "readers": readers}))
         if match is None or way == (match[4] is None):
             return text(404, '{"error": "no such path"}')
-        if (match[2], int(match[3])) != (self._incarnation, version.manifest.generation):
+        asked, about = (match[2], int(match[3])), version.manifest
+        if asked != (about.incarnation, about.generation) or data.size != about.size:
             return text(410, '{"error": "another generation"}')
         if way:
             return _asked(version.offers.get(match[4]), request.body)
-        if request.span is None or request.span[1] > version.data.size:
+        if request.span is None or request.span[1] > data.size:
             return text(416, '{"error": "a range within the data is needed"}')
         low, high = request.span
-        named = ("Content-Range", f"bytes {low}-{high - 1}/{version.data.size}")
+        named = ("Content-Range", f"bytes {low}-{high - 1}/{data.size}")
         kind = "application/octet-stream"
-        return Reply(206, version.data.parts(low, high), high - low, kind, (named,))
+        return Reply(206, data.parts(low, high), high - low, kind, (named,))
 
 
 def _asked(offer: ways.Offer | None, body: bytes) -> Reply:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import platform
 import time
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,26 @@ def test_a_list_is_a_tree() -> None:
     }
     with pytest.raises(errors.UnsupportedArrayError):
         mfload.publish([1, 2], model="m")
+
+
+@pytest.mark.parametrize("transport", ["memory", "memfd", "http"])
+def test_a_closed_seed_holds_no_arrays(transport: str) -> None:
+    """At once, and though it is kept itself: nobody has to wait for a collection of garbage."""
+    array = np.arange(5000, dtype=np.float32)
+    there = weakref.ref(array)
+    with mfload.publish({"a": array}, model="m") as seed:
+        del array
+        options = Options(peer=PeerOptions(transports=(transport,)))
+        found = mfload.load(seed.url, "numpy", options=options)
+        gc.collect()
+        assert there() is not None
+        gc.disable()
+    try:
+        until = time.monotonic() + 5  # The thread of a connection ends by itself.
+        while there() is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert there() is None
+    finally:
+        gc.enable()
+    np.testing.assert_array_equal(found["a"], np.arange(5000))
+    assert repr(seed).startswith("<Seed peer://")
