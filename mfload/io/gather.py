@@ -1,0 +1,437 @@
+"""Gather: many short reads at once, at the least CPU time.
+
+What stays on the disk until it is needed is read in pieces of a few KiB. To keep a disk busy, many
+of them have to be under way; a thread for each costs several times what the read does. So the
+kernel is given all of them in one call, by io_uring or Linux AIO.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from mfload import errors
+from mfload.io import route, threads
+from mfload.runtime import NamedTuple, share_of_cores
+from mfload.sources.base import ClosedAtEnd, Handle, Source
+
+Engine = Literal["auto", "io_uring", "aio", "threads"]
+
+DEPTH = 128
+"""Reads under way at once."""
+_PIECE = 1 << 20  # Bytes of a longer read that are one for the kernel.
+_THREADS = 32  # Threads that read from a disk at once.
+
+
+class Reads(NamedTuple):
+    """Reads, in columns: NumPy arrays of int64, of n items, or of n rows.
+
+    Attributes:
+        source: Number of the source.
+        offset: First byte in it.
+        address: Where the parts of a read land in memory, one after the other: a column a part.
+        nbytes: Bytes of the parts.
+        least: Bytes that must arrive. A direct read is rounded up past the end of a file.
+    """
+
+    source: Any
+    offset: Any
+    address: Any
+    nbytes: Any
+    least: Any
+
+    @staticmethod
+    def of(source: Any, offset: Any, address: Any, nbytes: Any, least: Any = None) -> Reads:
+        """Reads of columns that NumPy can broadcast; by default, all bytes must arrive."""
+        address = np.asarray(address, np.int64)
+        address = address.reshape(len(address), -1)
+        nbytes = np.broadcast_to(np.asarray(nbytes, np.int64).T, address.T.shape).T
+        count = len(address)
+        source, offset = (
+            np.broadcast_to(np.asarray(each, np.int64), count) for each in (source, offset)
+        )
+        least = nbytes.sum(1) if least is None else np.broadcast_to(least, count)
+        return Reads(source, offset, address, nbytes, least)
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def take(self, numbers: Any) -> Reads:
+        """Some of them."""
+        return Reads(*(each[numbers] for each in tuple(self)))
+
+    def cut(self) -> Reads:
+        """The same bytes, in reads that are short enough to be under way side by side."""
+        if self.nbytes.shape[1] > 1 or not len(self) or self.nbytes.max() <= _PIECE:
+            return self
+        counts = np.maximum(1, -(-self.nbytes[:, 0] // _PIECE))
+        number = np.repeat(np.arange(len(self)), counts)
+        at = (np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
+        nbytes = np.minimum(self.nbytes[number, 0] - at, _PIECE)
+        least = np.clip(self.least[number] - at, 0, nbytes)
+        address = self.address[number] + at[:, None]
+        return Reads(self.source[number], self.offset[number] + at, address, nbytes[:, None], least)
+
+
+class Ring(Protocol):
+    """The kernel's interface for many reads, used by one thread at a time.
+
+    Attributes:
+        depth: Reads under way, at most.
+    """
+
+    depth: int
+
+    def submit(self, fds: Any, offsets: Any, vectors: Any, parts: int, first: int) -> None:
+        """Begins reads, numbered from `first` on, into the `parts` iovecs at an address each."""
+        ...
+
+    def wait(self, least: int) -> tuple[Any, Any]:
+        """Numbers and results of what has ended, at least so many; a result is bytes, or -errno."""
+        ...
+
+    def close(self) -> None:
+        """Ends it, once nothing is under way; in a fork it leaves the parent's alone."""
+        ...
+
+
+class Gather(ClosedAtEnd):
+    """Reads of some sources; many threads may use it at once. Made by `open_gather`.
+
+    Attributes:
+        name: "io_uring", "aio" or "threads".
+        why: Why it is this one, for people.
+        unit: What offsets, addresses and lengths must be multiples of: 1, unless O_DIRECT is used.
+        direct: Whether it is.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        handles: Sequence[Handle],
+        name: str,
+        why: str,
+        unit: int,
+        make: Callable[[], Ring] | None,
+    ) -> None:
+        self.name, self.why, self.unit, self.direct = name, why, unit, unit > 1
+        self._sources, self._handles, self._make = sources, list(handles), make
+        self._fds = np.array([each.fd for each in handles], np.int32)
+        self._idle: deque[Ring] = deque()
+        self._crew, self._process = threads.Crew(), os.getpid()
+        self._lock, self._active, self._closed = threading.Lock(), 0, False
+
+    def read(self, reads: Reads) -> None:
+        """Returns when all has arrived; the caller keeps the memory alive, and unmoved.
+
+        When it raises, nothing of the call is under way any more.
+
+        Raises:
+            SourceChangedError: A file is shorter than expected, or no longer the one that it was.
+            ReadError: The system can't read it.
+        """
+        if self._process != os.getpid():  # Rings, threads and who holds the lock are the parent's.
+            self._idle, self._lock, self._active = deque(), threading.Lock(), 0
+            self._process = os.getpid()
+        with self._lock:
+            if self._closed:
+                raise errors.UsageError("it was closed")
+            self._active += 1
+        try:
+            cut = reads.cut()
+            if self._make is None:
+                self._by_threads(cut)
+            elif len(cut):
+                self._by_ring(cut, self._make)
+            for number in np.unique(reads.source).tolist():
+                self._sources[number].check()
+        finally:
+            with self._lock:
+                self._active -= 1
+                ends = self._closed and not self._active
+            if ends:
+                self._release()
+
+    def _by_ring(self, reads: Reads, make: Callable[[], Ring]) -> None:
+        try:
+            ring = self._idle.pop()
+        except IndexError:
+            ring = make()
+        try:
+            results = _drive(ring, self._fds[reads.source], reads)
+        except BaseException:
+            ring.close()
+            raise
+        self._idle.append(ring)
+        for number in np.flatnonzero(results < reads.least).tolist():
+            self._finish(reads.take([number]), int(results[number]))
+
+    def _finish(self, read: Reads, result: int) -> None:
+        """Reads what is missing of a short read; raises the error of one that failed."""
+        source = self._sources[int(read.source[0])]
+        if result < 0:
+            error = OSError(-result, os.strerror(-result))
+            raise errors.from_os(error, source.name, "read") from error
+        vector = _vector(read)
+        done = result
+        while done and done >= vector[0].nbytes:
+            done -= vector.pop(0).nbytes
+        vector[0] = vector[0][done:]
+        offset, left = int(read.offset[0]) + result, int(read.least[0]) - result
+        self._read_through_cache(source, vector, offset, left)
+
+    def _read_through_cache(
+        self, source: Source, vector: list[memoryview], offset: int, least: int
+    ) -> None:
+        try:
+            with source.open() as handle:
+                handle.read(vector, offset, least)
+        except OSError as error:
+            raise errors.from_os(error, source.name, "read") from error
+
+    def _by_threads(self, reads: Reads) -> None:
+        waits = self.direct or any(each.costs.concurrency for each in self._sources)
+        count = min(len(reads), _THREADS if waits else share_of_cores())
+        numbers, failed = itertools.count(), list[BaseException]()
+
+        def work() -> None:
+            while not failed and (number := next(numbers)) < len(reads):
+                try:
+                    self._read_one(reads.take([number]))
+                except BaseException as error:  # noqa: BLE001 - raised by the caller
+                    failed.append(error)
+
+        running: list[threads.Running] = []
+        try:
+            for _ in range(count - 1):
+                running.append(self._crew.start(work))
+        except RuntimeError:  # The system gives no more threads.
+            pass
+        try:
+            work()
+        finally:
+            _join(running, failed)
+        if failed:
+            try:
+                raise failed[0]
+            finally:
+                failed.clear()  # Its frames refer to it.
+
+    def _read_one(self, read: Reads) -> None:
+        number, least = int(read.source[0]), int(read.least[0])
+        source, vector, offset = self._sources[number], _vector(read), int(read.offset[0])
+        if not self.direct:
+            self._read_through_cache(source, vector, offset, least)
+            return
+        try:
+            done = os.preadv(int(self._fds[number]), vector, offset)
+        except OSError as error:
+            raise errors.from_os(error, source.name, "read") from error
+        if done < least:
+            self._finish(read, done)
+
+    def close(self) -> None:
+        """Closes files and rings, once the reads of other threads are at their end."""
+        with self._lock:
+            self._closed, active = True, self._active
+        if not active or self._process != os.getpid():
+            self._release()
+
+    def _release(self) -> None:
+        self._crew.close()
+        while self._idle:
+            self._idle.pop().close()
+        while self._handles:
+            self._handles.pop().close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closed"):
+            self._release()
+
+
+def _vector(read: Reads) -> list[memoryview]:
+    """The memory of one read."""
+    pairs = zip(read.address[0].tolist(), read.nbytes[0].tolist(), strict=True)
+    parts = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in pairs]
+    return [memoryview(part).cast("B") for part in parts]
+
+
+def _join(running: Sequence[threads.Running], failed: list[BaseException]) -> None:
+    """Waits for threads to their end, even if it is interrupted: they write to memory."""
+    for each in running:
+        while True:
+            try:
+                each.join()
+                break
+            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
+                failed.append(error)
+
+
+def _drive(ring: Ring, fds: Any, reads: Reads) -> Any:
+    """Keeps a ring full until all reads are at their end; returns the result of each."""
+    count, parts = reads.nbytes.shape
+    vectors = np.empty((count, parts, 2), np.uint64)  # struct iovec: address, length.
+    vectors[:, :, 0], vectors[:, :, 1] = reads.address, reads.nbytes
+    first = vectors.ctypes.data + np.arange(count, dtype=np.uint64) * np.uint64(parts * 16)
+    results = np.zeros(count, np.int64)
+    begun = ended = 0
+    while ended < count:
+        more = min(ring.depth - (begun - ended), count - begun)
+        if more:
+            some = slice(begun, begun + more)
+            ring.submit(fds[some], reads.offset[some], first[some], parts, begun)
+            begun += more
+        # Of many, a part has to end before more begin: calls cost as much as reads.
+        numbers, values = ring.wait(min(begun - ended, max(1, ring.depth // 4)))
+        results[numbers] = values
+        ended += len(numbers)
+    return results
+
+
+def open_gather(
+    sources: Sequence[Source],
+    nbytes: Sequence[int] | None = None,
+    *,
+    engine: Engine = "auto",
+    files: str = "auto",
+    page_cache: str = "auto",
+    depth: int = DEPTH,
+) -> Gather:
+    """Opens sources to gather from.
+
+    Args:
+        nbytes: Bytes that will be read of each. Default: all.
+        engine: Default: io_uring where the kernel allows it, else AIO, else threads.
+        files: As `Options.engine`: "direct" for O_DIRECT, "pread" for the page cache, "auto" by
+            what the page cache holds.
+        page_cache: As `Options.page_cache`.
+
+    Raises:
+        SourceError: A source can't be opened.
+        UsageError: The engine that is asked for does not work here.
+    """
+    sizes = [source.size for source in sources] if nbytes is None else nbytes
+    legs = route.choose([*zip(sources, sizes, strict=True)], files, page_cache)
+    local = all(source.file is not None for source in sources)
+    direct = local and any(leg.direct for leg in legs)
+    why = next((leg.why for leg in legs if leg.direct), legs[0].why if legs else "nothing to read")
+    handles: list[Handle] = []
+    against: list[str] = []
+    try:
+        if direct:
+            handles = [source.open(os.O_DIRECT) for source in sources]
+            unit = max(max(_alignment(handle.fd)) for handle in handles)
+            problem = _try(handles, sizes, unit, lambda fd, view: os.preadv(fd, [view], 0))
+            if problem is not None:
+                why, direct = f"no O_DIRECT: {problem}", False
+                _close(handles)
+        if not direct:
+            handles, unit = [source.open() for source in sources], 1
+
+        def works(make: Callable[[], Ring]) -> str | None:
+            return _try(handles, sizes, unit, lambda fd, view: _try_ring(make(), fd, view))
+
+        name, make = _choose(engine, local, direct, depth, works, against)
+    except BaseException:
+        _close(handles)
+        raise
+    how = "O_DIRECT" if direct else "page cache" if local else "not a local file"
+    return Gather(sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make)
+
+
+def _close(handles: list[Handle]) -> None:
+    while handles:
+        handles.pop().close()
+
+
+def _alignment(fd: int) -> tuple[int, int]:
+    from mfload.io import probes
+
+    return probes.direct_alignment(fd) or (4096, 4096)
+
+
+def _try(
+    handles: Sequence[Handle],
+    sizes: Sequence[int],
+    unit: int,
+    read: Callable[[int, memoryview], int],
+) -> str | None:
+    """Reads the start of a file; returns what is against it."""
+    handle = next((each for each, size in zip(handles, sizes, strict=True) if size), None)
+    if handle is None:
+        return None
+    memory = mmap.mmap(-1, max(unit, mmap.PAGESIZE))  # It has the alignment of any disk.
+    with memoryview(memory) as view:
+        try:
+            read(handle.fd, view[:unit])
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def _try_ring(ring: Ring, fd: int, view: memoryview) -> int:
+    try:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        reads = Reads.of(0, [0], [address], view.nbytes)
+        result = int(_drive(ring, np.array([fd], np.int32), reads)[0])
+    finally:
+        ring.close()
+    if result < 0:
+        raise OSError(-result, os.strerror(-result))
+    return result
+
+
+def _choose(
+    engine: Engine,
+    local: bool,
+    direct: bool,
+    depth: int,
+    works: Callable[[Callable[[], Ring]], str | None],
+    against: list[str],
+) -> tuple[str, Callable[[], Ring] | None]:
+    """An engine and what makes its rings; adds why it is no better one."""
+    for name in ("io_uring", "aio") if engine == "auto" else (engine,):
+        if name == "threads":
+            return name, None
+        if name not in ("io_uring", "aio"):
+            expected = "auto, io_uring, aio or threads"
+            raise errors.UsageError("no such gather engine", expected=expected, found=repr(name))
+        problem = _problem(name, local, direct)
+        if problem is None:
+            make = _maker(name, depth)
+            problem = works(make)
+            if problem is None:
+                return name, make
+        against.append(f"no {name}: {problem}")
+    if engine != "auto":
+        raise errors.UsageError(f"{engine} does not work here", found=against[0])
+    return "threads", None
+
+
+def _problem(name: str, local: bool, direct: bool) -> str | None:
+    if not sys.platform.startswith("linux"):
+        return "it is a part of Linux"
+    if not local:
+        return "some sources are no local files"
+    if name == "aio" and not direct:
+        return "it reads the page cache one read after the other"
+    return None
+
+
+def _maker(name: str, depth: int) -> Callable[[], Ring]:
+    if name == "io_uring":
+        from mfload.io.uring import Uring
+
+        return lambda: Uring(depth)
+    from mfload.io.aio import Aio
+
+    return lambda: Aio(depth)
