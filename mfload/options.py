@@ -67,8 +67,10 @@ class PeerOptions:
     key_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for seconds in (self.timeout, self.stalled):
-            Deadline(seconds)
+        Deadline(self.timeout)
+        if Deadline(self.stalled).seconds is None:
+            what, expected = "stalled has no end", "seconds, such as 1.5"
+            raise errors.UsageError(what, expected=expected, found=repr(self.stalled))
         if isinstance(self.transports, str):
             object.__setattr__(self, "transports", (self.transports,))
         elif self.transports is not None:

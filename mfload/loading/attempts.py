@@ -18,6 +18,10 @@ Prefer = Literal["path", "fallback"]
 _MISSED = (errors.SourceError, errors.FormatError, errors.ProcessError)
 """Errors of a place. Those of arguments, names and memory are the same elsewhere."""
 
+_FINAL = (errors.SourceNotFoundError, errors.LoadTimeoutError)
+"""After these no other seed is asked."""
+
+_SEED = "mfload.peer.seed"
 _TRIES = 3  # Of seeds that a planner names.
 _LEAST = 0.1  # Seconds that a second place gets, however late it is.
 
@@ -49,8 +53,10 @@ def run(
 
     Where a planner names the seeds, and one fails, others are asked before the second place.
 
-    The first gets half of the timeout, or `PeerOptions.timeout`; the second, what is left. A second
-    attempt begins with memory of its own: nothing that the first may still write to is used again.
+    The first gets half of the timeout, peers at most `PeerOptions.timeout`; the second, what is
+    left. A second attempt begins with memory of its own: nothing that the first may still write to
+    is used again.
+
     `whole`: the result is all of the checkpoint as it is stored, and may be published.
     """
     cleared(report)
@@ -63,12 +69,19 @@ def run(
     if prefer == "fallback":
         places.reverse()
     start, peer = time.monotonic(), how.peer
-    if peer is not None and peer.publish and not whole:
-        what = "only a whole checkpoint as it is stored can be published"
-        raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
+    named = [each for each in places if _is_peer(each)]
+    if peer is not None and peer.publish:
+        if not whole:
+            what = "only a whole checkpoint as it is stored can be published"
+            raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
+        if not named:
+            what = "publish=True needs the name of the model"
+            expected = "a peer:// URL, with files as fallback=; or mfload.publish"
+            raise errors.UsageError(what, expected=expected, found=_shown(path))
+        importlib.import_module(_SEED).check(peer)
     how = _One(**{each.name: getattr(how, each.name) for each in dataclasses.fields(how)})
     limit = None if how.timeout is None else how.timeout / 2
-    if peer is not None and peer.timeout is not None:
+    if peer is not None and peer.timeout is not None and _is_peer(places[0]):
         limit = peer.timeout if limit is None else min(limit, peer.timeout)
     try:
         first = how if fallback is None else dataclasses.replace(how, timeout=limit)
@@ -87,8 +100,8 @@ def run(
         if report is not None:
             report.notes = (note, *report.notes)
     if peer is not None and peer.publish:
-        seed = importlib.import_module("mfload.peer.seed").publish_loaded(
-            found, path, peer, fell_back=note is not None or prefer == "fallback"
+        seed = importlib.import_module(_SEED).publish_loaded(
+            found, named[0], peer, fell_back=not _is_peer(places[note is not None])
         )
         if report is not None:
             report.notes = (*report.notes, f"published at {seed.url}")
@@ -107,7 +120,7 @@ def _attempt(call: Callable[..., Any], place: Any, how: Options, report: Report 
         try:
             found = call(place, options=dataclasses.replace(how, timeout=limit))
         except _MISSED as error:
-            if not left or isinstance(error, errors.SourceNotFoundError):
+            if not left or isinstance(error, _FINAL):
                 raise (first or error) from None
             first = first or error.with_traceback(None)
             notes.append(f"a seed failed, others were asked: {error}")
@@ -116,6 +129,10 @@ def _attempt(call: Callable[..., Any], place: Any, how: Options, report: Report 
             report.notes = (*notes, *report.notes)
         return found
     raise AssertionError("unreachable")
+
+
+def _is_peer(place: Any) -> bool:
+    return isinstance(place, str) and place.startswith("peer://")
 
 
 def _shown(place: Any) -> str:

@@ -104,6 +104,9 @@ class Peers:
                 if not left:
                     raise
                 continue
+            except BaseException:
+                use.close()
+                raise
             use.readers = len(made)
             for each in made:
                 each.on_failure = use.fail
@@ -171,13 +174,16 @@ def together(
         found = ", ".join(sorted({manifest.revision for _, manifest in used}))
         raise errors.CheckpointError(what, file=name, expected=expected, found=found)
     parts = {manifest.part for _, manifest in used}
-    for count in {count for _, count in parts}:
-        if missing := [str(n) for n in range(count) if (n, count) not in parts]:
-            if failed:
-                raise failed[0]
-            what, expected = "parts of the model are missing", f"seeds of all {count} parts"
-            found = f"no seed of part {', '.join(missing[:8])}"
-            raise errors.CheckpointError(what, file=name, expected=expected, found=found)
+    missing = {
+        count: [str(n) for n in range(count) if (n, count) not in parts] for _, count in parts
+    }
+    if all(missing.values()):
+        if failed:
+            raise failed[0]
+        count = min(missing)
+        what, expected = "parts of the model are missing", f"seeds of all {count} parts"
+        found = f"no seed of part {', '.join(missing[count][:8])}"
+        raise errors.CheckpointError(what, file=name, expected=expected, found=found)
     held: dict[str, tuple[Entry, list[tuple[int, Fragment]]]] = {}
     wrong: list[str] = []
     for number, (client, manifest) in enumerate(used):
@@ -245,7 +251,7 @@ def tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[Box] | None:
     A whole box is taken if there is one, else slabs along a dim, each made up in the same way.
     """
     region = tuple((0, length) for length in shape)
-    if not math.prod(shape):
+    if not boxes or not math.prod(shape):
         return list(boxes[:1]) or None
     some = [box for box in boxes if all(low < high for low, high in box)]
     for dims in ([*range(len(shape))], [*reversed(range(len(shape)))]):

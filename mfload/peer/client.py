@@ -68,7 +68,7 @@ class Client:
     ) -> None:
         self.address, self.name, self.stalled = address, name or address, stalled
         self._host = split_address(address)
-        self._headers = {"User-Agent": "mfload"}
+        self._headers, self._token = {"User-Agent": "mfload"}, token
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._context = None if tls is None else tls.context(server=False)
@@ -95,7 +95,7 @@ class Client:
         headers = {} if body is None else {"Content-Type": "application/json"}
 
         def read(response: _Response) -> bytes:
-            response.timed.allow(self.stalled, limit, least=1, total=seconds)
+            response.timed.allow(self.stalled, limit, least=_LEAST, total=seconds)
             if (response.length or 0) > limit:
                 raise BufferError
             parts: list[bytes] = []
@@ -213,7 +213,9 @@ class Client:
         kind, what = _REFUSALS.get(
             response.status, (errors.ReadError, "the peer refuses the request")
         )
-        said = response.read(200).decode("ascii", "replace")
+        said = response.read(1024).decode("ascii", "replace")
+        if self._token is not None:
+            said = said.replace(self._token, "…")  # Some servers repeat what they were sent.
         found = f"{response.status} {errors.shown(said, 160)}".strip()
         raise kind(what, file=self.name, found=found)
 

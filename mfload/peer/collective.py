@@ -166,6 +166,7 @@ class CollectiveWay:
 
     def __init__(self, pair: _Pair, name: str, backend: str, remote: Remote) -> None:
         self._pair, self._name, self._remote = pair, name, remote
+        self.check = remote.check
         self.why = f"torch.distributed ({backend}): the seed is disturbed, since it has to send"
         self._stalled = datetime.timedelta(seconds=remote.stalled)
         self._lock = threading.Lock()
@@ -181,12 +182,6 @@ class CollectiveWay:
                 for part in take(vector, at, at + count):
                     part[:] = slot[done : done + part.nbytes].data
                     done += part.nbytes
-
-    def check(self) -> bool:
-        """Asks the seed over HTTP (see `Way`)."""
-        from mfload.peer.http import HttpWay
-
-        return HttpWay(self._remote).check()
 
     def close(self) -> None:
         """Lets the seed's thread end."""

@@ -137,6 +137,7 @@ class CudaIpcWay:
 
     def __init__(self, rows: Sequence[_Row], remote: Remote) -> None:
         self._rows, self._remote, self._http = rows, remote, HttpWay(remote)
+        self.check = remote.check
         self._starts = np.cumsum([0, *(row.nbytes for row in rows)])[:-1].tolist()
         self._opened: dict[tuple[str, bytes], tuple[Any, int, int]] = {}
         self._arrays: list[DeviceBuffer | None] = []
@@ -187,10 +188,6 @@ class CudaIpcWay:
         except errors.DeviceError as error:
             what = "the seed's device memory can't be read"
             raise errors.ReadError(what, file=self._remote.name, found=str(error)) from error
-
-    def check(self) -> bool:
-        """Asks the seed over HTTP (see `Way`)."""
-        return self._http.check()
 
     def close(self) -> None:
         """Closes the handles."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mfload import errors
 from mfload.peer.data import Data
 from mfload.peer.transports import Offer, Remote
 from mfload.runtime import share_of_cores
@@ -35,20 +34,12 @@ class HttpWay:
         count = min(max(share_of_cores(), _FEWEST), _MOST)
         self.costs = _COSTS._replace(concurrency=count)
         self._client, about = remote.client, remote.manifest
-        self._about = {"incarnation": about.incarnation, "generation": about.generation}
         self._path = f"/v1/data/{about.incarnation}/{about.generation}"
-        self._name = remote.name
+        self.check = remote.check
 
     def read(self, vector: Sequence[Any], offset: int) -> None:
         """Fills buffers (see `Way`)."""
         self._client.read_into(self._path, vector, offset)
-
-    def check(self) -> bool:
-        """Asks the seed for its state (see `Way`)."""
-        state = self._client.json("GET", "/v1/state", seconds=self._client.stalled)
-        if not isinstance(state, dict):
-            raise errors.HeaderError("the seed's state is malformed", file=self._name)
-        return self._about.items() <= state.items()
 
     def close(self) -> None:
         """Closes the connections that wait."""

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from mfload import errors
+from mfload.peer import forks
 from mfload.peer.etcd import EtcdPlanner
 from mfload.peer.planner import LEASE, TICKET, Planner, SeedRecord, Ticket, here
 from mfload.peer.planner_http import HttpPlanner
 from mfload.peer.security import Tls
+from mfload.sources.base import redacted
 
 _PAUSE = 0.2  # Seconds between a reader's questions while all seeds are busy.
 
@@ -21,12 +23,14 @@ def connect(
 ) -> Planner:
     """The planner at a URL, which is not asked yet; raises UsageError for an unknown scheme."""
     scheme = url.partition("://")[0].lower()
-    if scheme == "etcd":
-        return EtcdPlanner(url, token, tls, stalled)
-    if scheme not in ("http", "https"):
+    if scheme not in ("http", "https", "etcd"):
         what, expected = "no such planner", "http://, https:// or etcd://"
-        raise errors.UsageError(what, expected=expected, found=url)
-    return HttpPlanner(url, token, tls, stalled)
+        raise errors.UsageError(what, expected=expected, found=redacted(url))
+    if "@" in url:
+        what, expected = "planners take no user and password", f"{scheme}://host:port"
+        raise errors.UsageError(what, expected=expected, found=redacted(url))
+    kind = EtcdPlanner if scheme == "etcd" else HttpPlanner
+    return kind(url, token, tls, stalled)
 
 
 class Repeated:
@@ -69,7 +73,7 @@ class Registration:
     def update(self, record: SeedRecord) -> None:
         """Tells of another generation; the planner hears of it with a renewal if it is gone now."""
         self._record = record
-        with suppress(errors.SourceError):
+        with suppress(errors.SourceError, errors.FormatError):
             self._planner.register(record)
 
     def close(self) -> None:
@@ -91,6 +95,11 @@ class Use:
         self.readers = 1
         self._closed = threading.Lock()
         self._repeated = Repeated(lambda: planner.renew(ticket), TICKET / 3)
+        forks.forget_in_forks(self)
+
+    def forget(self) -> None:
+        """Leaves the places to the parent of this fork."""
+        self._closed.acquire(blocking=False)
 
     def release(self) -> None:
         """Says that one reader is at its end; the last one gives the places back."""

@@ -28,7 +28,7 @@ MAX_RANK = 64
 
 _VERSION = 1
 _MOST = 1 << 62
-_MOST_PARTS = 4096
+MOST_PARTS = 4096
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _DIGESTS = re.compile(r"(?:[0-9a-f]{16})*")
 NAME = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
@@ -108,10 +108,8 @@ def from_json(data: Any, name: str) -> Manifest:
     model = check.field(given, "model", str, lambda text: bool(NAME.fullmatch(text)))
     revision = check.field(given, "revision", str, lambda v: not v or bool(NAME.fullmatch(v)))
     incarnation = check.field(given, "incarnation", str, lambda v: bool(_HEX32.fullmatch(v)))
-    generation = check.field(given, "generation", int, _is_count)
-    part, parts = check.row(given.get("part"), 2, "part")
-    check.of(parts, int, "part", lambda value: 0 < value <= _MOST_PARTS)
-    check.of(part, int, "part", lambda value: 0 <= value < parts)
+    generation = check.field(given, "generation", int, is_generation)
+    part, parts = check.field(given, "part", list, is_part)
     size = check.field(given, "size", int, _is_count)
     metadata = check.field(given, "metadata", dict, lambda v: {*map(type, v.values())} <= {str})
     ways = check.field(given, "ways", dict, lambda v: len(v) <= 32)
@@ -139,6 +137,17 @@ def from_json(data: Any, name: str) -> Manifest:
         checksums,
         ways,
     )
+
+
+def is_part(value: Any) -> bool:
+    """Whether it is (rank, size), of at most `MOST_PARTS`."""
+    fine = isinstance(value, list | tuple) and [*map(type, value)] == [int, int]
+    return fine and 0 <= value[0] < value[1] <= MOST_PARTS
+
+
+def is_generation(value: Any) -> bool:
+    """Whether it can be the number of a version of the weights."""
+    return type(value) is int and _is_count(value)
 
 
 def _is_count(value: int) -> bool:

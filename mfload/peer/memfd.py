@@ -125,15 +125,18 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
         return "the system hands over no descriptors"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            connection.settimeout(remote.stalled + remote.manifest.size / _COPIED)
+            connection.settimeout(remote.stalled)
             connection.connect(f"\0{name}")
-            _, descriptors, *_ = socket.recv_fds(connection, 1, 4)
+            descriptors = _received(connection, remote)
         except OSError as error:
+            if isinstance(error, errors.MfloadError):
+                raise
             return f"the seed's socket can't be reached: {error}"
     if not descriptors:
         return "the seed hands over no memory"
     for extra in descriptors[1:]:
         os.close(extra)
+    os.set_inheritable(descriptors[0], False)
     way = MemfdWay(descriptors[0], remote)
     if not _sealed(descriptors[0]):
         wrong = "is not sealed"
@@ -143,6 +146,17 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
         return way
     way.close()
     return f"the memory that the seed hands over {wrong}"
+
+
+def _received(connection: socket.socket, remote: Remote) -> Sequence[int]:
+    """The descriptors that the seed sends once its copy is made; it must answer meanwhile."""
+    until = time.monotonic() + remote.stalled + remote.manifest.size / _COPIED
+    while True:
+        try:
+            return socket.recv_fds(connection, 1, 4)[1]
+        except TimeoutError:
+            if time.monotonic() > until or not remote.check():
+                raise
 
 
 def _sealed(fd: int) -> bool:
@@ -164,6 +178,7 @@ class MemfdWay:
 
     def __init__(self, fd: int, remote: Remote) -> None:
         self._fd, self._remote = fd, remote
+        self.check = remote.check
 
     def read(self, vector: Sequence[Any], offset: int) -> None:
         """Fills buffers (see `Way`)."""
@@ -175,12 +190,6 @@ class MemfdWay:
                     what = "the seed's memory ended before its data"
                     raise errors.SourceChangedError(what, file=self._remote.name)
                 view, offset = view[got:], offset + got
-
-    def check(self) -> bool:
-        """Asks the seed's server (see `Way`)."""
-        from mfload.peer.http import HttpWay
-
-        return HttpWay(self._remote).check()
 
     def close(self) -> None:
         """Gives the memory back."""

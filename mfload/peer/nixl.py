@@ -187,6 +187,7 @@ class NixlWay:
         self, agent: Any, peer: Any, spans: Spans, devices: Sequence[int], remote: Remote
     ) -> None:
         self._agent, self._peer, self._spans, self._remote = agent, peer, spans, remote
+        self.check = remote.check
         self._devices = devices
         self._lock = threading.Lock()
         self._free: list[Any] = []
@@ -211,12 +212,6 @@ class NixlWay:
                 part[:] = slot[done : done + part.nbytes].data
                 done += part.nbytes
             self._free.append(slot)
-
-    def check(self) -> bool:
-        """Asks the seed over HTTP (see `Way`)."""
-        from mfload.peer.http import HttpWay
-
-        return HttpWay(self._remote).check()
 
     def close(self) -> None:
         """Ends the connection, unless a transfer may still be under way."""

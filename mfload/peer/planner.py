@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.formats.strict_json import brief
-from mfload.peer.manifest import NAME
+from mfload.peer.manifest import MOST_PARTS, NAME
 from mfload.peer.security import split_address
 
 LEASE = 10.0
@@ -33,7 +33,7 @@ ID = re.compile(r"[0-9a-f]{32}")
 """Of incarnations and tickets."""
 
 _MOST_SEEDS = 10_000
-_MOST_PARTS = 4096
+_PROBES = 16  # Looks at once: one that hangs holds up the others.
 _NUMBERS = {"generation", "size", "part", "parts", "max_readers"}
 
 
@@ -73,7 +73,7 @@ class SeedRecord(NamedTuple):
             with suppress(errors.UsageError):
                 split_address(made.address)
                 fine = NAME.fullmatch(made.model) and ID.fullmatch(made.incarnation)
-                if fine and made.max_readers and made.part < made.parts <= _MOST_PARTS:
+                if fine and made.max_readers and made.part < made.parts <= MOST_PARTS:
                     return made
         what = "the record of a seed is malformed"
         raise errors.HeaderError(what, file=name, found=brief(given))
@@ -123,18 +123,20 @@ def choose(
 ) -> Sequence[SeedRecord] | None:
     """The seeds that a reader is sent to; none if parts are missing, None if all are busy.
 
-    They have the newest generation of which all parts are there. For each part it is the seed on
-    the reader's machine, if there is one, that has the fewest readers for what it can take.
+    They have one revision, and the newest generation of which all parts are there. For each part
+    it is the seed on the reader's machine, if there is one, that has the fewest readers for what
+    it can take.
     """
-    groups: dict[tuple[int, int], dict[int, list[SeedRecord]]] = {}
+    groups: dict[tuple[int, int, str], dict[int, list[SeedRecord]]] = {}
     for each in records:
-        groups.setdefault((each.generation, each.parts), {}).setdefault(each.part, []).append(each)
+        key = each.generation, each.parts, each.revision
+        groups.setdefault(key, {}).setdefault(each.part, []).append(each)
     whole = {key: parts for key, parts in groups.items() if len(parts) == key[1]}
     if not whole:
         return ()
-    newest = max(generation for generation, _ in whole)
+    newest = max(generation for generation, *_ in whole)
     found: list[tuple[float, float, list[SeedRecord]]] = []
-    for (generation, count), parts in whole.items():
+    for (generation, count, _), parts in whole.items():
         if generation != newest:
             continue
         chosen: list[tuple[bool, float, str, SeedRecord]] = []
@@ -244,11 +246,15 @@ class Registry:
         with self._lock:
             self._forget()
             looked = [each for each in self._seeds.values() if self._due(each)]
-        for each in looked:
-            well = self._probe(each.record)
+        probe = self._probe
+
+        def look(each: _Known) -> None:
+            well = probe(each.record)
             with self._lock:
                 if self._due(each):  # A reader may have blamed it meanwhile.
                     each.well = well
+
+        sources.at_once(look, looked, _PROBES)
 
     def _due(self, known: _Known) -> bool:
         return not known.well and known.rests <= self._clock()

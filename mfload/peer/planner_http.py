@@ -132,11 +132,11 @@ class HttpPlanner:
     """A planner behind http:// or https:// (see `Planner`)."""
 
     def __init__(self, url: str, token: str | None, tls: Tls | None, stalled: float) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme == "https" and tls is None:
-            tls = Tls()
-        given = None if parts.scheme == "http" else tls
-        self._client = Client(parts.netloc, token=token, tls=given, stalled=stalled, name=url)
+        scheme, _, address = url.partition("://")
+        given = None if scheme.lower() == "http" else tls or Tls()
+        self._client = Client(
+            address.rstrip("/"), token=token, tls=given, stalled=stalled, name=url
+        )
         self._url = url
 
     def register(self, record: SeedRecord) -> None:

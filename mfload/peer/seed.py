@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import threading
-import urllib.parse
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -23,14 +22,14 @@ from mfload.peer.data import Data
 from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
 from mfload.peer.planner import Planner, SeedRecord, here
-from mfload.peer.security import Tls, credentials, read_token
+from mfload.peer.security import Tls, check_exposure, credentials, read_token, split_address
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
 
 MAX_READERS = 3
 """Readers at once that a planner sends to a seed, if nothing else is said."""
 
-_DATA = re.compile(r"/v1/(data|ways)/([0-9a-f]{32})/(\d{1,18})(?:/([a-z0-9_.-]{1,64}))?")
+_DATA = re.compile(r"/v1/(data|ways)/([0-9a-f]{32})/(\d{1,19})(?:/([a-z0-9_.-]{1,64}))?")
 _seeds: weakref.WeakSet[Seed] = weakref.WeakSet()
 _loaded: list[Seed] = []  # Those of loads that publish.
 
@@ -43,6 +42,9 @@ class _Version:
         rows: dict[str, tuple[Any, list[Fragment]]] = {}
         self.copied = 0
         for each in held:
+            if not strict_json.encodable(each.name):
+                what, expected = "invalid tensor name", "a string that UTF-8 can encode"
+                raise errors.UsageError(what, expected=expected, found=repr(each.name))
             offset = self.data.add(each.memory)
             box: Box = tuple((int(low), int(high)) for low, high in each.box)
             _, fragments = rows.setdefault(each.name, (each, []))
@@ -90,6 +92,7 @@ class Seed:
         tls: Tls | None,
         transports: Sequence[str],
         checksums: bool,
+        metadata: Mapping[str, str],
         part: tuple[int, int],
         generation: int,
     ) -> None:
@@ -97,14 +100,15 @@ class Seed:
         self.generation = generation - 1
         self._incarnation = secrets.token_hex(16)
         self._transports = {name: ways.find(name) for name in transports}
-        self._checksums, self._version = checksums, version
+        self._checksums, self._metadata, self._version = checksums, metadata, version
+        self._server: Server | None = None
         self._lock = threading.Lock()
         self._registration: Registration | None = None
         self._max_readers = 1
         self._closed = False
         self._begin(version)
         try:
-            self._server: Server | None = Server(address, self._answer, token=token, tls=tls)
+            self._server = Server(address, self._answer, token=token, tls=tls)
         except BaseException:
             version.close()
             raise
@@ -140,7 +144,7 @@ class Seed:
         before is let go of.
         """
         devices = "cuda_ipc" in self._transports
-        made = _version(arrays, self._version.metadata, self._checksums, devices)
+        made = _version(arrays, self._metadata, self._checksums, devices)
         with self._lock:
             if self._closed:
                 raise errors.UsageError("the seed is closed")
@@ -177,7 +181,11 @@ class Seed:
         return f"<Seed {self.url} generation {self.generation}, {size}>"
 
     def register(self, planner: Planner, max_readers: int, patient: bool = False) -> None:
-        """Makes the seed known to a planner until it is closed."""
+        """Makes the seed known to a planner until it is closed.
+
+        Raises UsageError for an address that others can't connect to, such as 0.0.0.0.
+        """
+        _check_reached(self.address)
         self._max_readers = max_readers
         self._registration = Registration(planner, self._record(), patient)
 
@@ -224,7 +232,7 @@ class Seed:
     def _answer(self, request: Request) -> Reply:
         version = self._version
         data = version.data  # An update may let go of it at any moment.
-        path = urllib.parse.urlsplit(request.path).path
+        path = request.path.partition("?")[0]
         match = _DATA.fullmatch(path)
         way = match is not None and match[1] == "ways"
         if request.method != ("POST" if way else "GET"):
@@ -319,14 +327,20 @@ def publish(
         if not isinstance(value, str) or not manifests.NAME.fullmatch(value):  # pyright: ignore
             expected = "letters, digits, '.', '_', '-' and '/', such as 'org/name'"
             raise errors.UsageError(f"{what}= is not a name", expected=expected, found=repr(value))
+    if not manifests.is_part(part) or not manifests.is_generation(generation):
+        expected = f"part=(rank, size) of at most {manifests.MOST_PARTS}, generation from 0 on"
+        found = f"part={part!r}, generation={generation!r}"
+        raise errors.UsageError("no such part or generation", expected=expected, found=found)
+    own = dict(metadata or {})
+    if wrong := [each for each in (*own, *own.values()) if not strict_json.encodable(each)]:
+        expected = "{str: str}, encodable as UTF-8"
+        raise errors.UsageError("invalid metadata", expected=expected, found=repr(wrong[0]))
+    transports = (transports,) if isinstance(transports, str) else transports
     token = None if token_file is None else read_token(token_file)
     tls = Tls.of_server(cert_file, key_file, ca_file)
-    version = _version(arrays, metadata, checksums, "cuda_ipc" in transports)
+    version = _version(arrays, own, checksums, "cuda_ipc" in transports)
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
-    given |= {"part": part, "generation": generation}
-    if not 0 <= part[0] < part[1] or generation < 0:
-        expected, found = "part=(rank, size), generation=0 or more", f"{part}, {generation}"
-        raise errors.UsageError("no such part or generation", expected=expected, found=found)
+    given |= {"part": part, "generation": generation, "metadata": own}
     seed = Seed(version, model, revision, address, transports=transports, **given)
     if planner is not None:
         try:
@@ -337,23 +351,41 @@ def publish(
     return seed
 
 
-def _version(
-    arrays: Any, metadata: Mapping[str, str] | None, checksums: bool, devices: bool
-) -> _Version:
+def _version(arrays: Any, metadata: Mapping[str, str], checksums: bool, devices: bool) -> _Version:
     if isinstance(arrays, list) and arrays and isinstance(arrays[0], fragments.Held):
         # Of `mfload serve`.
-        return _Version(arrays, metadata or {}, checksums)
+        return _Version(arrays, metadata, checksums)
     found, outline = fragments.named(arrays)
-    return _Version(fragments.held(found, devices), {**(metadata or {}), **outline}, checksums)
+    return _Version(fragments.held(found, devices), {**metadata, **outline}, checksums)
 
 
-def publish_loaded(arrays: Any, url: Any, options: PeerOptions, *, fell_back: bool) -> Seed:
-    """Publishes what was loaded from a `peer://` URL; the seed lives as long as the process.
+def _check_reached(address: str) -> None:
+    if split_address(address)[0] in ("0.0.0.0", "::"):
+        what = "a planner needs the address that readers connect to"
+        expected = "address= with one of this machine's own, such as 10.0.0.7:0"
+        raise errors.UsageError(what, expected=expected, found=address)
 
-    It has the generation of the seeds that were read. Raises as `publish` does, but for a planner
-    that is gone.
+
+def check(options: PeerOptions) -> None:
+    """Raises UsageError, before a load, for options with which it can't be published."""
+    check_exposure(options.address, credentials(options)[0], _own_tls(options))
+    if options.planner is not None:
+        _check_reached(options.address)
+
+
+def _own_tls(options: PeerOptions) -> Tls | None:
+    if options.cert_file is None:
+        return None
+    return Tls(options.cert_file, options.key_file, options.ca_file)
+
+
+def publish_loaded(arrays: Any, url: str, options: PeerOptions, *, fell_back: bool) -> Seed:
+    """Publishes the model that a `peer://` URL names; the seed lives as long as the process.
+
+    It has the generation of the seeds that were read; 0 if files were (`fell_back`). Raises as
+    `publish` does, but for a planner that is gone.
     """
-    what = PeerUrl.of(url if isinstance(url, str) else "")
+    what = PeerUrl.of(url)
     generation = 0 if fell_back else GENERATIONS.get(what[1:], 0)
     seed = publish(
         arrays,

@@ -12,7 +12,6 @@ from mfload.options import PeerOptions
 from mfload.peer import manifest as manifests, security, transports
 from mfload.peer.client import Client
 from mfload.peer.data import hasher, take
-from mfload.peer.http import HttpWay
 from mfload.peer.manifest import BLOCK, Manifest
 from mfload.peer.transports import Remote, Way
 from mfload.sources.base import ClosedAtEnd, shrunk
@@ -57,15 +56,16 @@ def connect(client: Client, manifest: Manifest, options: PeerOptions) -> PeerSou
     remote = Remote(client.name, manifest, client, options.stalled)
     against: list[str] = []
     for name in options.transports or transports.DEFAULT:
+        transport = transports.find(name)
         if name not in manifest.ways:
             against.append(f"{name}: the seed does not offer it")
             continue
-        found = transports.find(name).connect(manifest.ways[name], remote)
+        found = transport.connect(manifest.ways[name], remote)
         if not isinstance(found, str):
             skipped = "".join(f"; no {each}" for each in against)
             return PeerSource(client, manifest, found, name, options, f"{found.why}{skipped}")
         against.append(f"{name}: {found}")
-    if not HttpWay(remote).check():
+    if not remote.check():
         raise _changed(client.name, Generation.of(manifest), None)
     what = "no transport leads to the seed"
     raise errors.SourceError(what, file=client.name, found="; ".join(against))

@@ -57,6 +57,15 @@ class Remote(NamedTuple):
         path = f"/v1/ways/{about.incarnation}/{about.generation}/{transport}"
         return self.client.json("POST", path, body, seconds=self.stalled)
 
+    def check(self) -> bool:
+        """Asks the seed whether it still has this generation; raises SourceError or HeaderError."""
+        state = self.client.json("GET", "/v1/state", seconds=self.stalled)
+        if not isinstance(state, dict):
+            raise errors.HeaderError("the seed's state is malformed", file=self.name)
+        about = self.manifest
+        known = {"incarnation": about.incarnation, "generation": about.generation}
+        return known.items() <= state.items()
+
 
 class Way(Protocol):
     """Reads the data of a seed, for several threads at once.

@@ -247,7 +247,11 @@ def _connect(given: Any, size: int = 10) -> Any:
     about = {"size": size, "incarnation": "0" * 32, "generation": 0}
     client = SimpleNamespace(close=lambda: None)
     remote: Any = SimpleNamespace(
-        name="peer://x", manifest=SimpleNamespace(**about), stalled=1.0, client=client
+        name="peer://x",
+        manifest=SimpleNamespace(**about),
+        stalled=1.0,
+        client=client,
+        check=lambda: True,
     )
     return cuda_ipc.connect(given, remote)
 

@@ -17,6 +17,7 @@ import pytest
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
+from mfload.loading import attempts
 from mfload.peer.server import Server, text
 
 ARRAYS = {f"t{n}": np.arange(n, n + 1000.0) for n in range(20)}
@@ -219,3 +220,20 @@ assert "no peer listens" in report.notes[0], report.notes
 """
     environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", code, files], check=True, env=environment)
+
+
+def test_the_time_of_peers_is_not_that_of_files(files: str) -> None:
+    """`PeerOptions(timeout=)` is no limit of files that are asked first."""
+    limits: list[float | None] = []
+
+    def load(path: Any, *, options: Options) -> str:
+        limits.append(options.timeout)
+        return path
+
+    options = Options(peer=PeerOptions(timeout=0.5))
+    url = "peer://127.0.0.1:1/m"
+    for places in ((files, url, "path"), (url, files, "fallback")):
+        assert attempts.run(load, *places, options, None, whole=True) == files
+    assert limits == [None, None]
+    attempts.run(load, url, files, "path", options, None, whole=True)
+    assert 0 < (limits[-1] or 0) <= 0.5

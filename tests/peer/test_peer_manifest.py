@@ -8,6 +8,7 @@ import copy
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,11 +25,11 @@ import pytest
 import samples
 import seeding
 from hypothesis import given, settings, strategies as st
-from seeding import MODEL, options, publish, row
+from seeding import MODEL, SeedProcess, options, publish, row
 
 import mfload
 from mfload import errors
-from mfload.peer import manifest as manifests
+from mfload.peer import manifest as manifests, memfd, source
 from mfload.peer.manifest import BLOCK, Fragment
 from mfload.peer.server import Reply, Request, Server, text
 
@@ -372,8 +373,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 @contextlib.contextmanager
-def raw(first: bytes, again: bytes = b"") -> Generator[str]:
-    """A peer that says something, and then something else for ever."""
+def raw(first: bytes, again: bytes = b"", pause: float = 0.0) -> Generator[str]:
+    """A peer that says something, and then something else for ever, at times."""
 
     def answer() -> None:
         while True:
@@ -387,6 +388,7 @@ def raw(first: bytes, again: bytes = b"") -> Generator[str]:
                 connection.sendall(first)
                 while again:
                     connection.sendall(again)
+                    time.sleep(pause)
 
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=answer, daemon=True)
@@ -440,9 +442,38 @@ class TestEndlessReplies:
         assert done.returncode == 0, done.stderr
         assert "Error" in done.stdout
 
+    def test_a_manifest_that_drips(self) -> None:
+        """A byte now and then is no progress."""
+        with raw(HEAD + b"Content-Length: 9999\r\n\r\n", b" ", 0.3) as url:
+            begin = time.monotonic()
+            with pytest.raises(errors.ReadError, match="stalls"):
+                mfload.load(url, "numpy", options=options(stalled=0.5))
+            assert time.monotonic() - begin < 3
+
 
 class TestMemoryThatIsHandedOver:
     """What a seed sends over its Unix socket is as hostile as what it says."""
+
+    def test_programs_that_are_started_do_not_get_it(self) -> None:
+        with publish(ARRAYS) as seed:
+            how: Any = options("memfd").peer
+            opened = source.connect(*source.ask(seed.address, how), how)
+            way: Any = opened.way
+            assert not os.get_inheritable(way._fd)
+            way.close()
+
+    def test_a_seed_that_is_stopped_while_it_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is given up as soon as it no longer answers, however long a copy may take."""
+        monkeypatch.setattr(memfd, "_COPIED", 1e5)
+        with SeedProcess() as seed:
+            how: Any = options("memfd", stalled=0.3).peer
+            found = source.ask(seed.url.split("/")[2], how)
+            seed.send(signal.SIGSTOP)
+            begin = time.monotonic()
+            with pytest.raises(errors.ReadError, match="stalls"):
+                source.connect(*found, how)
+            assert time.monotonic() - begin < 3
+            seed.send(signal.SIGCONT)
 
     @pytest.mark.parametrize(
         ("kind", "why"),
@@ -626,3 +657,27 @@ class TestBoxesOfSeveralSeeds:
         assert tiling((50_002, 10), boxes) is None
         assert time.monotonic() - begin < 5
         assert Fragment(boxes[0], 0, 6).box == boxes[0]
+
+    @pytest.mark.parametrize("shape", [(), (4,), (0,), (2, 3)], ids=str)
+    def test_none_at_all(self, shape: tuple[int, ...]) -> None:
+        """A tensor without a fragment, even a scalar, is missing."""
+        with publish({"a": np.ones(shape, np.float32), "b": np.ones(5, np.float32)}) as seed:
+            version = seed._version
+            rows = [
+                row._replace(fragments=row.fragments * (row.name == "b")) for row in version.entries
+            ]
+            version.text = version.manifest._replace(entries=tuple(rows)).to_json()
+            with pytest.raises(errors.CheckpointError, match="a: no seed has all of it"):
+                mfload.load(seed.url, "numpy")
+
+    def test_a_part_beside_the_whole(self) -> None:
+        """A seed that has all is enough, though another is one of two."""
+        arrays = {"a": np.arange(4.0), "b": np.arange(3.0)}
+        with publish(arrays) as one, publish({"a": arrays["a"]}, part=(0, 2)) as two:
+            url = f"peer://{one.address},{two.address}/{one.model}"
+            found = mfload.load(url, "numpy")
+            assert {name: each.tolist() for name, each in found.items()} == {
+                name: each.tolist() for name, each in arrays.items()
+            }
+            with pytest.raises(errors.CheckpointError, match="parts of the model are missing"):
+                mfload.load(two.url, "numpy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -85,6 +86,19 @@ def test_the_newest_whole_generation_is_taken() -> None:
     assert _numbers(choose(there, {}, "here")) == [1]
     there.append(_record(3, generation=5, part=1, parts=2))
     assert _numbers(choose(there, {}, "here")) == [2, 3]
+
+
+def test_parts_are_of_one_revision() -> None:
+    """Readers that name none get those of one, and not the first half of another."""
+    names = {0: "z", 1: "y", 2: "y", 3: "z"}
+    there = [
+        _record(n, revision=name, part=part, parts=2)
+        for (n, name), part in zip(names.items(), (0, 1, 0, 1), strict=True)
+    ]
+    chosen = choose(there, {}, "here")
+    assert chosen is not None
+    assert len({each.revision for each in chosen}) == 1
+    assert {each.part for each in chosen} == {0, 1}
 
 
 def test_leases_and_tickets_end() -> None:
@@ -393,3 +407,77 @@ def test_the_commands(tmp_path: Any) -> None:
         )
         assert "[60, 100]" in listed.stdout
     assert [each.wait(20) for each in started] == [0, 0]
+
+
+def test_seeds_that_hang_hold_up_no_others(planner: PlannerServer) -> None:
+    """A rack that is cut off is not looked at one by one."""
+    with contextlib.ExitStack() as stack:
+        for n in range(8):
+            hung = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            planner.registry.register(_record(n, address=f"127.0.0.1:{hung.getsockname()[1]}"))
+        with mfload.publish(ARRAYS, model="org/new", planner=planner.url):
+            start = time.monotonic()
+            _same(mfload.load("peer:///org/new", "numpy", options=_options(planner)))
+            assert time.monotonic() - start < 4
+
+
+def test_a_busy_fleet_is_waited_for_once(planner: PlannerServer) -> None:
+    """Not once more for each seed that may be asked instead."""
+    with mfload.publish(ARRAYS, model="org/b", planner=planner.url, max_readers=1):
+        opened = mfload.open("peer:///org/b", options=_options(planner))
+        start = time.monotonic()
+        with pytest.raises(errors.LoadTimeoutError, match="stayed busy"):
+            mfload.load("peer:///org/b", "numpy", options=_options(planner, timeout=0.5))
+        assert time.monotonic() - start < 1.2
+        opened.close()
+
+
+def test_errors_of_arguments_keep_no_place(planner: PlannerServer) -> None:
+    """Nor a thread that renews it."""
+    with mfload.publish(ARRAYS, model="org/e", planner=planner.url):
+        count = sum(each.name == "mfload-renewal" for each in threading.enumerate())
+        how = _options(planner, transports="htpp")
+        with pytest.raises(errors.UsageError, match="no such transport"):
+            mfload.load("peer:///org/e", "numpy", options=how)
+        assert [readers for _, readers, _ in planner.registry.records()] == [0]
+        time.sleep(0.1)
+        assert sum(each.name == "mfload-renewal" for each in threading.enumerate()) == count
+
+
+def test_a_fork_keeps_the_place_of_its_parent(planner: PlannerServer) -> None:
+    """It ends as a program does, and gives back nothing."""
+    code = """
+import os, sys, mfload
+opened = mfload.open("peer:///org/f", options=mfload.Options(
+    peer=mfload.PeerOptions(planner=sys.argv[1])))
+child = os.fork()
+if not child:
+    sys.exit(0)
+os.waitpid(child, 0)
+print("done", flush=True)
+sys.stdin.read()
+"""
+    with mfload.publish(ARRAYS, model="org/f", planner=planner.url):
+        command = [sys.executable, "-c", code, planner.url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"done\n"
+            assert [readers for _, readers, _ in planner.registry.records()] == [1]
+            reader.communicate()
+        assert [readers for _, readers, _ in planner.registry.records()] == [0]
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1", "etcd://", "https://h:1/x"])
+def test_planners_without_an_address(url: str) -> None:
+    """The error says what is expected."""
+    with pytest.raises(errors.UsageError, match="host:port"):
+        mfload.load("peer:///m", "numpy", options=Options(peer=PeerOptions(planner=url)))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "etcd", "ftp"])
+def test_passwords_of_planners_are_not_shown(scheme: str) -> None:
+    """They take none."""
+    options = Options(peer=PeerOptions(planner=f"{scheme}://me:s3cret@127.0.0.1:1"))
+    with pytest.raises(errors.UsageError) as caught:
+        mfload.load("peer:///m", "numpy", options=options)
+    assert "s3cret" not in str(caught.value)

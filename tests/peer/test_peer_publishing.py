@@ -19,6 +19,7 @@ import mfload
 from mfload import Options, PeerOptions, errors
 from mfload.peer import leases
 from mfload.peer.planner_http import PlannerServer
+from mfload.peer.server import Server, text
 
 ARRAYS = {"a": np.arange(1000, dtype=np.float32), "b": np.ones((3, 5), np.int8)}
 
@@ -144,3 +145,112 @@ def test_a_closed_seed_holds_no_arrays(transport: str) -> None:
         gc.enable()
     np.testing.assert_array_equal(found["a"], np.arange(5000))
     assert repr(seed).startswith("<Seed peer://")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"generation": -1},
+        {"generation": 1 << 62},
+        {"generation": 1.5},
+        {"part": 3},
+        {"part": (2, 2)},
+        {"part": (0, 5000)},
+        {"metadata": {"a": 1}},
+        {"metadata": {"a": "\ud800"}},
+        {"model": "no name"},
+        {"transports": ["htpp"]},
+        {"arrays": {"\ud800": np.ones(1)}},
+    ],
+    ids=str,
+)
+def test_what_no_reader_would_take_is_not_published(given: dict[str, Any]) -> None:
+    """Readers are strict; who publishes hears of it first."""
+    with pytest.raises(errors.UsageError):
+        mfload.publish(**{"arrays": ARRAYS, "model": "m", **given})
+    assert mfload.seeds() == []
+
+
+@pytest.mark.parametrize("transport", ["memory", "memfd", "http"])
+def test_generations_may_be_times(transport: str) -> None:
+    """Such as nanoseconds, of 19 digits."""
+    with mfload.publish(ARRAYS, model="m", generation=time.time_ns(), transports=transport) as seed:
+        found = mfload.load(seed.url, "numpy")
+    np.testing.assert_array_equal(found["a"], ARRAYS["a"])
+
+
+def test_new_weights_have_their_own_tree() -> None:
+    """What was said of the tree before is not said of them; what the user said is."""
+    more = {"metadata": {"step": "7"}}
+    with mfload.publish([np.ones(3), np.zeros(2)], model="m", **more) as seed:  # pyright: ignore
+        assert seed.manifest.metadata.keys() > {"step"}
+        seed.update(ARRAYS)
+        assert seed.manifest.metadata == {"step": "7"}
+
+
+def test_a_planner_that_talks_nonsense_stops_no_update() -> None:
+    """The readers have the new weights all the same."""
+    said = [b"{}"]
+    planner = Server("127.0.0.1:0", lambda request: text(200, said[0]))
+    with mfload.publish(ARRAYS, model="m", planner=f"http://{planner.address}") as seed:
+        said[0] = b"nonsense"
+        seed.update({"a": np.zeros(3)})
+        assert seed.generation == 1
+    planner.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_readers_can_t_connect_to_all_addresses(address: str, tmp_path: Path) -> None:
+    """A planner would send each of them to itself."""
+    token = tmp_path / "token"
+    token.write_text("a-secret-of-many-characters")
+    with PlannerServer(token=token.read_text()) as planner:
+        given: dict[str, Any] = {"planner": planner.url, "token_file": token, "address": address}
+        with pytest.raises(errors.UsageError, match="the address that readers connect to"):
+            mfload.publish(ARRAYS, model="m", **given)
+        assert planner.registry.records() == []
+        how = _how(planner.url, publish=True, token_file=token, address=address)
+        with pytest.raises(errors.UsageError, match="the address that readers connect to"):
+            mfload.load("peer:///m", "numpy", options=how)
+    assert mfload.seeds() == []
+
+
+def test_what_can_not_be_published_is_not_loaded(tmp_path: Path) -> None:
+    """The errors come before the load, which may be long."""
+    none = tmp_path / "none"
+    with pytest.raises(errors.UsageError, match="needs the name of the model"):
+        mfload.load(none, "numpy", options=Options(peer=PeerOptions(publish=True)))
+    for address in ("127.0.0.1", "0.0.0.0:0"):
+        options = Options(peer=PeerOptions(publish=True, address=address))
+        with pytest.raises(errors.UsageError, match=r"address|listener"):
+            mfload.load("peer://127.0.0.1:1/m", "numpy", fallback=none, options=options)
+
+
+def test_the_model_is_published_whichever_place_it_came_from(tmp_path: Path) -> None:
+    """With the generation of the seed, or none of the files."""
+    path = tmp_path / "model.safetensors"
+    mfload.save(ARRAYS, path)
+    options = Options(peer=PeerOptions(publish=True))
+
+    def generation(*places: Any, **given: Any) -> int:
+        mfload.load(places[0], "numpy", fallback=places[1], options=options, **given)
+        (made,) = [each for each in mfload.seeds() if each is not seed]
+        made.close()
+        assert made.model == "org/m"
+        return made.generation
+
+    with mfload.publish(ARRAYS, model="org/m", generation=5) as seed:
+        url = seed.url
+        assert generation(url, path) == 5
+        assert generation(url, path, prefer="fallback") == 0
+        assert generation(path, url) == 0
+        assert generation(path, url, prefer="fallback") == 5
+        assert generation(url, tmp_path / "none", prefer="fallback") == 5
+        assert generation(tmp_path / "none", url) == 5
+
+
+@pytest.mark.parametrize("stalled", [None, float("inf"), 1e12, 0, -1, "1"])
+def test_peers_are_not_waited_for_without_end(stalled: Any) -> None:
+    """No socket takes such times."""
+    with pytest.raises(errors.UsageError):
+        PeerOptions(stalled=stalled)

@@ -95,6 +95,7 @@ class TestRequests:
             ("GET /v1/data HTTP/1.1", 404),
             ("GET /v1/data/../../etc/passwd HTTP/1.1", 404),
             ("GET /etc/passwd HTTP/1.1", 404),
+            ("GET http://[ HTTP/1.1", 404),
             ("GET /v1/data/{incarnation}/0 HTTP/1.1", 416),
             ("GET /v1/data/{incarnation}/1 HTTP/1.1", 410),
             ("GET /v1/data/{incarnation}/-1 HTTP/1.1", 404),
@@ -494,6 +495,20 @@ class TestTokens:
         assert "GET /v1/manifest" in caplog.text
         assert TOKEN not in everything
         assert "another-guess" not in everything
+
+    @pytest.mark.parametrize("before", [0, 50, 150])
+    def test_an_answer_that_repeats_it(self, before: int, token_file: str) -> None:
+        """Wherever the shown part of the answer ends."""
+
+        def answer(request: Request) -> Any:
+            return text(400, b"x" * before + request.headers["Authorization"].encode())
+
+        server = Server("127.0.0.1:0", answer)
+        how = options("http", token_file=token_file)
+        with pytest.raises(errors.ReadError, match="400 ") as info:
+            mfload.load(f"peer://{server.address}/m", "numpy", options=how)
+        server.close()
+        assert TOKEN[:5] not in str(info.value)
 
     @pytest.mark.parametrize(
         "content", [b"", b"short", b"\xff" * 20, b"two lines\nof it", b"x" * 513, b"with space x"]

@@ -60,11 +60,11 @@ def test_none_that_opens_something_is_a_default() -> None:
 
 def test_no_such_transport() -> None:
     """The names that there are."""
-    with (
-        mfload.publish({"x": np.ones(3)}, model="m") as seed,
-        pytest.raises(errors.SourceError, match="nothing: the seed does not offer it"),
-    ):
-        mfload.load(seed.url, "numpy", options=_options("nothing"))
+    with mfload.publish({"x": np.ones(3)}, model="m") as seed:
+        with pytest.raises(errors.SourceError, match="collective: the seed does not offer it"):
+            mfload.load(seed.url, "numpy", options=_options("collective"))
+        with pytest.raises(errors.UsageError, match=r"memory \| memfd"):
+            mfload.load(seed.url, "numpy", options=_options("nothing"))
     with pytest.raises(errors.UsageError, match=r"memory \| memfd"):
         mfload.publish({"x": np.ones(3)}, model="m", transports=("nothing",))
 
