@@ -66,10 +66,10 @@ class Aio:
         """Numbers and results of what has ended (see `Ring`)."""
         while self._waiting:
             first = len(self._requests) - self._waiting
-            addresses = self._requests.ctypes.data + np.arange(
-                first, len(self._requests), dtype=np.uint64
-            ) * np.uint64(_REQUEST.itemsize)
-            given = ctypes.c_long(self._waiting), ctypes.c_void_p(addresses.ctypes.data)
+            addresses = np.arange(first, len(self._requests)) * _REQUEST.itemsize
+            addresses += self._requests.ctypes.data
+            where = addresses.ctypes.data
+            given = ctypes.c_long(self._waiting), ctypes.c_void_p(where)
             try:
                 self._waiting -= self._call(self._submit, self._context, *given)
             except OSError as error:
@@ -80,7 +80,7 @@ class Aio:
                     # The first of them is refused, such as a file that is closed.
                     refused = self._requests["number"][first:][:1].astype(np.int64)
                     self._waiting -= 1
-                    return refused, np.array([-error.errno])
+                    return refused, np.array([-(error.errno or errno.EIO)])
         while True:
             given = ctypes.c_long(least), ctypes.c_long(self.depth)
             where = ctypes.c_void_p(self._events.ctypes.data)

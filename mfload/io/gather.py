@@ -51,10 +51,10 @@ class Reads(NamedTuple):
 
     @staticmethod
     def of(source: Any, offset: Any, address: Any, nbytes: Any, least: Any = None) -> Reads:
-        """Reads of columns that NumPy can broadcast; by default, all bytes must arrive."""
-        address = np.asarray(address, np.int64)
-        address = address.reshape(len(address), -1)
-        nbytes = np.broadcast_to(np.asarray(nbytes, np.int64).T, address.T.shape).T
+        """Reads of columns, or of single numbers; by default, all bytes must arrive."""
+        address, nbytes = (np.asarray(each, np.int64) for each in (address, nbytes))
+        address = address if address.ndim > 1 else address[:, None]
+        nbytes = np.broadcast_to(nbytes[:, None] if nbytes.ndim == 1 else nbytes, address.shape)
         count = len(address)
         source, offset = (
             np.broadcast_to(np.asarray(each, np.int64), count) for each in (source, offset)
@@ -64,10 +64,6 @@ class Reads(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.offset)
-
-    def take(self, numbers: Any) -> Reads:
-        """Some of them."""
-        return Reads(*(each[numbers] for each in tuple(self)))
 
     def cut(self) -> Reads:
         """The same bytes, in reads that are short enough to be under way side by side."""
@@ -173,20 +169,19 @@ class Gather(ClosedAtEnd):
             raise
         self._idle.append(ring)
         for number in np.flatnonzero(results < reads.least).tolist():
-            self._finish(reads.take([number]), int(results[number]))
+            self._finish(reads, number, int(results[number]))
 
-    def _finish(self, read: Reads, result: int) -> None:
+    def _finish(self, reads: Reads, n: int, result: int) -> None:
         """Reads what is missing of a short read; raises the error of one that failed."""
-        source = self._sources[int(read.source[0])]
+        source = self._sources[int(reads.source[n])]
         if result < 0:
             error = OSError(-result, os.strerror(-result))
             raise errors.from_os(error, source.name, "read") from error
-        vector = _vector(read)
-        done = result
+        vector, done = _vector(reads, n), result
         while done and done >= vector[0].nbytes:
             done -= vector.pop(0).nbytes
         vector[0] = vector[0][done:]
-        offset, left = int(read.offset[0]) + result, int(read.least[0]) - result
+        offset, left = int(reads.offset[n]) + result, int(reads.least[n]) - result
         self._read_through_cache(source, vector, offset, left)
 
     def _read_through_cache(
@@ -206,7 +201,7 @@ class Gather(ClosedAtEnd):
         def work() -> None:
             while not failed and (number := next(numbers)) < len(reads):
                 try:
-                    self._read_one(reads.take([number]))
+                    self._read_one(reads, number)
                 except BaseException as error:  # noqa: BLE001 - raised by the caller
                     failed.append(error)
 
@@ -226,9 +221,9 @@ class Gather(ClosedAtEnd):
             finally:
                 failed.clear()  # Its frames refer to it.
 
-    def _read_one(self, read: Reads) -> None:
-        number, least = int(read.source[0]), int(read.least[0])
-        source, vector, offset = self._sources[number], _vector(read), int(read.offset[0])
+    def _read_one(self, reads: Reads, n: int) -> None:
+        number, least, offset = (int(each[n]) for each in (reads.source, reads.least, reads.offset))
+        source, vector = self._sources[number], _vector(reads, n)
         if not self.direct:
             self._read_through_cache(source, vector, offset, least)
             return
@@ -237,7 +232,7 @@ class Gather(ClosedAtEnd):
         except OSError as error:
             raise errors.from_os(error, source.name, "read") from error
         if done < least:
-            self._finish(read, done)
+            self._finish(reads, n, done)
 
     def close(self) -> None:
         """Closes files and rings, once the reads of other threads are at their end."""
@@ -258,9 +253,9 @@ class Gather(ClosedAtEnd):
             self._release()
 
 
-def _vector(read: Reads) -> list[memoryview]:
-    """The memory of one read."""
-    pairs = zip(read.address[0].tolist(), read.nbytes[0].tolist(), strict=True)
+def _vector(reads: Reads, n: int) -> list[memoryview]:
+    """The memory of a read."""
+    pairs = zip(reads.address[n].tolist(), reads.nbytes[n].tolist(), strict=True)
     parts = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in pairs]
     return [memoryview(part).cast("B") for part in parts]
 
@@ -326,6 +321,7 @@ def open_gather(
     why = next((leg.why for leg in legs if leg.direct), legs[0].why if legs else "nothing to read")
     handles: list[Handle] = []
     against: list[str] = []
+    unit = 1
     try:
         if direct:
             handles = [source.open(os.O_DIRECT) for source in sources]
