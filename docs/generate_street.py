@@ -31,6 +31,7 @@ ROOMS = (
     ("saving", "arrays to files"),
     ("checking", "verify, diff, align"),
     ("peer", "loads from running processes"),
+    ("ondemand", "weights that stay on flash"),
     ("diagnostics", "doctor"),
     ("compat", "seams of other libraries"),
     ("compat/safetensors", "the interface of that package"),

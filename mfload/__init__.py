@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mfload import errors
+    from mfload import errors, ondemand
     from mfload.api import abstract, load, open, plan, restore, save, stream
     from mfload.checking.convert import Aligned, Converted, align, convert
     from mfload.checking.diff import Difference, diff
@@ -48,20 +48,21 @@ _NAMES = {
     "trees.load_into": "load_into",
 }
 _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in names.split()}
+_WHERE["ondemand"] = "mfload.ondemand"
 
 __all__ = [
     "Aligned", "Converted", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options",
     "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align", "convert",
-    "diff", "doctor", "errors", "live_bytes", "load", "load_into", "open", "plan", "publish",
-    "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
+    "diff", "doctor", "errors", "live_bytes", "load", "load_into", "ondemand", "open", "plan",
+    "publish", "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'mfload' has no attribute {name!r}")
-    if name == "errors":
-        return importlib.import_module("mfload.errors")
+    if name in ("errors", "ondemand"):
+        return importlib.import_module(f"mfload.{name}")
     from mfload.runtime import gc_paused
 
     # While modules are made, the collector would walk all that a framework holds.

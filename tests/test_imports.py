@@ -48,6 +48,24 @@ def test_the_public_names_import_no_framework() -> None:
     assert "mfload.api" in loaded
 
 
+def test_the_names_of_ondemand_import_no_framework() -> None:
+    code = """
+        import sys, mfload
+        for name in mfload.ondemand.__all__:
+            assert callable(getattr(mfload.ondemand, name))
+        assert dir(mfload.ondemand) == sorted(mfload.ondemand.__all__)
+        assert set(mfload.ondemand._WHERE) == set(mfload.ondemand.__all__)
+        try:
+            mfload.ondemand.nonsense
+        except AttributeError as error:
+            assert "nonsense" in str(error)
+        print("\\n".join(sys.modules))
+    """
+    loaded = set(_run(code).split())
+    assert not loaded & {*FRAMEWORKS, "tqdm", "safetensors", "matplotlib"}
+    assert "mfload.ondemand.report" in loaded
+
+
 def test_numpy_needs_numpy_alone(tmp_path: Path) -> None:
     import numpy as np
     import samples
@@ -152,8 +170,9 @@ def test_what_is_typed_is_what_there_is() -> None:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
             seen[alias.name] = node.module or ""
-    where = {name: module for name, module in mfload._WHERE.items() if name != "errors"}
-    assert seen == {**where, "errors": "mfload"}
+    modules = dict.fromkeys(("errors", "ondemand"), "mfload")
+    where = {name: module for name, module in mfload._WHERE.items() if name not in modules}
+    assert seen == {**where, **modules}
     for name, module in where.items():
         assert getattr(mfload, name) is getattr(importlib.import_module(module), name)
 

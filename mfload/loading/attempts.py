@@ -78,7 +78,7 @@ def run(
             what = "publish=True needs the name of the model"
             expected = "a peer:// URL, with files as fallback=; or mfload.publish"
             raise errors.UsageError(what, expected=expected, found=_shown(path))
-        importlib.import_module(_SEED).check(peer)
+        importlib.import_module(_SEED).check(named[0], peer)
     how = _One(**{each.name: getattr(how, each.name) for each in dataclasses.fields(how)})
     limit = None if how.timeout is None else how.timeout / 2
     if peer is not None and peer.timeout is not None and _is_peer(places[0]):

@@ -11,6 +11,7 @@ import base64
 import json
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from mfload import errors
@@ -53,10 +54,10 @@ class EtcdPlanner:
 
         The place is taken first and then looked at: of more than a seed takes, the last ones go.
         """
-        records = [
-            SeedRecord.of(strict_json.loads(value, self._url), self._url)
-            for _, value, _ in self._under("seeds/")
-        ]
+        records: list[SeedRecord] = []
+        for _, value, _ in self._under("seeds/"):
+            with suppress(errors.FormatError):  # One that is malformed hides no others.
+                records.append(SeedRecord.of(strict_json.loads(value, self._url), self._url))
         failed = {key.rpartition("/")[2] for key, _, _ in self._under("failed/")}
         there = [
             each
@@ -100,7 +101,10 @@ class EtcdPlanner:
         lease = self._leases.get(key)
         if lease is not None and not again:
             answer = self._ask("lease/keepalive", {"ID": lease}).get("result", {})
-            alive = isinstance(answer, dict) and int(answer.get("TTL", 0) or 0) > 0
+            try:
+                alive = int(answer["TTL"]) > 0
+            except (KeyError, TypeError, ValueError):
+                alive = False
             if alive and not key.startswith("seeds/"):
                 return
             lease = lease if alive else None

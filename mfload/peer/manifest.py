@@ -25,6 +25,8 @@ MAX_SIZE = 1 << 44
 """Bytes that the fragments of a seed have together, at most."""
 
 MAX_RANK = 64
+MAX_SHARDING = 1000
+"""Characters that say how a tensor is sharded."""
 
 _VERSION = 1
 _MOST = 1 << 62
@@ -194,7 +196,7 @@ def _entry(row: Any, check: _Checked) -> Entry:
     name, dtype, shape, sharding, given = check.row(row, 5, "a tensor")
     check.of(name, str, "a name", strict_json.encodable)
     check.tensor = name
-    check.of(sharding, str, "the sharding", lambda text: len(text) <= 1000)
+    check.of(sharding, str, "the sharding", lambda text: len(text) <= MAX_SHARDING)
     kind = dtypes.TABLE.get(check.of(dtype, str, "the dtype"))
     if kind is None:
         check.fail("the dtype is unknown", "a dtype of the table", dtype)

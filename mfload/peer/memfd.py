@@ -62,7 +62,7 @@ class _Giver:
                 if not self._closed:
                     time.sleep(_PAUSE)  # No descriptors are left.
                 continue
-            with connection, suppress(OSError):
+            with connection, suppress(OSError, errors.MfloadError):
                 connection.settimeout(_WAIT)
                 size = _CREDENTIALS.size
                 raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)

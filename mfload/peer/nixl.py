@@ -252,15 +252,19 @@ class NixlWay:
             handle = agent.initialize_xfer("READ", targets, stored, self._peer)
             state = agent.transfer(handle)
         until = time.monotonic() + self._remote.stalled
-        while state == "PROC":
-            if time.monotonic() > until:
-                _kept.append(handle)
-                what, self._broken = "the seed stalls", f"nothing for {self._remote.stalled:g} s"
-                raise errors.ReadError(what, file=self._remote.name, found=self._broken)
-            time.sleep(_PAUSE)
-            self._ask()
-            with self._lock, self._blamed() as agent:
-                state = agent.check_xfer_state(handle)
+        try:
+            while state == "PROC":
+                if time.monotonic() > until:
+                    what, found = "the seed stalls", f"nothing for {self._remote.stalled:g} s"
+                    raise errors.ReadError(what, file=self._remote.name, found=found)
+                time.sleep(_PAUSE)
+                self._ask()
+                with self._lock, self._blamed() as agent:
+                    state = agent.check_xfer_state(handle)
+        except BaseException as error:  # The transfer may go on.
+            _kept.append(handle)
+            self._broken = self._broken or str(error) or type(error).__name__
+            raise
         with self._lock, self._blamed():
             handle.release()
             if state != "DONE":

@@ -6,6 +6,7 @@ import json
 import threading
 import urllib.parse
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 from mfload import errors
@@ -57,19 +58,18 @@ class PlannerServer:
                 self.registry.probe()
 
     def _well(self, record: SeedRecord) -> bool:
-        client = Client(record.address, token=self._token, tls=self._tls, stalled=1.0)
+        given: Any = {"token": self._token, "tls": self._tls, "stalled": 1.0}
         try:
-            state = client.json("GET", "/v1/state", seconds=1.0)
-            about = {"incarnation": record.incarnation, "generation": record.generation}
-            if not isinstance(state, dict) or not about.items() <= state.items():
-                return False
-            nbytes = min(_PROBED, record.size)
-            path = f"/v1/data/{record.incarnation}/{record.generation}"
-            client.read_into(path, [memoryview(bytearray(nbytes))], 0)
+            with closing(Client(record.address, **given)) as client:
+                state = client.json("GET", "/v1/state", seconds=1.0)
+                about = {"incarnation": record.incarnation, "generation": record.generation}
+                if not isinstance(state, dict) or not about.items() <= state.items():
+                    return False
+                nbytes = min(_PROBED, record.size)
+                path = f"/v1/data/{record.incarnation}/{record.generation}"
+                client.read_into(path, [memoryview(bytearray(nbytes))], 0)
         except (errors.MfloadError, OSError):
             return False
-        finally:
-            client.close()
         return True
 
     def _answer(self, request: Request) -> Reply:

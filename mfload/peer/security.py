@@ -13,7 +13,8 @@ from mfload import errors
 from mfload.options import PeerOptions
 
 _TOKEN = re.compile(r"[!-~]{8,512}")
-_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
+_LABEL = "[A-Za-z0-9_-]{1,63}"  # Longer ones Python does not look up.
+_ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]+)\]|({_LABEL}(?:\.{_LABEL})*\.?)):(\d{{1,5}})")
 
 
 def credentials(given: PeerOptions) -> tuple[str | None, Tls | None]:
@@ -94,14 +95,20 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def check_exposure(address: str, token: str | None, tls: Tls | None) -> None:
-    """Raises UsageError for an address beyond this machine that nothing guards."""
+def resolved(address: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The IP addresses of "host:port"; raises UsageError for a host that is unknown."""
     host, port = split_address(address)
     try:
-        found = {str(row[4][0]) for row in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise errors.UsageError("the address is unknown", found=address) from error
-    if all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
+    found = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in rows]
+    return [getattr(each, "ipv4_mapped", None) or each for each in found]
+
+
+def check_exposure(address: str, token: str | None, tls: Tls | None) -> None:
+    """Raises UsageError for an address beyond this machine that nothing guards."""
+    if all(each.is_loopback for each in resolved(address)):
         return
     if token is None and (tls is None or not tls.mutual):
         raise errors.UsageError(

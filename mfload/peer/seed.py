@@ -18,11 +18,11 @@ from mfload.index import Box
 from mfload.options import PeerOptions
 from mfload.peer import fragments, manifest as manifests, transports as ways
 from mfload.peer.checkpoint import GENERATIONS, PeerUrl
-from mfload.peer.data import Data
+from mfload.peer.data import Data, hasher
 from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
 from mfload.peer.planner import Planner, SeedRecord, here
-from mfload.peer.security import Tls, check_exposure, credentials, read_token, split_address
+from mfload.peer.security import Tls, check_exposure, credentials, read_token, resolved
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
 
@@ -51,7 +51,13 @@ class _Version:
             fragments.append(Fragment(box, offset, each.memory.size))
             self.copied += each.memory.size if each.copied else 0
         self.entries = tuple(
-            Entry(name, each.dtype.name, tuple(each.shape), each.sharding, tuple(fragments))
+            Entry(
+                name,
+                each.dtype.name,
+                tuple(each.shape),
+                each.sharding[: manifests.MAX_SHARDING],
+                tuple(fragments),
+            )
             for name, (each, fragments) in rows.items()
         )
         self.metadata = dict(metadata)
@@ -211,22 +217,23 @@ class Seed:
                 offer = transport.offer(version.data, number)
                 if offer is not None:
                     version.offers[name] = offer
+            version.manifest = Manifest(
+                self.model,
+                self.revision,
+                self._incarnation,
+                number,
+                self.part,
+                version.data.size,
+                version.entries,
+                version.metadata,
+                version.checksums,
+                {name: offer.given for name, offer in version.offers.items()},
+            )
+            version.text = version.manifest.to_json()
+            _check_readable(version.text)
         except BaseException:
             version.close()
             raise
-        version.manifest = Manifest(
-            self.model,
-            self.revision,
-            self._incarnation,
-            number,
-            self.part,
-            version.data.size,
-            version.entries,
-            version.metadata,
-            version.checksums,
-            {name: offer.given for name, offer in version.offers.items()},
-        )
-        version.text = version.manifest.to_json()
         self._version, self.generation = version, number
 
     def _answer(self, request: Request) -> Reply:
@@ -256,6 +263,19 @@ class Seed:
         named = ("Content-Range", f"bytes {low}-{high - 1}/{data.size}")
         kind = "application/octet-stream"
         return Reply(206, data.parts(low, high), high - low, kind, (named,))
+
+
+def _check_readable(manifest: bytes) -> None:
+    """Raises UsageError for a manifest that readers would refuse."""
+    if len(manifest) > manifests.MAX_MANIFEST:
+        what, expected = "the manifest is too long", f"at most {manifests.MAX_MANIFEST} bytes"
+        raise errors.UsageError(what, expected=expected, found=f"{len(manifest)} bytes")
+    try:
+        manifests.from_json(strict_json.loads(manifest, "the seed"), "the seed")
+    except errors.HeaderError as error:
+        raise errors.UsageError(
+            error.message, tensor=error.tensor, expected=error.expected, found=error.found
+        ) from None
 
 
 def _asked(offer: ways.Offer | None, body: bytes) -> Reply:
@@ -305,7 +325,7 @@ def publish(
         key_file: Its key. Default: in `cert_file`.
         ca_file: With it, readers need a certificate that this authority signed.
         planner: URL of the planner to register with.
-        max_readers: Readers at once that the planner sends here.
+        max_readers: Readers at once that the planner sends here, 1 or more.
         part: `(rank, size)` of processes that hold a model together: readers are told if one of
             them is missing, and a planner names them all.
         generation: The number of the weights: of seeds with several, the planner and readers take
@@ -331,6 +351,9 @@ def publish(
         expected = f"part=(rank, size) of at most {manifests.MOST_PARTS}, generation from 0 on"
         found = f"part={part!r}, generation={generation!r}"
         raise errors.UsageError("no such part or generation", expected=expected, found=found)
+    if type(max_readers) is not int or not 0 < max_readers < 1 << 62:
+        what = "max_readers= is not a number of readers"
+        raise errors.UsageError(what, expected="1 or more", found=repr(max_readers))
     own = dict(metadata or {})
     if wrong := [each for each in (*own, *own.values()) if not strict_json.encodable(each)]:
         expected = "{str: str}, encodable as UTF-8"
@@ -360,23 +383,28 @@ def _version(arrays: Any, metadata: Mapping[str, str], checksums: bool, devices:
 
 
 def _check_reached(address: str) -> None:
-    if split_address(address)[0] in ("0.0.0.0", "::"):
+    if any(each.is_unspecified for each in resolved(address)):
         what = "a planner needs the address that readers connect to"
         expected = "address= with one of this machine's own, such as 10.0.0.7:0"
         raise errors.UsageError(what, expected=expected, found=address)
 
 
-def check(options: PeerOptions) -> None:
-    """Raises UsageError, before a load, for options with which it can't be published."""
-    check_exposure(options.address, credentials(options)[0], _own_tls(options))
+def check(url: str, options: PeerOptions) -> None:
+    """Looks, before a load, whether it could be published under a URL's name.
+
+    Raises UsageError if it could not, and FrameworkMissingError if xxhash is not installed.
+    """
+    PeerUrl.of(url)
+    token, tls = credentials(options)
+    own = None if options.cert_file is None else tls
+    check_exposure(options.address, token, own)
+    if own is not None:
+        own.context(server=True)
+    if options.checksums:
+        hasher()
     if options.planner is not None:
         _check_reached(options.address)
-
-
-def _own_tls(options: PeerOptions) -> Tls | None:
-    if options.cert_file is None:
-        return None
-    return Tls(options.cert_file, options.key_file, options.ca_file)
+        connect(options.planner, token=token, tls=tls)
 
 
 def publish_loaded(arrays: Any, url: str, options: PeerOptions, *, fell_back: bool) -> Seed:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.options import PeerOptions
-from mfload.peer import manifest as manifests, security, transports
+from mfload.peer import forks, manifest as manifests, security, transports
 from mfload.peer.client import Client
 from mfload.peer.data import hasher, take
 from mfload.peer.manifest import BLOCK, Manifest
@@ -115,6 +115,7 @@ class PeerSource:
         elif options.checksums:
             self.why += "; the seed has no checksums"
         self._closes = weakref.finalize(self, _close, way, client)
+        forks.forget_in_forks(self)
 
     @property
     def compares(self) -> bool:
@@ -123,6 +124,10 @@ class PeerSource:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reopen, (self._client.address, self._options, self.identity)
+
+    def forget(self) -> None:
+        """Leaves the way to the parent of this fork: to end it would end the parent's."""
+        self._closes.detach()
 
     def at_end(self, call: Callable[[], object]) -> None:
         """Has something called when the source is no longer used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import json
@@ -20,6 +21,7 @@ import mfload
 from mfload import Options, PeerOptions, errors
 from mfload.peer import planner as planning
 from mfload.peer.client import Client
+from mfload.peer.etcd import EtcdPlanner
 from mfload.peer.planner import Registry, SeedRecord, choose
 from mfload.peer.planner_http import PlannerServer
 from mfload.peer.server import Server, text
@@ -481,3 +483,53 @@ def test_passwords_of_planners_are_not_shown(scheme: str) -> None:
     with pytest.raises(errors.UsageError) as caught:
         mfload.load("peer:///m", "numpy", options=options)
     assert "s3cret" not in str(caught.value)
+
+
+def test_records_of_etcd_that_are_malformed_hide_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever wrote them, and whatever is answered when a lease is renewed."""
+    stored = {b"/mfload/seeds/x": b"", b"/mfload/seeds/y": b"{}"}
+    asked: list[str] = []
+
+    def ask(path: str, body: Any) -> Any:
+        asked.append(path)
+        if path == "kv/put":
+            stored[base64.b64decode(body["key"])] = base64.b64decode(body["value"])
+        if path != "kv/range":
+            return {"ID": "7", "result": {"TTL": "soon"}}
+        low, high = (base64.b64decode(body[each]) for each in ("key", "range_end"))
+        found = [row for row in stored.items() if low <= row[0] < high]
+        names = "key", "value"
+        rows = [zip(names, map(base64.b64encode, row), strict=True) for row in found]
+        return {"kvs": [{**dict(row), "create_revision": "1"} for row in rows]}
+
+    planner = EtcdPlanner("etcd://127.0.0.1:1", None, None, 1.0)
+    monkeypatch.setattr(planner, "_ask", ask)
+    planner.register(_record(1))
+    planner.register(_record(1))
+    assert asked.count("lease/grant") == 2
+    ticket = planner.take("org/name", None, "here")
+    assert ticket is not None
+    assert ticket.seeds == (_record(1),)
+
+
+def test_a_fork_does_not_end_the_way_of_its_parent() -> None:
+    """As it would if the seed were told that the reader is done."""
+    code = """
+import os, sys, mfload
+from mfload.peer.http import HttpWay
+HttpWay.close = lambda self: print(os.getpid(), flush=True)
+opened = mfload.open(sys.argv[1], options=mfload.Options(
+    peer=mfload.PeerOptions(transports="http")))
+child = os.fork()
+if not child:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(os.getpid(), flush=True)
+"""
+    with mfload.publish(ARRAYS, model="m") as seed:
+        command = [sys.executable, "-c", code, seed.url]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) == 2
+    assert len(set(found)) == 1

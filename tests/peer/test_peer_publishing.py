@@ -6,6 +6,7 @@ import contextlib
 import gc
 import http.client
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Generator
@@ -17,7 +18,9 @@ import pytest
 
 import mfload
 from mfload import Options, PeerOptions, errors
-from mfload.peer import leases
+from mfload.dtypes import TABLE
+from mfload.peer import leases, manifest
+from mfload.peer.fragments import Held
 from mfload.peer.planner_http import PlannerServer
 from mfload.peer.server import Server, text
 
@@ -160,14 +163,19 @@ def test_a_closed_seed_holds_no_arrays(transport: str) -> None:
         {"metadata": {"a": "\ud800"}},
         {"model": "no name"},
         {"transports": ["htpp"]},
+        {"max_readers": 0},
+        {"max_readers": 1.5},
+        {"max_readers": 1 << 62},
+        {"arrays": {"none": np.empty((0, 1 << 62), np.int8)}},
         {"arrays": {"\ud800": np.ones(1)}},
     ],
     ids=str,
 )
 def test_what_no_reader_would_take_is_not_published(given: dict[str, Any]) -> None:
     """Readers are strict; who publishes hears of it first."""
+    how: dict[str, Any] = {"arrays": ARRAYS, "model": "m", **given}
     with pytest.raises(errors.UsageError):
-        mfload.publish(**{"arrays": ARRAYS, "model": "m", **given})
+        mfload.publish(**how)
     assert mfload.seeds() == []
 
 
@@ -177,6 +185,26 @@ def test_generations_may_be_times(transport: str) -> None:
     with mfload.publish(ARRAYS, model="m", generation=time.time_ns(), transports=transport) as seed:
         found = mfload.load(seed.url, "numpy")
     np.testing.assert_array_equal(found["a"], ARRAYS["a"])
+
+
+def test_a_manifest_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by the seed, not by each reader; an update leaves the weights before."""
+    with mfload.publish(ARRAYS, model="m") as seed:
+        monkeypatch.setattr(manifest, "MAX_MANIFEST", 2000)
+        many = {f"t{n}": np.ones(1) for n in range(100)}
+        with pytest.raises(errors.UsageError, match="the manifest is too long"):
+            seed.update(many)
+        with pytest.raises(errors.UsageError, match="the manifest is too long"):
+            mfload.publish(many, model="m")
+        assert mfload.load(seed.url, "numpy").keys() == ARRAYS.keys()
+        assert mfload.seeds() == [seed]
+
+
+def test_a_long_text_of_the_sharding_is_cut() -> None:
+    """Some frameworks name each device in it."""
+    held = Held("a", TABLE["I8"], (4,), ((0, 4),), np.arange(4, dtype=np.uint8), "x" * 5000)
+    with mfload.publish([held], model="m") as seed:
+        assert mfload.load(seed.url, "numpy")["a"].tolist() == [0, 1, 2, 3]
 
 
 def test_new_weights_have_their_own_tree() -> None:
@@ -199,7 +227,9 @@ def test_a_planner_that_talks_nonsense_stops_no_update() -> None:
     planner.close()
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:0", "0:0", "[::]:0", "[0::0]:0", "[::ffff:0.0.0.0]:0"]
+)
 def test_readers_can_t_connect_to_all_addresses(address: str, tmp_path: Path) -> None:
     """A planner would send each of them to itself."""
     token = tmp_path / "token"
@@ -215,15 +245,31 @@ def test_readers_can_t_connect_to_all_addresses(address: str, tmp_path: Path) ->
     assert mfload.seeds() == []
 
 
-def test_what_can_not_be_published_is_not_loaded(tmp_path: Path) -> None:
+def test_what_can_not_be_published_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The errors come before the load, which may be long."""
     none = tmp_path / "none"
     with pytest.raises(errors.UsageError, match="needs the name of the model"):
         mfload.load(none, "numpy", options=Options(peer=PeerOptions(publish=True)))
+    url = "peer://127.0.0.1:1/m"
     for address in ("127.0.0.1", "0.0.0.0:0"):
         options = Options(peer=PeerOptions(publish=True, address=address))
         with pytest.raises(errors.UsageError, match=r"address|listener"):
-            mfload.load("peer://127.0.0.1:1/m", "numpy", fallback=none, options=options)
+            mfload.load(url, "numpy", fallback=none, options=options)
+    options = Options(peer=PeerOptions(publish=True, planner="ftp://h:1"))
+    with pytest.raises(errors.UsageError, match="no such planner"):
+        mfload.load(url, "numpy", fallback=none, options=options)
+    (cert := tmp_path / "cert.pem").write_text("none")
+    options = Options(peer=PeerOptions(publish=True, cert_file=cert))
+    with pytest.raises(errors.UsageError, match="a certificate can't be used"):
+        mfload.load(none, "numpy", fallback=url, options=options)
+    options = Options(peer=PeerOptions(publish=True))
+    with pytest.raises(errors.UsageError, match="the URL is malformed"):
+        mfload.load(none, "numpy", fallback="peer://127.0.0.1:1/", options=options)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(errors.FrameworkMissingError, match="xxhash"):
+        mfload.load(none, "numpy", fallback=url, options=options)
 
 
 def test_the_model_is_published_whichever_place_it_came_from(tmp_path: Path) -> None:

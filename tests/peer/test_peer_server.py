@@ -27,6 +27,8 @@ from seeding import MODEL, SeedProcess, options, publish, wait_until, weights
 import mfload
 from mfload import errors
 from mfload.peer import security, server as servers, source
+from mfload.peer.planner import SeedRecord
+from mfload.peer.planner_http import PlannerServer
 from mfload.peer.server import MAX_BODY, MAX_CONNECTIONS, Request, Server, text
 
 TOKEN = "s3cret-token-of-a-seed"
@@ -618,6 +620,24 @@ class TestCertificates:
             with pytest.raises(errors.UsageError):
                 publish(ARRAYS, **given)
 
+    def test_a_planner_whose_files_are_gone_for_a_while(
+        self, certificates: Path, tmp_path: Path
+    ) -> None:
+        """It goes on looking at seeds."""
+        ca = Path(shutil.copy(certificates / "ca.pem", tmp_path))
+        how: dict[str, Any] = {**own(certificates, "seed"), "ca_file": ca}
+        record = SeedRecord("127.0.0.1:1", MODEL, "", "0" * 32, 0, "x", "here", 1, 0, 1, 1)
+        with PlannerServer(tls=security.Tls(**how)) as planner:
+            ca.rename(tmp_path / "moved")
+            planner.registry.register(record)
+            planner.registry.probe()
+            (tmp_path / "moved").rename(ca)
+            planner.registry.leave(record)
+            peer = mfload.PeerOptions(planner=planner.url, **how)
+            with publish(ARRAYS, planner=planner.url, **how):
+                given = mfload.Options(timeout=10, peer=peer)
+                samples.assert_same(mfload.load(f"peer:///{MODEL}", "numpy", options=given), ARRAYS)
+
 
 class TestExposure:
     @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "10.1.2.3:80"])
@@ -647,11 +667,25 @@ class TestExposure:
             assert "Traceback" not in done.stderr
 
     @pytest.mark.parametrize(
-        "address", ["", "127.0.0.1", ":80", "127.0.0.1:99999", "host name:1", "127.0.0.1:80:80", 80]
+        "address",
+        [
+            "",
+            "127.0.0.1",
+            ":80",
+            "127.0.0.1:99999",
+            "host name:1",
+            "127.0.0.1:80:80",
+            "a..b:1",
+            ".:1",
+            f"{'a' * 64}:1",
+            80,
+        ],
     )
     def test_no_address(self, address: Any) -> None:
         with pytest.raises(errors.UsageError):
             publish(ARRAYS, address=address)
+        with pytest.raises(errors.UsageError):
+            security.split_address(address)
 
     def test_an_address_that_is_taken(self) -> None:
         with publish(ARRAYS) as seed:

@@ -92,6 +92,20 @@ def test_checksums_of_blocks(sizes: list[int]) -> None:
     assert data.checksums() == "".join(hasher()(each).hexdigest() for each in blocks)
 
 
+def test_a_copy_that_fails_is_made_for_the_next_reader() -> None:
+    """As on a device that has no memory for a moment."""
+    with mfload.publish(ARRAYS, model="m", transports=("memfd",)) as seed:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Data, "parts", _failing)
+            with pytest.raises(errors.SourceError, match="the seed hands over no memory"):
+                mfload.load(seed.url, "numpy", options=_options("memfd"))
+        _same(mfload.load(seed.url, "numpy", options=_options("memfd")))
+
+
+def _failing(*_: Any) -> Any:
+    raise errors.DeviceError("out of memory")
+
+
 # Ranges of several arrays
 
 
@@ -309,6 +323,38 @@ def test_nixl_keeps_what_it_may_still_write_to(state: str, monkeypatch: pytest.M
             mfload.load(seed.url, "numpy", options=_options("nixl", stalled=0.3))
         assert time.monotonic() - start < 2
     kept: list[Any] = nixl._kept  # pyright: ignore[reportPrivateUsage]
+    assert any(isinstance(each, np.ndarray) for each in kept)
+    assert any(isinstance(each, Agent) for each in kept)
+
+
+@pytest.mark.usefixtures("agents")
+def test_nixl_keeps_a_transfer_of_a_seed_that_can_t_be_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may go on, and so its handle, its slot and its agent are kept."""
+    begun: list[Any] = []
+    ask = transports.Remote.ask
+
+    def asked(remote: transports.Remote, transport: str, body: Any) -> Any:
+        if begun:
+            raise errors.ReadError("the seed can't be asked")
+        return ask(remote, transport, body)
+
+    def transfer(_: Agent, handle: Any) -> str:
+        begun.append(handle)
+        return "PROC"
+
+    monkeypatch.setattr(Agent, "state", "PROC")
+    monkeypatch.setattr(Agent, "transfer", transfer)
+    monkeypatch.setattr(transports.Remote, "ask", asked)
+    monkeypatch.setattr(nixl, "_ASKED", 0.0)
+    with (
+        mfload.publish(ARRAYS, model="m", transports=("nixl",)) as seed,
+        pytest.raises(errors.ReadError, match="can't be asked"),
+    ):
+        mfload.load(seed.url, "numpy", options=_options("nixl"))
+    kept: list[Any] = nixl._kept  # pyright: ignore[reportPrivateUsage]
+    assert any(each is begun[0] for each in kept)
     assert any(isinstance(each, np.ndarray) for each in kept)
     assert any(isinstance(each, Agent) for each in kept)
 

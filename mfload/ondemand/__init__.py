@@ -1,0 +1,34 @@
+"""Weights that stay on flash: each step reads what it needs into memory that is not moved about.
+
+The names below are resolved when first used; frameworks are imported when arrays are made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mfload.ondemand.report import OndemandReport
+
+_NAMES = {
+    "report": "OndemandReport",
+}
+_WHERE = {
+    name: f"mfload.ondemand.{where}" for where, names in _NAMES.items() for name in names.split()
+}
+
+__all__ = [
+    "OndemandReport",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'mfload.ondemand' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_WHERE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,57 @@
+"""The thread that reads ahead."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+Work = Callable[[Callable[[], bool]], None]
+"""Reads ahead; what it is given says whether to end waiting, and read nothing."""
+
+
+class Background:
+    """A thread that reads ahead for the caches of a model; it starts when it is first asked."""
+
+    def __init__(self) -> None:
+        self._asked: dict[object, Work] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._ends, self._pid = False, os.getpid()
+
+    def ask(self, cache: object, work: Work) -> None:
+        """Asks for work for a cache, in place of what it was asked for before."""
+        with self._changed:
+            if self._ends:
+                return
+            self._asked[cache] = work
+            if self._thread is None:
+                name = "mfload read ahead"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread, once what it reads has arrived."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._ends = True
+            self._asked.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._asked or self._ends):
+                    self._changed.wait()
+                if self._ends:
+                    return
+                cache = next(iter(self._asked))
+                work = self._asked.pop(cache)
+            with suppress(Exception):  # Who uses the keys meets it again.
+                work(lambda cache=cache: self._ends or cache in self._asked)
+            del cache, work

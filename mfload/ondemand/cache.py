@@ -1,0 +1,386 @@
+"""Slots in memory that is allocated once, and which key lies in which slot.
+
+Pins are lifetimes. A request gets a `Lease`, and the arrays over its slots keep that alive, through
+views, DLPack capsules and running computations. When the last of them is gone, the slots may be
+overwritten, and not before. So there is nothing to be handed back, and no fence to wait for.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mfload import errors
+from mfload.dlpack import array_at
+from mfload.ondemand.background import Background
+from mfload.ondemand.policies import Lru
+from mfload.ondemand.report import OndemandReport
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mfload.io.buffers import Bytes
+
+    Numbers = NDArray[np.int64]
+
+    Fill = Callable[[Numbers, NDArray[np.uint64]], tuple[int, int]]
+    """Reads keys to addresses, uint64[keys, arenas]; returns how many reads and wanted bytes."""
+
+_TICK = 0.001  # Seconds between looks at pins; what ends one may run in any thread.
+_COLLECTED = 20  # Ticks after which the garbage collector has a look for views in cycles.
+
+
+class Lease:
+    """Slots that stay as they are as long as it lives, with the arrays that keep it alive.
+
+    Attributes:
+        keys: The keys, int64[n].
+        slots: The slot of each.
+    """
+
+    __slots__ = ("__weakref__", "_arenas", "_ended", "keys", "slots")
+
+    def __init__(
+        self, keys: Numbers, slots: Numbers, arenas: Sequence[Bytes], ended: deque[Numbers]
+    ) -> None:
+        self.keys, self.slots, self._arenas, self._ended = keys, slots, arenas, ended
+
+    def memory(self, number: int, arena: int = 0) -> Bytes:
+        """The bytes of the slot of the key with that number in `keys`: uint8[bytes of a slot]."""
+        whole, slot = self._arenas[arena], int(self.slots[number])
+        return array_at(self, _address(whole) + slot * whole.shape[1], whole.shape[1:])
+
+    def whole(self, arena: int = 0) -> Bytes:
+        """All slots: uint8[capacity, bytes of a slot]; those that are not leased may change."""
+        whole = self._arenas[arena]
+        return array_at(self, _address(whole), whole.shape)
+
+    def split(self) -> list[Lease]:
+        """A lease for each key, which take over from this one."""
+        slots, self.slots = self.slots, self.slots[:0]
+        return [
+            Lease(self.keys[n : n + 1], slots[n : n + 1], self._arenas, self._ended)
+            for n in range(len(slots))
+        ]
+
+    def __del__(self) -> None:
+        # Whatever thread drops the last reference, in the middle of whatever it does: appending
+        # takes no lock.
+        self._ended.append(self.slots)
+
+
+def _address(arena: Bytes) -> int:
+    return arena.__array_interface__["data"][0]
+
+
+def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
+    """Whole numbers as an array, each once, in the order in which they come first.
+
+    Raises UsageError if they are anything else; `what` is what they count.
+    """
+    try:
+        found = np.asarray(given if hasattr(given, "__array__") else list(given)).reshape(-1)
+    except (TypeError, ValueError):
+        found = np.empty(1, object)
+    if found.size and found.dtype.kind not in "iu":
+        raise errors.UsageError(f"not numbers of {what}s", expected="[3, 17]", found=repr(given))
+    return np.fromiter(dict.fromkeys(found.astype(np.int64).tolist()), np.int64)
+
+
+class _Reading:
+    """Keys on their way into slots."""
+
+    def __init__(self, keys: Numbers, slots: Numbers) -> None:
+        self.keys, self.slots, self.thread = keys, slots, threading.get_ident()
+        self.done = False
+        self.error: BaseException | None = None
+
+
+class SlotCache:
+    """Equal slots for some of the keys 0, 1, …, such as the experts of one layer; thread-safe.
+
+    Args:
+        fill: Reads keys into slots; it may be called by several threads at once.
+        keys: How many there are.
+        arenas: uint8[capacity, bytes of a slot], one for each part of what a key stands for.
+        policy: Which keys leave; it is called under the lock.
+        wait: Seconds to wait for slots that are pinned.
+        what: What a key is, for messages.
+        background: The thread that reads ahead.
+
+    Attributes:
+        slot_of: By key, its slot; -1 for none.
+        key_of: By slot, its key; -1 for none.
+        pins: By slot, the leases that hold it.
+        counts: What happened so far.
+    """
+
+    def __init__(
+        self,
+        fill: Fill,
+        keys: int,
+        arenas: Sequence[Bytes],
+        policy: Lru,
+        *,
+        wait: float = 2.0,
+        what: str = "key",
+        background: Background | None = None,
+    ) -> None:
+        self.capacity = len(arenas[0])
+        self.slot_of = np.full(keys, -1, np.int64)
+        self.key_of = np.full(self.capacity, -1, np.int64)
+        self.pins = np.zeros(self.capacity, np.int64)
+        self.counts = OndemandReport()
+        self.wait, self.policy = wait, policy
+        self._fill, self._what, self._arenas = fill, what, tuple(arenas)
+        self._background = background
+        self._busy = np.zeros(self.capacity, bool)  # A read is under way.
+        self._under_way: list[_Reading] = []
+        self._ended: deque[Numbers] = deque()
+        self._changed = threading.Condition()
+        self._pid, self._closed = os.getpid(), False
+
+    def use(self, keys: Iterable[int] | Numbers) -> Lease:
+        """A lease for keys, which are read if they are not there.
+
+        Raises:
+            UsageError: There is no such key; or the cache was closed, or made before a fork.
+            MemoryLimitError: There are fewer slots than keys, or none became free in time.
+            SourceError: The read failed; what it was for is not there.
+        """
+        self._check()
+        asked = np.unique(self._known(keys))
+        if asked.size > self.capacity:
+            raise errors.MemoryLimitError(
+                f"more {self._what}s at once than there are slots; a larger budget has more",
+                expected=f"at most {self.capacity}",
+                found=asked.size,
+            )
+        start, ticks, lease = time.perf_counter(), 0, None
+        try:
+            with self._changed:
+                self.policy.use(asked)
+            while (taken := self._take(asked)) is None:
+                ticks += 1
+                if time.perf_counter() - start > self.wait:
+                    raise self._pinned(asked)
+                if ticks == _COLLECTED:
+                    gc.collect()
+                with self._changed:
+                    self._changed.wait(_TICK)
+            lease, own, others = taken
+            del taken
+            if own is not None:
+                self._read(own)
+            for each in others:
+                self._await(each)
+        except BaseException as error:
+            lease = None  # The error may be kept.
+            self._break_off(error)
+            raise
+        if ticks or own is not None or others:
+            with self._changed:
+                self.counts.wait_seconds += time.perf_counter() - start
+        return lease
+
+    def prefetch(self, keys: Iterable[int] | Numbers, *, patient: bool = False) -> None:
+        """Has a thread read keys ahead, the first of them first, into slots that are not pinned.
+
+        What was asked for before, and is not begun, is dropped. What fails is tried again when it
+        is used, and raised then.
+
+        Args:
+            patient: Whether it waits until there are slots for all of them.
+        """
+        self._check()
+        known = self._known(keys)
+        if self._background is not None:
+            self._background.ask(self, functools.partial(self.read_ahead, known, patient))
+
+    def read_ahead(
+        self, keys: Numbers, patient: bool = False, dropped: Callable[[], bool] = bool, /
+    ) -> None:
+        """Does so in this thread; `dropped` says whether to end waiting, and read nothing."""
+        end = time.monotonic() + (self.wait if patient else 0.0)
+        try:
+            with self._changed:
+                while True:
+                    self._settle()
+                    missing = keys[self.slot_of[keys] < 0]
+                    room = self._available(keys)
+                    if room >= missing.size or time.monotonic() >= end or dropped():
+                        break
+                    self._changed.wait(_TICK)
+                missing = missing[:room]
+                if self._closed or dropped() or not missing.size:
+                    return
+                slots = self._room(missing, keys)
+                if slots is None:
+                    return
+                own = self._assign(missing, slots)
+                self.policy.expect(missing)
+                self.counts.prefetched += missing.size
+            self._read(own)
+        except BaseException as error:
+            self._break_off(error)
+            raise
+
+    def close(self) -> None:
+        """Ends it, once the reads under way are over; arrays of before live on."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._closed = True
+            while self._under_way:
+                self._changed.wait(0.1)
+            self._arenas = ()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise errors.UsageError("the cache was closed")
+        if os.getpid() != self._pid:
+            raise errors.UsageError(
+                "the cache was made before a fork", expected="one made in this process"
+            )
+
+    def _known(self, keys: Iterable[int] | Numbers) -> Numbers:
+        """Keys as an array, each once, in the order in which they come first."""
+        given = numbers(keys, self._what)
+        low, high = (given.min(), given.max()) if given.size else (0, 0)
+        if low < 0 or high >= self.slot_of.size > 0:
+            raise errors.UsageError(
+                f"no such {self._what}",
+                expected=f"numbers from 0 to {self.slot_of.size - 1}",
+                found=low if low < 0 else high,
+            )
+        return given
+
+    def _take(self, asked: Numbers) -> tuple[Lease, _Reading | None, list[_Reading]] | None:
+        """Pins the slots of keys; also returns what is to be read, and what others read already.
+
+        None if there is no room now.
+        """
+        with self._changed:
+            if self._closed:
+                self._check()
+            self._settle()
+            missing = asked[self.slot_of[asked] < 0]
+            slots = self._room(missing, asked)
+            if slots is None:
+                return None
+            others: list[_Reading] = []
+            counts = self.counts
+            counts.requests += 1
+            counts.misses += missing.size
+            counts.hits += asked.size - missing.size
+            own = self._assign(missing, slots) if missing.size else None
+            taken = self._leased(asked)
+            if self._busy[taken].any():
+                others = [each for each in self._under_way if np.isin(each.slots, taken).any()]
+            self.pins[taken] += 1
+            lease = Lease(self.key_of[taken], taken, self._arenas, self._ended)
+        return lease, own, [each for each in others if each is not own]
+
+    def _leased(self, asked: Numbers) -> Numbers:
+        """The slots that a lease for keys, which all have one, is for."""
+        return self.slot_of[asked]
+
+    def _pinned(self, asked: Numbers) -> errors.MemoryLimitError:
+        held, missing = (self.pins > 0).sum(), (self.slot_of[asked] < 0).sum()
+        return errors.MemoryLimitError(
+            f"slots are pinned by arrays that still live, so that {missing} {self._what}s find no "
+            "room; let go of views when their block ends (del), or give a larger budget",
+            expected=f"slots for them within {self.wait:g} s",
+            found=f"{held} of {self.capacity} slots pinned",
+        )
+
+    def _settle(self) -> None:
+        """Takes the pins off that leases left."""
+        while self._ended:
+            self.pins[self._ended.popleft()] -= 1
+
+    def _idle(self, asked: Numbers) -> NDArray[np.bool_]:
+        """Slots that may be filled: free ones, and those whose keys may leave."""
+        idle = (self.pins == 0) & ~self._busy
+        there = self.slot_of[asked]
+        idle[there[there >= 0]] = False
+        return idle
+
+    def _available(self, asked: Numbers) -> int:
+        """How many keys could be read now without those leaving that are asked for."""
+        return int(np.count_nonzero(self._idle(asked)))
+
+    def _room(self, missing: Numbers, asked: Numbers) -> Numbers | None:
+        """Slots for missing keys, from which others left; None if there are not enough."""
+        idle = self._idle(asked)
+        free = np.flatnonzero(idle & (self.key_of < 0))
+        if free.size < missing.size:
+            leaving = self.key_of[idle & (self.key_of >= 0)]
+            if free.size + leaving.size < missing.size:
+                return None
+            free = np.append(free, self._evict(leaving, missing.size - free.size))
+        return free[: missing.size]
+
+    def _evict(self, keys: Numbers, count: int) -> Numbers:
+        """Has that many of the keys leave; returns the slots that they had."""
+        gone = self.policy.victims(keys, count)
+        slots = self.slot_of[gone]
+        self._forget(gone, slots)
+        self.counts.evictions += gone.size
+        return slots
+
+    def _forget(self, keys: Numbers, slots: Numbers) -> None:
+        self.slot_of[keys], self.key_of[slots] = -1, -1
+
+    def _assign(self, keys: Numbers, slots: Numbers) -> _Reading:
+        self.key_of[slots], self.slot_of[keys] = keys, slots
+        self._busy[slots] = True
+        made = _Reading(keys, slots)
+        self._under_way.append(made)
+        return made
+
+    def _read(self, own: _Reading) -> None:
+        """Reads what was assigned."""
+        addresses = np.empty((own.slots.size, len(self._arenas)), np.uint64)
+        for number, arena in enumerate(self._arenas):
+            addresses[:, number] = _address(arena) + own.slots * arena.shape[1]
+        reads, nbytes = self._fill(own.keys, addresses)
+        with self._changed:
+            self.counts.reads += reads
+            self.counts.read_bytes += nbytes
+            self._end(own)
+
+    def _end(self, reading: _Reading) -> None:
+        self._under_way.remove(reading)
+        self._busy[reading.slots] = False
+        reading.done = True
+        self._changed.notify_all()
+
+    def _break_off(self, error: BaseException) -> None:
+        """What this thread was to read, and has not, is not there, also for those that wait."""
+        with self._changed:
+            for each in [each for each in self._under_way if each.thread == threading.get_ident()]:
+                self._forget(each.keys, each.slots)
+                each.error = error
+                self._end(each)
+
+    def _await(self, reading: _Reading) -> None:
+        """Waits for what another thread reads; raises what it met."""
+        with self._changed:
+            while not reading.done:
+                self._changed.wait()
+        error = reading.error
+        if isinstance(error, errors.MfloadError | OSError | MemoryError):
+            raise copy.copy(error) from error
+        if error is not None:
+            what = f"the read was broken off in another thread: {type(error).__name__}"
+            raise errors.ReadError(what) from error

@@ -1,0 +1,234 @@
+"""Which keys leave a full cache: experts of a layer, layers of a model, or neurons.
+
+A policy keeps what it knows by key, in NumPy columns, so that thousands of neurons cost as many
+calls as eight experts, and a key that comes back is known. One object serves one cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mfload import errors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Keys = NDArray[np.int64]
+
+    Policy = str | Callable[[int, int], "Lru"]
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class Lru:
+    """The least recently used leave first.
+
+    Args:
+        keys: How many there are; they are the numbers from 0.
+        capacity: How many of them the cache holds.
+
+    Attributes:
+        now: Number of requests so far.
+        last: By key, the request that asked for it last; 0 if none has.
+    """
+
+    def __init__(self, keys: int, capacity: int) -> None:
+        self.capacity, self.now = capacity, 0
+        self.last = np.zeros(keys, np.int64)
+
+    def use(self, keys: Keys) -> None:
+        """A request asks for keys, each once."""
+        self.now += 1
+        self.last[keys] = self.now
+
+    def expect(self, keys: Keys) -> None:
+        """Keys are read ahead for the next request."""
+        self.last[keys] = self.now
+
+    def rank(self, keys: Keys) -> NDArray[np.number]:
+        """A number for each key; the lowest leave first."""
+        return self.last[keys]
+
+    def victims(self, keys: Keys, count: int) -> Keys:
+        """Those `count` of the keys that leave."""
+        if count >= keys.size:
+            return keys
+        return keys[np.argpartition(self.rank(keys), count - 1)[:count]] if count else keys[:0]
+
+    def expired(self, keys: Keys) -> Keys:
+        """Those of the keys that leave even if there is room; none but of a window."""
+        return keys[:0]
+
+
+class Window(Lru):
+    """Keeps what the last `size` requests asked for, as far as there is room."""
+
+    def __init__(self, keys: int, capacity: int, size: int = 4) -> None:
+        super().__init__(keys, capacity)
+        self.size = size
+
+    def expired(self, keys: Keys) -> Keys:
+        """Those that none of the last `size` requests asked for, the one under way included."""
+        return keys[self.last[keys] <= self.now - self.size]
+
+
+class Lfu(Lru):
+    """The least often used leave first; a use counts for half after `half_life` requests.
+
+    Keys that left keep their count.
+    """
+
+    def __init__(self, keys: int, capacity: int, half_life: float = 64.0) -> None:
+        super().__init__(keys, capacity)
+        self.count = np.zeros(keys)
+        self._ageing = 0.5 ** (1 / half_life)
+
+    def use(self, keys: Keys) -> None:
+        """A request asks for keys."""
+        super().use(keys)
+        self.count *= self._ageing
+        self.count[keys] += 1.0
+
+    def rank(self, keys: Keys) -> NDArray[np.number]:
+        """The aged count; what is read ahead for the next request stays until it comes."""
+        return self.count[keys] + np.where(self.last[keys] == self.now, self.now + 1.0, 0.0)
+
+
+class PinLru(Lfu):
+    """Some keys stay, and the least recently used of the others leave first.
+
+    Args:
+        pinned: The keys that stay. Default: those most often used so far, as `Lfu` counts, in
+            half of the slots.
+    """
+
+    def __init__(self, keys: int, capacity: int, pinned: Iterable[int] | None = None) -> None:
+        super().__init__(keys, capacity)
+        self._pinned: Keys | None = None if pinned is None else np.array(list(pinned), np.int64)
+
+    def rank(self, keys: Keys) -> NDArray[np.number]:
+        """The last use, and more for the pinned."""
+        pinned, most = self._pinned, min(self.capacity // 2, self.count.size - 1)
+        if pinned is None:
+            pinned = np.argpartition(-self.count, most)[:most]
+        return self.last[keys] + np.where(np.isin(keys, pinned), self.now + 1, 0)
+
+
+class Cyclic(Lru):
+    """For keys that come in order, over and over: what is needed last leaves first.
+
+    So of a model that does not fit, some layers just stay.
+    """
+
+    _current = -1
+
+    def use(self, keys: Keys) -> None:
+        """A request asks for a key."""
+        super().use(keys)
+        self._current = int(keys[-1]) if keys.size else self._current
+
+    def rank(self, keys: Keys) -> NDArray[np.number]:
+        """How soon each is needed; what was used just now is needed last."""
+        return -((keys - self._current - 1) % self.last.size)
+
+
+class Belady(Lru):
+    """Belady's optimum: what is needed last leaves first. It must know all requests beforehand."""
+
+    def __init__(self, keys: int, capacity: int, trace: Sequence[Keys]) -> None:
+        super().__init__(keys, capacity)
+        # Backwards: the next request after each that asks for its keys again.
+        self._next = np.full(keys, _NEVER)
+        self._after: list[Keys] = []
+        for number, asked in reversed(list(enumerate(trace))):
+            self._after.append(self._next[asked])
+            self._next[asked] = number
+        self._after.reverse()
+
+    def use(self, keys: Keys) -> None:
+        """The next request of the trace."""
+        self._next[keys] = self._after[self.now]
+        super().use(keys)
+
+    def rank(self, keys: Keys) -> NDArray[np.number]:
+        """How soon each is needed."""
+        return -self._next[keys]
+
+
+_BY_NAME: dict[str, type[Lru]] = {"lru": Lru, "lfu": Lfu, "pin+lru": PinLru, "window": Window}
+_EXPECTED = "'lru' | 'lfu' | 'pin+lru' | 'window(k)', or a function of (keys, capacity)"
+
+
+def make(policy: Policy, keys: int, capacity: int) -> Lru:
+    """The policy for a cache, from its name or from a function of (keys, capacity).
+
+    Names: "lru", "lfu" (with ageing), "pin+lru", and "window(k)" of the last k requests.
+
+    Raises:
+        UsageError: There is no policy of that name, or the function makes none.
+    """
+    if callable(policy):
+        made = policy(keys, capacity)
+        if not isinstance(made, Lru):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.UsageError(
+                "the function makes no policy",
+                expected="an object of a class of mfload.ondemand.policies",
+                found=repr(made),
+            )
+        return made
+    match = re.fullmatch(r"(window)\(\s*([1-9]\d{0,8})\s*\)|lru|lfu|pin\+lru", str(policy))
+    if match is None:
+        meant = errors.did_you_mean(str(policy), ("lru", "lfu", "pin+lru", "window(4)"))
+        raise errors.UsageError(f"unknown policy{meant}", expected=_EXPECTED, found=policy)
+    if match[1]:
+        return Window(keys, capacity, int(match[2]))
+    return _BY_NAME[match[0]](keys, capacity)
+
+
+def replay(trace: Iterable[Sequence[int] | Keys], capacity: int, policy: Policy = "lru") -> Keys:
+    """What a policy would do with requests, without reading anything.
+
+    Args:
+        trace: The keys of each request, at most `capacity` different ones.
+        capacity: Slots of the cache.
+        policy: As for `ExpertCache`.
+
+    Returns:
+        For each request, how many of its keys are not there: int64[requests].
+
+    Raises:
+        UsageError: The policy is unknown, or a key is negative.
+        MemoryLimitError: A request has more keys than there are slots.
+    """
+    requests = [np.unique(np.asarray(each, np.int64)) for each in trace]
+    most = max((each.size for each in requests), default=0)
+    if most > capacity:
+        raise errors.MemoryLimitError(
+            "a request has more keys than there are slots",
+            expected=f"at most {capacity}",
+            found=most,
+        )
+    if any(each.size and each[0] < 0 for each in requests):
+        raise errors.UsageError("a key is negative", expected="numbers from 0")
+    keys = 1 + max((int(each[-1]) for each in requests if each.size), default=0)
+    chosen = make(policy, keys, capacity)
+    there, misses = np.zeros(keys, bool), np.zeros(len(requests), np.int64)
+    for number, asked in enumerate(requests):
+        chosen.use(asked)
+        misses[number] = asked.size - np.count_nonzero(there[asked])
+        there[asked] = False
+        others = np.flatnonzero(there)
+        there[chosen.expired(others)] = False
+        there[chosen.victims(others, max(0, others.size + asked.size - capacity))] = False
+        there[asked] = True
+    return misses
+
+
+def belady(trace: Iterable[Sequence[int] | Keys], capacity: int) -> Keys:
+    """The fewest keys that any policy would have to read for these requests (see `replay`)."""
+    requests = [np.unique(np.asarray(each, np.int64)) for each in trace]
+    return replay(requests, capacity, lambda keys, slots: Belady(keys, slots, requests))
