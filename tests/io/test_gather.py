@@ -1,5 +1,7 @@
 """Many short reads at once: each engine against `os.pread`, and what can go wrong."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import ctypes
@@ -54,7 +56,8 @@ def opened(request: Any, path: Path) -> Iterator[Gather]:
 
 
 def _open(path: Path, **how: Any) -> Gather:
-    return open_gather([LocalFile(path)], **{"files": "direct", **how})
+    given: dict[str, Any] = {"files": "direct", **how}
+    return open_gather([LocalFile(path)], **given)
 
 
 def _memory(nbytes: int) -> tuple[Any, int]:
@@ -193,7 +196,7 @@ class _Faulty:
 def _faulty(opened: Gather, change: Any) -> None:
     make: Any = opened._make
     opened._idle.clear()
-    opened._make = lambda: _Faulty(make(), change)
+    vars(opened)["_make"] = lambda: _Faulty(make(), change)
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "aio"])
