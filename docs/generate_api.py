@@ -129,6 +129,16 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def described(title: str, kind: type, made: bool = True) -> Iterator[str]:
+    """A class and its members; `made`: users make it, so its signature is shown."""
+    yield f"### `{title}`"
+    if made:
+        yield f"```text\n{signature(kind.__name__, kind)}\n```"
+    yield from text(kind.__doc__ or "")
+    for name, value in members(kind):
+        yield from entry(f"{kind.__name__}.{name}", name, value, 4)
+
+
 def page() -> str:
     """All of it."""
     import mfload
@@ -138,16 +148,13 @@ def page() -> str:
         parts += entry(f"mfload.{name}", name, getattr(mfload, name))
     parts.append("## Classes")
     for dotted in CLASSES:
-        kind = found(dotted)
         public = dotted.count(".") == 1
         made = public and name_of(dotted) in ("Options", "Report", "Manifest")
-        title = dotted if public else name_of(dotted)
-        parts.append(f"### `{title}`")
-        if made:
-            parts.append(f"```text\n{signature(name_of(dotted), kind)}\n```")
-        parts += text(kind.__doc__ or "")
-        for name, value in members(kind):
-            parts += entry(f"{name_of(dotted)}.{name}", name, value, 4)
+        parts += described(dotted if public else name_of(dotted), found(dotted), made)
+    parts += ["## On demand", *text(mfload.ondemand.__doc__ or "")]
+    for name in mfload.ondemand.__all__:
+        value, title = getattr(mfload.ondemand, name), f"mfload.ondemand.{name}"
+        parts += described(title, value) if inspect.isclass(value) else entry(title, name, value)
     parts += ["## Errors", "[Errors](../errors.md) has cause and remedy of each."]
     kinds = [
         kind
