@@ -8,7 +8,6 @@ import ctypes
 import errno
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.io import buffers, gather
+from mfload.io import buffers, gather, uring
 from mfload.io.gather import Gather, Reads, open_gather
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
@@ -295,8 +294,13 @@ def test_an_interrupt(path: Path, engine: str, monkeypatch: pytest.MonkeyPatch) 
             ring = make()
             opened._idle.clear()
             opened._idle.append(ring)
-            wait, ring.wait = ring.wait, stop
-            close = ring.close
+            wait, close = ring.wait, ring.close
+
+            def begin(least: int) -> Any:
+                wait(0)  # The kernel has them now.
+                raise KeyboardInterrupt
+
+            ring.wait = begin
 
             def end() -> None:
                 ring.wait = wait
@@ -314,22 +318,40 @@ def test_an_interrupt(path: Path, engine: str, monkeypatch: pytest.MonkeyPatch) 
         assert memory.tobytes() == DATA[: 4096 * 70]
 
 
-def test_signals(path: Path) -> None:
-    """Calls that a signal ends go on."""
+@pytest.mark.parametrize(
+    ("engine", "code"),
+    [("io_uring", errno.EINTR), ("io_uring", errno.EAGAIN), ("aio", errno.EINTR)],
+)
+def test_calls_that_have_to_be_made_again(
+    path: Path, engine: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal came, or the kernel is short of something for a moment."""
     memory, start = _memory(4096 * 70)
     offsets = np.arange(70) * 4096
-    before = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
-    try:
-        for engine in ("io_uring", "aio"):
-            with _open(path, engine=engine) as opened:
-                for _ in range(50):
-                    memory[:] = 0
-                    opened.read(Reads.of(0, offsets, start + offsets, 4096))
-                    assert memory.tobytes() == DATA[: 4096 * 70]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    calls = [0]
+
+    def refusing(real: Any) -> Any:
+        def call(*given: Any) -> int:
+            calls[0] += 1
+            if calls[0] % 2 == 0 or calls[0] < 0:
+                return real(*given)
+            raise OSError(code, os.strerror(code))
+
+        return call
+
+    with _open(path, engine=engine) as opened:
+        opened.read(Reads.of(0, [0], [start], 4096))
+        if engine == "io_uring":
+            monkeypatch.setattr(uring, "_call", refusing(uring._call))
+        else:
+            ring: Any = opened._idle[0]
+            ring._call = refusing(ring._call)
+        for _ in range(5):
+            memory[:] = 0
+            opened.read(Reads.of(0, offsets, start + offsets, 4096))
+            assert memory.tobytes() == DATA[: 4096 * 70]
+        assert calls[0] >= 10
+        calls[0] = -1 << 30  # No more.
 
 
 def test_closed_while_it_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
