@@ -50,6 +50,7 @@ class _Giver:
     def __init__(self, data: Data, listener: socket.socket) -> None:
         self._data, self._listener, self._fd = data, listener, -1
         self._lock = threading.Lock()
+        self._connection: socket.socket | None = None  # The reader's whose turn it is.
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="mfload-memfd", daemon=True)
         self.start = self._thread.start
@@ -57,12 +58,12 @@ class _Giver:
     def _run(self) -> None:
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                self._connection, _ = self._listener.accept()
             except OSError:
                 if not self._closed:
                     time.sleep(_PAUSE)  # No descriptors are left.
                 continue
-            with connection, suppress(OSError, errors.MfloadError):
+            with self._connection as connection, suppress(OSError, errors.MfloadError):
                 connection.settimeout(_WAIT)
                 size = _CREDENTIALS.size
                 raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -89,6 +90,8 @@ class _Giver:
         """Closes the descriptors of a fork."""
         self._closed = True
         self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -427,6 +429,31 @@ class TestReadersAndForks:
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights())
         assert seed.tell("update") == "done"
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights(1))
+
+    def test_a_fork_while_memory_is_handed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It keeps no connection of the seed's."""
+        real, inside, go = socket.send_fds, threading.Event(), threading.Event()
+
+        def slow(*given: Any) -> Any:
+            inside.set()
+            go.wait(10)
+            return real(*given)
+
+        monkeypatch.setattr(socket, "send_fds", slow)
+        given: dict[str, Any] = {"transports": "memfd"}
+        with mfload.publish({"x": np.ones(9)}, model="m", **given) as seed:
+            load = functools.partial(mfload.load, seed.url, "numpy", options=options("memfd"))
+            reader = threading.Thread(target=load)
+            reader.start()
+            assert inside.wait(10)
+            child = os.fork()
+            if not child:  # The seed's end of the connection has the name of its listener.
+                os._exit(sum("@mfload-" in each for each in seeding.sockets().values()))
+            try:
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            finally:
+                go.set()
+                reader.join()
 
     def test_a_fork_leaves_the_planner_alone(self) -> None:
         """What it closes at its end is its parent's still."""
