@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
+from mfload.io import buffers
 from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.planning.blocks import Block, Copy, Rows, Segment
 from mfload.sources.base import Source
@@ -23,6 +24,7 @@ IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 CONVERTER: Callable[[Any, Any], None] | None = None
 """A loaded framework's: fills one array with the numbers of another, both in C order."""
 
+_WORTH_POPULATING = 64 << 10  # Of memory in small pages, which is not mfload's.
 _WORTH_MAPPING = 256 << 10  # To map less takes longer than to read it.
 _ROWS_A_MAP = 96  # To read fewer rows that lie apart takes less time than to map them.
 # Bytes that the kernel is asked to fetch at once: it leaves out what is more than a disk request.
@@ -55,6 +57,10 @@ class PreadReader:
         Returns the bytes of the block as stored, if they landed in the slot.
         """
         segments = block.segments
+        for segment in segments:
+            nbytes, into = segment.landed, memory[segment.buffer]
+            if nbytes >= _WORTH_POPULATING and not buffers.is_own(into):
+                buffers.populate(into[segment.at : segment.at + nbytes])
         if len(segments) == 1 and segments[0].copy is None:
             _, nbytes, buffer, at, _ = segments[0]
             if block.rows is None:

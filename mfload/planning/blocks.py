@@ -80,6 +80,14 @@ class Segment(NamedTuple):
             return self.nbytes
         return math.prod(self.copy.shape) * self.copy.source.itemsize
 
+    @property
+    def landed(self) -> int:
+        """Bytes from `at` on that it fills; 0 if they lie apart."""
+        copy = self.copy
+        if copy is None:
+            return self.nbytes
+        return 0 if copy.into is not None else math.prod(copy.shape) * copy.target.itemsize
+
 
 class Rows(NamedTuple):
     """Rows of a tensor, alike, of which the same bytes are read: arithmetic instead of objects.
