@@ -57,10 +57,11 @@ class PreadReader:
         Returns the bytes of the block as stored, if they landed in the slot.
         """
         segments = block.segments
-        for segment in segments:
-            nbytes, into = segment.landed, memory[segment.buffer]
-            if nbytes >= _WORTH_POPULATING and not buffers.is_own(into):
-                buffers.populate(into[segment.at : segment.at + nbytes])
+        if block.nbytes >= _WORTH_POPULATING * len(segments):
+            for segment in segments:
+                into = memory[segment.buffer]
+                if not buffers.is_own(into):
+                    buffers.populate(into[segment.at : segment.at + segment.landed])
         if len(segments) == 1 and segments[0].copy is None:
             _, nbytes, buffer, at, _ = segments[0]
             if block.rows is None:

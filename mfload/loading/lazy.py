@@ -270,10 +270,10 @@ class LazyCheckpoint:
                     self._legs[source] = leg
             if leg.direct or (apart and leg.cold):
                 return None
-            buffers.populate(memory)
             if apart:
                 nbytes = self._land_part(opened, request, memory)
             else:
+                buffers.populate(memory)
                 with opened.open() as handle:
                     handle.read([memory], at)
             opened.check()
