@@ -98,6 +98,9 @@ class Store(ClosedAtEnd):
         given = load_options.started(options)
         errors.check_choice("engine", given.engine, _ENGINES)
         self.adapter = frameworks.get(framework, "cpu")
+        if self.adapter.devices or not self.adapter.on_host:
+            what = f"{self.adapter.name} has no arrays over host memory"
+            raise errors.DeviceError(what, expected="numpy, jax, torch, tensorflow or paddle")
 
         def ask(index: Index) -> Sequence[TensorInfo]:
             return index.take([name for name in index.names if wanted(name)])
