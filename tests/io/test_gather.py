@@ -424,8 +424,9 @@ def test_forbidden_by_seccomp(path: Path, forbidden: tuple[int, ...], name: str)
     """As in many containers: the next engine is taken, and says why."""
     code = _SECCOMP.replace("{forbidden}", repr(forbidden))
     run = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60, check=False
-    )
+        [sys.executable, "-c", code, path],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(name)
     assert "no io_uring: Operation not permitted" in run.stdout
