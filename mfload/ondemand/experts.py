@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -74,9 +75,10 @@ class ExpertCache(ClosedAtEnd):
             with cache.use(layer, [3, 17]) as experts:
                 up = experts[17]["up_proj"]
 
-    The budget is allocated when the cache is made, as slots of one expert each, which all layers
-    share; experts of layers that are of another size have slots of their own, in proportion. All
-    other tensors are loaded as always: `mfload.load(path, framework, names=...)`.
+    The budget is allocated when the cache is made, as slots of one expert each. Layers share them:
+    with "lru", each holds as many as if it had its own, and there may be fewer than one step needs.
+    Experts of another size have slots of their own, in proportion. All other tensors are loaded as
+    always: `mfload.load(path, framework, names=...)`.
 
     Any number of threads, and of sequences, may use it at once. Experts that are quantised stay as
     they are stored, several elements in a byte as uint8 (`mfload.unpack`), and their scales are
@@ -126,12 +128,11 @@ class ExpertCache(ClosedAtEnd):
         store = Store(path, match, framework, options=options, gather=gather)
         try:
             layers = _by_layer(store, match)
-            count = len(layers)
             self._pools = Pools(
                 store,
                 [*layers.values()],
                 limit,
-                lambda keys, capacity: policies.make(policy, keys, capacity, count),
+                functools.partial(policies.make, policy),
                 what="expert",
                 wait=wait,
             )

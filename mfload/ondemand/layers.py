@@ -121,7 +121,7 @@ class LayerStream(ClosedAtEnd):
                 store,
                 [[layers[layer]] for layer in self.layers],
                 limit,
-                Cyclic,
+                lambda keys, capacity, _: Cyclic(keys, capacity),
                 beside=slots.nbytes,
                 least=max(2, self._ahead + 1),
                 what="layer",
