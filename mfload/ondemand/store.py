@@ -83,7 +83,8 @@ class Store(ClosedAtEnd):
             compressed, or not in one piece: it names all.
         UnsupportedDtypeError, UnsupportedShapeError: No array can hold a tensor.
         DeviceError: The framework has no arrays in host memory.
-        SourceError, FormatError: The checkpoint can't be opened.
+        SourceError: A file is missing or can't be read.
+        FormatError: The checkpoint is malformed.
     """
 
     def __init__(
