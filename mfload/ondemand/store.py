@@ -103,8 +103,8 @@ class Store(ClosedAtEnd):
             what = f"{self.adapter.name} has no arrays over host memory"
             raise errors.DeviceError(what, expected="numpy, jax, torch, tensorflow or paddle")
 
-        def ask(index: Index) -> Sequence[TensorInfo]:
-            return index.take([name for name in index.names if wanted(name)])
+        def ask(index: Index) -> list[TensorInfo]:
+            return list(index.take([name for name in index.names if wanted(name)]))
 
         self.tensors, index, files = checkpoint.choose(path, given, ask)
         self.file = index.files[0] if len(index.files) == 1 else None
