@@ -9,9 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mfload.ondemand.bundles import Bundled, Unbundled, bundle, unbundle
     from mfload.ondemand.report import OndemandReport
 
 _NAMES = {
+    "bundles": "Bundled Unbundled bundle unbundle",
     "report": "OndemandReport",
 }
 _WHERE = {
@@ -19,7 +21,7 @@ _WHERE = {
 }
 
 __all__ = [
-    "OndemandReport",
+    "Bundled", "OndemandReport", "Unbundled", "bundle", "unbundle",
 ]  # fmt: skip
 
 
