@@ -214,14 +214,11 @@ def unbundled(index: Index) -> Index:
             inside[part.place] = _taken(info, number, part.name)
     names = {each.tensor for each in found}
     rest = iter([info for info in index.columns if info.name not in names])
-    rows: dict[str, TensorInfo] = {}
-    for place in range(len(index.columns) - len(names) + len(inside)):
-        info = inside.get(place) or next(rest, None)
-        if info is None or info.name in rows:
-            raise _malformed(
-                index, "names or places of parts that can't be", str(info and info.name)
-            )
-        rows[info.name] = info
+    count = len(index.columns) - len(names) + sum(len(each.parts) for each in found)
+    made = [inside.get(place) or next(rest, None) for place in range(count)]
+    rows = {info.name: info for info in made if info is not None}
+    if len(rows) < count or next(rest, None) is not None:
+        raise _malformed(index, f"different names, and places from 0 to {count - 1}", "")
     metadata = {key: text for key, text in (index.metadata or {}).items() if key != KEY}
     return Index(index.files, rows, metadata or None, index.notes)
 
