@@ -34,8 +34,8 @@ _WHERE = {
 }
 
 __all__ = [
-    "Bundled", "ExpertCache", "LayerStream", "NeuronCache", "OndemandReport", "Predictor", "Unbundled",
-    "bundle", "load_predictors", "save_predictors", "train_predictor", "unbundle",
+    "Bundled", "ExpertCache", "LayerStream", "NeuronCache", "OndemandReport", "Predictor",
+    "Unbundled", "bundle", "load_predictors", "save_predictors", "train_predictor", "unbundle",
 ]  # fmt: skip
 
 

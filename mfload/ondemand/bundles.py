@@ -32,6 +32,9 @@ from mfload.stored import Stored
 KEY = "mfload.bundles"
 """In the metadata: {tensor: {"layer": number, "parts": [[name, place], …]}}, as JSON."""
 
+SUFFIX = ".bundle"
+"""With which the name of each bundle ends."""
+
 PARTS = ("up", "down", "gate")
 """What the parts of a bundle are, in order; not all have a gate."""
 
@@ -189,7 +192,7 @@ def bundled(index: Index, patterns: Mapping[str, re.Pattern[str]]) -> Index:
         _check(index, parts)
         match = patterns["up"].search(names[0])
         assert match is not None
-        name = f"{names[0][: match.end(1)]}.bundle"
+        name = names[0][: match.end(1)] + SUFFIX
         if name in places or name in said:
             what = "a tensor has the name that the bundle would have"
             raise errors.UsageError(what, file=index.files[0], tensor=name)
@@ -246,7 +249,8 @@ def bundles(index: Index) -> list[Bundle]:
             for p in parts
         ):
             raise _malformed(index, "a name and a place of each part", name)
-        shape = index[name].shape if name in index.tensors else ()
+        bundled = name.endswith(SUFFIX) and name in index.tensors
+        shape = index[name].shape if bundled else ()
         if len(shape) != 3 or shape[1] != len(parts) or not index[name].simple:
             raise _malformed(index, f"a tensor [neurons, {len(parts)}, width]", name, list(shape))
         made.append(Bundle(name, layer, tuple(Part(*part) for part in parts)))
