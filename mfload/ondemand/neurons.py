@@ -183,7 +183,7 @@ class NeuronCache(ClosedAtEnd):
                 if how.engine == "direct":
                     raise errors.UsageError(why, file=store.file)
                 store.close()
-                how = replace(how, engine="pread")
+                how = replace(how, engine="pread", page_cache="auto")
                 store = Store(path, wanted, framework, options=how, gather=gather)
                 layers = _layers(store)
                 store.gather.why = f"page cache: {why}"
