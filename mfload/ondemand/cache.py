@@ -93,7 +93,10 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
         found = np.empty(1, object)
     if found.size and found.dtype.kind not in "iu":
         raise errors.UsageError(f"not numbers of {what}s", expected="[3, 17]", found=repr(given))
-    return np.fromiter(dict.fromkeys(found.astype(np.int64).tolist()), np.int64)
+    found = found.astype(np.int64)
+    if (found[1:] > found[:-1]).all():  # As those of a predictor, which may be thousands.
+        return found
+    return np.fromiter(dict.fromkeys(found.tolist()), np.int64)
 
 
 class _Reading:
@@ -160,7 +163,7 @@ class SlotCache:
             SourceError: The read failed; what it was for is not there.
         """
         self._check()
-        asked = np.unique(self._known(keys))
+        asked = np.sort(self._known(keys))
         if asked.size > self.capacity:
             raise errors.MemoryLimitError(
                 f"more {self._what}s at once than there are slots; a larger budget has more",
