@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -74,9 +75,10 @@ class ExpertCache(ClosedAtEnd):
             with cache.use(layer, [3, 17]) as experts:
                 up = experts[17]["up_proj"]
 
-    The budget is allocated when the cache is made, as slots of one expert each, which all layers
-    share; experts of layers that are of another size have slots of their own, in proportion. All
-    other tensors are loaded as always: `mfload.load(path, framework, names=...)`.
+    The budget is allocated when the cache is made, as slots of one expert each. Layers share them:
+    with "lru", each holds as many as if it had its own, and there may be fewer than one step needs.
+    Experts of another size have slots of their own, in proportion. All other tensors are loaded as
+    always: `mfload.load(path, framework, names=...)`.
 
     Any number of threads, and of sequences, may use it at once. Experts that are quantised stay as
     they are stored, several elements in a byte as uint8 (`mfload.unpack`), and their scales are
@@ -126,12 +128,11 @@ class ExpertCache(ClosedAtEnd):
         store = Store(path, match, framework, options=options, gather=gather)
         try:
             layers = _by_layer(store, match)
-            count = len(layers)
             self._pools = Pools(
                 store,
                 [*layers.values()],
                 limit,
-                lambda keys, capacity: policies.make(policy, keys, capacity, count),
+                functools.partial(policies.make, policy),
                 what="expert",
                 wait=wait,
             )
@@ -195,7 +196,7 @@ class _Pattern:
         names = ["layer", "name"] if self.regex.groups == 2 else ["layer", "expert", "name"]
         self.groups = self.regex.groupindex or {name: n for n, name in enumerate(names, 1)}
         named = {"layer", "name"} <= self.groups.keys() <= {"layer", "expert", "name"}
-        if not (named and self.regex.groups >= len(self.groups)):
+        if not named or (not self.regex.groupindex and self.regex.groups != len(names)):
             raise errors.UsageError(
                 "pattern has other groups", expected=_GROUPS, found=self.regex.pattern
             )
@@ -241,7 +242,7 @@ def _by_layer(store: Store, match: _Pattern) -> dict[int, list[list[Part]]]:
         raise errors.TensorNotFoundError(
             "no name is one of an expert", file=store.file, expected=match.regex.pattern
         )
-    for layer, experts in layers.items():
+    for layer, experts in sorted(layers.items()):
         names = {name for each in experts.values() for name in each}
         for number in range(len(experts)):
             lacking = names - experts.get(number, {}).keys()
