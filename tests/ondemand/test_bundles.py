@@ -176,6 +176,22 @@ def test_shards_and_other_formats(tmp_path: Path) -> None:
     assert caught.value.tensor == "m.layers.0.fc1.weight"
 
 
+def test_checksums_go_along(tmp_path: Path) -> None:
+    names = [tmp_path / f"{name}.safetensors" for name in "abcd"]
+    mfload.save(weights(64, 32, np.float32), names[0])
+    mfload.verify(names[0], checksums="write", algorithm="both")
+    bundle(names[0], names[1], **PLAIN)
+    unbundle(names[1], names[2])
+    assert all(mfload.verify(name, checksums="check").ok for name in names[:3])
+    with names[0].open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"abc")
+    with pytest.raises(errors.ChecksumError) as caught:
+        bundle(names[0], names[3], **PLAIN)
+    assert caught.value.tensor == "m.layers.0.fc1.bias"
+    assert not names[3].exists()
+
+
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A layer of 48 MiB goes through 8 MiB."""
     arrays = weights(6144, 1024, np.float32)
