@@ -85,7 +85,7 @@ class ExpertCache(ClosedAtEnd):
     tensors like others.
 
     Args:
-        path: As for `mfload.load`: local, stored raw; safetensors need no change.
+        path: As for `mfload.load`. Tensors are stored raw, in one piece; safetensors need no change.
         pattern: A regex that is searched for in each name and reaches to its end; what it does not
             match is no expert's. Its groups are layer, expert and name: "(…)" in this order, or
             "(?P<layer>…)" in any. Without one for the expert, a tensor holds all experts of the
@@ -109,7 +109,8 @@ class ExpertCache(ClosedAtEnd):
         TensorNotFoundError: No name matches, or an expert lacks tensors that others of its layer
             have.
         MemoryLimitError: The budget has no room for one expert, or the system refuses it.
-        SourceError, FormatError: The checkpoint can't be opened.
+        SourceError: A file is missing or can't be read.
+        FormatError: The checkpoint is malformed.
     """
 
     def __init__(
@@ -145,11 +146,18 @@ class ExpertCache(ClosedAtEnd):
     def use(self, layer: int, experts: Iterable[int] | Numbers) -> Experts:
         """Experts of a layer, for a `with` block; those that are not there are read.
 
+        Args:
+            layer: Number of the layer, as in the names of its tensors.
+            experts: Numbers of experts, in any order; each counts once.
+
+        Returns:
+            A mapping from the number of an expert to its arrays by name.
+
         Raises:
             UsageError: There is no such layer or expert; or the cache was closed, or made before a
                 fork.
-            MemoryLimitError: The budget is too small for so many at once, with the least that is
-                not; or slots are pinned by arrays that still live, and none became free in time.
+            MemoryLimitError: The budget is too small for so many at once, and the error says which
+                is not; or slots are pinned by arrays that still live, and none became free in time.
             SourceChangedError: A file is no longer the one that was opened.
             ReadError: The system can't read it.
         """
@@ -159,8 +167,15 @@ class ExpertCache(ClosedAtEnd):
     def prefetch(self, layer: int, experts: Iterable[int] | Numbers) -> None:
         """Has a thread read experts ahead, the first of them first, into slots that are not pinned.
 
-        What was asked for before, and is not begun, is dropped. What fails is raised when it is
-        used. Raises UsageError as `use` does.
+        What was asked for before, and is not begun, is dropped. What fails is read again when it is
+        used, and raised then.
+
+        Args:
+            layer: Number of the layer.
+            experts: Numbers of the experts that are likely to be used next.
+
+        Raises:
+            UsageError: As `use`.
         """
         self._pools.prefetch([self._known(layer, experts)])
 

@@ -44,7 +44,7 @@ class LayerStream(ClosedAtEnd):
     refuse writing; those of other frameworks must not be written to.
 
     Args:
-        path: As for `mfload.load`: local, stored raw; safetensors need no change.
+        path: As for `mfload.load`. Tensors are stored raw, in one piece; safetensors need no change.
         pattern: A regex that is searched for in each name. Its group is the layer: the first, or
             "(?P<layer>…)".
         budget: Bytes, or a text such as "4GiB", for layers and what is resident.
@@ -65,9 +65,10 @@ class LayerStream(ClosedAtEnd):
     Raises:
         UsageError: An argument is invalid; or tensors are compressed, or in several pieces.
         TensorNotFoundError: No name is one of a layer.
-        MemoryLimitError: The budget has no room for what is resident and `ahead` + 1 layers (two at
-            least), with the least that has; or the system refuses it.
-        SourceError, FormatError: The checkpoint can't be opened.
+        MemoryLimitError: The budget has no room for what is resident and `ahead` + 1 layers, two at
+            least, and the error says which has; or the system refuses the memory.
+        SourceError: A file is missing or can't be read.
+        FormatError: The checkpoint is malformed.
     """
 
     def __init__(

@@ -433,7 +433,7 @@ def test_after_a_fork_and_after_the_end(saved: tuple[Path, dict[str, Any]]) -> N
         ({"budget": "x"}, "budget"), ({"budget": 0}, "budget"), ({"window": 0}, "window"),
         ({"policy": "mru", "window": None}, "unknown policy"), ({"framework": "np5"}, "framework"),
         ({"resident": "("}, "resident"), ({"gather": "x"}, "gather|engine"),
-        ({"options": Options(engine="mmap")}, "engine"),
+        ({"options": Options(engine="mmap")}, "engine"), ({"wait": -1}, "wait"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(
