@@ -10,7 +10,7 @@ import numpy as np
 from mfload import errors
 from mfload.io import buffers
 from mfload.ondemand.background import Background
-from mfload.ondemand.cache import SlotCache
+from mfload.ondemand.cache import SlotCache, check_wait
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
@@ -61,9 +61,7 @@ class Pools(ClosedAtEnd):
         what: str,
         wait: float,
     ) -> None:
-        if not isinstance(wait, int | float) or not wait >= 0:  # pyright: ignore
-            expected = "seconds, 0 or more"
-            raise errors.UsageError("wait is no time", expected=expected, found=repr(wait))
+        check_wait(wait)
         self._store, self._budget, self._what = store, budget, what
         by_size: dict[int, list[int]] = {}
         for number, keys in enumerate(sets):
