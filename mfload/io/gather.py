@@ -108,6 +108,7 @@ class Gather(ClosedAtEnd):
         why: Why it is this one, for people.
         unit: What offsets, addresses and lengths must be multiples of: 1, unless O_DIRECT is used.
         direct: Whether it is.
+        depth: Reads under way at once in a call, at most.
     """
 
     def __init__(
@@ -118,8 +119,10 @@ class Gather(ClosedAtEnd):
         why: str,
         unit: int,
         make: Callable[[], Ring] | None,
+        depth: int = DEPTH,
     ) -> None:
         self.name, self.why, self.unit, self.direct = name, why, unit, unit > 1
+        self.depth = depth if make else min(depth, _THREADS)
         self._sources, self._handles, self._make = sources, list(handles), make
         self._fds = np.array([each.fd for each in handles], np.int32)
         self._idle: deque[Ring] = deque()
@@ -195,7 +198,7 @@ class Gather(ClosedAtEnd):
 
     def _by_threads(self, reads: Reads) -> None:
         waits = self.direct or any(each.costs.concurrency for each in self._sources)
-        count = min(len(reads), _THREADS if waits else share_of_cores())
+        count = min(len(reads), self.depth, *([] if waits else [share_of_cores()]))
         numbers, failed = itertools.count(), list[BaseException]()
 
         def work() -> None:
@@ -341,7 +344,7 @@ def open_gather(
         _close(handles)
         raise
     how = "O_DIRECT" if direct else "page cache" if local else "not a local file"
-    return Gather(sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make)
+    return Gather(sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make, depth)
 
 
 def _close(handles: list[Handle]) -> None:
