@@ -28,7 +28,8 @@ Engine = Literal["auto", "io_uring", "aio", "threads"]
 
 DEPTH = 128
 """Reads under way at once."""
-_PIECE = 1 << 20  # Bytes of a longer read that are one for the kernel.
+PIECE = 1 << 20
+"""Bytes of a longer read that are one for the kernel."""
 _THREADS = 32  # Threads that read from a disk at once.
 
 
@@ -67,12 +68,12 @@ class Reads(NamedTuple):
 
     def cut(self) -> Reads:
         """The same bytes, in reads that are short enough to be under way side by side."""
-        if self.nbytes.shape[1] > 1 or not len(self) or self.nbytes.max() <= _PIECE:
+        if self.nbytes.shape[1] > 1 or not len(self) or self.nbytes.max() <= PIECE:
             return self
-        counts = np.maximum(1, -(-self.nbytes[:, 0] // _PIECE))
+        counts = np.maximum(1, -(-self.nbytes[:, 0] // PIECE))
         number = np.repeat(np.arange(len(self)), counts)
-        at = (np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
-        nbytes = np.minimum(self.nbytes[number, 0] - at, _PIECE)
+        at = (np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE
+        nbytes = np.minimum(self.nbytes[number, 0] - at, PIECE)
         least = np.clip(self.least[number] - at, 0, nbytes)
         address = self.address[number] + at[:, None]
         return Reads(self.source[number], self.offset[number] + at, address, nbytes[:, None], least)
