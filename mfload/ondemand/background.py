@@ -28,18 +28,26 @@ class Background:
             self._asked[cache] = work
             if self._thread is None:
                 name = "mfload read ahead"
-                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                with suppress(RuntimeError):  # The system gives no more: nothing is read ahead.
+                    thread.start()
+                    self._thread = thread
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Ends the thread, once what it reads has arrived."""
+    def end(self) -> None:
+        """Ends the thread, once what it reads has arrived; does not wait for that."""
         if os.getpid() != self._pid:
             return
         with self._changed:
             self._ends = True
             self._asked.clear()
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread, and waits for it."""
+        self.end()
+        if os.getpid() != self._pid:
+            return
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 

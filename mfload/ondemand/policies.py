@@ -106,8 +106,14 @@ class PinLru(Lfu):
             half of the slots.
     """
 
-    def __init__(self, keys: int, capacity: int, pinned: Iterable[int] | None = None) -> None:
-        super().__init__(keys, capacity)
+    def __init__(
+        self,
+        keys: int,
+        capacity: int,
+        pinned: Iterable[int] | None = None,
+        half_life: float = 64.0,
+    ) -> None:
+        super().__init__(keys, capacity, half_life)
         self._pinned: Keys | None = None if pinned is None else np.array(list(pinned), np.int64)
 
     def rank(self, keys: Keys) -> NDArray[np.number]:
@@ -159,14 +165,14 @@ class Belady(Lru):
         return -self._next[keys]
 
 
-_BY_NAME: dict[str, type[Lru]] = {"lru": Lru, "lfu": Lfu, "pin+lru": PinLru, "window": Window}
 _EXPECTED = "'lru' | 'lfu' | 'pin+lru' | 'window(k)', or a function of (keys, capacity)"
 
 
-def make(policy: Policy, keys: int, capacity: int) -> Lru:
+def make(policy: Policy, keys: int, capacity: int, layers: int = 1) -> Lru:
     """The policy for a cache, from its name or from a function of (keys, capacity).
 
-    Names: "lru", "lfu" (with ageing), "pin+lru", and "window(k)" of the last k requests.
+    Names: "lru", "lfu" (with ageing), "pin+lru", and "window(k)" of the last k requests. If layers
+    share the cache, what is said of requests holds for requests of each.
 
     Raises:
         UsageError: There is no policy of that name, or the function makes none.
@@ -185,8 +191,11 @@ def make(policy: Policy, keys: int, capacity: int) -> Lru:
         meant = errors.did_you_mean(str(policy), ("lru", "lfu", "pin+lru", "window(4)"))
         raise errors.UsageError(f"unknown policy{meant}", expected=_EXPECTED, found=policy)
     if match[1]:
-        return Window(keys, capacity, int(match[2]))
-    return _BY_NAME[match[0]](keys, capacity)
+        return Window(keys, capacity, int(match[2]) * layers)
+    if match[0] == "lru":
+        return Lru(keys, capacity)
+    kind = PinLru if match[0] == "pin+lru" else Lfu
+    return kind(keys, capacity, half_life=64.0 * layers)
 
 
 def replay(trace: Iterable[Sequence[int] | Keys], capacity: int, policy: Policy = "lru") -> Keys:
