@@ -105,6 +105,7 @@ class Gather(ClosedAtEnd):
     """Reads of some sources; many threads may use it at once. Made by `open_gather`.
 
     Attributes:
+        sources: What it reads.
         name: "io_uring", "aio" or "threads".
         why: Why it is this one, for people.
         unit: What offsets, addresses and lengths must be multiples of: 1, unless O_DIRECT is used.
@@ -124,7 +125,7 @@ class Gather(ClosedAtEnd):
     ) -> None:
         self.name, self.why, self.unit, self.direct = name, why, unit, unit > 1
         self.depth = depth if make else min(depth, _THREADS)
-        self._sources, self._handles, self._make = sources, list(handles), make
+        self.sources, self._handles, self._make = sources, list(handles), make
         self._fds = np.array([each.fd for each in handles], np.int32)
         self._idle: deque[Ring] = deque()
         self._crew, self._process = threads.Crew(), os.getpid()
@@ -153,7 +154,7 @@ class Gather(ClosedAtEnd):
             elif len(cut):
                 self._by_ring(cut, self._make)
             for number in np.unique(reads.source).tolist():
-                self._sources[number].check()
+                self.sources[number].check()
         finally:
             with self._lock:
                 self._active -= 1
@@ -177,7 +178,7 @@ class Gather(ClosedAtEnd):
 
     def _finish(self, reads: Reads, n: int, result: int) -> None:
         """Reads what is missing of a short read; raises the error of one that failed."""
-        source = self._sources[int(reads.source[n])]
+        source = self.sources[int(reads.source[n])]
         if result < 0:
             error = OSError(-result, os.strerror(-result))
             raise errors.from_os(error, source.name, "read") from error
@@ -198,7 +199,7 @@ class Gather(ClosedAtEnd):
             raise errors.from_os(error, source.name, "read") from error
 
     def _by_threads(self, reads: Reads) -> None:
-        waits = self.direct or any(each.costs.concurrency for each in self._sources)
+        waits = self.direct or any(each.costs.concurrency for each in self.sources)
         count = min(len(reads), self.depth, *([] if waits else [share_of_cores()]))
         numbers, failed = itertools.count(), list[BaseException]()
 
@@ -227,7 +228,7 @@ class Gather(ClosedAtEnd):
 
     def _read_one(self, reads: Reads, n: int) -> None:
         number, least, offset = (int(each[n]) for each in (reads.source, reads.least, reads.offset))
-        source, vector = self._sources[number], _vector(reads, n)
+        source, vector = self.sources[number], _vector(reads, n)
         if not self.direct:
             self._read_through_cache(source, vector, offset, least)
             return

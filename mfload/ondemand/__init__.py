@@ -9,11 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mfload.ondemand.costs import BudgetCost, OndemandPlan, plan
+    from mfload.ondemand.curve import Curve
     from mfload.ondemand.experts import ExpertCache
     from mfload.ondemand.layers import LayerStream
     from mfload.ondemand.report import OndemandReport
 
 _NAMES = {
+    "costs": "BudgetCost OndemandPlan plan",
+    "curve": "Curve",
     "experts": "ExpertCache",
     "layers": "LayerStream",
     "report": "OndemandReport",
@@ -23,9 +27,13 @@ _WHERE = {
 }
 
 __all__ = [
+    "BudgetCost",
+    "Curve",
     "ExpertCache",
     "LayerStream",
+    "OndemandPlan",
     "OndemandReport",
+    "plan",
 ]  # fmt: skip
 
 

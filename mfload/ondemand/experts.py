@@ -110,6 +110,8 @@ class ExpertCache(ClosedAtEnd):
         SourceError, FormatError: The checkpoint can't be opened.
     """
 
+    _store = Store
+
     def __init__(
         self,
         path: Path | Sequence[Path],
@@ -123,7 +125,7 @@ class ExpertCache(ClosedAtEnd):
         wait: float = 10.0,
     ) -> None:
         limit, match = byte_count("budget", budget, 1), _Pattern(pattern)
-        store = Store(path, match, framework, options=options, gather=gather)
+        store = self._store(path, match, framework, options=options, gather=gather)
         try:
             layers = _by_layer(store, match)
             count = len(layers)

@@ -9,7 +9,6 @@ import numpy as np
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.ondemand.background import Background
 from mfload.ondemand.cache import SlotCache
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.runtime import NamedTuple
@@ -75,7 +74,7 @@ class Pools(ClosedAtEnd):
             raise self._too_small(least, self._least_budget)
         capacities = self._divide(budget - self._least_budget)
         shapes = [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
-        self._background = Background()
+        self._background = store.background()
         self._pools = [
             Pool(
                 each,

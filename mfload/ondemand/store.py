@@ -35,6 +35,7 @@ from mfload.index import Index, TensorInfo
 from mfload.io import buffers
 from mfload.io.gather import Engine, Reads, open_gather
 from mfload.loading import session
+from mfload.ondemand.background import Background
 from mfload.ondemand.report import OndemandReport
 from mfload.planning.request import Request
 from mfload.runtime import NamedTuple
@@ -159,12 +160,25 @@ class Store(ClosedAtEnd):
         places = [0]
         for capacity, nbytes in shapes:
             places.append(_up(places[-1] + capacity * nbytes, buffers.PAGE))
-        whole = buffers.allocate(places[-1])
+        made = self.memory(shapes, places)
         self.allocated += places[-1]
+        return made
+
+    def memory(self, shapes: Sequence[tuple[int, int]], places: Sequence[int]) -> list[Bytes]:
+        """Arrays of shapes at their places in memory, which ends at the last place."""
+        whole = buffers.allocate(places[-1])
         return [
             whole[at : at + shape[0] * shape[1]].reshape(shape)
             for at, shape in zip(places, shapes, strict=False)
         ]
+
+    def move(self, target: int, source: int, nbytes: int) -> None:
+        """Moves bytes from one address to another; it lets go of the interpreter."""
+        ctypes.memmove(target, source, nbytes)
+
+    def background(self) -> Background:
+        """What reads ahead for the caches over the store."""
+        return Background()
 
     def array(self, memory: Bytes, dtype: DType, shape: tuple[int, ...], at: int) -> Any:
         """The framework's array over memory, from byte `at` on; it keeps the memory alive.
@@ -259,9 +273,8 @@ class Slots:
         )
         for n in np.flatnonzero(self._shift[reads]).tolist():
             number, address = reads[n], int(to[n])
-            # It lets go of the interpreter.
             shift, nbytes = int(self._shift[number]), int(self._least[number])
-            ctypes.memmove(address, address + shift, nbytes - shift)
+            self._store.move(address, address + shift, nbytes - shift)
         return reads.size, int(self._wanted[reads].sum())
 
     def arrays(self, key: int, memory: Bytes) -> dict[str, Any]:
