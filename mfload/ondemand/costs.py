@@ -229,7 +229,8 @@ def plan(
             notes += [why] if why else []
         if not store.opened.direct:
             notes.append("reads go through the page cache now; I/O ms are those of the disk")
-        wanted = own or [int(most * share) + _PAGES for share in _SHARES]
+        shares = [int(most * share) + _PAGES for share in _SHARES]
+        wanted = own or [each for each in shares if abs(each - asked) > most / 50]
         costs: list[BudgetCost] = []
         for each in sorted({asked, *wanted}):
             try:
