@@ -153,7 +153,8 @@ class Gather(ClosedAtEnd):
                 self._by_threads(cut)
             elif len(cut):
                 self._by_ring(cut, self._make)
-            for number in np.unique(reads.source).tolist():
+            # Not np.unique: it aborts a process that ends meanwhile.
+            for number in np.flatnonzero(np.bincount(reads.source)).tolist():
                 self.sources[number].check()
         finally:
             with self._lock:

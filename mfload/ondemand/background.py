@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable
@@ -32,10 +33,13 @@ class Background:
                 with suppress(RuntimeError):  # The system gives no more: nothing is read ahead.
                     thread.start()
                     self._thread = thread
+                    # A thread that ends while the interpreter does may abort in C++ code.
+                    atexit.register(self.close)
             self._changed.notify_all()
 
     def end(self) -> None:
         """Ends the thread, once what it reads has arrived; does not wait for that."""
+        atexit.unregister(self.close)
         if os.getpid() != self._pid:
             return
         with self._changed:

@@ -197,7 +197,7 @@ class _Pattern:
         names = ["layer", "name"] if self.regex.groups == 2 else ["layer", "expert", "name"]
         self.groups = self.regex.groupindex or {name: n for n, name in enumerate(names, 1)}
         named = {"layer", "name"} <= self.groups.keys() <= {"layer", "expert", "name"}
-        if not (named and self.regex.groups >= len(self.groups)):
+        if not named or (not self.regex.groupindex and self.regex.groups != len(names)):
             raise errors.UsageError(
                 "pattern has other groups", expected=_GROUPS, found=self.regex.pattern
             )
@@ -243,7 +243,7 @@ def _by_layer(store: Store, match: _Pattern) -> dict[int, list[list[Part]]]:
         raise errors.TensorNotFoundError(
             "no name is one of an expert", file=store.file, expected=match.regex.pattern
         )
-    for layer, experts in layers.items():
+    for layer, experts in sorted(layers.items()):
         names = {name for each in experts.values() for name in each}
         for number in range(len(experts)):
             lacking = names - experts.get(number, {}).keys()

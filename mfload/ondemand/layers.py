@@ -119,19 +119,19 @@ class LayerStream(ClosedAtEnd):
                 )
             self.layers = tuple(sorted(layers))
             slots = Slots(store, [kept])
-            [memory] = store.arenas([(1, slots.nbytes)])
             self._pools = Pools(
                 store,
                 [[layers[layer]] for layer in self.layers],
                 limit,
                 Cyclic,
+                beside=slots.nbytes,
                 least=max(2, self._ahead + 1),
                 what="layer",
                 wait=wait,
             )
-            slots.fill(_FIRST, np.array([[memory.ctypes.data]], np.uint64))
-            self.resident: Mapping[str, Any] = MappingProxyType(slots.arrays(0, memory[0]))
+            self.resident: Mapping[str, Any] = MappingProxyType(slots.load()[0])
         except BaseException:
+            vars(self).clear()  # The error may be kept.
             store.close()
             raise
 

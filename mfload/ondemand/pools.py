@@ -33,10 +33,11 @@ class Pools(ClosedAtEnd):
     All slots are allocated here. The sizes get slots in proportion to the keys that they have.
 
     Args:
-        store: It is closed with them; what it has allocated counts.
+        store: It is closed with them.
         sets: The keys of each set, and the parts of each key.
         budget: Bytes.
-        policy: Makes one for a number of keys and of slots.
+        make_policy: Makes one for a number of keys and of slots.
+        beside: Bytes of the budget that are for something else.
         least: Keys of a set that are used at once.
         what: What a key is, for messages.
         wait: See `SlotCache`.
@@ -50,8 +51,9 @@ class Pools(ClosedAtEnd):
         store: Store,
         sets: Sequence[Sequence[Sequence[Part]]],
         budget: int,
-        policy: Callable[[int, int], Lru],
+        make_policy: Callable[[int, int], Lru],
         *,
+        beside: int = 0,
         least: int = 1,
         what: str,
         wait: float,
@@ -67,28 +69,23 @@ class Pools(ClosedAtEnd):
         ]
         self._sizes = [(len(each.parts), each.nbytes) for each in slots]
         # Arenas begin on pages.
-        fixed = store.allocated + buffers.PAGE * (len(slots) - 1)
+        fixed = beside + buffers.PAGE * (len(slots) - 1)
         self._least, self._total = least, sum(keys * nbytes for keys, nbytes in self._sizes)
         self._least_budget = fixed + sum(min(keys, least) * nbytes for keys, nbytes in self._sizes)
         if self._least_budget > budget:
             raise self._too_small(least, self._least_budget)
         capacities = self._divide(budget - self._least_budget)
-        shapes = [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
+        chosen = [
+            make_policy(keys, n) for n, (keys, _) in zip(capacities, self._sizes, strict=True)
+        ]
+        arenas = store.arenas(
+            [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
+        )
         self._background = store.background()
+        how: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
         self._pools = [
-            Pool(
-                each,
-                SlotCache(
-                    each.fill,
-                    len(each.parts),
-                    [arena],
-                    policy(len(each.parts), len(arena)),
-                    wait=wait,
-                    what=what,
-                    background=self._background,
-                ),
-            )
-            for each, arena in zip(slots, store.arenas(shapes), strict=True)
+            Pool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))
+            for each, arena, policy in zip(slots, arenas, chosen, strict=True)
         ]
         self._of: dict[int, tuple[Pool, int]] = {}
         for pool, numbers in zip(self._pools, by_size.values(), strict=True):

@@ -64,7 +64,7 @@ class RehearsalStore(Store):
         counter: Any = _Counter(self.opened)
         self.gather, self.allocated = counter, 0
 
-    def memory(self, shapes: Sequence[tuple[int, int]], places: Sequence[int]) -> list[Bytes]:
+    def memory(self, shapes: Sequence[tuple[int, int]], spans: Sequence[slice]) -> list[Bytes]:
         """Slots of one byte, of which arrays can be made that keep a lease."""
         return [np.empty((capacity, 1), np.uint8) for capacity, _ in shapes]
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mfload.options import Options
 
 _ENGINES = ("auto", "pread", "direct")
+_LINE = 64  # Bytes.
 
 
 class Part(NamedTuple):
@@ -98,6 +99,9 @@ class Store(ClosedAtEnd):
         given = load_options.started(options)
         errors.check_choice("engine", given.engine, _ENGINES)
         self.adapter = frameworks.get(framework, "cpu")
+        if self.adapter.devices or not self.adapter.on_host:
+            what = f"{self.adapter.name} has no arrays over host memory"
+            raise errors.DeviceError(what, expected="numpy, jax, torch, tensorflow or paddle")
 
         def ask(index: Index) -> Sequence[TensorInfo]:
             return index.take([name for name in index.names if wanted(name)])
@@ -156,21 +160,19 @@ class Store(ClosedAtEnd):
 
         Raises MemoryLimitError if the system refuses it.
         """
-        shapes = list(slots)
-        places = [0]
+        shapes, spans, end = list(slots), list[slice](), 0
         for capacity, nbytes in shapes:
-            places.append(_up(places[-1] + capacity * nbytes, buffers.PAGE))
-        made = self.memory(shapes, places)
-        self.allocated += places[-1]
+            start = _up(end, buffers.PAGE)
+            end = start + capacity * nbytes
+            spans.append(slice(start, end))
+        made = self.memory(shapes, spans)
+        self.allocated += end
         return made
 
-    def memory(self, shapes: Sequence[tuple[int, int]], places: Sequence[int]) -> list[Bytes]:
-        """Arrays of shapes at their places in memory, which ends at the last place."""
-        whole = buffers.allocate(places[-1])
-        return [
-            whole[at : at + shape[0] * shape[1]].reshape(shape)
-            for at, shape in zip(places, shapes, strict=False)
-        ]
+    def memory(self, shapes: Sequence[tuple[int, int]], spans: Sequence[slice]) -> list[Bytes]:
+        """Arrays of shapes, each at its span of memory that is made for all of them."""
+        whole = buffers.allocate(max((span.stop for span in spans), default=0))
+        return [whole[span].reshape(shape) for span, shape in zip(spans, shapes, strict=True)]
 
     def move(self, target: int, source: int, nbytes: int) -> None:
         """Moves bytes from one address to another; it lets go of the interpreter."""
@@ -223,7 +225,6 @@ class Slots:
     def __init__(self, store: Store, parts: Sequence[Sequence[Part]]) -> None:
         self._store, self.parts = store, parts
         unit, align = store.gather.unit, store.alignment
-        room = buffers.PAGE if unit > 1 else max(64, align)  # What a read begins on in memory.
         key = np.repeat(np.arange(len(parts)), [len(each) for each in parts])
         fields = [(part.source, part.offset, part.nbytes) for each in parts for part in each]
         source, offset, nbytes = np.array(fields, np.int64).reshape(-1, 3).T
@@ -239,21 +240,26 @@ class Slots:
             | (np.diff(offset) % align != 0)
         )
         first, read = np.flatnonzero(begins), np.cumsum(begins) - 1
-        start = _down(offset[first], unit)
-        stop = np.maximum.reduceat(end, first) if first.size else end
+        start, stop = offset[first], np.maximum.reduceat(end, first) if first.size else end
+        # Products may depend on addresses mod 64, and are to be those of weights that are loaded:
+        # large ones lie as in the file, as far as the adapter permits.
+        lead = start % max(unit, _LINE)
+        moved = lead % align
+        taken = _up(lead + stop - start, buffers.PAGE if unit > 1 else _LINE)
+        if unit > 1:
+            start, self._shift, to = start - lead, moved, np.zeros_like(start)
+        else:
+            self._shift, to = np.zeros_like(start), lead - moved
         self._source, self._offset, self._least = source[first], start, stop - start
         self._nbytes = _up(stop, unit) - start
         self._wanted = np.bincount(read, nbytes, first.size).astype(np.int64)
-        self._shift = (offset[first] - start) % align if unit > 1 else np.zeros_like(start)
-        taken = np.cumsum(_up(self._nbytes, room))
         # By key, its first read; behind the last, how many there are.
         self._first = np.searchsorted(key[first], np.arange(len(parts) + 1))
-        before = np.append(0, taken)[self._first]
-        self.nbytes = int(np.diff(before).max(initial=0))
-        at = np.append(0, taken)[:-1] - before[key[first]]
-        self._at = at
+        before = np.append(0, np.cumsum(taken))
+        self.nbytes = int(np.diff(before[self._first]).max(initial=0))
+        self._at = before[:-1] - before[self._first][key[first]] + to
         place = np.empty(len(key), np.int64)
-        place[order] = (at - start - self._shift)[read] + offset
+        place[order] = offset + (self._at - start - self._shift)[read]
         self._places = np.split(place, np.cumsum([len(each) for each in parts])[:-1])
 
     def fill(self, keys: Numbers, addresses: Any) -> tuple[int, int]:
@@ -276,6 +282,17 @@ class Slots:
             shift, nbytes = int(self._shift[number]), int(self._least[number])
             self._store.move(address, address + shift, nbytes - shift)
         return reads.size, int(self._wanted[reads].sum())
+
+    def load(self) -> list[dict[str, Any]]:
+        """The arrays of each key by name, in memory of their own, where they stay."""
+        [memory] = self._store.arenas([(len(self.parts), self.nbytes)])
+        try:
+            addresses = memory.ctypes.data + self.nbytes * np.arange(len(self.parts))
+            self.fill(np.arange(len(self.parts)), addresses[:, None])
+            return [self.arrays(key, row) for key, row in enumerate(memory)]
+        except BaseException:
+            memory = None  # The error may be kept.
+            raise
 
     def arrays(self, key: int, memory: Bytes) -> dict[str, Any]:
         """The arrays of a key by name, over the memory of its slot, which they keep alive."""
