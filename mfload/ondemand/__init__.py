@@ -9,17 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mfload.ondemand.bundles import Bundled, Unbundled, bundle, unbundle
     from mfload.ondemand.costs import BudgetCost, OndemandPlan, plan
     from mfload.ondemand.curve import Curve
     from mfload.ondemand.experts import ExpertCache
     from mfload.ondemand.layers import LayerStream
+    from mfload.ondemand.neurons import NeuronCache
+    from mfload.ondemand.predictor import (
+        Predictor,
+        load_predictors,
+        save_predictors,
+        train_predictor,
+    )
     from mfload.ondemand.report import OndemandReport
 
 _NAMES = {
+    "bundles": "Bundled Unbundled bundle unbundle",
     "costs": "BudgetCost OndemandPlan plan",
     "curve": "Curve",
     "experts": "ExpertCache",
     "layers": "LayerStream",
+    "neurons": "NeuronCache",
+    "predictor": "Predictor load_predictors save_predictors train_predictor",
     "report": "OndemandReport",
 }
 _WHERE = {
@@ -27,13 +38,9 @@ _WHERE = {
 }
 
 __all__ = [
-    "BudgetCost",
-    "Curve",
-    "ExpertCache",
-    "LayerStream",
-    "OndemandPlan",
-    "OndemandReport",
-    "plan",
+    "BudgetCost", "Bundled", "Curve", "ExpertCache", "LayerStream", "NeuronCache", "OndemandPlan",
+    "OndemandReport", "Predictor", "Unbundled", "bundle", "load_predictors", "plan",
+    "save_predictors", "train_predictor", "unbundle",
 ]  # fmt: skip
 
 

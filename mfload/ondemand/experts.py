@@ -110,7 +110,7 @@ class ExpertCache(ClosedAtEnd):
         SourceError, FormatError: The checkpoint can't be opened.
     """
 
-    _store = Store
+    _opens = Store
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ExpertCache(ClosedAtEnd):
         wait: float = 10.0,
     ) -> None:
         limit, match = byte_count("budget", budget, 1), _Pattern(pattern)
-        store = self._store(path, match, framework, options=options, gather=gather)
+        store = self._opens(path, match, framework, options=options, gather=gather)
         try:
             layers = _by_layer(store, match)
             count = len(layers)

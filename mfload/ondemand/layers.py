@@ -70,7 +70,7 @@ class LayerStream(ClosedAtEnd):
         SourceError, FormatError: The checkpoint can't be opened.
     """
 
-    _store = Store
+    _opens = Store
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class LayerStream(ClosedAtEnd):
         def wanted(name: str) -> bool:
             return stays is None or stays(name) is not None or layer_of(name) is not None
 
-        store = self._store(path, wanted, framework, options=options, gather=gather)
+        store = self._opens(path, wanted, framework, options=options, gather=gather)
         try:
             kept: list[Part] = []
             layers: dict[int, list[Part]] = {}

@@ -6,7 +6,7 @@ what the cache will do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -95,15 +95,17 @@ class Rehearsal:
     """
 
     store: RehearsalStore | None = None
+    _how: Mapping[str, Any] | None = None
 
     def of(self, kind: type[C]) -> type[C]:
         """The class of caches that read nothing, for one of caches."""
-        made: Any = type(kind.__name__, (kind,), {"_store": staticmethod(self._open)})
+        made: Any = type(kind.__name__, (kind,), {"_opens": staticmethod(self._open)})
         return made
 
     def _open(self, *given: Any, **more: Any) -> RehearsalStore:
-        if self.store is None:
-            self.store = RehearsalStore(*given, **more)
+        if self.store is None or self._how != more:
+            self.close()
+            self.store, self._how = RehearsalStore(*given, **more), more
         self.store.begin()
         return self.store
 
