@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
-from mfload.ondemand import experts, layers
+from mfload.formats import checkpoint
+from mfload.ondemand import bundles, experts, layers, neurons
 from mfload.ondemand.curve import Curve
 from mfload.ondemand.rehearsal import Optimum, Rehearsal
 from mfload.options import byte_count
@@ -38,9 +39,9 @@ class BudgetCost(NamedTuple):
     Attributes:
         budget_bytes: The budget.
         memory_bytes: What of it is used: slots, and tensors that stay resident.
-        hit_rate: Share of the experts asked for that are there, 0 to 1; of layers, the share of
-            layers that stay in memory.
-        misses: Experts or layers that are read a token.
+        hit_rate: Share of the experts or neurons asked for that are there, 0 to 1; of layers, the
+            share of layers that stay in memory.
+        misses: Experts, neurons or layers that are read a token.
         reads: Reads a token that are handed to the engine, as `OndemandReport.reads` counts them.
         read_bytes: Bytes of them that are wanted, a token.
         io_ms: Milliseconds a token that reading takes, if nothing else goes on meanwhile; None if
@@ -64,12 +65,12 @@ class OndemandPlan(Printable):
     """What `mfload.ondemand.plan` found; it prints a table over budgets.
 
     Attributes:
-        kind: "experts" or "layers".
+        kind: "experts", "neurons" or "layers".
         tokens: How many the trace has; for layers, 1: each token is a pass through all of them.
         budget: What was asked for.
         budgets: The same for budgets from the least that will do to one that holds everything, and
             for the one that was asked for.
-        policy: Which experts leave.
+        policy: Which experts or neurons leave.
         engine: What would read now.
         why: Why that one.
         curve: The engine of the curve; "" if there is no curve.
@@ -164,6 +165,7 @@ def plan(
     trace: Any = None,
     curve: Curve | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     policy: Policy = "lru",
+    window: int | None = 5,
     ahead: int = 1,
     resident: str | re.Pattern[str] | None = None,
     budgets: Sequence[int | str] | None = None,
@@ -176,26 +178,27 @@ def plan(
         print(found.budget.read_bytes, found.budget.io_ms)  # a token
         print(found)  # over budgets
 
-    With a trace, `ExpertCache` is rehearsed on it; without one, `LayerStream`, of which each token
-    takes all layers. The caches themselves run, with no memory, and count instead of reading.
-    So misses, reads and bytes are those of a run on the same trace. What is read ahead counts as if
-    it arrived in time to be of use.
+    With a trace, `ExpertCache` is rehearsed on it, or `NeuronCache` if the file has bundles;
+    without one, `LayerStream`, of which each token takes all layers. The caches themselves run,
+    with no memory, and count instead of reading. So misses, reads and bytes are those of a run on
+    the same trace. What is read ahead counts as if it arrived in time to be of use.
 
     Milliseconds follow from the curve of the disk. Reads that are under way while something else
     computes take no time away; those of files in the page cache take less.
 
     Args:
-        path: As for `ExpertCache` and `LayerStream`.
-        pattern: As for these.
+        path: As for the caches.
+        pattern: As for `ExpertCache` and `LayerStream`.
         budget: Bytes, or a text such as "2GiB".
-        trace: For each token, the experts of each layer: a sequence in order of the layers, or a
-            mapping from their numbers; int64[tokens, layers, k] will do. A cache begins empty, so a
-            short trace says more about its beginning than about later tokens.
+        trace: For each token, the experts or neurons of each layer: a sequence in order of the
+            layers, or a mapping from their numbers; int64[tokens, layers, k] will do. A cache
+            begins empty, so a short trace says more about its beginning than about later tokens.
         curve: What random reads take on this machine: the JSON of `mfload bench --random`, or the
             path of it. Default: measured now, for 2 seconds, on the files.
-        policy: As for `ExpertCache`.
+        policy: As for `ExpertCache` and `NeuronCache`.
+        window: As for `NeuronCache`.
         ahead: As for `LayerStream`.
-        resident: As for `LayerStream`.
+        resident: As for `LayerStream` and `NeuronCache`.
         budgets: More budgets for the table. Default: shares of what everything takes.
         options: As for the caches.
 
@@ -209,16 +212,20 @@ def plan(
     own = [byte_count("budgets", each, 1) for each in budgets or ()]
     given = None if curve is None else Curve.of(curve)
     with closing(Rehearsal()) as rehearsal:
+        requests = [None] if trace is None else _requests(trace)
+        how: dict[str, Any] = {"options": options, "wait": 0.0}
         if trace is None:
-            kind, tokens = "layers", 1
-            how: Any = {"pattern": layers.PATTERN if pattern is None else pattern}
-            how |= {"ahead": ahead, "resident": resident, "options": options}
+            kind, policy = "layers", "cyclic"
+            how |= {"pattern": pattern or layers.PATTERN, "ahead": ahead, "resident": resident}
             run = _passes(rehearsal, path, how)
+        elif bundles.KEY in (checkpoint.read(path)[0].metadata or ()):
+            kind, policy = "neurons", policy if window is None else f"window({window})"
+            how |= {"resident": resident, "window": None}
+            run = _uses(rehearsal, neurons.NeuronCache, path, how, requests, policy)
         else:
-            requests = _requests(trace)
-            kind, tokens = "experts", len(requests)
-            how = {"pattern": experts.PATTERN if pattern is None else pattern, "options": options}
-            run = _uses(rehearsal, path, how, requests, policy)
+            kind = "experts"
+            how |= {"pattern": pattern or experts.PATTERN}
+            run = _uses(rehearsal, experts.ExpertCache, path, how, requests, policy)
         most = run(_UNBOUND, None).memory_bytes
         store = rehearsal.store
         assert store is not None
@@ -241,10 +248,10 @@ def plan(
         name = policy if isinstance(policy, str) else getattr(policy, "__name__", "a function")
         return OndemandPlan(
             kind=kind,
-            tokens=tokens,
+            tokens=len(requests),
             budget=next(each for each in costs if each.budget_bytes == asked),
             budgets=tuple(costs),
-            policy=name if kind == "experts" else "cyclic",
+            policy=name,
             engine=store.opened.name,
             why=store.opened.why,
             curve=given.engine if given else "",
@@ -277,14 +284,19 @@ def _by_layer(token: Any) -> Iterator[tuple[int | None, Any]]:
 
 
 def _uses(
-    rehearsal: Rehearsal, path: Any, how: dict[str, Any], requests: list[Any], policy: Policy
+    rehearsal: Rehearsal,
+    kind: Any,
+    path: Any,
+    how: dict[str, Any],
+    requests: list[Any],
+    policy: Policy,
 ) -> Run:
     optimum = Optimum()
-    kind = rehearsal.of(experts.ExpertCache)
+    rehearsed = rehearsal.of(kind)
 
     def used(budget: int, policy: Policy) -> Any:
-        with kind(path, budget=budget, policy=policy, wait=0.0, **how) as cache:
-            order = list(cache.experts)
+        with rehearsed(path, budget=budget, policy=policy, **how) as cache:
+            order = list(cache.experts if kind is experts.ExpertCache else cache.neurons)
             for token in requests:
                 for layer, place, ids in token:
                     if layer is None and place >= len(order):
@@ -301,7 +313,7 @@ def _uses(
     def run(budget: int, curve: Curve | None) -> BudgetCost:
         made = used(budget, policy)
         cost = _cost(made, rehearsal.batches, len(requests), curve)
-        least = used(budget, optimum.policy).read_bytes / len(requests)
+        least = used(budget, optimum.policy()).read_bytes / len(requests)
         return cost._replace(budget_bytes=budget, least_bytes=least)
 
     return run
@@ -311,7 +323,7 @@ def _passes(rehearsal: Rehearsal, path: Any, how: dict[str, Any]) -> Run:
     kind = rehearsal.of(layers.LayerStream)
 
     def run(budget: int, curve: Curve | None) -> BudgetCost:
-        with kind(path, budget=budget, wait=0.0, **how) as stream:
+        with kind(path, budget=budget, **how) as stream:
             for _ in range(_WARM_UP):
                 _pass(stream)
             before, begun = stream.report(), len(rehearsal.batches)

@@ -6,7 +6,7 @@ what the cache will do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -134,23 +134,20 @@ class _Recorder(Lru):
 
 
 class Optimum:
-    """Belady's optimum as a policy, for requests that are made once before.
+    """Belady's optimum as a policy, for requests that another cache was asked for before.
 
-    `note` is the policy of the cache that is asked first; it notes the requests. `policy` is that
-    of all later ones, which are asked for the same.
+    `note` is the policy of that cache, `policy()` the one of a later cache.
     """
 
     def __init__(self) -> None:
         self._noted: list[_Recorder] = []
-        self._made = 0
 
     def note(self, keys: int, capacity: int) -> Lru:
         """A policy that notes requests."""
         self._noted.append(_Recorder(keys, capacity))
         return self._noted[-1]
 
-    def policy(self, keys: int, capacity: int) -> Lru:
-        """The optimum for the requests to the cache made in this place."""
-        noted = self._noted[self._made % len(self._noted)]
-        self._made += 1
-        return Belady(keys, capacity, noted.requests)
+    def policy(self) -> Callable[[int, int], Lru]:
+        """The optimum, for parts of a cache that are made in the same order."""
+        noted = iter(self._noted)
+        return lambda keys, capacity: Belady(keys, capacity, next(noted).requests)

@@ -18,7 +18,7 @@ import mfload
 from mfload import errors
 from mfload.bench import machine, random_reads
 from mfload.io import buffers
-from mfload.ondemand import Curve, ExpertCache, LayerStream, costs, plan
+from mfload.ondemand import Curve, ExpertCache, LayerStream, NeuronCache, costs, plan
 
 LAYERS, EXPERTS = 3, 6
 CURVE = Curve(points())
@@ -282,3 +282,59 @@ def test_files_are_closed_whatever_happens(folder: Path) -> None:
         with pytest.raises(errors.MfloadError):
             each()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+NEURONS, WIDTH = 40, 128  # Of float32: rows of 512 bytes, which O_DIRECT can read.
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("neurons")
+    arrays: dict[str, Any] = {"embed": samples.numbers((9, WIDTH))}
+    for layer in range(LAYERS):
+        arrays[f"layers.{layer}.up"] = samples.numbers((NEURONS, WIDTH), np.float32, layer)
+        arrays[f"layers.{layer}.down"] = samples.numbers((WIDTH, NEURONS), np.float32, layer)
+    mfload.save(arrays, where / "dense.safetensors")
+    rules: Any = {name: rf"layers\.(\d+)\.{name}" for name in ("up", "down")}
+    mfload.ondemand.bundle(where / "dense.safetensors", where / "a.safetensors", **rules)
+    return where / "a.safetensors"
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    trace=st.lists(
+        st.lists(st.sets(st.integers(0, NEURONS - 1), max_size=9), min_size=LAYERS,
+                 max_size=LAYERS),
+        min_size=1, max_size=12,
+    ),
+    share=st.floats(0.2, 1.1),
+    window=st.sampled_from([None, 1, 3]),
+    engine=st.sampled_from(["auto", "pread", "direct"]),
+)  # fmt: skip
+def test_neurons(
+    bundled: Path, trace: list[Any], share: float, window: int | None, engine: Any
+) -> None:
+    options = mfload.Options(engine=engine)
+    budget = int(share * LAYERS * NEURONS * WIDTH * 8) + 16 * buffers.PAGE
+    how: Any = {"window": window, "options": options, "policy": "lfu"}
+    try:
+        with NeuronCache(bundled, budget, **how) as cache:
+            for token in trace:
+                for layer, rows in enumerate(token):
+                    cache.use(layer, rows).close()
+            done = cache.report()
+    except errors.MemoryLimitError as error:
+        with pytest.raises(errors.MemoryLimitError, match=re.escape(str(error))):
+            plan(bundled, budget=budget, trace=trace, curve=CURVE, **how)
+        return
+    found = plan(bundled, budget=budget, trace=trace, curve=CURVE, budgets=[budget], **how)
+    said, tokens = found.budget, len(trace)
+    assert (found.kind, found.tokens) == ("neurons", tokens)
+    assert found.policy == ("lfu" if window is None else f"window({window})")
+    assert said.memory_bytes == done.peak_bytes
+    assert (said.misses, said.hit_rate) == (done.misses / tokens, done.hit_rate)
+    assert (said.reads, said.read_bytes) == (done.reads / tokens, done.read_bytes / tokens)
+    assert said.least_bytes is not None
+    assert said.least_bytes <= said.read_bytes
+    assert found.engine == done.engine
+    assert found.why == done.why
