@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 _UNBOUND = 1 << 62
 _PAGES = 64 << 10  # What keys of several sizes may need beyond their slots.
-_WARM_UP = 2  # Passes through layers after which each pass is like the one before.
+_WARM_UP, _PASSES = 2, 8  # Passes through layers; which of them stay changes from pass to pass.
 
 Run = Callable[[int, Any], "BudgetCost"]
 """Rehearses with a budget and a policy."""
@@ -66,7 +66,7 @@ class OndemandPlan(Printable):
 
     Attributes:
         kind: "experts", "neurons" or "layers".
-        tokens: How many the trace has; for layers, 1: each token is a pass through all of them.
+        tokens: How many the trace has; for layers, how many passes through all of them count.
         budget: What was asked for.
         budgets: The same for budgets from the least that will do to one that holds everything, and
             for the one that was asked for.
@@ -212,7 +212,7 @@ def plan(
     own = [byte_count("budgets", each, 1) for each in budgets or ()]
     given = None if curve is None else Curve.of(curve)
     with closing(Rehearsal()) as rehearsal:
-        requests = [None] if trace is None else _requests(trace)
+        requests = [None] * _PASSES if trace is None else _requests(trace)
         how: dict[str, Any] = {"options": options, "wait": 0.0}
         if trace is None:
             kind, policy = "layers", "cyclic"
@@ -322,27 +322,25 @@ def _uses(
 def _passes(rehearsal: Rehearsal, path: Any, how: dict[str, Any]) -> Run:
     kind = rehearsal.of(layers.LayerStream)
 
+    def walk(stream: layers.LayerStream, passes: int) -> None:
+        for _ in range(passes):
+            for _, _tensors in stream:  # They live until the next layer is there.
+                rehearsal.compute()
+
     def run(budget: int, curve: Curve | None) -> BudgetCost:
         with kind(path, budget=budget, **how) as stream:
-            for _ in range(_WARM_UP):
-                _pass(stream)
+            walk(stream, _WARM_UP)
             before, begun = stream.report(), len(rehearsal.batches)
-            _pass(stream)
+            walk(stream, _PASSES)
             made = stream.report()
         for name in ("misses", "prefetched", "reads", "read_bytes"):
             setattr(made, name, getattr(made, name) - getattr(before, name))
         made.misses += made.prefetched
-        made.hits = len(stream.layers) - made.misses
-        cost = _cost(made, rehearsal.batches[begun:], 1, curve)
+        made.hits = _PASSES * len(stream.layers) - made.misses
+        cost = _cost(made, rehearsal.batches[begun:], _PASSES, curve)
         return cost._replace(budget_bytes=budget)
 
     return run
-
-
-def _pass(stream: Any) -> None:
-    """A pass as users make it: a layer's arrays live until the next layer is there."""
-    for _layer, _tensors in stream:
-        pass
 
 
 def _cost(made: Any, batches: Any, tokens: int, curve: Curve | None) -> BudgetCost:

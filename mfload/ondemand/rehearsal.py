@@ -37,12 +37,18 @@ class _Counter:
         self.batches.append((len(reads), int(reads.nbytes.sum())))
 
 
-class _AtOnce(Background):
-    """Reads ahead before it returns, as a thread does that is fast enough."""
+class Later(Background):
+    """Reads ahead when it is told to, as a thread does while its user computes."""
 
     def ask(self, cache: object, work: Work) -> None:
-        with suppress(Exception):  # Who uses the keys meets it again.
-            work(lambda: False)
+        """Notes work for a cache, in place of what it was asked for before."""
+        self._asked[cache] = work
+
+    def run(self) -> None:
+        """Does what it was asked for last."""
+        while self._asked:
+            with suppress(Exception):  # Who uses the keys meets it again.
+                self._asked.popitem()[1](lambda: False)
 
 
 class RehearsalStore(Store):
@@ -54,6 +60,7 @@ class RehearsalStore(Store):
     """
 
     opened: Gather
+    later: Later
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -76,8 +83,9 @@ class RehearsalStore(Store):
         return memory
 
     def background(self) -> Background:
-        """Reads ahead at once."""
-        return _AtOnce()
+        """Reads ahead when `Rehearsal.compute` is called."""
+        self.later = Later()
+        return self.later
 
     def close(self) -> None:
         """It stays open for the next cache; `end` closes it."""
@@ -114,6 +122,11 @@ class Rehearsal:
         """Of each call for reads since the last cache was made: reads and bytes, int64[n, 2]."""
         counter: Any = None if self.store is None else self.store.gather
         return np.array(counter.batches if counter else [], np.int64).reshape(-1, 2)
+
+    def compute(self) -> None:
+        """Stands for a computation, during which is read ahead."""
+        if self.store is not None:
+            self.store.later.run()
 
     def close(self) -> None:
         """Closes the files."""
