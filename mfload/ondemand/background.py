@@ -39,9 +39,10 @@ class Background:
 
     def end(self) -> None:
         """Ends the thread, once what it reads has arrived; does not wait for that."""
-        atexit.unregister(self.close)
-        if os.getpid() != self._pid:
+        if self._ends or self._thread is None or os.getpid() != self._pid:
+            self._ends = True
             return
+        atexit.unregister(self.close)
         with self._changed:
             self._ends = True
             self._asked.clear()
@@ -50,10 +51,9 @@ class Background:
     def close(self) -> None:
         """Ends the thread, and waits for it."""
         self.end()
-        if os.getpid() != self._pid:
-            return
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        thread, here = self._thread, threading.current_thread()
+        if thread is not None and thread is not here and os.getpid() == self._pid:
+            thread.join()
 
     def _work(self) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -74,9 +75,10 @@ class ExpertCache(ClosedAtEnd):
             with cache.use(layer, [3, 17]) as experts:
                 up = experts[17]["up_proj"]
 
-    The budget is allocated when the cache is made, as slots of one expert each, which all layers
-    share; experts of layers that are of another size have slots of their own, in proportion. All
-    other tensors are loaded as always: `mfload.load(path, framework, names=...)`.
+    The budget is allocated when the cache is made, as slots of one expert each. Layers share them:
+    with "lru", each holds as many as if it had its own, and there may be fewer than one step needs.
+    Experts of another size have slots of their own, in proportion. All other tensors are loaded as
+    always: `mfload.load(path, framework, names=...)`.
 
     Any number of threads, and of sequences, may use it at once. Experts that are quantised stay as
     they are stored, several elements in a byte as uint8 (`mfload.unpack`), and their scales are
@@ -107,7 +109,8 @@ class ExpertCache(ClosedAtEnd):
         TensorNotFoundError: No name matches, or an expert lacks tensors that others of its layer
             have.
         MemoryLimitError: The budget has no room for one expert, or the system refuses it.
-        SourceError, FormatError: The checkpoint can't be opened.
+        SourceError: A file is missing or can't be read.
+        FormatError: The checkpoint is malformed.
     """
 
     _opens = Store
@@ -128,12 +131,11 @@ class ExpertCache(ClosedAtEnd):
         store = self._opens(path, match, framework, options=options, gather=gather)
         try:
             layers = _by_layer(store, match)
-            count = len(layers)
             self._pools = Pools(
                 store,
                 [*layers.values()],
                 limit,
-                lambda keys, capacity: policies.make(policy, keys, capacity, count),
+                functools.partial(policies.make, policy),
                 what="expert",
                 wait=wait,
             )
@@ -146,11 +148,18 @@ class ExpertCache(ClosedAtEnd):
     def use(self, layer: int, experts: Iterable[int] | Numbers) -> Experts:
         """Experts of a layer, for a `with` block; those that are not there are read.
 
+        Args:
+            layer: Number of the layer, as in the names of its tensors.
+            experts: Numbers of experts, in any order; each counts once.
+
+        Returns:
+            A mapping from the number of an expert to its arrays by name.
+
         Raises:
             UsageError: There is no such layer or expert; or the cache was closed, or made before a
                 fork.
-            MemoryLimitError: The budget is too small for so many at once, with the least that is
-                not; or slots are pinned by arrays that still live, and none became free in time.
+            MemoryLimitError: The budget is too small for so many at once, and the error says which
+                is not; or slots are pinned by arrays that still live, and none became free in time.
             SourceChangedError: A file is no longer the one that was opened.
             ReadError: The system can't read it.
         """
@@ -160,8 +169,15 @@ class ExpertCache(ClosedAtEnd):
     def prefetch(self, layer: int, experts: Iterable[int] | Numbers) -> None:
         """Has a thread read experts ahead, the first of them first, into slots that are not pinned.
 
-        What was asked for before, and is not begun, is dropped. What fails is raised when it is
-        used. Raises UsageError as `use` does.
+        What was asked for before, and is not begun, is dropped. What fails is read again when it is
+        used, and raised then.
+
+        Args:
+            layer: Number of the layer.
+            experts: Numbers of the experts that are likely to be used next.
+
+        Raises:
+            UsageError: As `use`.
         """
         self._pools.prefetch([self._known(layer, experts)])
 

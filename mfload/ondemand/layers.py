@@ -65,9 +65,10 @@ class LayerStream(ClosedAtEnd):
     Raises:
         UsageError: An argument is invalid; or tensors are compressed, or in several pieces.
         TensorNotFoundError: No name is one of a layer.
-        MemoryLimitError: The budget has no room for what is resident and `ahead` + 1 layers (two at
-            least), with the least that has; or the system refuses it.
-        SourceError, FormatError: The checkpoint can't be opened.
+        MemoryLimitError: The budget has no room for what is resident and `ahead` + 1 layers, two at
+            least, and the error says which has; or the system refuses the memory.
+        SourceError: A file is missing or can't be read.
+        FormatError: The checkpoint is malformed.
     """
 
     _opens = Store
@@ -123,7 +124,7 @@ class LayerStream(ClosedAtEnd):
                 store,
                 [[layers[layer]] for layer in self.layers],
                 limit,
-                Cyclic,
+                lambda keys, capacity, _: Cyclic(keys, capacity),
                 beside=slots.nbytes,
                 least=max(2, self._ahead + 1),
                 what="layer",

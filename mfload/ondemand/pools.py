@@ -36,7 +36,8 @@ class Pools(ClosedAtEnd):
         store: It is closed with them.
         sets: The keys of each set, and the parts of each key.
         budget: Bytes.
-        make_policy: Makes one for a number of keys and of slots.
+        make_policy: Makes one for a number of keys, a number of slots, and the set of each key,
+            from 0 on.
         beside: Bytes of the budget that are for something else.
         least: Keys of a set that are used at once.
         what: What a key is, for messages.
@@ -51,7 +52,7 @@ class Pools(ClosedAtEnd):
         store: Store,
         sets: Sequence[Sequence[Sequence[Part]]],
         budget: int,
-        make_policy: Callable[[int, int], Lru],
+        make_policy: Callable[[int, int, Numbers], Lru],
         *,
         beside: int = 0,
         least: int = 1,
@@ -76,7 +77,8 @@ class Pools(ClosedAtEnd):
             raise self._too_small(least, self._least_budget)
         capacities = self._divide(budget - self._least_budget)
         chosen = [
-            make_policy(keys, n) for n, (keys, _) in zip(capacities, self._sizes, strict=True)
+            make_policy(keys, n, np.repeat(np.arange(len(each)), [len(sets[m]) for m in each]))
+            for n, (keys, _), each in zip(capacities, self._sizes, by_size.values(), strict=True)
         ]
         arenas = store.arenas(
             [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]

@@ -85,7 +85,8 @@ class Store(ClosedAtEnd):
             compressed, or not in one piece: it names all.
         UnsupportedDtypeError, UnsupportedShapeError: No array can hold a tensor.
         DeviceError: The framework has no arrays in host memory.
-        SourceError, FormatError: The checkpoint can't be opened.
+        SourceError: A file is missing or can't be read.
+        FormatError: The checkpoint is malformed.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class Store(ClosedAtEnd):
             what = f"{self.adapter.name} has no arrays over host memory"
             raise errors.DeviceError(what, expected="numpy, jax, torch, tensorflow or paddle")
 
-        def ask(index: Index) -> Sequence[TensorInfo]:
-            return index.take([name for name in index.names if wanted(name)])
+        def ask(index: Index) -> list[TensorInfo]:
+            return list(index.take([name for name in index.names if wanted(name)]))
 
         self.tensors, index, files = checkpoint.choose(path, given, ask)
         self.index = index

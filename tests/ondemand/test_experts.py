@@ -187,15 +187,6 @@ class TestArguments:
             cache.use(1, [1]).close()
             assert cache.report().misses == before
 
-    def test_lfu_ages_by_rounds_of_all_layers(self) -> None:
-        """As it does if each layer has a cache of its own."""
-        one, all_layers = policies.make("lfu", 4, 2), policies.make("lfu", 12, 6, layers=3)
-        for n in range(200):
-            one.use(np.array([n % 4 // 3]))
-            for layer in range(3):
-                all_layers.use(4 * layer + np.array([n % 4 // 3]))
-        assert np.allclose(one.rank(np.arange(2))[0], all_layers.rank(np.arange(2))[0], rtol=0.05)
-
 
 class TestFaults:
     @pytest.mark.parametrize("fault", ["truncated", "replaced", "gone"])
