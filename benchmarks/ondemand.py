@@ -190,11 +190,15 @@ def hit_rates(trace: Sequence[Any]) -> dict[str, list[float]]:
     for share in shares():
         slots = int(share * _LAYERS * _EXPERTS)
         for name in _POLICIES:
-            make = partial(policies.make, name, layers=_LAYERS)
-            misses = policies.replay(keys, slots, make).sum()
+            misses = policies.replay(keys, slots, partial(_shared, name)).sum()
             found.setdefault(name, []).append(1 - int(misses) / asked)
         found.setdefault("optimum", []).append(1 - int(policies.belady(keys, slots).sum()) / asked)
     return found
+
+
+def _shared(name: str, keys: int, slots: int) -> Any:
+    """A policy for slots that all layers share, as in `ExpertCache`."""
+    return policies.make(name, keys, slots, np.arange(keys) // _EXPERTS)
 
 
 def shares() -> list[float]:

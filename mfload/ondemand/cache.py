@@ -93,7 +93,10 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
         found = np.empty(1, object)
     if found.size and found.dtype.kind not in "iu":
         raise errors.UsageError(f"not numbers of {what}s", expected="[3, 17]", found=repr(given))
-    return np.fromiter(dict.fromkeys(found.astype(np.int64).tolist()), np.int64)
+    found = found.astype(np.int64)
+    if (found[1:] > found[:-1]).all():  # As those of a predictor, which may be thousands.
+        return found
+    return np.fromiter(dict.fromkeys(found.tolist()), np.int64)
 
 
 class _Reading:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,7 +170,6 @@ class NeuronCache(ClosedAtEnd):
         self._budget = byte_count("budget", budget, 1)
         if window is not None:
             policy = f"window({byte_count('window', window, 1)})"
-        policies.make(policy, 1, 1)
         stays = None if resident is None else regex("resident", resident).search
 
         def wanted(name: str) -> bool:
@@ -192,34 +192,30 @@ class NeuronCache(ClosedAtEnd):
             kept = [store.part(info) for info in store.tensors if info.name not in found]
             slots = Slots(store, [[each for each in kept if stays is None or stays(each.name)]])
             capacities = self._divide([*layers.values()], slots.nbytes)
+            sizes = [*zip(layers.values(), capacities, strict=True)]
+            # Before there is memory, which an error that is kept would keep.
+            chosen = [policies.make(policy, part.shape[0], capacity) for part, capacity in sizes]
+            self.resident: Mapping[str, Any] = MappingProxyType(slots.load()[0])
             shapes = [
-                (capacity, _nbytes(part))
-                for part, capacity in zip(layers.values(), capacities, strict=True)
-                for _ in range(part.shape[1])
+                (capacity, _nbytes(part)) for part, capacity in sizes for _ in range(part.shape[1])
             ]
-            memory, *arenas = store.arenas([(1, slots.nbytes), *shapes])
-            slots.fill(np.zeros(1, np.int64), np.array([[memory.ctypes.data]], np.uint64))
-            self.resident: Mapping[str, Any] = MappingProxyType(slots.arrays(0, memory[0]))
+            arenas = iter(store.arenas(shapes))
         except BaseException:
+            vars(self).clear()
             store.close()
             raise
         self._store, self._background = store, store.background()
-        self.neurons = {layer: part.shape[0] for layer, part in layers.items()}
-        self.capacity = dict(zip(layers, capacities, strict=True))
+        more: dict[str, Any] = {"wait": wait, "what": "neuron", "background": self._background}
         self._layers: dict[int, tuple[Part, RowCache]] = {}
-        for layer, part in layers.items():
+        for (layer, part), each in zip(layers.items(), chosen, strict=True):
             keys, count, _ = part.shape
-            cache = RowCache(
-                _fill(store.gather, part),
-                keys,
-                arenas[:count],
-                policies.make(policy, keys, self.capacity[layer]),
-                wait=wait,
-                what="neuron",
-                background=self._background,
+            mine = [*islice(arenas, count)]
+            self._layers[layer] = (
+                part,
+                RowCache(_fill(store.gather, part), keys, mine, each, **more),
             )
-            del arenas[:count]
-            self._layers[layer] = part, cache
+        self.neurons = {layer: part.shape[0] for layer, part in layers.items()}
+        self.capacity = {layer: cache.capacity for layer, (_, cache) in self._layers.items()}
 
     def _divide(self, parts: Sequence[Part], fixed: int) -> list[int]:
         """How many neurons of each layer the budget has room for, beside so many bytes."""

@@ -283,8 +283,8 @@ def test_hostile_descriptions(tmp_path: Path, text: str) -> None:
 
 def test_two_bundles_of_one_layer(tmp_path: Path) -> None:
     each = {"layer": 0, "parts": [["a", 0], ["b", 1]]}
-    arrays = {name: np.ones((8, 2, 4), np.float32) for name in "xy"}
-    said = json.dumps({"x": each, "y": each})
+    arrays = {name: np.ones((8, 2, 4), np.float32) for name in ("x.bundle", "y.bundle")}
+    said = json.dumps(dict.fromkeys(arrays, each))
     mfload.save(arrays, tmp_path / "a.safetensors", metadata={bundles.KEY: said})
     with pytest.raises(errors.FormatError, match="one bundle of each layer"):
         unbundle(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
