@@ -45,13 +45,14 @@ CASES = ("curve", "policies", "experts", "layers")
 LABELS = {
     "mfload-lru": "ExpertCache",
     "memmap": "numpy.memmap",
+    "memmap-random": "numpy.memmap, MADV_RANDOM",
     "safetensors-tensor": "safetensors, get_tensor",
     "safetensors-slice": "safetensors, get_slice",
     "mfload-stream": "LayerStream",
     "accelerate-folder": "accelerate, disk_offload",
     "accelerate-safetensors": "accelerate, dispatch_model from safetensors",
 }
-_WAYS = {"experts": [*LABELS][:4], "layers": [*LABELS][4:]}
+_WAYS = {"experts": [*LABELS][:5], "layers": [*LABELS][5:]}
 _LIMITS = {"experts": 3.0, "layers": 1.5}
 _LAYERS, _EXPERTS, _CHOSEN = 8, 32, 4
 _TOKENS, _WARM_UP = 48, 16

@@ -181,7 +181,8 @@ def plan(
     With a trace, `ExpertCache` is rehearsed on it, or `NeuronCache` if the file has bundles;
     without one, `LayerStream`, of which each token takes all layers. The caches themselves run,
     with no memory, and count instead of reading. So misses, reads and bytes are those of a run on
-    the same trace. What is read ahead counts as if it arrived in time to be of use.
+    the same trace. Layers are read ahead here while the one before computes; a thread that is early
+    or late may read one more a pass, or one less.
 
     Milliseconds follow from the curve of the disk. Reads that are under way while something else
     computes take no time away; those of files in the page cache take less.
