@@ -28,6 +28,7 @@ from benchmarks import (
     described,
     markdown,
     ondemand_process,
+    ondemand_table,
     plot,
     process,
     tables,
@@ -220,8 +221,8 @@ def _judged(results: Results) -> list[Target]:
     return made
 
 
-def page(results: Results) -> str:
-    """The figures as Markdown."""
+def page(results: Results, out: Path) -> str:
+    """The figures as Markdown, with those of `benchmarks.ondemand_table` if they are there."""
     parts = [f"{described.sentence(results.machine)}. {timings.busy(results)}."]
     if results.run.get("curve"):
         parts += ["### Random reads", "![GB/s over bytes of a read](ondemand-curve.png)"]
@@ -240,6 +241,11 @@ def page(results: Results) -> str:
     for case in timings.cases(results):
         parts += [_about(results, case), _ways_table(results, case)]
     parts.append(tables.targets(_judged(results)))
+    table = out / "ondemand_table.json"
+    if table.exists():
+        found = json.loads(table.read_text())
+        parts += ["### Neurons, step by step", f"{described.sentence(found['machine'])}."]
+        parts.append(ondemand_table.tables(found))
     return "\n\n".join([*parts, *timings.skipped(results)])
 
 
@@ -357,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = args.cases, args.rounds, seed, args.gb, args.accelerate
         return measure(folder, *given)
 
-    timings.carry_out(args, "ondemand", measured, page, draw)
+    timings.carry_out(args, "ondemand", measured, partial(page, out=args.out), draw)
     return 0
 
 

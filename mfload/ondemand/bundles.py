@@ -220,7 +220,7 @@ def unbundled(index: Index) -> Index:
     count = len(index.columns) - len(names) + sum(len(each.parts) for each in found)
     made = [inside.get(place) or next(rest, None) for place in range(count)]
     rows = {info.name: info for info in made if info is not None}
-    if len(rows) < count or next(rest, None) is not None:
+    if len(rows) < count:
         raise _malformed(index, f"different names, and places from 0 to {count - 1}", "")
     metadata = {key: text for key, text in (index.metadata or {}).items() if key != KEY}
     return Index(index.files, rows, metadata or None, index.notes)

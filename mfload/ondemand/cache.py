@@ -99,6 +99,13 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
     return np.fromiter(dict.fromkeys(found.tolist()), np.int64)
 
 
+def check_wait(wait: object) -> None:
+    """Raises UsageError unless it is a time."""
+    if not isinstance(wait, int | float) or not wait >= 0:
+        expected = "seconds, 0 or more"
+        raise errors.UsageError("wait is no time", expected=expected, found=repr(wait))
+
+
 class _Reading:
     """Keys on their way into slots."""
 

@@ -20,7 +20,7 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.io.gather import Reads
 from mfload.ondemand import bundles, policies
-from mfload.ondemand.cache import numbers
+from mfload.ondemand.cache import check_wait, numbers
 from mfload.ondemand.rows import RowCache
 from mfload.ondemand.store import Part, Slots, Store, regex
 from mfload.options import Options, byte_count
@@ -123,7 +123,7 @@ class NeuronCache(ClosedAtEnd):
     unit (512 or 4096), they are read through the page cache.
 
     Args:
-        path: As for `mfload.load`: local safetensors.
+        path: As for `mfload.load`.
         budget: Bytes, or a text such as "2GiB".
         window: Neurons stay that the last so many requests of a layer asked for, that under way
             included, and no others; they leave earlier only if there is no room. None: they leave
@@ -149,7 +149,7 @@ class NeuronCache(ClosedAtEnd):
         MemoryLimitError: The budget has no room for what stays, and a neuron of each layer; or the
             system refuses it.
         UnsupportedDtypeError, UnsupportedShapeError: No array can hold a tensor.
-        SourceError: The file can't be opened.
+        SourceError: A file is missing or can't be read.
     """
 
     _opens = Store
@@ -167,6 +167,7 @@ class NeuronCache(ClosedAtEnd):
         gather: Engine = "auto",
         wait: float = 10.0,
     ) -> None:
+        check_wait(wait)
         self._budget = byte_count("budget", budget, 1)
         if window is not None:
             policy = f"window({byte_count('window', window, 1)})"
@@ -234,7 +235,8 @@ class NeuronCache(ClosedAtEnd):
         """Neurons of a layer, for a `with` block; those that are not there are read.
 
         Args:
-            rows: Their numbers.
+            layer: Number of the layer, as in the names of its tensors.
+            rows: Numbers of neurons, in any order; each counts once.
 
         Raises:
             UsageError: There is no such layer or neuron; or the cache was closed, or made before a
@@ -257,6 +259,7 @@ class NeuronCache(ClosedAtEnd):
         request.
 
         Args:
+            layer: Number of the layer.
             drafts: The numbers of the neurons of each draft, in order.
             acceptance: α, the share of drafts that are expected to be accepted, 0 to 1.
 
@@ -277,8 +280,15 @@ class NeuronCache(ClosedAtEnd):
     def prefetch(self, layer: int, rows: Iterable[int] | Numbers) -> None:
         """Has a thread read neurons ahead, the first of them first, as far as there is room now.
 
-        What was asked for before of that layer, and is not begun, is dropped. What fails is raised
-        when it is used. Raises UsageError as `use` does.
+        What was asked for before of that layer, and is not begun, is dropped. What fails is read
+        again when it is used, and raised then.
+
+        Args:
+            layer: Number of the layer.
+            rows: Numbers of neurons that are likely to be used next.
+
+        Raises:
+            UsageError: As `use`.
         """
         self._known(layer)[1].prefetch(rows)
 

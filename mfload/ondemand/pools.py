@@ -9,7 +9,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.ondemand.cache import SlotCache
+from mfload.ondemand.cache import SlotCache, check_wait
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
@@ -44,6 +44,7 @@ class Pools(ClosedAtEnd):
         wait: See `SlotCache`.
 
     Raises:
+        UsageError: `wait` is no time.
         MemoryLimitError: The budget is too small.
     """
 
@@ -59,6 +60,7 @@ class Pools(ClosedAtEnd):
         what: str,
         wait: float,
     ) -> None:
+        check_wait(wait)
         self._store, self._budget, self._what = store, budget, what
         by_size: dict[int, list[int]] = {}
         for number, keys in enumerate(sets):

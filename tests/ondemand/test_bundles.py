@@ -26,6 +26,7 @@ RULES: dict[str, Any] = {
     "down": r"layers\.(\d+)\.fc2\.weight",
     "gate": r"layers\.(\d+)\.gate\.weight",
 }
+_NAMES = {np.dtype(kind): name for name, kind in samples.NUMPY.items()}
 PLAIN: dict[str, Any] = {"up": RULES["up"], "down": RULES["down"]}
 
 
@@ -46,6 +47,19 @@ def header(path: Path) -> tuple[int, dict[str, Any]]:
     raw = path.read_bytes()
     nbytes = int.from_bytes(raw[:8], "little")
     return 8 + nbytes, json.loads(raw[8 : 8 + nbytes])
+
+
+def write(path: Path, arrays: dict[str, Any], metadata: dict[str, str] | None) -> None:
+    """A file with the tensors in this order, aligned or not."""
+    said: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        dtype = _NAMES[array.dtype]
+        said[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(said).encode()
+    raw = b"".join(array.tobytes() for array in arrays.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw)
 
 
 def rows(path: Path) -> list[Any]:
@@ -87,7 +101,7 @@ def test_there_and_back(
     order.shuffle(names)
     arrays = {name: arrays[name] for name in names}
     source = where / "source.safetensors"
-    mfload.save(arrays, source, metadata=metadata)
+    write(source, arrays, metadata)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "BLOCK", block)
         patch.setattr(copying.stream, "BATCH", 7 * block)
@@ -160,6 +174,22 @@ def test_shards_and_other_formats(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="encoded") as caught:
         bundle(tmp_path / "d.npz", tmp_path / "d.safetensors", **RULES)
     assert caught.value.tensor == "m.layers.0.fc1.weight"
+
+
+def test_checksums_go_along(tmp_path: Path) -> None:
+    names = [tmp_path / f"{name}.safetensors" for name in "abcd"]
+    mfload.save(weights(64, 32, np.float32), names[0])
+    mfload.verify(names[0], checksums="write", algorithm="both")
+    bundle(names[0], names[1], **PLAIN)
+    unbundle(names[1], names[2])
+    assert all(mfload.verify(name, checksums="check").ok for name in names[:3])
+    with names[0].open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"abc")
+    with pytest.raises(errors.ChecksumError) as caught:
+        bundle(names[0], names[3], **PLAIN)
+    assert caught.value.tensor == "m.layers.0.fc1.bias"
+    assert not names[3].exists()
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

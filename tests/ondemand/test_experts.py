@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+import serving
 from conformance.ondemand import Ondemand, least
 
 import mfload
@@ -83,6 +84,9 @@ class TestArguments:
             ({"budget": "much"}, "budget is not a size"),
             ({"budget": 0}, "budget must be 1 or more"),
             ({"policy": "rnd"}, "unknown policy"),
+            ({"policy": lambda *_: None}, "makes no policy"),
+            ({"wait": "long"}, "wait is no time"),
+            ({"wait": float("nan")}, "wait is no time"),
         ],
     )
     def test_refused(self, path: Path, given: Any, says: str) -> None:
@@ -239,6 +243,16 @@ class TestFaults:
                 check(experts[2], 1, 2)
                 check(experts[3], 1, 3)
 
+    def test_a_server(self, path: Path) -> None:
+        """Experts come from a server, too, a request for each run of bytes."""
+        with serving.serving({"/model.safetensors": path.read_bytes()}) as server:
+            with ExpertCache(server.url(), budget=4 * SLOT) as cache:
+                for layer, expert in itertools.product(range(LAYERS), (0, 5)):
+                    with cache.use(layer, [expert]) as experts:
+                        check(experts[expert], layer, expert)
+                assert cache.report().engine == "threads"
+                assert len(server.asked) < 20
+
     def test_threads(self, path: Path) -> None:
         """Several sequences at once, in fewer slots than their experts."""
         failed: list[BaseException] = []
@@ -371,15 +385,36 @@ MEMORY = """
     import mfload
 
     path, budget, margin = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    options = mfload.Options(engine="direct")
 
     def status(name):
         lines = open("/proc/self/status").read().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
-    options = mfload.Options(engine="direct")
-    with mfload.ondemand.ExpertCache(path, budget=2 << 20, options=options) as cache:
-        cache.prefetch(0, [0])  # Whatever has to be imported and started.
-        cache.use(0, [0])
+    def experts(budget, turns):
+        pattern = r"layers\\.(\\d+)\\.experts\\.(\\d+)\\.(\\w+)"
+        with mfload.ondemand.ExpertCache(path, pattern, budget, options=options) as cache:
+            rng = np.random.default_rng(0)
+            for turn in range(turns):
+                for layer in cache.experts:
+                    cache.prefetch(layer, [0])
+                    asked = rng.choice(16, 2, replace=False).tolist()
+                    with cache.use(layer, asked) as experts:
+                        for expert in asked:
+                            assert (experts[expert]["w"] == 100 * layer + expert).all()
+            return cache.report(), mfload.live_bytes()
+
+    def layers(budget, turns):
+        with mfload.ondemand.LayerStream(path, budget=budget, options=options) as stream:
+            for turn in range(turns):
+                for layer, tensors in stream:
+                    for expert in range(16):
+                        name = f"layers.{layer}.experts.{expert}.w"
+                        assert (tensors[name] == 100 * layer + expert).all()
+            return stream.report(), mfload.live_bytes()
+
+    walk = globals()[sys.argv[4]]
+    experts("3MiB", 1)  # Whatever has to be imported and started.
     data = status("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (data + budget + margin,) * 2)
     try:
@@ -389,22 +424,11 @@ MEMORY = """
     else:
         sys.exit("the limit holds nothing")
     resident = status("VmHWM")
-    with mfload.ondemand.ExpertCache(path, budget=budget, options=options) as cache:
-        rng = np.random.default_rng(0)
-        for turn in range(40):
-            for layer in cache.experts:
-                asked = rng.choice(16, 2, replace=False).tolist()
-                with cache.use(layer, asked) as experts:
-                    for expert in asked:
-                        assert (experts[expert]["w"] == 100 * layer + expert).all()
-        report = cache.report()
-        assert report.evictions > 100, report
-        assert report.peak_bytes <= budget, report
-        grown = status("VmData") - data
-        assert report.peak_bytes <= grown <= report.peak_bytes + margin, (grown, report)
-        grown = status("VmHWM") - resident
-        assert report.peak_bytes - (1 << 20) <= grown <= report.peak_bytes + margin, (grown, report)
-        assert mfload.live_bytes() == report.peak_bytes
+    report, held = walk(budget, 12)
+    assert report.evictions > 20, report
+    assert held == report.peak_bytes <= budget, (held, report)
+    grown = status("VmHWM") - resident
+    assert report.peak_bytes - (2 << 20) <= grown <= report.peak_bytes + margin, (grown, report)
     print("done")
 """
 
@@ -420,17 +444,18 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return samples.save(tmp_path_factory.mktemp("large") / "large.safetensors", made)
 
 
+@pytest.mark.parametrize(("walk", "budget"), [("experts", 24 << 20), ("layers", 40 << 20)])
 class TestMemory:
-    CODE = MEMORY.replace("Cache(path, ", r"Cache(path, r'layers\.(\d+)\.experts\.(\d+)\.(\w+)', ")
+    """The budget is a part of the model; the report says what the kernel says."""
 
-    def test_under_a_limit(self, large: Path) -> None:
-        """The budget is three eighths of the model; the report says what the kernel says."""
-        assert run(self.CODE, large, 24 << 20, 8 << 20) == "done\n"
+    def test_under_a_limit(self, large: Path, walk: str, budget: int) -> None:
+        assert run(MEMORY, large, budget, 8 << 20, walk) == "done\n"
 
-    def test_in_a_control_group(self, large: Path) -> None:
-        with memory_group(120 << 20) as group:
+    def test_in_a_control_group(self, large: Path, walk: str, budget: int) -> None:
+        with memory_group(budget + (64 << 20)) as group:
             code = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
-            assert run(code + textwrap.dedent(self.CODE), large, 24 << 20, 8 << 20) == "done\n"
+            code += textwrap.dedent(MEMORY)
+            assert run(code, large, budget, 8 << 20, walk) == "done\n"
 
 
 @contextlib.contextmanager

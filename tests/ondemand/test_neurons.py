@@ -33,7 +33,7 @@ PAGED = Options(engine="pread")
 def weights(
     dtype: Any = np.float32, gate: bool = False, neurons: int = NEURONS, width: int = WIDTH
 ) -> dict[str, Any]:
-    arrays: dict[str, Any] = {"embed": samples.numbers((9, width)), "none": np.empty((0, 3))}
+    arrays: dict[str, Any] = {"embed": samples.numbers((400, width)), "none": np.empty((0, 3))}
     for layer in LAYERS:
         arrays[f"layers.{layer}.norm"] = samples.numbers((width,), np.float16, layer)
         arrays[f"layers.{layer}.up"] = samples.numbers((neurons, width), dtype, 3 * layer)
@@ -60,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def budget(neurons: float, parts: int = 2, row: int = WIDTH * 4) -> int:
     """Bytes that have room for so many neurons of each layer, beside what stays."""
     return int(
-        9 * row + 4096 + (1 + len(LAYERS) * parts) * 4096 + neurons * len(LAYERS) * parts * row
+        400 * row + 4096 + (1 + len(LAYERS) * parts) * 4096 + neurons * len(LAYERS) * parts * row
     )
 
 
@@ -174,7 +174,7 @@ def test_dtypes_gates_and_engines(tmp_path: Path, dtype: Any, gate: bool, gather
 def test_past_the_page_cache(tmp_path: Path, gather: Any) -> None:
     arrays = weights(np.float16, width=2048)  # 4096 bytes a row.
     path = save(tmp_path, arrays)
-    with NeuronCache(path, "2MiB", options=Options(page_cache="bypass"), gather=gather) as cache:
+    with NeuronCache(path, "8MiB", options=Options(page_cache="bypass"), gather=gather) as cache:
         if "O_DIRECT" not in cache.report().why:
             pytest.skip(f"no O_DIRECT here: {cache.report().why}")
         for layer in LAYERS:
@@ -313,6 +313,26 @@ def test_memory(saved: tuple[Path, dict[str, Any]]) -> None:
         assert not cache.resident
 
 
+def test_an_error_keeps_no_memory(
+    saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sizes = buffers.allocate, list[int]()
+
+    def allocate(nbytes: int) -> Any:
+        sizes.append(nbytes)
+        if len(sizes) > 1:
+            raise errors.MemoryLimitError("the system refused memory")
+        return real(nbytes)
+
+    monkeypatch.setattr(buffers, "allocate", allocate)
+    before = buffers.live_bytes()
+    with pytest.raises(errors.MemoryLimitError, match="refused") as caught:
+        NeuronCache(saved[0], "1MiB")
+    assert len(sizes) == 2
+    assert buffers.live_bytes() == before
+    del caught
+
+
 def test_pinned_rows(saved: tuple[Path, dict[str, Any]]) -> None:
     path, arrays = saved
     with NeuronCache(path, budget(20), window=1, wait=0.05) as cache:
@@ -413,7 +433,7 @@ def test_after_a_fork_and_after_the_end(saved: tuple[Path, dict[str, Any]]) -> N
         ({"budget": "x"}, "budget"), ({"budget": 0}, "budget"), ({"window": 0}, "window"),
         ({"policy": "mru", "window": None}, "unknown policy"), ({"framework": "np5"}, "framework"),
         ({"resident": "("}, "resident"), ({"gather": "x"}, "gather|engine"),
-        ({"options": Options(engine="mmap")}, "engine"),
+        ({"options": Options(engine="mmap")}, "engine"), ({"wait": -1}, "wait"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(
