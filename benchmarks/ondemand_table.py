@@ -51,7 +51,7 @@ from mfload.saving import layout
 
 WIDTH, NEURONS = 4096, 16384
 WINDOW, ASKED, NEW = 5, 0.10, 0.023
-ROOM = 0.4  # Share of the neurons that caches have slots for.
+ROOM = 0.33  # Share of the neurons that caches have slots for.
 ROWS = ("naive", "hybrid", "+ predictor", "+ window", "+ bundle")
 ASKED_FOR = {"naive to all": 20.0, "bundling": 1.5, "delete and insert": 20.0}
 _TYPES = {"f16": (np.float16, "F16"), "f32": (np.float32, "F32")}

@@ -95,6 +95,8 @@ class Aio:
 
     def close(self) -> None:
         """Ends it (see `Ring`); io_destroy(2) waits for what is under way."""
+        if not os:
+            return
         context, self._context = self._context, ctypes.c_ulong(0)
         if context.value and self._process == os.getpid():  # A fork has none.
             self._call(self._destroy, context)

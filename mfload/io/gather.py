@@ -97,7 +97,10 @@ class Ring(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it, once nothing is under way; in a fork it leaves the parent's alone."""
+        """Ends it, once nothing is under way; in a fork it leaves the parent's alone.
+
+        When the interpreter ends and modules have gone, it does nothing.
+        """
         ...
 
 
@@ -260,7 +263,7 @@ class Gather(ClosedAtEnd):
             self._handles.pop().close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_closed"):
+        if hasattr(self, "_closed") and os:  # See `Ring.close`.
             self._release()
 
 

@@ -126,6 +126,8 @@ class Uring:
 
     def close(self) -> None:
         """Ends it (see `Ring`)."""
+        if not os:
+            return
         # Each request that was put in comes out as one completion.
         while self._fd >= 0 and self._process == os.getpid() and self._mapped:
             if not self._between(self._ended[0], self._begun[1]):

@@ -96,8 +96,8 @@ def bundle(
     The projections of a layer become one tensor [neurons, parts, width], `layers.3.bundle`; all
     other tensors and the metadata stay. It is valid safetensors, and `unbundle` is the way back.
     Bundles come first, and the data begins on a multiple of 4096 bytes: each bundle does too if its
-    size is such a multiple, as that of real layers is. In any case each neuron lies on a multiple
-    of the largest power of two, up to 4096, of which its bytes are one.
+    size is such a multiple, as that of real layers is. In any case a neuron begins on a multiple of
+    the largest power of two, up to 4096, that divides its bytes.
 
     Memory is bounded, and files are read back before they get their names, as by `mfload.convert`,
     which also says what stays after a kill. Columns of the down-projection lie apart, so it is read
@@ -129,8 +129,8 @@ def bundle(
         FrameworkMissingError: Hashing needs the package xxhash.
         LoadTimeoutError: The timeout passed.
     """
-    given: dict[str, Any] = {"up": up, "down": down, "gate": gate}
-    patterns = {part: _pattern(part, each) for part, each in given.items() if each is not None}
+    given = zip(PARTS, (up, down, gate), strict=True)
+    patterns = {part: _pattern(part, each) for part, each in given if each is not None}
     change = partial(bundled, patterns=patterns)
     return Bundled(*_rewrite(source, target, change, max_shard_size, overwrite, progress, options))
 

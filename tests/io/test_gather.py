@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.io import buffers, gather, uring
+from mfload.io import aio, buffers, gather, uring
 from mfload.io.gather import Gather, Reads, open_gather
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
@@ -459,6 +459,23 @@ def test_the_end_of_the_program(path: Path, engine: str) -> None:
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("engine", "files"), WAYS)
+def test_modules_have_gone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any, files: str
+) -> None:
+    """When the interpreter ends, what a framework held back is collected after its modules."""
+    _, start = _memory(4096)
+    with _open(path, engine=engine, files=files) as opened:
+        opened.read(Reads.of(0, [0], [start], 4096))
+        with monkeypatch.context() as patch:
+            for module in (gather, uring, aio):
+                patch.setattr(module, "os", None)
+            for ring in opened._idle:
+                ring.close()
+            opened.__del__()
+        opened.read(Reads.of(0, [0], [start], 4096))
 
 
 def test_no_descriptor_is_left(path: Path) -> None:

@@ -245,13 +245,15 @@ class TestFaults:
 
     def test_a_server(self, path: Path) -> None:
         """Experts come from a server, too, a request for each run of bytes."""
-        with serving.serving({"/model.safetensors": path.read_bytes()}) as server:
-            with ExpertCache(server.url(), budget=4 * SLOT) as cache:
-                for layer, expert in itertools.product(range(LAYERS), (0, 5)):
-                    with cache.use(layer, [expert]) as experts:
-                        check(experts[expert], layer, expert)
-                assert cache.report().engine == "threads"
-                assert len(server.asked) < 20
+        with (
+            serving.serving({"/model.safetensors": path.read_bytes()}) as server,
+            ExpertCache(server.url(), budget=4 * SLOT) as cache,
+        ):
+            for layer, expert in itertools.product(range(LAYERS), (0, 5)):
+                with cache.use(layer, [expert]) as experts:
+                    check(experts[expert], layer, expert)
+            assert cache.report().engine == "threads"
+            assert len(server.asked) < 20
 
     def test_threads(self, path: Path) -> None:
         """Several sequences at once, in fewer slots than their experts."""
