@@ -165,8 +165,12 @@ def share_of_cores() -> int:
     return max(1, cores() // max(1, int(beside) if beside.isdecimal() else 1))
 
 
-def usage(*, thread: bool = False) -> tuple[float, float, int]:
-    """User and system seconds of CPU time, and page faults, of this process so far.
+Usage = tuple[float, float, int]
+"""User and system seconds of CPU time, and page faults."""
+
+
+def usage(*, thread: bool = False) -> Usage:
+    """What this process used so far.
 
     `thread`: of this thread alone, where the system counts by threads.
     """

@@ -8,7 +8,6 @@ kernel is given all of them in one call, by io_uring or Linux AIO.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import sys
@@ -203,30 +202,7 @@ class Gather(ClosedAtEnd):
     def _by_threads(self, reads: Reads) -> None:
         waits = self.direct or any(each.costs.concurrency for each in self.sources)
         count = min(len(reads), self.depth, *([] if waits else [share_of_cores()]))
-        numbers, failed = itertools.count(), list[BaseException]()
-
-        def work() -> None:
-            while not failed and (number := next(numbers)) < len(reads):
-                try:
-                    self._read_one(reads, number)
-                except BaseException as error:  # noqa: BLE001 - raised by the caller
-                    failed.append(error)
-
-        running: list[threads.Running] = []
-        try:
-            for _ in range(count - 1):
-                running.append(self._crew.start(work))
-        except RuntimeError:  # The system gives no more threads.
-            pass
-        try:
-            work()
-        finally:
-            _join(running, failed)
-        if failed:
-            try:
-                raise failed[0]
-            finally:
-                failed.clear()  # Its frames refer to it.
+        self._crew.share(lambda number: self._read_one(reads, number), len(reads), count)
 
     def _read_one(self, reads: Reads, n: int) -> None:
         number, least, offset = (int(each[n]) for each in (reads.source, reads.least, reads.offset))
@@ -272,17 +248,6 @@ def _vector(reads: Reads, n: int) -> list[memoryview]:
     pairs = zip(reads.address[n].tolist(), reads.nbytes[n].tolist(), strict=True)
     parts = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in pairs]
     return [memoryview(part).cast("B") for part in parts]
-
-
-def _join(running: Sequence[threads.Running], failed: list[BaseException]) -> None:
-    """Waits for threads to their end, even if it is interrupted: they write to memory."""
-    for each in running:
-        while True:
-            try:
-                each.join()
-                break
-            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
-                failed.append(error)
 
 
 def _drive(ring: Ring, fds: Any, reads: Reads) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -88,9 +89,53 @@ class Crew:
         mine.put(task)
         return task
 
+    def share(self, work: Callable[[int], object], count: int, threads: int) -> None:
+        """Calls `work` with the numbers from 0 to `count`, in this thread and some of the crew.
+
+        Returns when all has ended, even if it is interrupted: threads may write to memory that the
+        caller lets go of. After an error no more is begun. Raises the first error.
+        """
+        numbers, failed = itertools.count(), list[BaseException]()
+
+        def take() -> None:
+            while not failed and (number := next(numbers)) < count:
+                try:
+                    work(number)
+                except BaseException as error:  # noqa: BLE001 - raised by the caller
+                    failed.append(error)
+
+        running: list[Running] = []
+        try:
+            for _ in range(min(count, threads) - 1):
+                running.append(self.start(take))
+        except RuntimeError:  # The system gives no more threads.
+            pass
+        try:
+            take()
+        finally:
+            _join(running, failed)
+        if failed:
+            try:
+                raise failed[0]
+            finally:
+                failed.clear()  # Its frames refer to it.
+
     def close(self) -> None:
         """Ends the threads, each when its work is done; waits for none."""
         self._queues.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _join(running: Sequence[Running], failed: list[BaseException]) -> None:
+    for each in running:
+        while True:
+            try:
+                each.join()
+                break
+            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
+                failed.append(error)
 
 
 def _work(mine: queue.SimpleQueue[_Task | None], queues: _Queues) -> None:

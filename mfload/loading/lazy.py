@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from _thread import get_ident
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -22,17 +23,23 @@ from mfload.planning import boxes
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
+from mfload.runtime import Usage, share_of_cores, usage
 from mfload.sources.base import Costs, Source
 
 if TYPE_CHECKING:
     from mfload.io.mapped import MapRange
+    from mfload.io.threads import Crew
     from mfload.options import Options
     from mfload.report import Report
 
-_FILLED = 64 << 20  # Bytes that a thread reads at once; of more, several read a part each.
+_FILLED = 64 << 20  # Bytes that are read past plan and session.
+_PART, _THREADS = 2 << 20, 4  # Bytes that are worth a thread of their own, of so many.
 _FEW_ROWS = 256  # To read them one by one takes less time than to plan blocks.
 _SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
+
+Span = tuple[Usage, Usage]
+"""What a thread has used before and after some work."""
 
 
 class LazyCheckpoint:
@@ -74,6 +81,8 @@ class LazyCheckpoint:
         limit, costs = how.max_host_overhead, sources[0].costs if sources else Costs()
         waits = costs.concurrency is not None or (limit is not None and limit < 2 * costs.span)
         self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
+        self._threads = how.threads or min(share_of_cores(), _THREADS)
+        self._crew: Crew | None = None
         self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
         self._map: MapRange | None = None
         if how.engine == "mmap":
@@ -240,11 +249,11 @@ class LazyCheckpoint:
             reader.close()
         return sum(block.nbytes for block in blocks)
 
-    def fill(self, request: Request, memory: Any) -> tuple[route.Leg, int] | None:
+    def fill(self, request: Request, memory: Any) -> tuple[route.Leg, int, list[Span]] | None:
         """Reads a part into memory of the caller, past plan and session.
 
-        Returns the route and the bytes read. None, and nothing is read, if plan and session would
-        read it in another way.
+        Returns the route, the bytes read, and what threads beside this one used. None, and nothing
+        is read, if plan and session would read it in another way.
         """
         info, dtype, selection, *_ = request
         source, at, nbytes, stored = info.pieces[0]
@@ -257,7 +266,7 @@ class LazyCheckpoint:
             starts, row = whole_rows(request) or ((0, 0), 0)
             apart = len(starts) > 1 and not (isinstance(starts, range) and starts.step == row)
             at, nbytes = at + starts[0], request.nbytes
-        opened = self._sources[source]
+        opened, used = self._sources[source], list[Span]()
         if opened.file is None or nbytes != memory.nbytes:
             return None
         try:
@@ -273,14 +282,41 @@ class LazyCheckpoint:
             if apart:
                 nbytes = self._land_part(opened, request, memory)
             else:
-                buffers.populate(memory)
-                with opened.open() as handle:
-                    handle.read([memory], at)
+                used = self._read_whole(opened, at, memory, together=not leg.cold)
             opened.check()
         except (OSError, MemoryError, errors.MfloadError) as error:
             let_go(error)
             raise execute.named(error, opened.name, info.name)  # noqa: B904 - it has its cause
-        return leg, nbytes
+        return leg, nbytes, used
+
+    def _read_whole(self, source: Source, at: int, memory: Any, together: bool) -> list[Span]:
+        """Reads a range; `together`, several threads a part of it each.
+
+        The pages of new memory take longer to make than their bytes to copy. From a disk, a thread
+        that reads on is read ahead for, and several are not. Returns what other threads used.
+        """
+        count = min(self._threads, memory.nbytes // _PART) if together else 1
+        size, caller = -(-memory.nbytes // max(1, count)), get_ident()
+        used: list[Span] = []
+
+        def read(number: int) -> None:
+            before = usage(thread=True)
+            part = memory[number * size : (number + 1) * size]
+            buffers.populate(part)
+            with source.open() as handle:
+                handle.read([part], at + number * size)
+            if get_ident() != caller:
+                used.append((before, usage(thread=True)))
+
+        if count < 2:
+            read(0)
+            return used
+        if self._crew is None:
+            from mfload.io.threads import Crew  # Late: most reads take this thread alone.
+
+            self._crew = Crew()
+        self._crew.share(read, count, count)
+        return used
 
     def load(
         self,
@@ -312,6 +348,8 @@ class LazyCheckpoint:
         self.closed = True
         for source in self._sources:
             source.keep(False)
+        if self._crew is not None:
+            self._crew.close()
         self._map = None
 
     def __enter__(self) -> LazyCheckpoint:

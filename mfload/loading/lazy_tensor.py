@@ -14,11 +14,11 @@ from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.io.route import Leg
-from mfload.loading.lazy import LazyCheckpoint
+from mfload.loading.lazy import LazyCheckpoint, Span
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, within
 from mfload.report import Report
-from mfload.runtime import usage
+from mfload.runtime import Usage, usage
 
 _counting = threading.Lock()  # Several threads may read, for one report.
 
@@ -126,13 +126,14 @@ class LazyTensor:
 
     def _count(
         self,
-        filled: tuple[Leg, int],
+        filled: tuple[Leg, int, list[Span]],
         nbytes: int,
         seconds: float,
-        before: tuple[float, float, int],
+        before: Usage,
     ) -> None:
         """Adds what was filled to the report, in a part of the time that `Report.add` takes."""
-        (leg, read), after, report = filled, usage(thread=True), self._report
+        (leg, read, used), report = filled, self._report
+        used.append((before, usage(thread=True)))
         assert report is not None
         with _counting:
             report.framework = self.adapter.name
@@ -141,11 +142,12 @@ class LazyTensor:
             report.aliased_bytes += nbytes
             report.read_bytes += read
             report.over_read_bytes += read - nbytes
-            report.threads = max(report.threads, 1)
+            report.threads = max(report.threads, len(used))
             report.stages["transfer"] = report.stages.get("transfer", 0.0) + seconds
-            report.user_seconds += after[0] - before[0]
-            report.system_seconds += after[1] - before[1]
-            report.page_faults += after[2] - before[2]
+            for before, after in used:
+                report.user_seconds += after[0] - before[0]
+                report.system_seconds += after[1] - before[1]
+                report.page_faults += after[2] - before[2]
             if (taken := (leg.file, leg.engine, leg.why)) not in report.route:
                 report.route += (taken,)
 

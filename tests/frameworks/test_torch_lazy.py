@@ -7,6 +7,8 @@ import errno
 import os
 import pickle
 import resource
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.nn import functional
 import mfload
 from mfload import errors
 from mfload.frameworks.torch_lazy import LazyTensor
+from mfload.sources.local import OpenFile
 
 SHAPE = (64, 96)
 MODEL = {
@@ -525,3 +528,59 @@ def test_threads_count_what_they_used_themselves(tmp_path: Path) -> None:
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert len(kept) == 64
     assert 0 < report.page_faults <= faults + 1000
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    whole = torch.arange((9 << 20) + 1, dtype=torch.int32).view(torch.uint8)[3:]
+    save_file({"w": whole}, tmp_path / "long.safetensors")
+    return tmp_path / "long.safetensors", whole
+
+
+def test_a_long_copy_is_read_by_the_threads_that_are_allowed(
+    long: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = long
+    path.read_bytes()  # Into the page cache.
+    for threads in (1, 2, 3):
+        report, by = mfload.Report(), set[int]()
+        real = OpenFile.read
+
+        def read(self: Any, *given: Any, by: set[int] = by, real: Any = real) -> int:
+            by.add(threading.get_ident())
+            time.sleep(0.01)  # The others begin.
+            return real(self, *given)
+
+        monkeypatch.setattr(OpenFile, "read", read)
+        options = mfload.Options(threads=threads)
+        with mfload.stream(path, "torch", lazy=True, report=report, options=options) as tensors:
+            (_, lazy), target = next(iter(tensors)), torch.empty_like(whole)
+            by.clear()
+            target.copy_(lazy)
+        monkeypatch.setattr(OpenFile, "read", real)
+        assert torch.equal(target, whole)
+        assert len(by) == report.threads == threads
+
+
+def test_a_long_copy_that_fails_in_another_thread(
+    long: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = long
+    path.read_bytes()
+    caller, real = threading.get_ident(), OpenFile.read
+
+    def read(self: Any, *given: Any) -> int:
+        if threading.get_ident() != caller:
+            raise OSError(errno.EIO, "broken")
+        time.sleep(0.02)
+        return real(self, *given)
+
+    options = mfload.Options(threads=2)
+    with mfload.stream(path, "torch", lazy=True, options=options) as tensors:
+        _, lazy = next(iter(tensors))
+        with monkeypatch.context() as patch:
+            patch.setattr(OpenFile, "read", read)
+            with pytest.raises(errors.ReadError, match=r"long\.safetensors.*w") as caught:
+                torch.empty_like(whole).copy_(lazy)
+        assert any("may hold some" in note for note in caught.value.__notes__)
+        assert torch.equal(torch.empty_like(whole).copy_(lazy), whole)
