@@ -16,6 +16,7 @@ pytest.register_assert_rewrite(
     "conformance.suite",
     "conformance.export",
     "conformance.device_memory",
+    "conformance.ondemand",
     "conformance.peers",
     "devices.fake",
 )

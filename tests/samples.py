@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 from collections.abc import Iterable, Mapping
@@ -79,6 +80,11 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Fails with the names of the tensors that differ."""
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if not same(found[name], expected[name])] == []
+
+
+def memory(address: int, nbytes: int) -> bytes:
+    """What lies at an address."""
+    return ctypes.string_at(address, nbytes)
 
 
 def whereabouts(part: Any) -> Any:

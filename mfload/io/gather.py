@@ -135,9 +135,7 @@ class Gather(ClosedAtEnd):
             SourceChangedError: A file is shorter than expected, or no longer the one that it was.
             ReadError: The system can't read it.
         """
-        if self._process != os.getpid():  # Rings, threads and who holds the lock are the parent's.
-            self._idle, self._lock, self._active = deque(), threading.Lock(), 0
-            self._process = os.getpid()
+        self._renew()
         with self._lock:
             if self._closed:
                 raise errors.UsageError("it was closed")
@@ -148,7 +146,8 @@ class Gather(ClosedAtEnd):
                 self._by_threads(cut)
             elif len(cut):
                 self._by_ring(cut, self._make)
-            for number in np.unique(reads.source).tolist():
+            # Not np.unique: it aborts a process that ends meanwhile.
+            for number in np.flatnonzero(np.bincount(reads.source)).tolist():
                 self._sources[number].check()
         finally:
             with self._lock:
@@ -236,10 +235,17 @@ class Gather(ClosedAtEnd):
 
     def close(self) -> None:
         """Closes files and rings, once the reads of other threads are at their end."""
+        self._renew()
         with self._lock:
             self._closed, active = True, self._active
-        if not active or self._process != os.getpid():
+        if not active:
             self._release()
+
+    def _renew(self) -> None:
+        """After a fork: rings, threads and who holds the lock are the parent's."""
+        if self._process != os.getpid():
+            self._idle, self._lock, self._active = deque(), threading.Lock(), 0
+            self._process = os.getpid()
 
     def _release(self) -> None:
         self._crew.close()

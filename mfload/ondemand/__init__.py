@@ -9,9 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mfload.ondemand.experts import ExpertCache
+    from mfload.ondemand.layers import LayerStream
     from mfload.ondemand.report import OndemandReport
 
 _NAMES = {
+    "experts": "ExpertCache",
+    "layers": "LayerStream",
     "report": "OndemandReport",
 }
 _WHERE = {
@@ -19,6 +23,8 @@ _WHERE = {
 }
 
 __all__ = [
+    "ExpertCache",
+    "LayerStream",
     "OndemandReport",
 ]  # fmt: skip
 

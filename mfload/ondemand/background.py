@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable
@@ -28,20 +29,31 @@ class Background:
             self._asked[cache] = work
             if self._thread is None:
                 name = "mfload read ahead"
-                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                with suppress(RuntimeError):  # The system gives no more: nothing is read ahead.
+                    thread.start()
+                    self._thread = thread
+                    # A thread that ends while the interpreter does may abort in C++ code.
+                    atexit.register(self.close)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Ends the thread, once what it reads has arrived."""
-        if os.getpid() != self._pid:
+    def end(self) -> None:
+        """Ends the thread, once what it reads has arrived; does not wait for that."""
+        if self._ends or self._thread is None or os.getpid() != self._pid:
+            self._ends = True
             return
+        atexit.unregister(self.close)
         with self._changed:
             self._ends = True
             self._asked.clear()
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+
+    def close(self) -> None:
+        """Ends the thread, and waits for it."""
+        self.end()
+        thread, here = self._thread, threading.current_thread()
+        if thread is not None and thread is not here and os.getpid() == self._pid:
+            thread.join()
 
     def _work(self) -> None:
         while True:

@@ -158,7 +158,7 @@ class SlotCache:
             SourceError: The read failed; what it was for is not there.
         """
         self._check()
-        asked = np.unique(self._known(keys))
+        asked = np.sort(self._known(keys))
         if asked.size > self.capacity:
             raise errors.MemoryLimitError(
                 f"more {self._what}s at once than there are slots; a larger budget has more",
@@ -350,9 +350,10 @@ class SlotCache:
 
     def _read(self, own: _Reading) -> None:
         """Reads what was assigned."""
-        addresses = np.empty((own.slots.size, len(self._arenas)), np.uint64)
-        for number, arena in enumerate(self._arenas):
-            addresses[:, number] = _address(arena) + own.slots * arena.shape[1]
+        # An error that is kept keeps local variables, which are to be no arenas.
+        starts = [(_address(arena), arena.shape[1]) for arena in self._arenas]
+        first, width = np.array(starts, np.uint64).T
+        addresses = first + own.slots[:, None].astype(np.uint64) * width
         reads, nbytes = self._fill(own.keys, addresses)
         with self._changed:
             self.counts.reads += reads

@@ -64,6 +64,37 @@ class Lru:
         return keys[:0]
 
 
+class LayeredLru(Lru):
+    """The least recently used of a layer leave first, of the layers that hold the most.
+
+    For layers that take turns in one cache. Each gets as many slots as if it had its own, and there
+    may be fewer than one request of each layer needs. Of layers that hold as many, the one that was
+    used last loses first: its turn comes last.
+
+    Args:
+        layer: By key, its layer.
+    """
+
+    def __init__(self, keys: int, capacity: int, layer: Keys) -> None:
+        super().__init__(keys, capacity)
+        self._layer = layer
+        self._asked = np.zeros(1 + layer.max(initial=0), np.int64)  # By layer, keys of a request.
+
+    def use(self, keys: Keys) -> None:
+        """A request asks for keys."""
+        super().use(keys)
+        self._asked = np.bincount(self._layer[keys], minlength=self._asked.size)
+
+    def victims(self, keys: Keys, count: int) -> Keys:
+        """Those `count` of the keys that leave."""
+        last, layer = self.last[keys], self._layer[keys]
+        order = np.lexsort((-last, layer))
+        # By key, how many of its layer were used later.
+        later = self._asked[layer]
+        later[order] += np.arange(keys.size) - np.searchsorted(layer[order], layer[order])
+        return keys[np.lexsort((-last, -later))[:count]]
+
+
 class Window(Lru):
     """Keeps what the last `size` requests asked for, as far as there is room."""
 
@@ -106,8 +137,14 @@ class PinLru(Lfu):
             half of the slots.
     """
 
-    def __init__(self, keys: int, capacity: int, pinned: Iterable[int] | None = None) -> None:
-        super().__init__(keys, capacity)
+    def __init__(
+        self,
+        keys: int,
+        capacity: int,
+        pinned: Iterable[int] | None = None,
+        half_life: float = 64.0,
+    ) -> None:
+        super().__init__(keys, capacity, half_life)
         self._pinned: Keys | None = None if pinned is None else np.array(list(pinned), np.int64)
 
     def rank(self, keys: Keys) -> NDArray[np.number]:
@@ -159,14 +196,15 @@ class Belady(Lru):
         return -self._next[keys]
 
 
-_BY_NAME: dict[str, type[Lru]] = {"lru": Lru, "lfu": Lfu, "pin+lru": PinLru, "window": Window}
 _EXPECTED = "'lru' | 'lfu' | 'pin+lru' | 'window(k)', or a function of (keys, capacity)"
 
 
-def make(policy: Policy, keys: int, capacity: int) -> Lru:
+def make(policy: Policy, keys: int, capacity: int, layer: Keys | None = None) -> Lru:
     """The policy for a cache, from its name or from a function of (keys, capacity).
 
-    Names: "lru", "lfu" (with ageing), "pin+lru", and "window(k)" of the last k requests.
+    Names: "lru", "lfu" (with ageing), "pin+lru", and "window(k)" of the last k requests. If layers
+    share the cache, what is said of requests holds for requests of each; `layer` gives the layer of
+    each key, from 0 on.
 
     Raises:
         UsageError: There is no policy of that name, or the function makes none.
@@ -184,9 +222,13 @@ def make(policy: Policy, keys: int, capacity: int) -> Lru:
     if match is None:
         meant = errors.did_you_mean(str(policy), ("lru", "lfu", "pin+lru", "window(4)"))
         raise errors.UsageError(f"unknown policy{meant}", expected=_EXPECTED, found=policy)
+    layers = 1 if layer is None else 1 + int(layer.max(initial=0))
     if match[1]:
-        return Window(keys, capacity, int(match[2]))
-    return _BY_NAME[match[0]](keys, capacity)
+        return Window(keys, capacity, int(match[2]) * layers)
+    if match[0] == "lru":
+        return Lru(keys, capacity) if layer is None else LayeredLru(keys, capacity, layer)
+    kind = PinLru if match[0] == "pin+lru" else Lfu
+    return kind(keys, capacity, half_life=64.0 * layers)
 
 
 def replay(trace: Iterable[Sequence[int] | Keys], capacity: int, policy: Policy = "lru") -> Keys:

@@ -402,20 +402,9 @@ def test_no_such_engine(path: Path) -> None:
 
 
 _SECCOMP = """
-import ctypes, struct, sys
-libc = ctypes.CDLL(None, use_errno=True)
-forbidden = {forbidden}
-# Loads the number of the call; errno EPERM for those that are forbidden; allows the rest.
-code = [(0x20, 0, 0, 0)]
-for n, number in enumerate(forbidden):
-    code.append((0x15, len(forbidden) - n, 0, number))
-code += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001)]
-program = b"".join(struct.pack("HBBI", *each) for each in code)
-memory = ctypes.create_string_buffer(program)
-filter = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(memory))
-given = ctypes.create_string_buffer(filter)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-assert libc.prctl(22, 2, given, 0, 0) == 0
+import sys
+from seccomp import forbid
+forbid({forbidden})
 from mfload.io.gather import open_gather, Reads
 from mfload.io import buffers
 from mfload.sources.local import LocalFile
@@ -435,8 +424,9 @@ def test_forbidden_by_seccomp(path: Path, forbidden: tuple[int, ...], name: str)
     """As in many containers: the next engine is taken, and says why."""
     code = _SECCOMP.replace("{forbidden}", repr(forbidden))
     run = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60, check=False
-    )
+        [sys.executable, "-c", code, path],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(name)
     assert "no io_uring: Operation not permitted" in run.stdout

@@ -104,3 +104,44 @@ def test_what_can_not_be_replayed() -> None:
     with pytest.raises(errors.UsageError, match="makes no policy"):
         policies.replay([[0]], 1, lambda keys, capacity: None)  # type: ignore[arg-type,return-value]
     assert policies.replay([], 1).size == 0
+
+
+def test_lfu_ages_by_turns_of_all_layers() -> None:
+    """As it does if each layer has a cache of its own."""
+    layer = np.repeat(np.arange(3), 4)
+    one, shared = policies.make("lfu", 4, 2), policies.make("lfu", 12, 6, layer)
+    for n in range(200):
+        one.use(np.array([n % 4 // 3]))
+        for start in (0, 4, 8):
+            shared.use(start + np.array([n % 4 // 3]))
+    assert np.allclose(one.rank(np.arange(2))[0], shared.rank(np.arange(2))[0], rtol=0.05)
+
+
+@pytest.mark.parametrize("capacity", [6, 12, 24, 36])
+def test_layers_that_share_a_cache(capacity: int) -> None:
+    """Each has the hits of a cache of its own; with less than one request of each layer, the plain
+    policy has none at all, and each layer keeps what it can."""
+    rng = np.random.default_rng(0)
+    layers, experts, last = 6, 16, np.tile([0, 1], (6, 1))
+    trace: list[Any] = []
+    for _ in range(150):
+        for n in range(layers):
+            if rng.random() < 0.4:
+                last[n] = rng.choice(experts, 2, replace=False)
+            trace.append(np.sort(last[n] + n * experts))
+    layer = np.repeat(np.arange(layers), experts)
+
+    def layered(keys: int, capacity: int) -> Any:
+        return policies.make("lru", keys, capacity, layer)
+
+    shared = int(policies.replay(trace, capacity, layered).sum())
+    plain = int(policies.replay(trace, capacity).sum())
+    own = sum(
+        int(policies.replay([x - n * experts for x in trace[n::layers]], capacity // layers).sum())
+        for n in range(layers if capacity >= 2 * layers else 0)
+    )
+    if own:
+        assert shared <= 1.06 * own
+    else:
+        assert plain == 2 * len(trace)
+        assert shared < 0.8 * plain

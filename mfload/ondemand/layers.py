@@ -1,0 +1,158 @@
+"""Dense layers that stay on the disk: while one computes, the next is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.ondemand.policies import Cyclic
+from mfload.ondemand.pools import Pools
+from mfload.ondemand.store import Part, Slots, Store, regex
+from mfload.options import byte_count
+from mfload.sources.base import ClosedAtEnd
+
+if TYPE_CHECKING:
+    from mfload.formats.discovery import Path
+    from mfload.io.gather import Engine
+    from mfload.ondemand.report import OndemandReport
+    from mfload.options import Options
+
+PATTERN = r"layers\.(\d+)\."
+_FIRST = np.zeros(1, np.int64)
+
+
+class LayerStream(ClosedAtEnd):
+    """The layers of a model, one after the other, read from an unmodified checkpoint.
+
+        with mfload.ondemand.LayerStream("model/", budget="4GiB", framework="torch") as stream:
+            hidden = stream.resident["model.embed_tokens.weight"][tokens]
+            for layer, tensors in stream:
+                hidden = forward(hidden, tensors)
+
+    Each iteration goes through all layers once, in order of their numbers, and reads ahead: past
+    the last layer, the first ones for the iteration that follows. Layers for which the budget has
+    room stay in memory, so that no later iteration reads them.
+
+    The slot of a layer stays as it is as long as one of its arrays lives, through views, DLPack
+    capsules and running computations; then another layer takes it. Arrays that are kept beyond the
+    next layer take a slot away, and a stream that has none left raises an error. Arrays of NumPy
+    refuse writing; those of other frameworks must not be written to.
+
+    Args:
+        path: As for `mfload.load`: local, stored raw; safetensors need no change.
+        pattern: A regex that is searched for in each name. Its group is the layer: the first, or
+            "(?P<layer>…)".
+        budget: Bytes, or a text such as "4GiB", for layers and what is resident.
+        ahead: Layers that are read ahead of the one that computes.
+        framework: As for `mfload.load`. The arrays lie in host memory.
+        resident: What stays in memory: a regex that is searched for in names, also in those of
+            layers, which then come without these tensors. Default: the tensors of no layer, such as
+            embeddings and head. What is neither resident nor of a layer is not read.
+        options: How files are opened and read: `engine` ("auto", "pread" or "direct") and
+            `page_cache` above all.
+        gather: What reads: "auto", "io_uring", "aio" or "threads".
+        wait: Seconds to wait for a slot, such as for a computation that still runs.
+
+    Attributes:
+        layers: Numbers of the layers, in order.
+        resident: The tensors that stay, by name.
+
+    Raises:
+        UsageError: An argument is invalid; or tensors are compressed, or in several pieces.
+        TensorNotFoundError: No name is one of a layer.
+        MemoryLimitError: The budget has no room for what is resident and `ahead` + 1 layers, two at
+            least, and the error says which has; or the system refuses the memory.
+        SourceError: A file is missing or can't be read.
+        FormatError: The checkpoint is malformed.
+    """
+
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        pattern: str | re.Pattern[str] = PATTERN,
+        budget: int | str = 2 << 30,
+        ahead: int = 1,
+        framework: str | ModuleType = "numpy",
+        *,
+        resident: str | re.Pattern[str] | None = None,
+        options: Options | None = None,
+        gather: Engine = "auto",
+        wait: float = 10.0,
+    ) -> None:
+        limit, self._ahead = byte_count("budget", budget, 1), byte_count("ahead", ahead, 0)
+        find = regex("pattern", pattern)
+        stays = None if resident is None else regex("resident", resident).search
+        if not find.groups:
+            what = "pattern has no group for the number of the layer"
+            raise errors.UsageError(what, expected=PATTERN, found=find.pattern)
+        group = find.groupindex.get("layer", 1)
+
+        def layer_of(name: str) -> int | None:
+            found = find.search(name)
+            if found is None or (stays is not None and stays(name)):
+                return None
+            try:
+                return int(found[group])
+            except (TypeError, ValueError):
+                what = "the pattern takes something else for the number of a layer"
+                raise errors.UsageError(what, tensor=name, found=repr(found[group])) from None
+
+        def wanted(name: str) -> bool:
+            return stays is None or stays(name) is not None or layer_of(name) is not None
+
+        store = Store(path, wanted, framework, options=options, gather=gather)
+        try:
+            kept: list[Part] = []
+            layers: dict[int, list[Part]] = {}
+            for info in store.tensors:
+                layer = layer_of(info.name)
+                (kept if layer is None else layers.setdefault(layer, [])).append(store.part(info))
+            if not layers:
+                raise errors.TensorNotFoundError(
+                    "no name is one of a layer", file=store.file, expected=find.pattern
+                )
+            self.layers = tuple(sorted(layers))
+            slots = Slots(store, [kept])
+            self._pools = Pools(
+                store,
+                [[layers[layer]] for layer in self.layers],
+                limit,
+                lambda keys, capacity, _: Cyclic(keys, capacity),
+                beside=slots.nbytes,
+                least=max(2, self._ahead + 1),
+                what="layer",
+                wait=wait,
+            )
+            self.resident: Mapping[str, Any] = MappingProxyType(slots.load()[0])
+        except BaseException:
+            vars(self).clear()  # The error may be kept.
+            store.close()
+            raise
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Goes through the layers: the number of each, and its arrays by their names in the file.
+
+        Raises as `ExpertCache.use` does.
+        """
+        count = len(self.layers)
+        for number, layer in enumerate(self.layers):
+            lease = self._pools.use(number, _FIRST)[0]
+            next_ones = [(number + n) % count for n in range(1, min(self._ahead + 1, count))]
+            self._pools.prefetch([(each, _FIRST) for each in next_ones], patient=True)
+            tensors = self._pools.arrays(number, lease)
+            del lease
+            yield layer, tensors
+            del tensors
+
+    def report(self) -> OndemandReport:
+        """What it did so far; keys are layers."""
+        return self._pools.report()
+
+    def close(self) -> None:
+        """Closes the files, once the reads under way are over; arrays live on."""
+        self._pools.close()

@@ -1,0 +1,158 @@
+"""One budget for keys of several sizes: those of one size share the slots of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.io import buffers
+from mfload.ondemand.background import Background
+from mfload.ondemand.cache import SlotCache
+from mfload.ondemand.store import Part, Slots, Store
+from mfload.runtime import NamedTuple
+from mfload.sources.base import ClosedAtEnd
+
+if TYPE_CHECKING:
+    from mfload.ondemand.cache import Lease, Numbers
+    from mfload.ondemand.policies import Lru
+    from mfload.ondemand.report import OndemandReport
+
+
+class Pool(NamedTuple):
+    """The slots of keys of one size, and the cache of them."""
+
+    slots: Slots
+    cache: SlotCache
+
+
+class Pools(ClosedAtEnd):
+    """Caches for sets of keys, such as the experts of each layer.
+
+    All slots are allocated here. The sizes get slots in proportion to the keys that they have.
+
+    Args:
+        store: It is closed with them.
+        sets: The keys of each set, and the parts of each key.
+        budget: Bytes.
+        make_policy: Makes one for a number of keys, a number of slots, and the set of each key,
+            from 0 on.
+        beside: Bytes of the budget that are for something else.
+        least: Keys of a set that are used at once.
+        what: What a key is, for messages.
+        wait: See `SlotCache`.
+
+    Raises:
+        MemoryLimitError: The budget is too small.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        sets: Sequence[Sequence[Sequence[Part]]],
+        budget: int,
+        make_policy: Callable[[int, int, Numbers], Lru],
+        *,
+        beside: int = 0,
+        least: int = 1,
+        what: str,
+        wait: float,
+    ) -> None:
+        self._store, self._budget, self._what = store, budget, what
+        by_size: dict[int, list[int]] = {}
+        for number, keys in enumerate(sets):
+            size = max(sum(part.nbytes for part in parts) for parts in keys)
+            by_size.setdefault(size, []).append(number)
+        slots = [
+            Slots(store, [parts for number in each for parts in sets[number]])
+            for each in by_size.values()
+        ]
+        self._sizes = [(len(each.parts), each.nbytes) for each in slots]
+        # Arenas begin on pages.
+        fixed = beside + buffers.PAGE * (len(slots) - 1)
+        self._least, self._total = least, sum(keys * nbytes for keys, nbytes in self._sizes)
+        self._least_budget = fixed + sum(min(keys, least) * nbytes for keys, nbytes in self._sizes)
+        if self._least_budget > budget:
+            raise self._too_small(least, self._least_budget)
+        capacities = self._divide(budget - self._least_budget)
+        chosen = [
+            make_policy(keys, n, np.repeat(np.arange(len(each)), [len(sets[m]) for m in each]))
+            for n, (keys, _), each in zip(capacities, self._sizes, by_size.values(), strict=True)
+        ]
+        arenas = store.arenas(
+            [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
+        )
+        self._background = Background()
+        how: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
+        self._pools = [
+            Pool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))
+            for each, arena, policy in zip(slots, arenas, chosen, strict=True)
+        ]
+        self._of: dict[int, tuple[Pool, int]] = {}
+        for pool, numbers in zip(self._pools, by_size.values(), strict=True):
+            first = 0
+            for number in numbers:
+                self._of[number] = pool, first
+                first += len(sets[number])
+
+    def _divide(self, left: int) -> list[int]:
+        """How many slots the keys of each size get, if so many bytes are left after the least."""
+        made, rest = [min(keys, self._least) for keys, _ in self._sizes], left
+        for even in (True, False):  # What is left in the end has room for a few more.
+            for number, (keys, nbytes) in enumerate(self._sizes):
+                fit = rest * keys // max(1, self._total) if even else left // max(1, nbytes)
+                more = min(fit, keys - made[number])
+                made[number], left = made[number] + more, left - more * nbytes
+        return made
+
+    def use(self, number: int, keys: Numbers) -> dict[int, Lease]:
+        """A lease for each of some keys of a set (see `SlotCache.use`).
+
+        Raises MemoryLimitError, with the budget that they need, if there are fewer slots.
+        """
+        (slots, cache), first = self._of[number]
+        if keys.size > cache.capacity:
+            more = (keys.size - self._least) * self._total
+            raise self._too_small(keys.size, self._least_budget - -more // len(slots.parts))
+        lease = cache.use(keys + first)
+        return dict(zip((lease.keys - first).tolist(), lease.split(), strict=True))
+
+    def arrays(self, number: int, lease: Lease) -> dict[str, Any]:
+        """The arrays of the one key of a lease, by name; they keep the lease."""
+        return self._of[number][0].slots.arrays(int(lease.keys[0]), lease.memory(0))
+
+    def prefetch(self, wanted: Iterable[tuple[int, Numbers]], *, patient: bool = False) -> None:
+        """Has a thread read keys of sets ahead (see `SlotCache.prefetch`)."""
+        asked: dict[SlotCache, list[Numbers]] = {}
+        for number, keys in wanted:
+            (_, cache), first = self._of[number]
+            asked.setdefault(cache, []).append(keys + first)
+        for cache, keys in asked.items():
+            cache.prefetch(np.concatenate(keys), patient=patient)
+
+    def report(self) -> OndemandReport:
+        """What all of the caches did so far."""
+        made = self._store.report(self._budget)
+        for each in self._pools:
+            made.add(each.cache.counts)
+        return made
+
+    def close(self) -> None:
+        """Closes the caches, once the reads under way are over; arrays live on."""
+        self._background.close()
+        for each in self._pools:
+            each.cache.close()
+        self._store.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_background"):
+            self._background.end()
+
+    def _too_small(self, count: int, least: int) -> errors.MemoryLimitError:
+        return errors.MemoryLimitError(
+            f"the budget is too small for {count} {self._what}s at once",
+            expected=f"at least {least} bytes",
+            found=f"{self._budget} bytes",
+        )
