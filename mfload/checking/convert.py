@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ def convert(
     targets.resolve(target)  # None is for align.
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
     given = *made, overwrite, progress, options
-    return Converted(*_rewrite(source, target, *given, names=names, resume=True))
+    return Converted(*rewrite(source, target, *given, names=names, resume=True))
 
 
 def align(
@@ -162,10 +162,10 @@ def align(
         LoadTimeoutError: The timeout passed.
     """
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
-    return Aligned(*_rewrite(source, target, *made, overwrite, progress, options, resume=False))
+    return Aligned(*rewrite(source, target, *made, overwrite, progress, options, resume=False))
 
 
-def _rewrite(
+def rewrite(
     source: Path | Sequence[Path],
     target: str | os.PathLike[str] | None,
     limit: int | None,
@@ -175,11 +175,13 @@ def _rewrite(
     options: Options | None,
     *,
     names: Names = None,
+    change: Callable[[Index], Index] | None = None,
     resume: bool,
 ) -> tuple[Any, ...]:
     """Rewrites a checkpoint; returns the values of `Saved`.
 
-    Only if it may `resume` are other formats than safetensors taken, and drafts kept.
+    Only if it may `resume` are other formats than safetensors taken, and drafts kept. `change`
+    makes other tensors of those of the source, which then lie in the order in which it gives them.
     """
     start = time.perf_counter()
     how = started(options)
@@ -194,6 +196,8 @@ def _rewrite(
         )
     if names is not None:
         index = _part(index, names)
+    if change is not None:
+        index = change(index)
     rows = index.tensors
     place = SaveTarget(_own_place(index.files, found) if target is None else target, overwrite)
     in_place = [f for f in index.files if target is None or os.path.realpath(f) == place.path]
@@ -213,7 +217,8 @@ def _rewrite(
                     expected=dtypes.INSTEAD.get(info.dtype.name),
                     found=info.dtype.name,
                 )
-    layouts = _layouts(index, sources, limit, begin, each_file=not foreign and names is None)
+    kept = not foreign and names is None and change is None
+    layouts = _layouts(index, sources, limit, begin, each_file=kept, ranked=change is None)
     loaded = [info for info in rows.values() if not info.simple and info.nbytes]
     old = manifest.beside(index.files, found.index_file)
     new = manifest.beside([place.path])
@@ -348,11 +353,17 @@ def _own_place(files: Sequence[str], found: CheckpointFiles) -> str:
 
 
 def _layouts(
-    index: Index, sources: Sequence[Source], limit: int | None, align: int, *, each_file: bool
+    index: Index,
+    sources: Sequence[Source],
+    limit: int | None,
+    align: int,
+    *,
+    each_file: bool,
+    ranked: bool,
 ) -> list[Layout]:
     if limit is not None or len(sources) == 1 or not each_file:
-        parts = layout.split(index.tensors.values(), limit)
-        return [layout.lay_out(rows, index.metadata, align) for rows in parts]
+        parts = layout.split(index.tensors.values(), limit, ranked=ranked)
+        return [layout.lay_out(rows, index.metadata, align, ranked=ranked) for rows in parts]
     # Each file keeps metadata of its own.
     headers = [safetensors.read(file, number) for number, file in enumerate(sources)]
     return [layout.lay_out(rows, metadata, align) for rows, metadata in headers]

@@ -19,6 +19,12 @@ COMMANDS = {
     "diff": (commands.diff, "base/ finetuned/ --names 'layers\\.0\\.'"),
     "align": (commands.align, "model/ aligned/ --max-shard-size 5GB"),
     "convert": (commands.convert, "checkpoints/100/ model/ --max-shard-size 5GB"),
+    "bundle": (
+        commands.bundle,
+        "model/ bundled.safetensors --up 'layers\\.(\\d+)\\.fc1\\.weight' "
+        "--down 'layers\\.(\\d+)\\.fc2\\.weight'",
+    ),
+    "unbundle": (commands.unbundle, "bundled.safetensors model.safetensors"),
     "serve": (commands.serve, "model/ --model org/name --address 127.0.0.1:7000"),
     "planner": (commands.planner, "--address 127.0.0.1:7100"),
     "bench": (bench.bench, "model/ --frameworks jax,torch --plot bench.png"),

@@ -317,6 +317,78 @@ def convert(
     _print(done, as_json)
 
 
+_LAYER = "its group is the number of the layer: 'layers\\.(\\d+)\\.fc1\\.weight'."
+_UP = f"Regular expression for names of the up-projections [neurons, width]; {_LAYER}"
+_DOWN = "The same for the down-projections [width, neurons]."
+_GATE = "The same for gates [neurons, width]."
+_ONE_FILE = "Bytes of tensors a file, such as 5GB. Default: a single file."
+
+Up = Annotated[str, option("REGEX", _UP, "--up")]
+Down = Annotated[str, option("REGEX", _DOWN, "--down")]
+Gate = Annotated[str | None, option("REGEX", _GATE, "--gate")]
+OneFile = Annotated[int | None, sized("--max-shard-size", _ONE_FILE)]
+
+
+@command(how=bounds)
+def bundle(
+    source: options.Checkpoint,
+    target: Into,
+    *,
+    up: Up,
+    down: Down,
+    gate: Gate = None,
+    max_shard_size: OneFile = None,
+    overwrite: options.Overwrite = False,
+    how: Options,
+    as_json: options.Json = False,
+) -> None:
+    """Lay feed-forward layers out for reading on demand.
+
+    What a neuron needs of the projections becomes one range of bytes; the file is safetensors.
+    Streams and compares as `convert` does.
+    """
+    from mfload.ondemand import bundle
+
+    with bar("bundling") as progress:
+        done = bundle(
+            source,
+            target,
+            up=up,
+            down=down,
+            gate=gate,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+            options=how,
+        )
+    _print(done, as_json)
+
+
+@command(how=bounds)
+def unbundle(
+    source: options.Checkpoint,
+    target: Into,
+    *,
+    max_shard_size: OneFile = None,
+    overwrite: options.Overwrite = False,
+    how: Options,
+    as_json: options.Json = False,
+) -> None:
+    """Undo what `bundle` did: the same tensors in the same order."""
+    from mfload.ondemand import unbundle
+
+    with bar("unbundling") as progress:
+        done = unbundle(
+            source,
+            target,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+            options=how,
+        )
+    _print(done, as_json)
+
+
 _LOOK = "A checkpoint, to look at its disk and its files too."
 
 Look = Annotated[str | None, argument("[PATH]", _LOOK)]

@@ -9,13 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mfload.ondemand.bundles import Bundled, Unbundled, bundle, unbundle
     from mfload.ondemand.experts import ExpertCache
     from mfload.ondemand.layers import LayerStream
+    from mfload.ondemand.neurons import NeuronCache
+    from mfload.ondemand.predictor import (
+        Predictor,
+        load_predictors,
+        save_predictors,
+        train_predictor,
+    )
     from mfload.ondemand.report import OndemandReport
 
 _NAMES = {
+    "bundles": "Bundled Unbundled bundle unbundle",
     "experts": "ExpertCache",
     "layers": "LayerStream",
+    "neurons": "NeuronCache",
+    "predictor": "Predictor load_predictors save_predictors train_predictor",
     "report": "OndemandReport",
 }
 _WHERE = {
@@ -23,9 +34,8 @@ _WHERE = {
 }
 
 __all__ = [
-    "ExpertCache",
-    "LayerStream",
-    "OndemandReport",
+    "Bundled", "ExpertCache", "LayerStream", "NeuronCache", "OndemandReport", "Predictor",
+    "Unbundled", "bundle", "load_predictors", "save_predictors", "train_predictor", "unbundle",
 ]  # fmt: skip
 
 

@@ -93,7 +93,10 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
         found = np.empty(1, object)
     if found.size and found.dtype.kind not in "iu":
         raise errors.UsageError(f"not numbers of {what}s", expected="[3, 17]", found=repr(given))
-    return np.fromiter(dict.fromkeys(found.astype(np.int64).tolist()), np.int64)
+    found = found.astype(np.int64)
+    if (found[1:] > found[:-1]).all():  # As those of a predictor, which may be thousands.
+        return found
+    return np.fromiter(dict.fromkeys(found.tolist()), np.int64)
 
 
 class _Reading:
@@ -149,8 +152,10 @@ class SlotCache:
         self._changed = threading.Condition()
         self._pid, self._closed = os.getpid(), False
 
-    def use(self, keys: Iterable[int] | Numbers) -> Lease:
+    def use(self, keys: Iterable[int] | Numbers, counted: Numbers | None = None) -> Lease:
         """A lease for keys, which are read if they are not there.
+
+        `counted` are those of them that the policy is told of. Default: all.
 
         Raises:
             UsageError: There is no such key; or the cache was closed, or made before a fork.
@@ -168,7 +173,7 @@ class SlotCache:
         start, ticks, lease = time.perf_counter(), 0, None
         try:
             with self._changed:
-                self.policy.use(asked)
+                self.policy.use(asked if counted is None else counted)
             while (taken := self._take(asked)) is None:
                 ticks += 1
                 if time.perf_counter() - start > self.wait:

@@ -33,7 +33,7 @@ class Lru:
 
     Attributes:
         now: Number of requests so far.
-        last: By key, the request that asked for it last; 0 if none has.
+        last: By key, the request that asked for it last; 0 or less if none has.
     """
 
     def __init__(self, keys: int, capacity: int) -> None:
@@ -101,6 +101,7 @@ class Window(Lru):
     def __init__(self, keys: int, capacity: int, size: int = 4) -> None:
         super().__init__(keys, capacity)
         self.size = size
+        self.last -= size  # What only drafts asked for that do not count is out of it at once.
 
     def expired(self, keys: Keys) -> Keys:
         """Those that none of the last `size` requests asked for, the one under way included."""

@@ -37,8 +37,9 @@ class RowCache(SlotCache):
 
     def _room(self, missing: Numbers, asked: Numbers) -> Numbers | None:
         if self._quiet():
-            others = self.key_of[self.key_of >= 0]
-            others = others[~np.isin(others, asked)]
+            there = self.slot_of >= 0
+            there[asked] = False
+            others = np.flatnonzero(there)
             gone = self.policy.expired(others)
             self._forget(gone, self.slot_of[gone])
             self.counts.evictions += gone.size

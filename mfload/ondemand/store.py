@@ -73,6 +73,7 @@ class Store(ClosedAtEnd):
 
     Attributes:
         tensors: What the checkpoint says of each, in file order.
+        index: What it says of all.
         adapter: The framework's.
         gather: Reads of the sources that hold them.
         alignment: Bytes on which each tensor has to lie.
@@ -107,6 +108,7 @@ class Store(ClosedAtEnd):
             return list(index.take([name for name in index.names if wanted(name)]))
 
         self.tensors, index, files = checkpoint.choose(path, given, ask)
+        self.index = index
         self.file = index.files[0] if len(index.files) == 1 else None
         session.check([Request(info, info.dtype) for info in self.tensors], index)
         _check_simple(self.tensors, self.file)

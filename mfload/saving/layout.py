@@ -100,15 +100,19 @@ def lay_out(
     return Layout(struct.pack("<Q", length) + text.ljust(length), rows, size)
 
 
-def split(entries: Iterable[AnyRow], limit: int | None) -> list[list[AnyRow]]:
+def split(
+    entries: Iterable[AnyRow], limit: int | None, *, ranked: bool = True
+) -> list[list[AnyRow]]:
     """Spreads tensors over files, greedily; pure.
 
-    They are ranked first, as they will lie in the files, so loading the files and splitting again
-    by the same limit gives the same ones. A tensor over the limit gets a file of its own.
+    If `ranked`, they are ranked first, as they will lie in the files, so loading the files and
+    splitting again by the same limit gives the same ones. A tensor over the limit gets a file of
+    its own.
     """
     if limit is None:
         return [list(entries)]
-    return [*grouped(_ranked(entries), limit, operator.attrgetter("nbytes"))] or [[]]
+    rows = _ranked(entries) if ranked else entries
+    return [*grouped(rows, limit, operator.attrgetter("nbytes"))] or [[]]
 
 
 def index_json(

@@ -1,0 +1,347 @@
+"""Neurons of sparse feed-forward layers: each step reads those that are about to fire.
+
+A layer has a matrix for each part of its bundles (see `bundles`), allocated once. New neurons take
+the rows of those that left, and the last rows close gaps, so that the matrices have none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mfload import errors
+from mfload.io import buffers
+from mfload.io.gather import Reads
+from mfload.ondemand import bundles, policies
+from mfload.ondemand.background import Background
+from mfload.ondemand.cache import numbers
+from mfload.ondemand.rows import RowCache
+from mfload.ondemand.store import Part, Slots, Store, regex
+from mfload.options import Options, byte_count
+from mfload.sources.base import ClosedAtEnd
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mfload.formats.discovery import Path
+    from mfload.io.gather import Engine, Gather
+    from mfload.ondemand.cache import Fill, Lease, Numbers
+    from mfload.ondemand.policies import Policy
+    from mfload.ondemand.report import OndemandReport
+
+
+class Matrices(NamedTuple):
+    """Rows of the projections of a layer, [rows, width] each; row n of all is one neuron.
+
+    Attributes:
+        gate: None if the layer has none.
+    """
+
+    up: Any
+    down: Any
+    gate: Any = None
+
+
+class Neurons(ClosedAtEnd):
+    """The neurons of a layer that are in memory: those asked for, and what the window keeps.
+
+    Their rows stay as they are until the end of the block and as long as an array of them lives,
+    through views, DLPack capsules and running computations. Arrays of NumPy refuse writing; those
+    of other frameworks must not be written to.
+
+    Attributes:
+        rows: The number of each neuron, int64[used].
+        used: How many there are.
+    """
+
+    def __init__(self, store: Store, part: Part, lease: Lease) -> None:
+        self._store, self._part = store, part
+        self._lease: Lease | None = lease
+        self._made: dict[bool, Matrices] = {}
+        self.rows, self.used = lease.keys, len(lease.keys)
+
+    @property
+    def up(self) -> Any:
+        """Rows of the up-projection: [used, width]."""
+        return self._matrices(whole=False).up
+
+    @property
+    def down(self) -> Any:
+        """Columns of the down-projection, as rows: [used, width]."""
+        return self._matrices(whole=False).down
+
+    @property
+    def gate(self) -> Any:
+        """Rows of the gate: [used, width]; None if the layer has none."""
+        return self._matrices(whole=False).gate
+
+    @property
+    def whole(self) -> Matrices:
+        """The same in matrices of one shape for all requests, [capacity, width].
+
+        So a jitted function is compiled once. From row `used` on they hold what is left of other
+        neurons, and may change: `jnp.where(jnp.arange(capacity) < used, hidden, 0)`.
+        """
+        return self._matrices(whole=True)
+
+    def _matrices(self, whole: bool) -> Matrices:
+        if self._lease is None:
+            raise errors.UsageError("the block of these neurons is over")
+        if whole not in self._made:
+            _, dtype, shape, *_ = self._part
+            memory = [self._lease.whole(number) for number in range(shape[1])]
+            rows = len(memory[0]) if whole else self.used
+            arrays = [self._store.array(each, dtype, (rows, shape[2]), 0) for each in memory]
+            self._made[whole] = Matrices(*arrays)
+        return self._made[whole]
+
+    def close(self) -> None:
+        """Lets go of the rows, if no array of them lives."""
+        self._lease, self._made = None, {}
+
+
+class NeuronCache(ClosedAtEnd):
+    """Neurons of the feed-forward layers of a model, read from bundles when they are about to fire.
+
+        with mfload.ondemand.NeuronCache("bundled.safetensors", budget="4GiB") as cache:
+            rows = predictors[layer].predict(x)
+            with cache.use(layer, rows) as part:
+                y = np.maximum(x @ part.up.T, 0) @ part.down
+
+    The file is one that `mfload.ondemand.bundle` wrote. What is no bundle, such as attention and
+    embeddings, stays in memory. What is left of the budget is allocated when the cache is made, and
+    each layer gets the same share of its neurons. Any number of threads may use it at once; while
+    one computes with a layer, neurons that another reads come behind, and none leaves.
+
+    If O_DIRECT can't read a neuron's parts, because their bytes are not multiples of the disk's
+    unit (512 or 4096), they are read through the page cache.
+
+    Args:
+        path: As for `mfload.load`: local safetensors.
+        budget: Bytes, or a text such as "2GiB".
+        window: Neurons stay that the last so many requests of a layer asked for, that under way
+            included, and no others; they leave earlier only if there is no room. None: they leave
+            only then, as `policy` says.
+        framework: As for `mfload.load`. The arrays lie in host memory.
+        policy: "lru", "lfu", "pin+lru", or a function of (keys, capacity) to an object of a class
+            of `mfload.ondemand.policies`, for each layer.
+        resident: A regex for the names of tensors that stay in memory. Default: all that are no
+            bundles.
+        options: How files are opened and read: `engine` ("auto", "pread" or "direct") and
+            `page_cache` above all.
+        gather: What reads: "auto", "io_uring", "aio" or "threads".
+        wait: Seconds to wait for rows that are pinned.
+
+    Attributes:
+        resident: The tensors that stay in memory, by name.
+        neurons: By layer, how many it has.
+        capacity: By layer, how many of them can be in memory.
+
+    Raises:
+        UsageError: An argument is invalid.
+        FormatError: The file has no bundles, or is malformed.
+        MemoryLimitError: The budget has no room for what stays, and a neuron of each layer; or the
+            system refuses it.
+        UnsupportedDtypeError, UnsupportedShapeError: No array can hold a tensor.
+        SourceError: The file can't be opened.
+    """
+
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        budget: int | str = 2 << 30,
+        window: int | None = 5,
+        framework: str | ModuleType = "numpy",
+        policy: Policy = "lru",
+        *,
+        resident: str | re.Pattern[str] | None = None,
+        options: Options | None = None,
+        gather: Engine = "auto",
+        wait: float = 10.0,
+    ) -> None:
+        self._budget = byte_count("budget", budget, 1)
+        if window is not None:
+            policy = f"window({byte_count('window', window, 1)})"
+        stays = None if resident is None else regex("resident", resident).search
+
+        def wanted(name: str) -> bool:
+            return stays is None or stays(name) is not None or name.endswith(bundles.SUFFIX)
+
+        how = options or Options()
+        store = Store(path, wanted, framework, options=how, gather=gather)
+        try:
+            layers = _layers(store)
+            why = _unaligned(layers.values(), store.gather.unit)
+            if why is not None:
+                if how.engine == "direct":
+                    raise errors.UsageError(why, file=store.file)
+                store.close()
+                how = replace(how, engine="pread", page_cache="auto")
+                store = Store(path, wanted, framework, options=how, gather=gather)
+                layers = _layers(store)
+                store.gather.why = f"page cache: {why}"
+            found = {part.name for part in layers.values()}
+            kept = [store.part(info) for info in store.tensors if info.name not in found]
+            slots = Slots(store, [[each for each in kept if stays is None or stays(each.name)]])
+            capacities = self._divide([*layers.values()], slots.nbytes)
+            sizes = [*zip(layers.values(), capacities, strict=True)]
+            # Before there is memory, which an error that is kept would keep.
+            chosen = [policies.make(policy, part.shape[0], capacity) for part, capacity in sizes]
+            self.resident: Mapping[str, Any] = MappingProxyType(slots.load()[0])
+            shapes = [
+                (capacity, _nbytes(part)) for part, capacity in sizes for _ in range(part.shape[1])
+            ]
+            arenas = iter(store.arenas(shapes))
+        except BaseException:
+            vars(self).clear()
+            store.close()
+            raise
+        self._store, self._background = store, Background()
+        more: dict[str, Any] = {"wait": wait, "what": "neuron", "background": self._background}
+        self._layers: dict[int, tuple[Part, RowCache]] = {}
+        for (layer, part), each in zip(layers.items(), chosen, strict=True):
+            keys, count, _ = part.shape
+            mine = [*islice(arenas, count)]
+            self._layers[layer] = (
+                part,
+                RowCache(_fill(store.gather, part), keys, mine, each, **more),
+            )
+        self.neurons = {layer: part.shape[0] for layer, part in layers.items()}
+        self.capacity = {layer: cache.capacity for layer, (_, cache) in self._layers.items()}
+
+    def _divide(self, parts: Sequence[Part], fixed: int) -> list[int]:
+        """How many neurons of each layer the budget has room for, beside so many bytes."""
+        arenas = 1 + sum(part.shape[1] for part in parts)  # Each begins on a page.
+        least = fixed + buffers.PAGE * arenas + sum(p.nbytes // p.shape[0] for p in parts)
+        if least > self._budget:
+            raise errors.MemoryLimitError(
+                "the budget has no room for what stays in memory, and a neuron of each layer",
+                expected=f"at least {least} bytes",
+                found=f"{self._budget} bytes",
+            )
+        left, total = self._budget - least, sum(part.nbytes for part in parts)
+        return [min(part.shape[0], 1 + left * part.shape[0] // total) for part in parts]
+
+    def use(self, layer: int, rows: Iterable[int] | Numbers) -> Neurons:
+        """Neurons of a layer, for a `with` block; those that are not there are read.
+
+        Args:
+            rows: Their numbers.
+
+        Raises:
+            UsageError: There is no such layer or neuron; or the cache was closed, or made before a
+                fork.
+            MemoryLimitError: The budget has no room for so many of the layer at once; or rows are
+                pinned by arrays that still live, and none became free in time.
+            SourceChangedError: The file is no longer the one that was opened.
+            ReadError: The system can't read it.
+        """
+        part, cache = self._known(layer)
+        return Neurons(self._store, part, cache.use(rows))
+
+    def use_drafts(
+        self, layer: int, drafts: Sequence[Iterable[int] | Numbers], acceptance: float
+    ) -> Neurons:
+        """The same for λ + 1 tokens that speculative decoding verifies at once.
+
+        Of drafts that are rejected no neuron is needed again. So those of the last α(λ + 1) drafts
+        count for the window, rounded up, and what only the others asked for leaves with the next
+        request.
+
+        Args:
+            drafts: The numbers of the neurons of each draft, in order.
+            acceptance: α, the share of drafts that are expected to be accepted, 0 to 1.
+
+        Raises:
+            UsageError: As `use`; or `acceptance` is no share.
+            MemoryLimitError, SourceChangedError, ReadError: As `use`.
+        """
+        if not 0 <= acceptance <= 1:
+            raise errors.UsageError("acceptance", expected="0 to 1", found=acceptance)
+        part, cache = self._known(layer)
+        each = [numbers(rows, "neuron") for rows in drafts]
+        none = np.empty(0, np.int64)
+        # A product such as 0.7 * 10 is a little more than it should be.
+        first = len(each) - math.ceil(acceptance * len(each) - 1e-9)
+        counted = np.unique(np.concatenate([none, *each[first:]]))
+        return Neurons(self._store, part, cache.use(np.concatenate([none, *each]), counted))
+
+    def prefetch(self, layer: int, rows: Iterable[int] | Numbers) -> None:
+        """Has a thread read neurons ahead, the first of them first, as far as there is room now.
+
+        What was asked for before of that layer, and is not begun, is dropped. What fails is raised
+        when it is used. Raises UsageError as `use` does.
+        """
+        self._known(layer)[1].prefetch(rows)
+
+    def report(self) -> OndemandReport:
+        """What it did so far; keys are neurons."""
+        made = self._store.report(self._budget)
+        for _, cache in self._layers.values():
+            made.add(cache.counts)
+        return made
+
+    def close(self) -> None:
+        """Closes the file, once the reads under way are over; arrays live on."""
+        self._background.close()
+        for _, cache in self._layers.values():
+            cache.close()
+        self._store.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_background"):
+            self._background.end()
+
+    def _known(self, layer: int) -> tuple[Part, RowCache]:
+        if layer not in self._layers:
+            layers = ", ".join(map(str, self._layers))
+            raise errors.UsageError("no such layer of neurons", expected=layers, found=layer)
+        return self._layers[layer]
+
+
+def _layers(store: Store) -> dict[int, Part]:
+    """The bundles [neurons, parts, width], by layer."""
+    made: dict[int, Part] = {}
+    for each in bundles.bundles(store.index):
+        part = made[each.layer] = store.part(store.index[each.tensor])
+        where: Any = {"file": store.file, "tensor": part.name}
+        if 0 in part.shape:
+            what = "a bundle has no neurons, or neurons without weights"
+            raise errors.UnsupportedShapeError(what, found=list(part.shape), **where)
+        if part.dtype.elements > 1:
+            what = "a bundle has elements that share bytes"
+            raise errors.UnsupportedDtypeError(what, found=part.dtype.name, **where)
+    return made
+
+
+def _nbytes(part: Part) -> int:
+    """Bytes of a neuron's row in one part of a bundle."""
+    return part.nbytes // (part.shape[0] * part.shape[1])
+
+
+def _unaligned(parts: Iterable[Part], unit: int) -> str | None:
+    """Why O_DIRECT can't read neurons, if it can't."""
+    for part in parts:
+        if part.offset % unit or _nbytes(part) % unit:
+            return (
+                f"a row of {part.name!r} has {_nbytes(part)} bytes, its file begins it at byte "
+                f"{part.offset}, and O_DIRECT takes multiples of {unit}"
+            )
+    return None
+
+
+def _fill(gather: Gather, part: Part) -> Fill:
+    neuron, row = part.nbytes // part.shape[0], _nbytes(part)
+
+    def fill(keys: Numbers, addresses: NDArray[np.uint64]) -> tuple[int, int]:
+        gather.read(Reads.of(part.source, part.offset + keys * neuron, addresses, row))
+        return keys.size, keys.size * neuron
+
+    return fill
