@@ -6,12 +6,14 @@ No root is needed, and no other file's pages are touched.
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mfload import errors
 from mfload.bench.ceilings import MIB, Extent, Pattern, paths_of, read
 from mfload.diagnostics import host
 from mfload.io import probes
@@ -76,6 +78,21 @@ def _drop(paths: Sequence[str]) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise UnfitError(f"the system does not drop pages: {error.strerror}") from error
+
+
+def check_linux() -> None:
+    """Raises DeviceError anywhere else."""
+    if not sys.platform.startswith("linux"):
+        message = "mfload bench needs Linux: no other system says what it caches"
+        raise errors.DeviceError(message, found=sys.platform)
+
+
+def facts(file: str) -> dict[str, str]:
+    """What `mfload doctor` finds of the host and the disk of a file."""
+    root = Path("/")
+    disk = host.disk(root, host.mount(root, os.path.realpath(file)))
+    found = {each.what: each.found for each in (*host.look(root), *disk)}
+    return {**found, "Python": platform.python_version()}
 
 
 def file_system(path: str | os.PathLike[str]) -> str:

@@ -7,13 +7,10 @@ the best of several rounds says most.
 from __future__ import annotations
 
 import os
-import platform
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +28,6 @@ from mfload.planning.selection import Names
 from mfload.report import human
 from mfload.runtime import Deadline, cores
 
-_ROOT = Path("/")
 _PACKAGES = ("mfload", "safetensors", "fastsafetensors", "runai-model-streamer")
 _SHARE = 0.35  # Of the memory left: the page cache holds the bytes once, a loader maybe twice.
 _KEPT = 2  # Of the patterns that were tried, how many take turns with the loaders.
@@ -71,9 +67,7 @@ def bench(
     Raises:
         UsageError: An argument is invalid, or there is nothing to measure.
     """
-    if not sys.platform.startswith("linux"):
-        message = "mfload bench needs Linux: no other system says what it caches"
-        raise errors.DeviceError(message, found=sys.platform)
+    machine.check_linux()
     for engine in engines:
         Options(engine=engine, threads=threads, timeout=timeout)  # Validates them.
     if rounds < 1:
@@ -129,14 +123,13 @@ def bench(
 
 
 def _machine(file: str) -> dict[str, str]:
-    """What `mfload doctor` finds of the host, the disk and the frameworks, and peers there are."""
-    disk = host.disk(_ROOT, host.mount(_ROOT, os.path.realpath(file)))
+    """The machine, the frameworks, and peers there are."""
     there = (each for each in host.frameworks() if each.data)
     packages = {name: host.installed([name]) for name in _PACKAGES}
     return {
-        **{each.what: each.found for each in (*host.look(_ROOT), *disk, *there)},
+        **machine.facts(file),
+        **{each.what: each.found for each in there},
         **{name: version for name, version in packages.items() if version},
-        "Python": platform.python_version(),
     }
 
 

@@ -1,4 +1,4 @@
-"""`mfload bench`: this machine's ceilings, and mfload against them."""
+"""`mfload bench`: this machine's ceilings, mfload against them, and random reads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mfload.cli.options import flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.terminal import bar, say
 from mfload.formats import discovery
+from mfload.report import human
 
 _QUICK_BYTES, _MOST_BYTES = 512 << 20, 4 << 30
 _RESERVED = (".safetensors", ".safetensors.index.json")
@@ -22,14 +23,25 @@ _START = b'{\n "schema"'  # Of a result that was written before.
 
 
 Frameworks = Annotated[str | None, option("NAMES", "With commas. Default: all that are installed.")]
-Engines = Annotated[str, option("NAMES", "With commas: auto, pread, direct, mmap.")]
+Random = Annotated[
+    bool, flag("Random reads of PATH, a file, or of a scratch file in a directory.", "--random")
+]
+Engines = Annotated[
+    str,
+    option(
+        "NAMES",
+        "With commas: auto, pread, direct, mmap; with --random io_uring, aio, threads, or auto "
+        "for all of these.",
+    ),
+]
 Rounds = Annotated[int | None, option("N", "Rounds of each case. Default: 5, or 2 with --quick.")]
 Cold = Annotated[bool, flag("Only with an empty page cache.", "--cold")]
 Warm = Annotated[bool, flag("Only with a full page cache.", "--warm")]
 Peers = Annotated[bool, flag("Other loaders too, where installed.", "--peers")]
 Quick = Annotated[bool, flag("Fewer rounds, patterns and bytes.", "--quick")]
 Most = Annotated[
-    int | None, sized("--max-bytes", "Most to measure. Default: 4GiB, or 512MiB with --quick.")
+    int | None,
+    sized("--max-bytes", "Most to measure, or to write. Default: 4GiB, or 512MiB with --quick."),
 ]
 Limit = Annotated[float, option("SECONDS", "Limit of each measuring process.")]
 Out = Annotated[Path | None, option("FILE", "Write the JSON there as well.")]
@@ -38,6 +50,7 @@ Plot = Annotated[Path | None, option("FILE", "Draw a picture, such as a PNG.", "
 
 def bench(
     path: options.Checkpoint,
+    random: Random = False,
     frameworks: Frameworks = None,
     engines: Engines = "auto",
     rounds: Rounds = None,
@@ -60,15 +73,31 @@ def bench(
     way to read the same bytes. Nothing is written to the checkpoint; to measure cold, the system
     is asked to drop these files from its page cache, and no others. Host memory is measured.
     Takes minutes, and wants a machine that does nothing else.
-    """
-    from mfload.bench import measuring
 
+    With --random, half a minute: blocks of 4 KiB to 1 MiB, 1 to 128 of them at once, past the page
+    cache, by each engine that mfload.ondemand reads with. The scratch file has random bytes and
+    no name, and is gone in the end.
+    """
+    from mfload.bench import measuring, random_reads, results
+
+    if random:
+        given = {"--frameworks": frameworks, "--rounds": rounds, "--cold": cold, "--warm": warm,
+                 "--names": names, "--threads": threads, "--peers": peers}  # fmt: skip
+        for name, value in given.items():
+            if value:
+                raise errors.UsageError(f"{name} can't be given with --random", found=value)
+        if not os.path.exists(path):
+            raise errors.SourceNotFoundError("no such file or directory", file=path)
+        files = [] if os.path.isdir(path) else [path]
+    else:
+        files = [*filter(os.path.exists, discovery.find(path).names)]
     for target, check in ((out, _check_earlier), (picture, _check_picture)):
         if target is not None:
-            _check_target(target, path)
+            _check_target(target, files)
             check(target)
     if out is not None and picture is not None and out.resolve() == picture.resolve():
         raise errors.UsageError("--out and --plot are one file", file=out)
+    most = (_QUICK_BYTES if quick else _MOST_BYTES) if max_bytes is None else max_bytes
     said = ""
     with bar("", unit="it") as advance:
 
@@ -80,25 +109,38 @@ def bench(
                 said = what
                 say(f"mfload: {what}{f' ({done} of {total} done)' if total else ''}")
 
-        found = measuring.bench(
-            path,
-            watch,
-            frameworks=_listed(frameworks),
-            engines=_listed(engines) or ("auto",),
-            cases=("warm", "cold") if warm == cold else ("warm",) if warm else ("cold",),
-            rounds=(2 if quick else 5) if rounds is None else rounds,
-            threads=threads,
-            names=names,
-            peers=peers,
-            quick=quick,
-            max_bytes=(_QUICK_BYTES if quick else _MOST_BYTES) if max_bytes is None else max_bytes,
-            timeout=timeout,
-        )
+        if random:
+            names_of = _listed(engines)
+            found = random_reads.bench(
+                files,
+                watch,
+                folder=None if files else path,
+                engines=random_reads.ENGINES if names_of in ((), ("auto",)) else names_of,
+                quick=quick,
+                max_bytes=most,
+                timeout=timeout,
+            )
+        else:
+            found = measuring.bench(
+                path,
+                watch,
+                frameworks=_listed(frameworks),
+                engines=_listed(engines) or ("auto",),
+                cases=("warm", "cold") if warm == cold else ("warm",) if warm else ("cold",),
+                rounds=(2 if quick else 5) if rounds is None else rounds,
+                threads=threads,
+                names=names,
+                peers=peers,
+                quick=quick,
+                max_bytes=most,
+                timeout=timeout,
+            )
     text = json.dumps(found, indent=1) + "\n"
+    show, draw = (_print_points, random_reads.draw) if random else (_print, results.draw)
     codes = [
         _attempt(lambda: out and out.write_text(text)),
-        _attempt(lambda: print_json(found) if as_json else _print(found)),
-        _attempt(lambda: picture and _draw(found, picture)),
+        _attempt(lambda: print_json(found) if as_json else show(found)),
+        _attempt(lambda: picture and _draw(found, picture, draw)),
     ]
     return max(codes)
 
@@ -116,15 +158,16 @@ def _attempt(act: Callable[[], object]) -> int:
     return failures.FINE
 
 
-def _check_target(target: Path, path: str) -> None:
+def _check_target(target: Path, files: list[str]) -> None:
     """Refuses what can't be written, is a file of the checkpoint, or is named like one."""
     there = target.exists()
     if target.is_dir() or not os.access(target if there else target.absolute().parent, os.W_OK):
         raise errors.TargetError("can't be written: no such directory, or no right to", file=target)
-    files = [file for file in discovery.find(path).names if there and os.path.exists(file)]
     # A link's own name may say less than that of what it leads to.
     names = [each.name.lower() for each in (target, target.resolve())]
-    if any(map(target.samefile, files)) or any(name.endswith(_RESERVED) for name in names):
+    if (there and any(map(target.samefile, files))) or any(
+        name.endswith(_RESERVED) for name in names
+    ):
         raise errors.UsageError("a checkpoint's file, or named like one", file=target)
 
 
@@ -146,10 +189,8 @@ def _check_picture(target: Path) -> None:
     errors.check_choice("format of a picture", target.suffix[1:].lower(), tuple(known))
 
 
-def _draw(found: dict[str, Any], picture: Path) -> None:
-    from mfload.bench import results
-
-    if not results.draw(found, picture):
+def _draw(found: dict[str, Any], picture: Path, draw: Callable[..., bool]) -> None:
+    if not draw(found, picture):
         say("mfload: nothing was measured that could be drawn")
 
 
@@ -164,8 +205,28 @@ def _print(found: dict[str, Any]) -> None:
     write(map(errors.printable, found["conditions"]))
 
 
+def _print_points(found: dict[str, Any]) -> None:
+    points = found["points"]
+    depths = sorted({point["depth"] for point in points})
+    for engine in dict.fromkeys(point["engine"] for point in points):
+        for what, key, digits in (("GB/s", "gb_per_s", 3), ("µs of CPU a read", "cpu_us", 1)):
+            at = {(p["block"], p["depth"]): p[key] for p in points if p["engine"] == engine}
+            rows = [
+                [human(block), *(_figure(at.get((block, depth)), digits) for depth in depths)]
+                for block in sorted({block for block, _ in at})
+            ]
+            heads = [f"{engine}, {what}", *(f"{depth} at once" for depth in depths)]
+            print_table(heads, rows, right=range(1, len(heads)))
+            write([""])
+    write(map(errors.printable, found["conditions"]))
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     digits = {"best_s": 4, "median_s": 4, "over_ceiling": 2, "gb_per_s": 2, "cpu_s": 3}
-    figures = ["–" if row[key] is None else f"{row[key]:.{n}f}" for key, n in digits.items()]
+    figures = [_figure(row[key], n) for key, n in digits.items()]
     beside = row["peak_over_bytes"]
     return [row["label"], *figures, "–" if beside is None else f"{beside / 2**20:.0f}"]

@@ -28,7 +28,8 @@ Engine = Literal["auto", "io_uring", "aio", "threads"]
 
 DEPTH = 128
 """Reads under way at once."""
-_PIECE = 1 << 20  # Bytes of a longer read that are one for the kernel.
+PIECE = 1 << 20
+"""Bytes of a longer read that are one for the kernel."""
 _THREADS = 32  # Threads that read from a disk at once.
 
 
@@ -67,12 +68,12 @@ class Reads(NamedTuple):
 
     def cut(self) -> Reads:
         """The same bytes, in reads that are short enough to be under way side by side."""
-        if self.nbytes.shape[1] > 1 or not len(self) or self.nbytes.max() <= _PIECE:
+        if self.nbytes.shape[1] > 1 or not len(self) or self.nbytes.max() <= PIECE:
             return self
-        counts = np.maximum(1, -(-self.nbytes[:, 0] // _PIECE))
+        counts = np.maximum(1, -(-self.nbytes[:, 0] // PIECE))
         number = np.repeat(np.arange(len(self)), counts)
-        at = (np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)) * _PIECE
-        nbytes = np.minimum(self.nbytes[number, 0] - at, _PIECE)
+        at = (np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE
+        nbytes = np.minimum(self.nbytes[number, 0] - at, PIECE)
         least = np.clip(self.least[number] - at, 0, nbytes)
         address = self.address[number] + at[:, None]
         return Reads(self.source[number], self.offset[number] + at, address, nbytes[:, None], least)
@@ -104,10 +105,12 @@ class Gather(ClosedAtEnd):
     """Reads of some sources; many threads may use it at once. Made by `open_gather`.
 
     Attributes:
+        sources: What it reads.
         name: "io_uring", "aio" or "threads".
         why: Why it is this one, for people.
         unit: What offsets, addresses and lengths must be multiples of: 1, unless O_DIRECT is used.
         direct: Whether it is.
+        depth: Reads under way at once in a call, at most.
     """
 
     def __init__(
@@ -118,9 +121,11 @@ class Gather(ClosedAtEnd):
         why: str,
         unit: int,
         make: Callable[[], Ring] | None,
+        depth: int = DEPTH,
     ) -> None:
         self.name, self.why, self.unit, self.direct = name, why, unit, unit > 1
-        self._sources, self._handles, self._make = sources, list(handles), make
+        self.depth = depth if make else min(depth, _THREADS)
+        self.sources, self._handles, self._make = sources, list(handles), make
         self._fds = np.array([each.fd for each in handles], np.int32)
         self._idle: deque[Ring] = deque()
         self._crew, self._process = threads.Crew(), os.getpid()
@@ -148,7 +153,7 @@ class Gather(ClosedAtEnd):
                 self._by_ring(cut, self._make)
             # Not np.unique: it aborts a process that ends meanwhile.
             for number in np.flatnonzero(np.bincount(reads.source)).tolist():
-                self._sources[number].check()
+                self.sources[number].check()
         finally:
             with self._lock:
                 self._active -= 1
@@ -172,7 +177,7 @@ class Gather(ClosedAtEnd):
 
     def _finish(self, reads: Reads, n: int, result: int) -> None:
         """Reads what is missing of a short read; raises the error of one that failed."""
-        source = self._sources[int(reads.source[n])]
+        source = self.sources[int(reads.source[n])]
         if result < 0:
             error = OSError(-result, os.strerror(-result))
             raise errors.from_os(error, source.name, "read") from error
@@ -193,8 +198,8 @@ class Gather(ClosedAtEnd):
             raise errors.from_os(error, source.name, "read") from error
 
     def _by_threads(self, reads: Reads) -> None:
-        waits = self.direct or any(each.costs.concurrency for each in self._sources)
-        count = min(len(reads), _THREADS if waits else share_of_cores())
+        waits = self.direct or any(each.costs.concurrency for each in self.sources)
+        count = min(len(reads), self.depth, *([] if waits else [share_of_cores()]))
         numbers, failed = itertools.count(), list[BaseException]()
 
         def work() -> None:
@@ -222,7 +227,7 @@ class Gather(ClosedAtEnd):
 
     def _read_one(self, reads: Reads, n: int) -> None:
         number, least, offset = (int(each[n]) for each in (reads.source, reads.least, reads.offset))
-        source, vector = self._sources[number], _vector(reads, n)
+        source, vector = self.sources[number], _vector(reads, n)
         if not self.direct:
             self._read_through_cache(source, vector, offset, least)
             return
@@ -347,7 +352,7 @@ def open_gather(
         _close(handles)
         raise
     how = "O_DIRECT" if direct else "page cache" if local else "not a local file"
-    return Gather(sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make)
+    return Gather(sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make, depth)
 
 
 def _close(handles: list[Handle]) -> None:

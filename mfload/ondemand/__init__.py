@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload.ondemand.bundles import Bundled, Unbundled, bundle, unbundle
+    from mfload.ondemand.costs import BudgetCost, OndemandPlan, plan
+    from mfload.ondemand.curve import Curve
     from mfload.ondemand.experts import ExpertCache
     from mfload.ondemand.layers import LayerStream
     from mfload.ondemand.neurons import NeuronCache
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "bundles": "Bundled Unbundled bundle unbundle",
+    "costs": "BudgetCost OndemandPlan plan",
+    "curve": "Curve",
     "experts": "ExpertCache",
     "layers": "LayerStream",
     "neurons": "NeuronCache",
@@ -34,8 +38,9 @@ _WHERE = {
 }
 
 __all__ = [
-    "Bundled", "ExpertCache", "LayerStream", "NeuronCache", "OndemandReport", "Predictor",
-    "Unbundled", "bundle", "load_predictors", "save_predictors", "train_predictor", "unbundle",
+    "BudgetCost", "Bundled", "Curve", "ExpertCache", "LayerStream", "NeuronCache", "OndemandPlan",
+    "OndemandReport", "Predictor", "Unbundled", "bundle", "load_predictors", "plan",
+    "save_predictors", "train_predictor", "unbundle",
 ]  # fmt: skip
 
 

@@ -113,6 +113,8 @@ class ExpertCache(ClosedAtEnd):
         FormatError: The checkpoint is malformed.
     """
 
+    _opens = Store
+
     def __init__(
         self,
         path: Path | Sequence[Path],
@@ -126,7 +128,7 @@ class ExpertCache(ClosedAtEnd):
         wait: float = 10.0,
     ) -> None:
         limit, match = byte_count("budget", budget, 1), _Pattern(pattern)
-        store = Store(path, match, framework, options=options, gather=gather)
+        store = self._opens(path, match, framework, options=options, gather=gather)
         try:
             layers = _by_layer(store, match)
             self._pools = Pools(

@@ -71,6 +71,8 @@ class LayerStream(ClosedAtEnd):
         FormatError: The checkpoint is malformed.
     """
 
+    _opens = Store
+
     def __init__(
         self,
         path: Path | Sequence[Path],
@@ -105,7 +107,7 @@ class LayerStream(ClosedAtEnd):
         def wanted(name: str) -> bool:
             return stays is None or stays(name) is not None or layer_of(name) is not None
 
-        store = Store(path, wanted, framework, options=options, gather=gather)
+        store = self._opens(path, wanted, framework, options=options, gather=gather)
         try:
             kept: list[Part] = []
             layers: dict[int, list[Part]] = {}

@@ -20,7 +20,6 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.io.gather import Reads
 from mfload.ondemand import bundles, policies
-from mfload.ondemand.background import Background
 from mfload.ondemand.cache import numbers
 from mfload.ondemand.rows import RowCache
 from mfload.ondemand.store import Part, Slots, Store, regex
@@ -153,6 +152,8 @@ class NeuronCache(ClosedAtEnd):
         SourceError: The file can't be opened.
     """
 
+    _opens = Store
+
     def __init__(
         self,
         path: Path | Sequence[Path],
@@ -175,7 +176,7 @@ class NeuronCache(ClosedAtEnd):
             return stays is None or stays(name) is not None or name.endswith(bundles.SUFFIX)
 
         how = options or Options()
-        store = Store(path, wanted, framework, options=how, gather=gather)
+        store = self._opens(path, wanted, framework, options=how, gather=gather)
         try:
             layers = _layers(store)
             why = _unaligned(layers.values(), store.gather.unit)
@@ -184,7 +185,7 @@ class NeuronCache(ClosedAtEnd):
                     raise errors.UsageError(why, file=store.file)
                 store.close()
                 how = replace(how, engine="pread", page_cache="auto")
-                store = Store(path, wanted, framework, options=how, gather=gather)
+                store = self._opens(path, wanted, framework, options=how, gather=gather)
                 layers = _layers(store)
                 store.gather.why = f"page cache: {why}"
             found = {part.name for part in layers.values()}
@@ -203,7 +204,7 @@ class NeuronCache(ClosedAtEnd):
             vars(self).clear()
             store.close()
             raise
-        self._store, self._background = store, Background()
+        self._store, self._background = store, store.background()
         more: dict[str, Any] = {"wait": wait, "what": "neuron", "background": self._background}
         self._layers: dict[int, tuple[Part, RowCache]] = {}
         for (layer, part), each in zip(layers.items(), chosen, strict=True):

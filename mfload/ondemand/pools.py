@@ -9,7 +9,6 @@ import numpy as np
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.ondemand.background import Background
 from mfload.ondemand.cache import SlotCache
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.runtime import NamedTuple
@@ -84,7 +83,7 @@ class Pools(ClosedAtEnd):
         arenas = store.arenas(
             [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
         )
-        self._background = Background()
+        self._background = store.background()
         how: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
         self._pools = [
             Pool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))

@@ -35,6 +35,7 @@ from mfload.index import Index, TensorInfo
 from mfload.io import buffers
 from mfload.io.gather import Engine, Reads, open_gather
 from mfload.loading import session
+from mfload.ondemand.background import Background
 from mfload.ondemand.report import OndemandReport
 from mfload.planning.request import Request
 from mfload.runtime import NamedTuple
@@ -167,9 +168,22 @@ class Store(ClosedAtEnd):
             start = _up(end, buffers.PAGE)
             end = start + capacity * nbytes
             spans.append(slice(start, end))
-        whole = buffers.allocate(end)
+        made = self.memory(shapes, spans)
         self.allocated += end
+        return made
+
+    def memory(self, shapes: Sequence[tuple[int, int]], spans: Sequence[slice]) -> list[Bytes]:
+        """Arrays of shapes, each at its span of memory that is made for all of them."""
+        whole = buffers.allocate(max((span.stop for span in spans), default=0))
         return [whole[span].reshape(shape) for span, shape in zip(spans, shapes, strict=True)]
+
+    def move(self, target: int, source: int, nbytes: int) -> None:
+        """Moves bytes from one address to another; it lets go of the interpreter."""
+        ctypes.memmove(target, source, nbytes)
+
+    def background(self) -> Background:
+        """What reads ahead for the caches over the store."""
+        return Background()
 
     def array(self, memory: Bytes, dtype: DType, shape: tuple[int, ...], at: int) -> Any:
         """The framework's array over memory, from byte `at` on; it keeps the memory alive.
@@ -268,9 +282,8 @@ class Slots:
         )
         for n in np.flatnonzero(self._shift[reads]).tolist():
             number, address = reads[n], int(to[n])
-            # It lets go of the interpreter.
             shift, nbytes = int(self._shift[number]), int(self._least[number])
-            ctypes.memmove(address, address + shift, nbytes - shift)
+            self._store.move(address, address + shift, nbytes - shift)
         return reads.size, int(self._wanted[reads].sum())
 
     def load(self) -> list[dict[str, Any]]:

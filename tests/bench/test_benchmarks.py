@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -14,11 +15,13 @@ from matplotlib import image
 
 from benchmarks import (
     ROOT,
+    capped,
     commands,
     described,
     listing,
     listing_files,
     load,
+    ondemand,
     pages,
     peers,
     saving,
@@ -29,7 +32,7 @@ from benchmarks import (
 from benchmarks.checkpoint import write_divisible
 from benchmarks.process import ChildError
 from benchmarks.runner import Case
-from mfload.bench import machine
+from mfload.bench import machine, random_reads
 from mfload.bench.machine import MEMORY_FILE_SYSTEMS, file_system
 
 PERFORMANCE = ROOT / "docs" / "performance"
@@ -193,6 +196,72 @@ def test_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| `mfload.stream`, numpy |" in page
     assert streams.main([*_places(tmp_path), "--redraw"]) == 0
     assert (out / "loading.md").read_text() == page
+
+
+def test_ondemand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = {"_QUICK": ((4096, 16384), (1, 4)), "_QUICK_SECONDS": 0.1, "_ENOUGH": 1 << 20}
+    for name, value in brief.items():
+        monkeypatch.setattr(random_reads, name, value)
+    bench = random_reads.bench
+    monkeypatch.setattr(random_reads, "bench", lambda *a, **b: bench(*a, **b, quick=True))
+    given = [*_places(tmp_path), "--cases", "curve,policies,experts", "--seed", "1"]
+    assert ondemand.main([*given, "--gb", "0.01"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "ondemand.json").read_text())
+    assert set(found["summary"]["experts"]) == set(ondemand._WAYS["experts"])
+    assert len({sample["total"] for sample in found["samples"]}) == 1
+    assert found["run"]["plan"]["budget"] in found["run"]["plan"]["budgets"]
+    for name, rates in found["run"]["policies"].items():
+        assert len(rates) == 16
+        optimum = found["run"]["policies"]["optimum"]
+        assert all(a <= b for a, b in zip(rates, optimum, strict=True))
+        assert name == "window(4)" or rates[-1] == optimum[-1]
+    page = (out / "ondemand.md").read_text()
+    assert "| **ExpertCache** |" in page
+    assert "| io_uring, 4 KiB |" in page or "| threads, 4 KiB |" in page
+    pictures = [out / f"ondemand{which}.png" for which in ("", "-curve", "-budget", "-policies")]
+    for each in pictures:
+        _check_picture(each)
+    assert ondemand.main([*_places(tmp_path), "--redraw"]) == 0
+    assert (out / "ondemand.md").read_text() == page
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_ondemand_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without accelerate, its rows say so."""
+    pytest.importorskip("torch")
+    assert ondemand.main([*_places(tmp_path), "--cases", "layers", "--gb", "0.01"]) == 0
+    found = json.loads((tmp_path / "out" / "ondemand.json").read_text())
+    assert "mfload-stream" in found["summary"]["layers"]
+    if importlib.util.find_spec("accelerate") is None:
+        assert {name for _, name, _ in found["skipped"]} == set(ondemand._WAYS["layers"][1:])
+        assert "No module named 'accelerate'" in (tmp_path / "out" / "ondemand.md").read_text()
+
+
+def test_a_process_that_is_capped(tmp_path: Path) -> None:
+    """It can't hold more than its group lets it, or its RLIMIT_DATA."""
+    code = (
+        "import sys; from benchmarks import capped; capped.enter(sys.argv[1], 64 << 20);"
+        "held = bytearray(int(sys.argv[2])); print(capped.peak(sys.argv[1]))"
+    )
+    for nbytes, fine in ((16 << 20, True), (256 << 20, False)):
+        with capped.group(64 << 20) as group:
+            made = subprocess.run(
+                [sys.executable, "-c", code, group, str(nbytes)],
+                capture_output=True, text=True, check=False, cwd=ROOT,
+            )  # fmt: skip
+            assert "control group" in capped.described(group) or not group
+        assert (made.returncode == 0) == fine
+        if group and fine:
+            assert 16 << 20 <= int(made.stdout) <= 64 << 20
+        assert not group or not Path(group).exists()
+    made = subprocess.run(
+        [sys.executable, "-c", code, "", str(256 << 20)], capture_output=True, check=False, cwd=ROOT
+    )
+    assert b"MemoryError" in made.stderr
 
 
 def test_shards_of_a_loader_that_makes_other_values(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import samples
 
-from mfload.bench import machine, measuring, results
+from mfload.bench import machine, measuring, random_reads, results
 from mfload.cli import bench, run
 from mfload.io.subprocess_probe import Answer
 
@@ -218,6 +218,69 @@ def test_files_in_memory_alone_have_nothing_to_draw(
     assert run(["bench", str(model), *QUICK, "--cold", "--plot", str(plot)]) == 0
     assert "nothing was measured" in capsys.readouterr().err
     assert not plot.exists()
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_reads, "_QUICK", ((4096, 16384), (1, 4)))
+    monkeypatch.setattr(random_reads, "_QUICK_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("brief")
+def test_random_reads_of_a_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if machine.file_system(model) in machine.MEMORY_FILE_SYSTEMS:
+        pytest.skip("a file system in memory")
+    before = _state(model)
+    path, out, plot = next(model.iterdir()), tmp_path / "curve.json", tmp_path / "curve.png"
+    more = ["--random", "--quick", "--engines", "threads,aio", "--out", str(out)]
+    assert run(["bench", str(path), *more, "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "threads, GB/s  1 at once  4 at once" in printed
+    assert "aio, µs of CPU a read" in printed
+    assert _state(model) == before
+    _check_picture(plot)
+    found = json.loads(out.read_text())
+    assert {point["engine"] for point in found["points"]} == {"threads", "aio"}
+    assert run(["bench", str(path), *more, "--json"]) == 0  # It replaces an earlier result.
+    assert json.loads(capsys.readouterr().out)["kind"] == "random reads"
+
+
+def test_random_reads_of_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+
+    def fake(files: list[str], *_: Any, **more: Any) -> dict[str, Any]:
+        given.update(more, files=files)
+        return {"points": [], "conditions": []}
+
+    monkeypatch.setattr(random_reads, "bench", fake)
+    assert run(["bench", str(tmp_path), "--random"]) == 0
+    assert given == {
+        "files": [], "folder": str(tmp_path), "engines": random_reads.ENGINES, "quick": False,
+        "max_bytes": 4 << 30, "timeout": 300.0,
+    }  # fmt: skip
+    assert "could be drawn" not in capsys.readouterr().err
+    assert run(["bench", str(tmp_path), "--random", "--max-bytes", "1MiB"]) == 0
+    assert given["max_bytes"] == 1 << 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--frameworks", "numpy"], ["--rounds", "1"], ["--cold"], ["--warm"], ["--names", "x"],
+     ["--threads", "2"], ["--peers"], ["--engines", "pread"], ["--plot", "x.xyz"],
+     ["--out", "x.safetensors"]],
+)  # fmt: skip
+def test_random_reads_take_no_other_options(model: Path, wrong: list[str]) -> None:
+    assert run(["bench", str(next(model.iterdir())), "--random", "--quick", *wrong]) == 2
+
+
+def test_random_reads_of_nothing(tmp_path: Path, model: Path) -> None:
+    assert run(["bench", str(tmp_path / "nothing"), "--random"]) == 3
+    path = next(model.iterdir())
+    assert run(["bench", str(path), "--random", "--out", str(path)]) == 2
 
 
 # What is refused ------------------------------------------------------------------------------
