@@ -85,7 +85,7 @@ class ExpertCache(ClosedAtEnd):
     tensors like others.
 
     Args:
-        path: As for `mfload.load`: local, stored raw; safetensors need no change.
+        path: As for `mfload.load`; tensors are stored raw, in one piece, as in all safetensors.
         pattern: A regex that is searched for in each name and reaches to its end; what it does not
             match is no expert's. Its groups are layer, expert and name: "(…)" in this order, or
             "(?P<layer>…)" in any. Without one for the expert, a tensor holds all experts of the

@@ -44,7 +44,7 @@ class LayerStream(ClosedAtEnd):
     refuse writing; those of other frameworks must not be written to.
 
     Args:
-        path: As for `mfload.load`: local, stored raw; safetensors need no change.
+        path: As for `mfload.load`; tensors are stored raw, in one piece, as in all safetensors.
         pattern: A regex that is searched for in each name. Its group is the layer: the first, or
             "(?P<layer>…)".
         budget: Bytes, or a text such as "4GiB", for layers and what is resident.

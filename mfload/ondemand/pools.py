@@ -44,6 +44,7 @@ class Pools(ClosedAtEnd):
         wait: See `SlotCache`.
 
     Raises:
+        UsageError: `wait` is no time.
         MemoryLimitError: The budget is too small.
     """
 
@@ -59,6 +60,9 @@ class Pools(ClosedAtEnd):
         what: str,
         wait: float,
     ) -> None:
+        if not isinstance(wait, int | float) or not wait >= 0:  # pyright: ignore
+            expected = "seconds, 0 or more"
+            raise errors.UsageError("wait is no time", expected=expected, found=repr(wait))
         self._store, self._budget, self._what = store, budget, what
         by_size: dict[int, list[int]] = {}
         for number, keys in enumerate(sets):

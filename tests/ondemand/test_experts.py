@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+import serving
 from conformance.ondemand import Ondemand, least
 
 import mfload
@@ -83,6 +84,9 @@ class TestArguments:
             ({"budget": "much"}, "budget is not a size"),
             ({"budget": 0}, "budget must be 1 or more"),
             ({"policy": "rnd"}, "unknown policy"),
+            ({"policy": lambda *_: None}, "makes no policy"),
+            ({"wait": "long"}, "wait is no time"),
+            ({"wait": float("nan")}, "wait is no time"),
         ],
     )
     def test_refused(self, path: Path, given: Any, says: str) -> None:
@@ -238,6 +242,18 @@ class TestFaults:
             with cache.use(1, [2, 3]) as experts:
                 check(experts[2], 1, 2)
                 check(experts[3], 1, 3)
+
+    def test_a_server(self, path: Path) -> None:
+        """Experts come from a server, too, a request for each run of bytes."""
+        with (
+            serving.serving({"/model.safetensors": path.read_bytes()}) as server,
+            ExpertCache(server.url(), budget=4 * SLOT) as cache,
+        ):
+            for layer, expert in itertools.product(range(LAYERS), (0, 5)):
+                with cache.use(layer, [expert]) as experts:
+                    check(experts[expert], layer, expert)
+            assert cache.report().engine == "threads"
+            assert len(server.asked) < 20
 
     def test_threads(self, path: Path) -> None:
         """Several sequences at once, in fewer slots than their experts."""
