@@ -303,8 +303,8 @@ class SlotCache:
     def _pinned(self, asked: Numbers) -> errors.MemoryLimitError:
         held, missing = (self.pins > 0).sum(), (self.slot_of[asked] < 0).sum()
         return errors.MemoryLimitError(
-            f"no room for {counted(int(missing), self._what)}: slots are pinned by arrays that still "
-            "live; let go of arrays and views once they are used (del), or give a larger budget",
+            f"no room for {counted(int(missing), self._what)}: slots are pinned by arrays that "
+            "still live; let go of views once they are used (del), or give a larger budget",
             expected=f"slots for them within {self.wait:g} s",
             found=f"{held} of {self.capacity} slots pinned",
         )
