@@ -301,9 +301,10 @@ class SlotCache:
         return self.slot_of[asked]
 
     def _pinned(self, asked: Numbers) -> errors.MemoryLimitError:
-        held, missing = (self.pins > 0).sum(), (self.slot_of[asked] < 0).sum()
+        missing = np.count_nonzero(self.slot_of[asked] < 0)
+        held = self.capacity - self._available(asked[:0])
         return errors.MemoryLimitError(
-            f"no room for {counted(int(missing), self._what)}: slots are pinned by arrays that "
+            f"no room for {counted(missing, self._what)}: slots are pinned by arrays that "
             "still live; let go of views once they are used (del), or give a larger budget",
             expected=f"slots for them within {self.wait:g} s",
             found=f"{held} of {self.capacity} slots pinned",
