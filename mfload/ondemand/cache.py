@@ -301,7 +301,7 @@ class SlotCache:
         return self.slot_of[asked]
 
     def _pinned(self, asked: Numbers) -> errors.MemoryLimitError:
-        missing = np.count_nonzero(self.slot_of[asked] < 0)
+        missing = int(np.count_nonzero(self.slot_of[asked] < 0))
         held = self.capacity - self._available(asked[:0])
         return errors.MemoryLimitError(
             f"no room for {counted(missing, self._what)}: slots are pinned by arrays that "
