@@ -24,6 +24,7 @@ from mfload.dlpack import array_at
 from mfload.ondemand.background import Background
 from mfload.ondemand.policies import Lru
 from mfload.ondemand.report import OndemandReport
+from mfload.report import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -307,10 +308,11 @@ class SlotCache:
         return self.slot_of[asked]
 
     def _pinned(self, asked: Numbers) -> errors.MemoryLimitError:
-        held, missing = (self.pins > 0).sum(), (self.slot_of[asked] < 0).sum()
+        missing = int(np.count_nonzero(self.slot_of[asked] < 0))
+        held = self.capacity - self._available(asked[:0])
         return errors.MemoryLimitError(
-            f"slots are pinned by arrays that still live, so that {missing} {self._what}s find no "
-            "room; let go of views when their block ends (del), or give a larger budget",
+            f"no room for {counted(missing, self._what)}: slots are pinned by arrays that "
+            "still live; let go of views once they are used (del), or give a larger budget",
             expected=f"slots for them within {self.wait:g} s",
             found=f"{held} of {self.capacity} slots pinned",
         )

@@ -11,6 +11,7 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.ondemand.cache import SlotCache, check_wait
 from mfload.ondemand.store import Part, Slots, Store
+from mfload.report import counted
 from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
 
@@ -153,7 +154,7 @@ class Pools(ClosedAtEnd):
 
     def _too_small(self, count: int, least: int) -> errors.MemoryLimitError:
         return errors.MemoryLimitError(
-            f"the budget is too small for {count} {self._what}s at once",
+            f"the budget is too small for {counted(count, self._what)} at once",
             expected=f"at least {least} bytes",
             found=f"{self._budget} bytes",
         )

@@ -65,13 +65,23 @@ class Predictor:
         made: Any = given.astype(np.float32, copy=False) @ self.first @ self.second
         return made + self.bias
 
-    def predict(self, x: Any) -> NDArray[np.int64]:
+    def predict(self, x: Any, most: int | None = None) -> NDArray[np.int64]:
         """The neurons that will fire for an input [width], or for one of several [..., width].
 
-        Raises UsageError if the last dim is not the width.
+        Args:
+            x: The input of the layer.
+            most: How many at most, those with the highest scores, such as what a cache has room
+                for: `cache.capacity[layer]`. Default: all that reach the threshold.
+
+        Raises:
+            UsageError: The last dim is not the width, or `most` is no number.
         """
-        fires = self.scores(x) >= self.threshold
-        return np.flatnonzero(fires.reshape(-1, fires.shape[-1]).any(0))
+        scores = self.scores(x)
+        best = scores.reshape(-1, scores.shape[-1]).max(0, initial=-np.inf)
+        named = np.flatnonzero(best >= self.threshold)
+        if most is not None and named.size > byte_count("most", most, 1):
+            named = np.sort(named[np.argpartition(best[named], -most)[-most:]])
+        return named
 
 
 def train_predictor(

@@ -94,6 +94,10 @@ class Ondemand:
         """Where it lies."""
         raise NotImplementedError
 
+    def copied(self, array: Any) -> bool:
+        """Whether the framework copies what has its dtype."""
+        return False
+
     def capsule(self, array: Any) -> Any:
         """A capsule of DLPack."""
         return array.__dlpack__()
@@ -158,8 +162,9 @@ class Ondemand:
             with cache.use(4, range(2)) as one, cache.use(9, range(2)) as other:
                 for arrays in (one[0], one[1], other[0], other[1]):
                     for array in arrays.values():
-                        address = self.address(array)
-                        assert any(first <= address < last for first, last in spans)
+                        if not self.copied(array):
+                            address = self.address(array)
+                            assert any(first <= address < last for first, last in spans)
                 array = arrays = None
             del arenas
             assert mfload.live_bytes() == before <= 2 * BUDGET
@@ -321,12 +326,12 @@ class Ondemand:
         def run(experts_of: Any) -> Any:
             x = resident["embed"][:5]
             for layer in [0, 1, 2, 3] * 3:
-                scores = x @ resident[f"layers.{layer}.router"].T
+                scores = self.product(x, resident[f"layers.{layer}.router"])
                 chosen = np.argsort(-self.settled(scores).sum(0))[:2].tolist()
                 with experts_of(layer, chosen) as experts:
                     for expert in chosen:
                         x = x + self.expert(x, experts[expert])
-            return self.settled(x @ resident["embed"].T).tobytes()
+            return self.settled(self.product(x, resident["embed"])).tobytes()
 
         class Resident(dict[int, Any]):
             def __init__(self, layer: int, chosen: list[int]) -> None:
@@ -348,9 +353,12 @@ class Ondemand:
                 assert run(c.use) == run(Resident)
                 assert c.report().evictions
 
+    def product(self, x: Any, matrix: Any) -> Any:
+        return x @ matrix.T
+
     def expert(self, x: Any, arrays: Any) -> Any:
-        h = x @ arrays["up_proj"].T
-        return (h * (h > 0)) @ arrays["down_proj"].T
+        h = self.product(x, arrays["up_proj"])
+        return self.product(h * (h > 0), arrays["down_proj"])
 
     @pytest.mark.parametrize("start", [0, 8])
     def test_a_dense_model(self, tmp_path: Path, start: int) -> None:
@@ -365,7 +373,7 @@ class Ondemand:
                     arrays = {k: tensors[f"{name}{k}.weight"] for k in ("up_proj", "down_proj")}
                     x = x + self.expert(x, arrays)
                 arrays = None
-            return self.settled(x @ embed.T).tobytes()
+            return self.settled(self.product(x, embed)).tobytes()
 
         expected = run(((n, resident) for n in range(4)), resident["embed"])
         with LayerStream(path, budget=4 << 20, framework=self.framework) as stream:

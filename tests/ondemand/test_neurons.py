@@ -347,6 +347,12 @@ def test_pinned_rows(saved: tuple[Path, dict[str, Any]]) -> None:
         del kept, part
         with cache.use(0, [room]) as part:
             assert part.rows.tolist() == [room]
+        with cache.use(0, [0, 1]) as part:
+            kept = part.up
+        cache.use(0, range(2, room)).close()
+        with pytest.raises(errors.MemoryLimitError, match=f"{room} of {room} slots pinned"):
+            cache.use(0, [room])  # Rows come behind those that are pinned, and none leaves.
+        assert samples.same(kept[1], arrays["layers.0.up"][1])
 
 
 def test_reading_ahead(saved: tuple[Path, dict[str, Any]]) -> None:

@@ -65,6 +65,20 @@ def test_recall_is_what_is_asked_for(recall: float) -> None:
     assert recall <= made.recall < recall + 0.01
 
 
+def test_the_best_are_named_if_there_is_no_room_for_all(trained: Predictor) -> None:
+    x, fired = activations()
+    for some_x in (x[fired.sum(1).argmax()], x[:50]):
+        named = trained.predict(some_x)
+        assert named.size > 10
+        best = trained.scores(some_x).reshape(-1, NEURONS).max(0)
+        some = trained.predict(some_x, 10)
+        assert some.tolist() == sorted(np.argsort(best)[-10:].tolist())
+        assert np.array_equal(trained.predict(some_x, named.size), named)
+    assert trained.predict(x[:0], 3).size == trained.predict(x[:0]).size == 0
+    with pytest.raises(errors.UsageError, match="most"):
+        trained.predict(x[7], 0)
+
+
 def test_it_is_deterministic(trained: Predictor) -> None:
     again = train_predictor(*activations(), rank=8, epochs=30)
     other = train_predictor(*activations(), rank=8, epochs=30, seed=1)

@@ -183,7 +183,7 @@ def test_a_view_that_escapes_keeps_its_slot_alone() -> None:
     assert np.array_equal(view, disk.data[1, 0, 3:7])
     with pytest.raises(errors.MemoryLimitError, match="1 of 2 slots pinned") as info:
         cache.use([5, 6])
-    assert "2 keys find no room" in str(info.value)
+    assert "no room for 2 keys" in str(info.value)
     del view
     cache.use([5, 6])
 
