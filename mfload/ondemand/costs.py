@@ -68,8 +68,8 @@ class OndemandPlan(Printable):
         kind: "experts", "neurons" or "layers".
         tokens: How many the trace has; for layers, how many passes through all of them count.
         budget: What was asked for.
-        budgets: The same for budgets from the least that will do to one that holds everything, and
-            for the one that was asked for.
+        budgets: The same for more budgets, up to one that holds everything, and for the one that
+            was asked for.
         policy: Which experts or neurons leave.
         engine: What would read now.
         why: Why that one.
@@ -200,7 +200,7 @@ def plan(
         window: As for `NeuronCache`.
         ahead: As for `LayerStream`.
         resident: As for `LayerStream` and `NeuronCache`.
-        budgets: More budgets for the table. Default: shares of what everything takes.
+        budgets: More budgets for the table. Default: what stays resident, and shares of the rest.
         options: As for the caches.
 
     Raises:
@@ -228,6 +228,7 @@ def plan(
             how |= {"pattern": pattern or experts.PATTERN}
             run = _uses(rehearsal, experts.ExpertCache, path, how, requests, policy)
         most = run(_UNBOUND, None).memory_bytes
+        fixed = rehearsal.resident
         store = rehearsal.store
         assert store is not None
         notes: list[str] = []
@@ -237,8 +238,8 @@ def plan(
             notes += [why] if why else []
         if not store.opened.direct:
             notes.append("reads go through the page cache now; I/O ms are those of the disk")
-        shares = [int(most * share) + _PAGES for share in _SHARES]
-        wanted = own or [each for each in shares if abs(each - asked) > most / 50]
+        shares = [fixed + int((most - fixed) * share) + _PAGES for share in _SHARES]
+        wanted = own or [each for each in shares if abs(each - asked) > (most - fixed) / 50]
         costs: list[BudgetCost] = []
         for each in sorted({asked, *wanted}):
             try:
@@ -297,6 +298,7 @@ def _uses(
 
     def used(budget: int, policy: Policy) -> Any:
         with rehearsed(path, budget=budget, policy=policy, **how) as cache:
+            rehearsal.start()
             order = list(cache.experts if kind is experts.ExpertCache else cache.neurons)
             for token in requests:
                 for layer, place, ids in token:
@@ -330,6 +332,7 @@ def _passes(rehearsal: Rehearsal, path: Any, how: dict[str, Any]) -> Run:
 
     def run(budget: int, curve: Curve | None) -> BudgetCost:
         with kind(path, budget=budget, **how) as stream:
+            rehearsal.start()
             walk(stream, _WARM_UP)
             before, begun = stream.report(), len(rehearsal.batches)
             walk(stream, _PASSES)

@@ -347,3 +347,19 @@ def test_neurons(
     assert said.least_bytes <= said.read_bytes
     assert found.engine == done.engine
     assert found.why == done.why
+
+
+def test_what_stays_resident_is_no_part_of_a_token(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {"embed": np.ones((4096, 1024), np.float32)}
+    arrays |= {"layers.0.up": np.ones((512, 512), np.float32)}
+    arrays |= {"layers.0.down": np.ones((512, 512), np.float32)}
+    mfload.save(arrays, tmp_path / "dense.safetensors")
+    rules: Any = {name: rf"layers\.(\d+)\.{name}" for name in ("up", "down")}
+    path = tmp_path / "bundled.safetensors"
+    mfload.ondemand.bundle(tmp_path / "dense.safetensors", path, **rules)
+    found = plan(path, budget="20MiB", trace=[[[1, 2, 3]], [[1, 2]]], curve=CURVE)
+    assert found.budget.io_ms == pytest.approx(CURVE.seconds(3, 3 * 4096) * 1e3 / 2)
+    # The least budget of the table is what stays, and a 16th of the rest.
+    memory = [cost.memory_bytes - (16 << 20) for cost in found.budgets]
+    assert len(memory) == 8
+    assert 0 < memory[0] < 1 << 18
