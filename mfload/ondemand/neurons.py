@@ -322,13 +322,13 @@ def _layers(store: Store) -> dict[int, Part]:
     made: dict[int, Part] = {}
     for each in bundles.bundles(store.index):
         part = made[each.layer] = store.part(store.index[each.tensor])
-        where: Any = {"file": store.file, "tensor": part.name}
         if 0 in part.shape:
-            what = "a bundle has no neurons, or neurons without weights"
-            raise errors.UnsupportedShapeError(what, found=list(part.shape), **where)
-        if part.dtype.elements > 1:
-            what = "a bundle has elements that share bytes"
-            raise errors.UnsupportedDtypeError(what, found=part.dtype.name, **where)
+            raise errors.UnsupportedShapeError(
+                "a bundle has no neurons, or neurons without weights",
+                file=store.file,
+                tensor=part.name,
+                found=list(part.shape),
+            )
     return made
 
 
