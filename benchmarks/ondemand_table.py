@@ -30,7 +30,6 @@ fill the window. "I/O" is the time in which the disk is waited for; "memory" wha
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 import time
@@ -148,13 +147,15 @@ class Subject:
         self.x = np.ones(WIDTH, self.disk.dtype)
         self.kept = [self.load(f"layers.{n}.attention") for n in range(layers if compute else 0)]
         self.held = layers * self.attention
-        sizes, random = ((WIDTH, _RANK), (_RANK, NEURONS), (NEURONS,)), np.random.default_rng(0)
-        self.predictors = [
-            ondemand.Predictor(*(random.random(size, np.float32) for size in sizes), 1e9, 1, 1)
-            for _ in range(layers if compute and self.predicts else 0)
-        ]
+        self.predictors: list[ondemand.Predictor] = []
+        random = np.random.default_rng(0)
         if self.predicts:
-            self.held += layers * 4 * sum(map(math.prod, sizes))
+            self.held += layers * 4 * (WIDTH * _RANK + _RANK * NEURONS + NEURONS)
+            for _ in range(layers if compute else 0):
+                first = random.random((WIDTH, _RANK), np.float32)
+                second = random.random((_RANK, NEURONS), np.float32)
+                bias = np.zeros(NEURONS, np.float32)
+                self.predictors.append(ondemand.Predictor(first, second, bias, 1e9, 1.0, 1.0))
 
     def load(self, name: str, nbytes: int | None = None) -> Any:
         """A tensor, or its first bytes, as rows."""

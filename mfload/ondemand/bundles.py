@@ -276,7 +276,7 @@ def _malformed(
     )
 
 
-def _pattern(part: str, given: str | re.Pattern[str]) -> re.Pattern[str]:
+def _pattern(part: str, given: Any) -> re.Pattern[str]:
     found = selection.compiled(given)
     if found.groups != 1:
         raise errors.UsageError(

@@ -121,6 +121,7 @@ class OndemandPlan(Printable):
         Raises:
             FrameworkMissingError: matplotlib is not installed.
             TargetError: The file can't be written.
+            UsageError: matplotlib does not know the suffix.
         """
         try:
             from matplotlib.figure import Figure
@@ -155,6 +156,8 @@ class OndemandPlan(Printable):
             figure.savefig(Path(path), dpi=150)
         except OSError as error:
             raise errors.from_target(error, path, "write the plot") from error
+        except ValueError as error:  # It names those that it knows.
+            raise errors.UsageError(f"can't write the plot: {error}", file=path) from error
 
 
 def plan(
