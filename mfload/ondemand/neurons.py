@@ -254,9 +254,8 @@ class NeuronCache(ClosedAtEnd):
     ) -> Neurons:
         """The same for λ + 1 tokens that speculative decoding verifies at once.
 
-        Of drafts that are rejected no neuron is needed again. So those of the last α(λ + 1) drafts
-        count for the window, rounded up, and what only the others asked for leaves with the next
-        request.
+        The neurons of the last α(λ + 1) drafts, rounded up, count for the window as one request;
+        what only the others asked for leaves with the next one.
 
         Args:
             layer: Number of the layer.
