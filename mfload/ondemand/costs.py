@@ -198,7 +198,8 @@ def plan(
             layers, or a mapping from their numbers; int64[tokens, layers, k] will do. A cache
             begins empty, so a short trace says more about its beginning than about later tokens.
         curve: What random reads take on this machine: the JSON of `mfload bench --random`, or the
-            path of it. Default: measured now, for 2 seconds, on the files.
+            path of it; of the engine that would read, if it has that. Default: measured now, for 2
+            seconds or more, on the files.
         policy: As for `ExpertCache` and `NeuronCache`.
         window: As for `NeuronCache`.
         ahead: As for `LayerStream`.
@@ -214,7 +215,6 @@ def plan(
     """
     asked = byte_count("budget", budget, 1)
     own = [byte_count("budgets", each, 1) for each in budgets or ()]
-    given = None if curve is None else Curve.of(curve)
     with closing(Rehearsal()) as rehearsal:
         requests = [None] * _PASSES if trace is None else _requests(trace)
         how: dict[str, Any] = {"options": options, "wait": 0.0}
@@ -235,10 +235,14 @@ def plan(
         store = rehearsal.store
         assert store is not None
         notes: list[str] = []
-        if given is None:
+        if curve is None:
             files = [source.file for source in store.opened.sources if source.file]
             given, why = _measured(files)
             notes += [why] if why else []
+        else:
+            given = Curve.of(curve, store.opened.name)
+        if given is not None and given.engine != store.opened.name:
+            notes.append(f"I/O ms are those of {given.engine}")
         if not store.opened.direct:
             notes.append("reads go through the page cache now; I/O ms are those of the disk")
         shares = [fixed + int((most - fixed) * share) + _PAGES for share in _SHARES]

@@ -19,6 +19,7 @@ import mfload
 from mfload import errors
 from mfload.bench import machine, random_reads
 from mfload.io import buffers
+from mfload.io.gather import open_gather
 from mfload.ondemand import Curve, ExpertCache, LayerStream, NeuronCache, costs, plan, rehearsal
 from mfload.ondemand.store import Store
 
@@ -247,6 +248,25 @@ def test_a_curve_is_measured_if_none_is_given(
     assert "–" in str(found)
     monkeypatch.setattr(machine, "MEMORY_FILE_SYSTEMS", {machine.file_system(path)})
     assert "keeps its files in memory" in str(plan(path, budget="1MiB", trace=[[[1]]]))
+
+
+def test_the_curve_is_that_of_the_engine_that_would_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads(*given: Any, **how: Any) -> Any:
+        return open_gather(*given, **{**how, "engine": "threads"})
+
+    monkeypatch.setattr("mfload.ondemand.store.open_gather", threads)
+    path = experts_of(folder, {0: (64, 64)})
+    both = {"points": [*points(), *points("threads", 0.5)]}
+    took: list[Any] = []
+    for curve in (both, CURVE):
+        found = plan(path, budget="1MiB", trace=[[[1]]], curve=curve)
+        assert found.engine == "threads"
+        told = "I/O ms are those of io_uring" in found.notes
+        took.append((found.curve, told, found.budget.io_ms))
+    assert took[0][:2] == ("threads", False)
+    assert took[1] == ("io_uring", True, pytest.approx(took[0][2] / 2))
 
 
 def test_a_plot_without_a_curve(
