@@ -92,20 +92,12 @@ class OndemandPlan(Printable):
         head = ("budget", "memory", "hit rate", "read", "reads", "I/O ms", "least read")
         rows: list[tuple[str, ...]] = [head]
         for each in self.budgets:
-            least = "–" if each.least_bytes is None else human(each.least_bytes)
             mark = " *" if each.budget_bytes == self.budget.budget_bytes else ""
-            took = "–" if each.io_ms is None else f"{each.io_ms:.3g}"
-            rows.append(
-                (
-                    human(each.budget_bytes) + mark,
-                    human(each.memory_bytes),
-                    f"{each.hit_rate:.1%}",
-                    human(each.read_bytes),
-                    f"{each.reads:.4g}",
-                    took,
-                    least,
-                )
-            )
+            sizes = human(each.budget_bytes) + mark, human(each.memory_bytes)
+            took = "–" if each.io_ms is None else _short(each.io_ms)
+            least = "–" if each.least_bytes is None else human(each.least_bytes)
+            read = human(each.read_bytes), _short(each.reads)
+            rows.append((*sizes, f"{each.hit_rate:.1%}", *read, took, least))
         return rows
 
     def __str__(self) -> str:
@@ -158,6 +150,10 @@ class OndemandPlan(Printable):
             raise errors.from_target(error, path, "write the plot") from error
         except ValueError as error:  # It names those that it knows.
             raise errors.UsageError(f"can't write the plot: {error}", file=path) from error
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def plan(

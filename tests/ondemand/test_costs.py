@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,9 @@ def test_what_it_prints_and_draws(folder: Path, tmp_path: Path) -> None:
                                 "least", "read"]  # fmt: skip
     assert sum(" * " in line for line in lines) == 1
     assert "19.53 KiB *" in str(found)
-    assert "<th>" in found._repr_html_() or "<td>budget" in found._repr_html_()
+    assert "<td>budget" in found._repr_html_()
+    many = found.budget._replace(reads=13410.25, io_ms=1219.6)
+    assert [*replace(found, budgets=(many,)).rows()[1]][4:6] == ["13410", "1220"]
     plain = json.loads(json.dumps(found.as_dict()))
     assert plain["budget"] in plain["budgets"]
     assert plain["budget"]["misses"] == found.budget.misses
