@@ -258,7 +258,7 @@ def plan(
             budgets=tuple(costs),
             policy=name,
             engine=store.opened.name,
-            why=store.opened.why,
+            why=store.gather.why,
             curve=given.engine if given else "",
             notes=tuple(notes),
         )

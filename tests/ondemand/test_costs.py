@@ -390,3 +390,14 @@ def test_what_stays_resident_is_no_part_of_a_token(tmp_path: Path) -> None:
     memory = [cost.memory_bytes - (16 << 20) for cost in found.budgets]
     assert len(memory) == 8
     assert 0 < memory[0] < 1 << 18
+
+
+def test_neurons_that_no_disk_takes(tmp_path: Path) -> None:
+    arrays = {"layers.0.up": np.ones((99, 50)), "layers.0.down": np.ones((50, 99))}
+    mfload.save(arrays, tmp_path / "dense.safetensors")
+    rules: Any = {name: rf"layers\.(\d+)\.{name}" for name in ("up", "down")}
+    path, options = tmp_path / "bundled.safetensors", mfload.Options(page_cache="bypass")
+    mfload.ondemand.bundle(tmp_path / "dense.safetensors", path, **rules)
+    with NeuronCache(path, options=options) as cache:
+        why = cache.report().why
+    assert plan(path, budget="1MiB", trace=[[[1]]], curve=CURVE, options=options).why == why
