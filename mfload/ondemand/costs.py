@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,12 +264,10 @@ def plan(
         )
 
 
-def _requests(trace: Any) -> list[list[tuple[int | None, int, Any]]]:
-    """By token: the number of a layer, or None if only its place is known; its place; experts."""
+def _requests(trace: Any) -> list[Any]:
+    """By token: the experts of each layer, a mapping from numbers of layers, or in their order."""
     try:
-        made = [
-            [(layer, n, ids) for n, (layer, ids) in enumerate(_by_layer(token))] for token in trace
-        ]
+        made = [token if isinstance(token, Mapping) else [*token] for token in trace]
     except TypeError:
         made = []
     if not made:
@@ -279,13 +277,6 @@ def _requests(trace: Any) -> list[list[tuple[int | None, int, Any]]]:
             found=errors.shown(repr(trace)),
         )
     return made
-
-
-def _by_layer(token: Any) -> Iterator[tuple[int | None, Any]]:
-    if isinstance(token, Mapping):
-        yield from token.items()
-    else:
-        yield from ((None, ids) for ids in token)
 
 
 def _uses(
@@ -304,14 +295,15 @@ def _uses(
             rehearsal.start()
             order = list(cache.experts if kind is experts.ExpertCache else cache.neurons)
             for token in requests:
-                for layer, place, ids in token:
-                    if layer is None and place >= len(order):
-                        raise errors.UsageError(
-                            "a token of the trace has more layers than the model",
-                            expected=len(order),
-                            found=len(token),
-                        )
-                    cache.use(order[place] if layer is None else layer, ids).close()
+                if len(token) > len(order):
+                    raise errors.UsageError(
+                        "a token of the trace has more layers than the model",
+                        expected=len(order),
+                        found=len(token),
+                    )
+                mapped = isinstance(token, Mapping)
+                for layer, ids in token.items() if mapped else zip(order, token, strict=False):
+                    cache.use(layer, ids).close()
             return cache.report()
 
     used(_UNBOUND, optimum.note)

@@ -47,7 +47,7 @@ class Curve:
             found = f"{len(points)} points" if points else "no points"
             raise errors.UsageError("not a curve of random reads", expected=_EXPECTED, found=found)
         there = sorted({name for name, _, _ in cells}, key=_preference)
-        self.engine = engine if engine in there else there[0]
+        self.engine: str = next((each for each in there if each == engine), there[0])
         own = {key[1:]: speed for key, speed in cells.items() if key[0] == self.engine}
         self._blocks, self._depths = (np.unique([key[n] for key in own]) for n in (0, 1))
         missing = [(b, d) for b in self._blocks for d in self._depths if (b, d) not in own]
