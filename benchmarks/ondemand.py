@@ -165,6 +165,7 @@ def measure(
         if case not in cases:
             continue
         about = results.checkpoints[case] = write(path, rng, int(gb * 1e9))
+        about["read_ahead"] = machine.facts(str(folder)).get("read-ahead", "unknown")
         job = {**about, "case": case, "path": str(path), "trace": trace, "warm_up": _WARM_UP}
         job |= {"layers": _DEPTH, "passes": _PASSES, "batch": _BATCH}
         job["folder"] = str(folder / "offload")
@@ -260,7 +261,8 @@ def _about(results: Results, case: str) -> str:
     return (
         f"{case.capitalize()}: {about['nbytes'] / 1e9:.2f} GB of float32, {what}; budget "
         f"{about['budget'] / MIB:.0f} MiB, limit {_cap(about, case) / MIB:.0f} MiB by {cap}. "
-        f"Figures a {'token' if case == 'experts' else 'pass'}."
+        f"Figures a {'token' if case == 'experts' else 'pass'}. Read-ahead of the disk: "
+        f"{about.get('read_ahead', 'unknown')}; maps and safetensors read as much around a fault."
     )
 
 

@@ -16,9 +16,12 @@ five, so 2.3 % of the neurons are new. The others are drawn evenly from those of
 |---|---|---|
 | naive | one layer | all weights |
 | hybrid | half of the weights: attention and a quarter of the others | the other half |
-| + predictor | attention | what is asked for: a row of each projection, 8 KiB in f16 |
+| + predictor | attention, predictors | what is asked for: a row of each projection, 8 KiB in f16 |
 | + window | the same, and what the last five tokens asked for | what is new, in such rows |
 | + bundle | the same | what is new, in bundles: `mfload.ondemand.NeuronCache` |
+
+From "+ predictor" on, products include those of a predictor of rank 128 for each layer, as the
+paper has for most layers. Its numbers are random: what is asked for is what was made up.
 
 The rows take turns. A figure is the median over rounds of the mean over tokens, without those that
 fill the window. "I/O" is the time in which the disk is waited for; "memory" what else a cache does.
@@ -55,6 +58,7 @@ ROOM = 0.33  # Share of the neurons that caches have slots for.
 ROWS = ("naive", "hybrid", "+ predictor", "+ window", "+ bundle")
 ASKED_FOR = {"naive to all": 20.0, "bundling": 1.5, "delete and insert": 20.0}
 _TYPES = {"f16": (np.float16, "F16"), "f32": (np.float32, "F32")}
+_RANK = 128  # Of predictors.
 _BLOCK = 64 << 20  # Bytes of random numbers that weights are made of.
 
 
@@ -133,6 +137,8 @@ class Token:
 class Subject:
     """A row of the table: `token` does one token; `held` are the bytes that it keeps in memory."""
 
+    predicts = True
+
     def __init__(self, path: Path, layers: int, kind: str, compute: bool, traces: Any) -> None:
         self.disk, self.layers, self.traces = Disk(path, kind), layers, traces
         self.item, self.compute = self.disk.dtype.itemsize, compute
@@ -141,6 +147,15 @@ class Subject:
         self.x = np.ones(WIDTH, self.disk.dtype)
         self.kept = [self.load(f"layers.{n}.attention") for n in range(layers if compute else 0)]
         self.held = layers * self.attention
+        self.predictors: list[ondemand.Predictor] = []
+        random = np.random.default_rng(0)
+        if self.predicts:
+            self.held += layers * 4 * (WIDTH * _RANK + _RANK * NEURONS + NEURONS)
+            for _ in range(layers if compute else 0):
+                first = random.random((WIDTH, _RANK), np.float32)
+                second = random.random((_RANK, NEURONS), np.float32)
+                bias = np.zeros(NEURONS, np.float32)
+                self.predictors.append(ondemand.Predictor(first, second, bias, 1e9, 1.0, 1.0))
 
     def load(self, name: str, nbytes: int | None = None) -> Any:
         """A tensor, or its first bytes, as rows."""
@@ -167,6 +182,10 @@ class Subject:
         spent = Token()
         for layer in range(self.layers):
             seconds, nbytes = self.disk.seconds, self.disk.nbytes
+            if self.predictors:
+                start = time.perf_counter()
+                self.predictors[layer].predict(self.x)
+                spent.compute += time.perf_counter() - start
             self.layer(layer, number, spent)
             spent.io += self.disk.seconds - seconds
             spent.nbytes += self.disk.nbytes - nbytes
@@ -179,6 +198,8 @@ class Subject:
 
 class Streamed(Subject):
     """Reads a share of each layer's weights into one buffer: all, or three quarters of the FFN."""
+
+    predicts = False
 
     def __init__(self, *given: Any, whole: bool) -> None:
         super().__init__(*given)
@@ -328,7 +349,7 @@ def measure(
             each = subject(name, paths, layers, kind, compute, traces)
             few = name in ROWS[:2]
             first, last = (0, max(1, tokens // 10)) if few else (WINDOW, WINDOW + tokens)
-            spent = [each.token(n) for n in range(0 if not few else first, last)][first:]
+            spent = [each.token(n) for n in range(last)][first:]
             each.close()
             sums = {f: sum(getattr(one, f) for one in spent) / len(spent) for f in vars(spent[0])}
             sums["held"] = each.held

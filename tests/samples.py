@@ -29,10 +29,13 @@ def save(path: Path, arrays: Mapping[str, Any], metadata: dict[str, str] | None 
 
 
 def save_raw(
-    path: Path, rows: Iterable[tuple[str, str, tuple[int, ...], bytes]], start: int = 0
+    path: Path,
+    rows: Iterable[tuple[str, str, tuple[int, ...], bytes]],
+    start: int = 0,
+    metadata: dict[str, str] | None = None,
 ) -> Path:
     """A file with any dtype, its data beginning at `start` mod 64."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     data = b""
     for name, dtype, shape, raw in rows:
         span = [len(data), len(data) + len(raw)]

@@ -112,7 +112,7 @@ def _files(
     watch(0, 0, "writing a scratch file")
     # It has no name, so that nothing is left of it, however this process ends.
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        left = max(_ENOUGH, min(nbytes, shutil.disk_usage(folder).free // 4))
+        left = min(nbytes, shutil.disk_usage(folder).free // 4)
         rng, end = np.random.Generator(np.random.SFC64()), time.monotonic() + _WRITING
         try:
             while left > 0 and (time.monotonic() < end or file.tell() < _ENOUGH):

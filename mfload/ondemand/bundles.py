@@ -130,7 +130,9 @@ def bundle(
         LoadTimeoutError: The timeout passed.
     """
     given = zip(PARTS, (up, down, gate), strict=True)
-    patterns = {part: _pattern(part, each) for part, each in given if each is not None}
+    patterns = {
+        part: _pattern(part, each) for part, each in given if each is not None or part != "gate"
+    }
     change = partial(bundled, patterns=patterns)
     return Bundled(*_rewrite(source, target, change, max_shard_size, overwrite, progress, options))
 
@@ -249,10 +251,13 @@ def bundles(index: Index) -> list[Bundle]:
             for p in parts
         ):
             raise _malformed(index, "a name and a place of each part", name)
-        bundled = name.endswith(SUFFIX) and name in index.tensors
-        shape = index[name].shape if bundled else ()
-        if len(shape) != 3 or shape[1] != len(parts) or not index[name].simple:
-            raise _malformed(index, f"a tensor [neurons, {len(parts)}, width]", name, list(shape))
+        info = index[name] if name.endswith(SUFFIX) and name in index.tensors else None
+        fine = info and info.simple and info.dtype.known and info.dtype.elements == 1
+        shape = info.shape if info and fine else ()
+        if len(shape) != 3 or shape[1] != len(parts):
+            what = f"a tensor [neurons, {len(parts)}, width] of whole bytes an element"
+            found = f"{info.dtype}{list(info.shape)}" if info else None
+            raise _malformed(index, what, name, found)
         made.append(Bundle(name, layer, tuple(Part(*part) for part in parts)))
     if len({each.layer for each in made}) < len(made):
         raise _malformed(index, "one bundle of each layer", "")
@@ -271,7 +276,7 @@ def _malformed(
     )
 
 
-def _pattern(part: str, given: str | re.Pattern[str]) -> re.Pattern[str]:
+def _pattern(part: str, given: Any) -> re.Pattern[str]:
     found = selection.compiled(given)
     if found.groups != 1:
         raise errors.UsageError(

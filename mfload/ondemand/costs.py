@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +68,8 @@ class OndemandPlan(Printable):
         kind: "experts", "neurons" or "layers".
         tokens: How many the trace has; for layers, how many passes through all of them count.
         budget: What was asked for.
-        budgets: The same for budgets from the least that will do to one that holds everything, and
-            for the one that was asked for.
+        budgets: The same for more budgets, up to one that holds everything, and for the one that
+            was asked for.
         policy: Which experts or neurons leave.
         engine: What would read now.
         why: Why that one.
@@ -92,20 +92,12 @@ class OndemandPlan(Printable):
         head = ("budget", "memory", "hit rate", "read", "reads", "I/O ms", "least read")
         rows: list[tuple[str, ...]] = [head]
         for each in self.budgets:
-            least = "–" if each.least_bytes is None else human(each.least_bytes)
             mark = " *" if each.budget_bytes == self.budget.budget_bytes else ""
-            took = "–" if each.io_ms is None else f"{each.io_ms:.3g}"
-            rows.append(
-                (
-                    human(each.budget_bytes) + mark,
-                    human(each.memory_bytes),
-                    f"{each.hit_rate:.1%}",
-                    human(each.read_bytes),
-                    f"{each.reads:.4g}",
-                    took,
-                    least,
-                )
-            )
+            sizes = human(each.budget_bytes) + mark, human(each.memory_bytes)
+            took = "–" if each.io_ms is None else _short(each.io_ms)
+            least = "–" if each.least_bytes is None else human(each.least_bytes)
+            read = human(each.read_bytes), _short(each.reads)
+            rows.append((*sizes, f"{each.hit_rate:.1%}", *read, took, least))
         return rows
 
     def __str__(self) -> str:
@@ -121,6 +113,7 @@ class OndemandPlan(Printable):
         Raises:
             FrameworkMissingError: matplotlib is not installed.
             TargetError: The file can't be written.
+            UsageError: matplotlib does not know the suffix.
         """
         try:
             from matplotlib.figure import Figure
@@ -155,6 +148,12 @@ class OndemandPlan(Printable):
             figure.savefig(Path(path), dpi=150)
         except OSError as error:
             raise errors.from_target(error, path, "write the plot") from error
+        except ValueError as error:  # It names those that it knows.
+            raise errors.UsageError(f"can't write the plot: {error}", file=path) from error
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def plan(
@@ -195,12 +194,13 @@ def plan(
             layers, or a mapping from their numbers; int64[tokens, layers, k] will do. A cache
             begins empty, so a short trace says more about its beginning than about later tokens.
         curve: What random reads take on this machine: the JSON of `mfload bench --random`, or the
-            path of it. Default: measured now, for 2 seconds, on the files.
+            path of it; of the engine that would read, if it has that. Default: measured now, for 2
+            seconds or more, on the files.
         policy: As for `ExpertCache` and `NeuronCache`.
         window: As for `NeuronCache`.
         ahead: As for `LayerStream`.
         resident: As for `LayerStream` and `NeuronCache`.
-        budgets: More budgets for the table. Default: shares of what everything takes.
+        budgets: More budgets for the table. Default: what stays resident, and shares of the rest.
         options: As for the caches.
 
     Raises:
@@ -211,7 +211,6 @@ def plan(
     """
     asked = byte_count("budget", budget, 1)
     own = [byte_count("budgets", each, 1) for each in budgets or ()]
-    given = None if curve is None else Curve.of(curve)
     with closing(Rehearsal()) as rehearsal:
         requests = [None] * _PASSES if trace is None else _requests(trace)
         how: dict[str, Any] = {"options": options, "wait": 0.0}
@@ -228,17 +227,22 @@ def plan(
             how |= {"pattern": pattern or experts.PATTERN}
             run = _uses(rehearsal, experts.ExpertCache, path, how, requests, policy)
         most = run(_UNBOUND, None).memory_bytes
+        fixed = rehearsal.resident
         store = rehearsal.store
         assert store is not None
         notes: list[str] = []
-        if given is None:
+        if curve is None:
             files = [source.file for source in store.opened.sources if source.file]
             given, why = _measured(files)
             notes += [why] if why else []
+        else:
+            given = Curve.of(curve, store.opened.name)
+        if given is not None and given.engine != store.opened.name:
+            notes.append(f"I/O ms are those of {given.engine}")
         if not store.opened.direct:
             notes.append("reads go through the page cache now; I/O ms are those of the disk")
-        shares = [int(most * share) + _PAGES for share in _SHARES]
-        wanted = own or [each for each in shares if abs(each - asked) > most / 50]
+        shares = [fixed + int((most - fixed) * share) + _PAGES for share in _SHARES]
+        wanted = own or [each for each in shares if abs(each - asked) > (most - fixed) / 50]
         costs: list[BudgetCost] = []
         for each in sorted({asked, *wanted}):
             try:
@@ -254,18 +258,16 @@ def plan(
             budgets=tuple(costs),
             policy=name,
             engine=store.opened.name,
-            why=store.opened.why,
+            why=store.gather.why,
             curve=given.engine if given else "",
             notes=tuple(notes),
         )
 
 
-def _requests(trace: Any) -> list[list[tuple[int | None, int, Any]]]:
-    """By token: the number of a layer, or None if only its place is known; its place; experts."""
+def _requests(trace: Any) -> list[Any]:
+    """By token: the experts of each layer, a mapping from numbers of layers, or in their order."""
     try:
-        made = [
-            [(layer, n, ids) for n, (layer, ids) in enumerate(_by_layer(token))] for token in trace
-        ]
+        made = [token if isinstance(token, Mapping) else [*token] for token in trace]
     except TypeError:
         made = []
     if not made:
@@ -275,13 +277,6 @@ def _requests(trace: Any) -> list[list[tuple[int | None, int, Any]]]:
             found=errors.shown(repr(trace)),
         )
     return made
-
-
-def _by_layer(token: Any) -> Iterator[tuple[int | None, Any]]:
-    if isinstance(token, Mapping):
-        yield from token.items()
-    else:
-        yield from ((None, ids) for ids in token)
 
 
 def _uses(
@@ -297,16 +292,18 @@ def _uses(
 
     def used(budget: int, policy: Policy) -> Any:
         with rehearsed(path, budget=budget, policy=policy, **how) as cache:
+            rehearsal.start()
             order = list(cache.experts if kind is experts.ExpertCache else cache.neurons)
             for token in requests:
-                for layer, place, ids in token:
-                    if layer is None and place >= len(order):
-                        raise errors.UsageError(
-                            "a token of the trace has more layers than the model",
-                            expected=len(order),
-                            found=len(token),
-                        )
-                    cache.use(order[place] if layer is None else layer, ids).close()
+                if len(token) > len(order):
+                    raise errors.UsageError(
+                        "a token of the trace has more layers than the model",
+                        expected=len(order),
+                        found=len(token),
+                    )
+                mapped = isinstance(token, Mapping)
+                for layer, ids in token.items() if mapped else zip(order, token, strict=False):
+                    cache.use(layer, ids).close()
             return cache.report()
 
     used(_UNBOUND, optimum.note)
@@ -330,6 +327,7 @@ def _passes(rehearsal: Rehearsal, path: Any, how: dict[str, Any]) -> Run:
 
     def run(budget: int, curve: Curve | None) -> BudgetCost:
         with kind(path, budget=budget, **how) as stream:
+            rehearsal.start()
             walk(stream, _WARM_UP)
             before, begun = stream.report(), len(rehearsal.batches)
             walk(stream, _PASSES)

@@ -25,8 +25,8 @@ class Curve:
     Args:
         points: As `mfload bench --random` lists them: `engine`, `block` in bytes, `depth` and
             `gb_per_s`, 10⁹ bytes a second.
-        engine: Whose points count. Default: of those that have points, the one that `mfload`
-            prefers: io_uring, aio, then threads.
+        engine: Whose points count. Default, and if it has none: of those that have points, the one
+            that `mfload` prefers: io_uring, aio, then threads.
 
     Attributes:
         engine: The engine.
@@ -47,8 +47,7 @@ class Curve:
             found = f"{len(points)} points" if points else "no points"
             raise errors.UsageError("not a curve of random reads", expected=_EXPECTED, found=found)
         there = sorted({name for name, _, _ in cells}, key=_preference)
-        self.engine = there[0] if engine is None else engine
-        errors.check_choice("engine of the curve", self.engine, tuple(there))
+        self.engine: str = next((each for each in there if each == engine), there[0])
         own = {key[1:]: speed for key, speed in cells.items() if key[0] == self.engine}
         self._blocks, self._depths = (np.unique([key[n] for key in own]) for n in (0, 1))
         missing = [(b, d) for b in self._blocks for d in self._depths if (b, d) not in own]
@@ -63,7 +62,11 @@ class Curve:
         self._speeds = np.log2(np.array(grid) * 1e9)
 
     @classmethod
-    def of(cls, given: Curve | Mapping[str, Any] | str | os.PathLike[str]) -> Curve:
+    def of(
+        cls,
+        given: Curve | Mapping[str, Any] | str | os.PathLike[str],
+        engine: str | None = None,
+    ) -> Curve:
         """A curve, from what `mfload bench --random` gives or has written to a file.
 
         Raises:
@@ -89,7 +92,7 @@ class Curve:
                 "not a curve of random reads", file=name, expected=_EXPECTED, found=_kind(found)
             )
         try:
-            return cls(points)
+            return cls(points, engine)
         except errors.UsageError as error:
             error.file = name
             raise

@@ -254,9 +254,8 @@ class NeuronCache(ClosedAtEnd):
     ) -> Neurons:
         """The same for λ + 1 tokens that speculative decoding verifies at once.
 
-        Of drafts that are rejected no neuron is needed again. So those of the last α(λ + 1) drafts
-        count for the window, rounded up, and what only the others asked for leaves with the next
-        request.
+        The neurons of the last α(λ + 1) drafts, rounded up, count for the window as one request;
+        what only the others asked for leaves with the next one.
 
         Args:
             layer: Number of the layer.
@@ -322,13 +321,13 @@ def _layers(store: Store) -> dict[int, Part]:
     made: dict[int, Part] = {}
     for each in bundles.bundles(store.index):
         part = made[each.layer] = store.part(store.index[each.tensor])
-        where: Any = {"file": store.file, "tensor": part.name}
         if 0 in part.shape:
-            what = "a bundle has no neurons, or neurons without weights"
-            raise errors.UnsupportedShapeError(what, found=list(part.shape), **where)
-        if part.dtype.elements > 1:
-            what = "a bundle has elements that share bytes"
-            raise errors.UnsupportedDtypeError(what, found=part.dtype.name, **where)
+            raise errors.UnsupportedShapeError(
+                "a bundle has no neurons, or neurons without weights",
+                file=store.file,
+                tensor=part.name,
+                found=list(part.shape),
+            )
     return made
 
 

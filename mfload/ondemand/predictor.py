@@ -42,7 +42,8 @@ class Predictor:
         second: float32[rank, neurons].
         bias: float32[neurons].
         threshold: The least score; infinite if no neuron fired in training.
-        recall: Share of the neurons that fired, in activations not trained on, that it names.
+        recall: Share of the neurons that fired, in activations not trained on, that it names; in
+            all of them if nothing fired in those.
         over_prediction: How many it names for each that fired.
     """
 
@@ -54,7 +55,10 @@ class Predictor:
     over_prediction: float
 
     def scores(self, x: Any) -> Floats:
-        """A number for each neuron, float32[..., neurons], of inputs [..., width]."""
+        """A number for each neuron, float32[..., neurons], of inputs [..., width].
+
+        Raises UsageError if the last dim is not the width, or a score is NaN or infinite.
+        """
         given = np.asarray(x)
         if given.ndim == 0 or given.shape[-1] != self.first.shape[0]:
             raise errors.UsageError(
@@ -62,8 +66,13 @@ class Predictor:
                 expected=f"[..., {self.first.shape[0]}]",
                 found=list(given.shape),
             )
-        made: Any = given.astype(np.float32, copy=False) @ self.first @ self.second
-        return made + self.bias
+        with np.errstate(over="ignore", invalid="ignore"):  # It says so itself.
+            made: Any = given.astype(np.float32, copy=False) @ self.first @ self.second
+            made += self.bias
+        if not np.isfinite(made).all():
+            what = "scores are NaN or infinite"
+            raise errors.UsageError(what, expected="finite inputs, and training that converged")
+        return made
 
     def predict(self, x: Any, most: int | None = None) -> NDArray[np.int64]:
         """The neurons that will fire for an input [width], or for one of several [..., width].
@@ -74,7 +83,8 @@ class Predictor:
                 for: `cache.capacity[layer]`. Default: all that reach the threshold.
 
         Raises:
-            UsageError: The last dim is not the width, or `most` is no number.
+            UsageError: As `scores`, since of a NaN no neuron would seem to fire; or `most` is no
+                number.
         """
         scores = self.scores(x)
         best = scores.reshape(-1, scores.shape[-1]).max(0, initial=-np.inf)
@@ -142,7 +152,8 @@ def train_predictor(
     first = values[0] / scale[:, None]
     bias = values[2] - middle @ first @ values[1]
     made = Predictor(first, values[1], bias, np.inf, 1.0, 0.0)
-    return _measured(made, inputs[test], labels[test], recall)
+    measured = test if labels[test].any() else order
+    return _measured(made, inputs[measured], labels[measured], recall)
 
 
 def save_predictors(

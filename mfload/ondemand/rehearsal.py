@@ -100,9 +100,11 @@ class Rehearsal:
 
     Attributes:
         store: What they share; it is there from the first cache on.
+        resident: Bytes that the last cache would have read when it was made.
     """
 
     store: RehearsalStore | None = None
+    resident = 0
     _how: Mapping[str, Any] | None = None
 
     def of(self, kind: type[C]) -> type[C]:
@@ -118,10 +120,19 @@ class Rehearsal:
         return self.store
 
     @property
+    def _noted(self) -> list[tuple[int, int]]:
+        counter: Any = self.store and self.store.gather
+        return counter.batches
+
+    @property
     def batches(self) -> NDArray[np.int64]:
-        """Of each call for reads since the last cache was made: reads and bytes, int64[n, 2]."""
-        counter: Any = None if self.store is None else self.store.gather
-        return np.array(counter.batches if counter else [], np.int64).reshape(-1, 2)
+        """Of each call for reads since `start`: reads and bytes, int64[n, 2]."""
+        return np.array(self._noted, np.int64).reshape(-1, 2)
+
+    def start(self) -> None:
+        """A cache was just made: what it read so far is no part of a token."""
+        self.resident = int(self.batches[:, 1].sum())
+        self._noted.clear()
 
     def compute(self) -> None:
         """Stands for a computation, during which is read ahead."""

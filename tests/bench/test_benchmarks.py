@@ -221,6 +221,7 @@ def test_ondemand(
         assert name == "window(4)" or rates[-1] == optimum[-1]
     page = (out / "ondemand.md").read_text()
     assert "| **ExpertCache** |" in page
+    assert f"Read-ahead of the disk: {found['checkpoints']['experts']['read_ahead']};" in page
     assert "| io_uring, 4 KiB |" in page or "| threads, 4 KiB |" in page
     pictures = [out / f"ondemand{which}.png" for which in ("", "-curve", "-budget", "-policies")]
     for each in pictures:

@@ -28,6 +28,8 @@ def test_a_run(
 ) -> None:
     for name, value in {"WIDTH": 2048, "NEURONS": 256, "_BLOCK": 1 << 20}.items():
         monkeypatch.setattr(table, name, value)
+    predicted: list[int] = []
+    monkeypatch.setattr(table.ondemand.Predictor, "predict", lambda _, x: predicted.append(x.size))
     given = ["--out", f"{tmp_path}/out", "--workdir", f"{tmp_path}/work", "--rounds", "2"]
     given += ["--layers", "2", "--product-layers", "1", "--tokens", "3"]
     try:
@@ -46,6 +48,11 @@ def test_a_run(
     assert [found["io"][name][0]["nbytes"] for name in table.ROWS] == nbytes
     assert [len(found["total"][name]) for name in table.ROWS] == [2] * 5
     assert found["total"]["naive"][0]["compute"] > 0 == found["io"]["naive"][0]["compute"]
+    held = {name: found["total"][name][0]["held"] for name in ("naive", "+ predictor")}
+    predictor = 4 * (2048 * 128 + 128 * 256 + 256)
+    assert held["+ predictor"] - 2 * asked * 2048 * 4 - 4 * 2048 * 2048 * 4 == predictor
+    # Each token of three rows, in two rounds of one layer: three tokens behind five that warm up.
+    assert len(predicted) == 3 * 2 * (3 + table.WINDOW)
     assert found["ratios"].keys() == table.ASKED_FOR.keys()
     assert not [*(tmp_path / "work").iterdir()]
     drawn = printed[printed.index("| I/O alone, 2 layers in f16") :]

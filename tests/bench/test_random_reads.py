@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,21 @@ def test_what_can_not_be_measured_is_refused(
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     with pytest.raises(errors.DeviceError):
         random_reads.bench([path], _silent)
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize(("most", "free"), [(300_000, 1 << 40), (1 << 40, 1_200_000), (9, 0)])
+def test_a_scratch_file_is_no_larger_than_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, free: int
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(random_reads.shutil, "disk_usage", lambda _: usage)
+    found = random_reads.bench(
+        [], _silent, folder=str(tmp_path), engines=("threads",), quick=True, max_bytes=most
+    )
+    assert found["file"]["nbytes"] == min(most, free // 4)
+    assert bool(found["points"]) == (free > 0)
+    assert ("threads" in found["impossible"]) == (free == 0)
 
 
 @pytest.mark.usefixtures("brief")

@@ -233,6 +233,7 @@ def _with(**changed: Any) -> dict[str, Any]:
         (_with(), {"up": r"(layers)\.\d+\.fc1"}, errors.UsageError, "m.layers.0.fc1.weight",
          "not the number of a layer"),
         (_with(), {"up": r"layers\.\d+\.fc1"}, errors.UsageError, None, "where the number"),
+        (_with(), {"up": None}, errors.UsageError, None, "malformed regular"),
         (_with(), {"up": r"layers\.(\d+\.fc1"}, errors.UsageError, None, "malformed regular"),
         (_with(), {"up": r"h\.(\d+)\.fc1", "down": r"h\.(\d+)\.fc2"},
          errors.TensorNotFoundError, None, "no tensor matches"),
@@ -309,6 +310,18 @@ def test_hostile_descriptions(tmp_path: Path, text: str) -> None:
         unbundle(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert caught.value.file == os.fspath(tmp_path / "a.safetensors")
     assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("F4", 1), ("F4", 4), ("X9", 4)])
+def test_bundles_whose_elements_are_no_whole_bytes(tmp_path: Path, dtype: str, width: int) -> None:
+    """`bundle` writes none; rows of one of them end within a byte."""
+    tensors = [("m.layers.0.bundle", dtype, (8, 2, width), bytes(8 * width))]
+    samples.save_raw(tmp_path / "a.safetensors", tensors, metadata={bundles.KEY: _said()})
+    with pytest.raises(errors.FormatError, match="whole bytes") as caught:
+        unbundle(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert caught.value.tensor == "m.layers.0.bundle"
+    with pytest.raises((errors.FormatError, errors.UnsupportedDtypeError), match=dtype):
+        mfload.ondemand.NeuronCache(tmp_path / "a.safetensors")
 
 
 def test_two_bundles_of_one_layer(tmp_path: Path) -> None:

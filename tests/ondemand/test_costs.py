@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import mfload
 from mfload import errors
 from mfload.bench import machine, random_reads
 from mfload.io import buffers
+from mfload.io.gather import open_gather
 from mfload.ondemand import Curve, ExpertCache, LayerStream, NeuronCache, costs, plan, rehearsal
 from mfload.ondemand.store import Store
 
@@ -206,7 +208,9 @@ def test_what_it_prints_and_draws(folder: Path, tmp_path: Path) -> None:
                                 "least", "read"]  # fmt: skip
     assert sum(" * " in line for line in lines) == 1
     assert "19.53 KiB *" in str(found)
-    assert "<th>" in found._repr_html_() or "<td>budget" in found._repr_html_()
+    assert "<td>budget" in found._repr_html_()
+    many = found.budget._replace(reads=13410.25, io_ms=1219.6)
+    assert [*replace(found, budgets=(many,)).rows()[1]][4:6] == ["13410", "1220"]
     plain = json.loads(json.dumps(found.as_dict()))
     assert plain["budget"] in plain["budgets"]
     assert plain["budget"]["misses"] == found.budget.misses
@@ -220,6 +224,8 @@ def test_what_it_prints_and_draws(folder: Path, tmp_path: Path) -> None:
     assert picture.stat().st_size > 5_000
     with pytest.raises(errors.TargetError):
         found.plot(tmp_path / "no" / "x.png")
+    with pytest.raises(errors.UsageError, match="'foo' is not supported"):
+        found.plot(tmp_path / "x.foo")
 
 
 def test_a_curve_is_measured_if_none_is_given(
@@ -247,13 +253,34 @@ def test_a_curve_is_measured_if_none_is_given(
     assert "keeps its files in memory" in str(plan(path, budget="1MiB", trace=[[[1]]]))
 
 
+def test_the_curve_is_that_of_the_engine_that_would_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads(*given: Any, **how: Any) -> Any:
+        return open_gather(*given, **{**how, "engine": "threads"})
+
+    monkeypatch.setattr("mfload.ondemand.store.open_gather", threads)
+    path = experts_of(folder, {0: (64, 64)})
+    both = {"points": [*points(), *points("threads", 0.5)]}
+    took: list[Any] = []
+    for curve in (both, CURVE):
+        found = plan(path, budget="1MiB", trace=[[[1]]], curve=curve)
+        assert found.engine == "threads"
+        told = "I/O ms are those of io_uring" in found.notes
+        took.append((found.curve, told, found.budget.io_ms))
+    assert took[0][:2] == ("threads", False)
+    assert took[1] == ("io_uring", True, pytest.approx(took[0][2] / 2))
+
+
 def test_a_plot_without_a_curve(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "_measured", lambda _: (None, "no milliseconds: why"))
     path = experts_of(folder, {0: (64, 64)})
     plan(path, budget="1MiB", trace=[[[1]]]).plot(tmp_path / "x.svg")
-    assert "MB a token" in (tmp_path / "x.svg").read_text() or (tmp_path / "x.svg").stat().st_size
+    drawn = (tmp_path / "x.svg").read_text()
+    assert "MB a token" in drawn
+    assert "Belady&#x27;s optimum" in drawn or "Belady's optimum" in drawn
 
 
 @pytest.mark.parametrize(
@@ -347,3 +374,30 @@ def test_neurons(
     assert said.least_bytes <= said.read_bytes
     assert found.engine == done.engine
     assert found.why == done.why
+
+
+def test_what_stays_resident_is_no_part_of_a_token(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {"embed": np.ones((4096, 1024), np.float32)}
+    arrays |= {"layers.0.up": np.ones((512, 512), np.float32)}
+    arrays |= {"layers.0.down": np.ones((512, 512), np.float32)}
+    mfload.save(arrays, tmp_path / "dense.safetensors")
+    rules: Any = {name: rf"layers\.(\d+)\.{name}" for name in ("up", "down")}
+    path = tmp_path / "bundled.safetensors"
+    mfload.ondemand.bundle(tmp_path / "dense.safetensors", path, **rules)
+    found = plan(path, budget="20MiB", trace=[[[1, 2, 3]], [[1, 2]]], curve=CURVE)
+    assert found.budget.io_ms == pytest.approx(CURVE.seconds(3, 3 * 4096) * 1e3 / 2)
+    # The least budget of the table is what stays, and a 16th of the rest.
+    memory = [cost.memory_bytes - (16 << 20) for cost in found.budgets]
+    assert len(memory) == 8
+    assert 0 < memory[0] < 1 << 18
+
+
+def test_neurons_that_no_disk_takes(tmp_path: Path) -> None:
+    arrays = {"layers.0.up": np.ones((99, 50)), "layers.0.down": np.ones((50, 99))}
+    mfload.save(arrays, tmp_path / "dense.safetensors")
+    rules: Any = {name: rf"layers\.(\d+)\.{name}" for name in ("up", "down")}
+    path, options = tmp_path / "bundled.safetensors", mfload.Options(page_cache="bypass")
+    mfload.ondemand.bundle(tmp_path / "dense.safetensors", path, **rules)
+    with NeuronCache(path, options=options) as cache:
+        why = cache.report().why
+    assert plan(path, budget="1MiB", trace=[[[1]]], curve=CURVE, options=options).why == why

@@ -63,8 +63,7 @@ def test_the_preferred_engine_counts() -> None:
     assert Curve(mixed, "threads").engine == "threads"
     assert Curve(mixed, "threads").seconds(1, 1 << 20) == 2 * Curve(mixed).seconds(1, 1 << 20)
     assert Curve(mixed[:18]).engine == "aio"
-    with pytest.raises(errors.UsageError, match="unknown engine of the curve"):
-        Curve(mixed, "fast")
+    assert Curve(mixed, "fast").engine == "io_uring"
 
 
 def test_threads_that_were_not_measured_so_deep() -> None:

@@ -142,6 +142,26 @@ def test_rows_of_one_token_and_of_several(trained: Predictor) -> None:
         trained.predict(1.0)
 
 
+def test_scores_that_are_no_numbers(trained: Predictor) -> None:
+    """Else of NaN no neuron would fire, and the output be zeros."""
+    for value in (np.nan, np.inf):
+        x = np.full(WIDTH, value)
+        with pytest.raises(errors.UsageError, match="NaN or infinite"):
+            trained.predict(x)
+    with pytest.raises(errors.UsageError, match="NaN or infinite"):
+        train_predictor(*activations(50), rank=4, rate=np.nan)
+
+
+def test_nothing_that_fires_is_held_out() -> None:
+    x, fired = np.eye(20, dtype=np.float32), np.zeros((20, 3), bool)
+    order = np.random.default_rng(0).permutation(20)
+    fired[order[-1], 1] = True  # The first ones are held out.
+    made = train_predictor(x, fired, 4, epochs=50)
+    assert made.predict(x[order[-1]]).tolist() == [1]
+    assert (made.recall, np.isfinite(made.threshold)) == (1, True)
+    assert made.over_prediction >= 1
+
+
 @pytest.mark.parametrize("fires", [False, True])
 def test_nothing_and_everything(fires: bool) -> None:
     x, fired = activations(tokens=50)
