@@ -393,6 +393,49 @@ def test_bytes_in_memory() -> None:
     assert memory[:2000].tobytes() == DATA[5:1005] + DATA[7000:8000]
 
 
+@pytest.mark.parametrize("engine", ["io_uring", "aio"])
+def test_the_system_gives_no_more_rings(path: Path, engine: str) -> None:
+    """A thread that comes later needs another one."""
+
+    def refused() -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    _, start = _memory(4096)
+    with _open(path, engine=engine) as opened:
+        opened._idle.clear()
+        vars(opened)["_make"] = refused
+        with pytest.raises(errors.ReadError, match="Too many open files") as caught:
+            opened.read(Reads.of(0, [0], [start], 4096))
+        assert caught.value.file == str(path)
+
+
+def test_one_file_system_of_two_takes_no_o_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files are read through the page cache then, and no descriptor is left."""
+    paths = [tmp_path / "one", tmp_path / "other"]
+    for each in paths:
+        each.write_bytes(DATA)
+    real, memory = os.open, buffers.allocate(4096)
+
+    def refusing(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT and os.fspath(path) == str(paths[1]):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *more, **named)
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "open", refusing)
+    with open_gather([LocalFile(each) for each in paths], files="direct") as opened:
+        assert (opened.direct, opened.unit) == (False, 1)
+        assert "no O_DIRECT: could not open: Invalid argument" in opened.why
+        opened.read(Reads.of([1], [7], [memory.ctypes.data], 4096))
+    assert memory.tobytes() == DATA[7 : 7 + 4096]
+    del opened
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_no_such_engine(path: Path) -> None:
     """The names that there are."""
     with pytest.raises(errors.UsageError, match="auto, io_uring, aio or threads"):
