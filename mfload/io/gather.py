@@ -13,8 +13,10 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -204,30 +206,42 @@ class Gather(ClosedAtEnd):
     def _by_threads(self, reads: Reads) -> None:
         waits = self.direct or any(each.costs.concurrency for each in self.sources)
         count = min(len(reads), self.depth, *([] if waits else [share_of_cores()]))
-        numbers, failed = itertools.count(), list[BaseException]()
+        numbers, failed, under_way = itertools.count(), list[Any](), set[int]()
 
         def work() -> None:
-            while not failed and (number := next(numbers)) < len(reads):
+            while (number := next(numbers)) < len(reads):
                 try:
+                    under_way.add(number)
+                    if failed:
+                        break
                     self._read_one(reads, number)
                 except BaseException as error:  # noqa: BLE001 - raised by the caller
                     failed.append(error)
+                finally:
+                    under_way.discard(number)
 
         running: list[threads.Running] = []
-        try:
-            for _ in range(count - 1):
-                running.append(self._crew.start(work))
-        except RuntimeError:  # The system gives no more threads.
-            pass
-        try:
-            work()
-        finally:
-            _join(running, failed)
+        begun = False
+        while True:  # To the end of all, even if it is interrupted: they write to memory.
+            try:
+                if not begun:
+                    begun = True
+                    with suppress(RuntimeError):  # The system gives no more threads.
+                        for _ in range(count - 1):
+                            running.append(self._crew.start(work))
+                    work()
+                for each in running:
+                    each.join()
+                while under_way:  # Of a thread whose start was interrupted.
+                    time.sleep(0.001)
+                break
+            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
+                failed.append(error)
         if failed:
             try:
                 raise failed[0]
             finally:
-                failed.clear()  # Its frames refer to it.
+                failed[:] = [None]  # Its frames refer to it; a thread that is late still stops.
 
     def _read_one(self, reads: Reads, n: int) -> None:
         number, least, offset = (int(each[n]) for each in (reads.source, reads.least, reads.offset))
@@ -273,17 +287,6 @@ def _vector(reads: Reads, n: int) -> list[memoryview]:
     pairs = zip(reads.address[n].tolist(), reads.nbytes[n].tolist(), strict=True)
     parts = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in pairs]
     return [memoryview(part).cast("B") for part in parts]
-
-
-def _join(running: Sequence[threads.Running], failed: list[BaseException]) -> None:
-    """Waits for threads to their end, even if it is interrupted: they write to memory."""
-    for each in running:
-        while True:
-            try:
-                each.join()
-                break
-            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
-                failed.append(error)
 
 
 def _drive(ring: Ring, fds: Any, reads: Reads) -> Any:

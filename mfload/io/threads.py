@@ -35,7 +35,9 @@ def new(call: Callable[[], object]) -> Running:
 class _Task:
     def __init__(self, call: Callable[[], object]) -> None:
         self.call: Callable[[], object] | None = call
-        self._ended, self._process = threading.Event(), os.getpid()
+        # An interrupt of who waits for an event can leave that locked.
+        self._under_way, self._process = threading.Lock(), os.getpid()
+        self._under_way.acquire()
 
     def run(self) -> None:
         if self.call is not None:
@@ -43,11 +45,16 @@ class _Task:
 
     def end(self) -> None:
         self.call = None  # What it refers to goes, though the thread stays.
-        self._ended.set()
+        self._under_way.release()
 
     def join(self, timeout: float | None = None) -> None:
-        if self._process == os.getpid():  # Or else its thread is in the parent.
-            self._ended.wait(timeout)
+        if self._process != os.getpid():  # Its thread is in the parent.
+            return
+        if timeout is None:
+            with self._under_way:
+                pass
+        elif self._under_way.acquire(timeout=max(0.0, timeout)):
+            self._under_way.release()
 
 
 class _Queues:

@@ -66,11 +66,13 @@ class Lease:
 
     def split(self) -> list[Lease]:
         """A lease for each key, which take over from this one."""
-        slots, self.slots = self.slots, self.slots[:0]
-        return [
-            Lease(self.keys[n : n + 1], slots[n : n + 1], self._arenas, self._ended)
-            for n in range(len(slots))
+        made = [
+            Lease(self.keys[n : n + 1], self.slots[:0], self._arenas, self._ended)
+            for n in range(len(self.slots))
         ]
+        for each in made:  # An interrupt loses no slot.
+            each.slots, self.slots = self.slots[:1], self.slots[1:]
+        return made
 
     def __del__(self) -> None:
         # Whatever thread drops the last reference, in the middle of whatever it does: appending
@@ -149,7 +151,9 @@ class SlotCache:
         self._busy = np.zeros(self.capacity, bool)  # A read is under way.
         self._under_way: list[_Reading] = []
         self._ended: deque[Numbers] = deque()
-        self._changed = threading.Condition()
+        # An interrupt can leave a condition that is entered itself locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._pid, self._closed = os.getpid(), False
 
     def use(self, keys: Iterable[int] | Numbers, counted: Numbers | None = None) -> Lease:
@@ -172,7 +176,7 @@ class SlotCache:
             )
         start, ticks, lease = time.perf_counter(), 0, None
         try:
-            with self._changed:
+            with self._lock:
                 self.policy.use(asked if counted is None else counted)
             while (taken := self._take(asked)) is None:
                 ticks += 1
@@ -180,7 +184,7 @@ class SlotCache:
                     raise self._pinned(asked)
                 if ticks == _COLLECTED:
                     gc.collect()
-                with self._changed:
+                with self._lock:
                     self._changed.wait(_TICK)
             lease, own, others = taken
             del taken
@@ -193,7 +197,7 @@ class SlotCache:
             self._break_off(error)
             raise
         if ticks or own is not None or others:
-            with self._changed:
+            with self._lock:
                 self.counts.wait_seconds += time.perf_counter() - start
         return lease
 
@@ -217,7 +221,7 @@ class SlotCache:
         """Does so in this thread; `dropped` says whether to end waiting, and read nothing."""
         end = time.monotonic() + (self.wait if patient else 0.0)
         try:
-            with self._changed:
+            with self._lock:
                 while True:
                     self._settle()
                     missing = keys[self.slot_of[keys] < 0]
@@ -243,7 +247,7 @@ class SlotCache:
         """Ends it, once the reads under way are over; arrays of before live on."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             while self._under_way:
                 self._changed.wait(0.1)
@@ -274,7 +278,7 @@ class SlotCache:
 
         None if there is no room now.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 self._check()
             self._settle()
@@ -291,8 +295,9 @@ class SlotCache:
             taken = self._leased(asked)
             if self._busy[taken].any():
                 others = [each for each in self._under_way if np.isin(each.slots, taken).any()]
+            lease = Lease(self.key_of[taken], taken[:0], self._arenas, self._ended)
             self.pins[taken] += 1
-            lease = Lease(self.key_of[taken], taken, self._arenas, self._ended)
+            lease.slots = taken
         return lease, own, [each for each in others if each is not own]
 
     def _leased(self, asked: Numbers) -> Numbers:
@@ -347,10 +352,10 @@ class SlotCache:
         self.slot_of[keys], self.key_of[slots] = -1, -1
 
     def _assign(self, keys: Numbers, slots: Numbers) -> _Reading:
-        self.key_of[slots], self.slot_of[keys] = keys, slots
-        self._busy[slots] = True
         made = _Reading(keys, slots)
-        self._under_way.append(made)
+        self._under_way.append(made)  # First: what is interrupted from here on is broken off.
+        self._busy[slots] = True
+        self.key_of[slots], self.slot_of[keys] = keys, slots
         return made
 
     def _read(self, own: _Reading) -> None:
@@ -360,20 +365,20 @@ class SlotCache:
         first, width = np.array(starts, np.uint64).T
         addresses = first + own.slots[:, None].astype(np.uint64) * width
         reads, nbytes = self._fill(own.keys, addresses)
-        with self._changed:
+        with self._lock:
             self.counts.reads += reads
             self.counts.read_bytes += nbytes
             self._end(own)
 
     def _end(self, reading: _Reading) -> None:
-        self._under_way.remove(reading)
         self._busy[reading.slots] = False
         reading.done = True
         self._changed.notify_all()
+        self._under_way.remove(reading)  # Last: until here, who waits is told if it is interrupted.
 
     def _break_off(self, error: BaseException) -> None:
         """What this thread was to read, and has not, is not there, also for those that wait."""
-        with self._changed:
+        with self._lock:
             for each in [each for each in self._under_way if each.thread == threading.get_ident()]:
                 self._forget(each.keys, each.slots)
                 each.error = error
@@ -381,7 +386,7 @@ class SlotCache:
 
     def _await(self, reading: _Reading) -> None:
         """Waits for what another thread reads; raises what it met."""
-        with self._changed:
+        with self._lock:
             while not reading.done:
                 self._changed.wait()
         error = reading.error

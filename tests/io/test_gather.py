@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.io import buffers, gather, uring
+from mfload.io import buffers, gather, threads, uring
 from mfload.io.gather import Gather, Reads, open_gather
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
@@ -134,10 +134,10 @@ def test_several_threads(opened: Gather) -> None:
             wanted = b"".join(DATA[offset : offset + unit] for offset in offsets.tolist())
             wrong.extend([seed] * (memory.tobytes()[: len(wanted)] != wanted))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for each in threads:
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for each in workers:
         each.start()
-    for each in threads:
+    for each in workers:
         each.join()
     assert not wrong
 
@@ -316,6 +316,38 @@ def test_an_interrupt(path: Path, engine: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.undo()
         opened.read(Reads.of(0, offsets, start + offsets, 4096))
         assert memory.tobytes() == DATA[: 4096 * 70]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_interrupt_while_threads_start(
+    path: Path, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have begun are waited for, also one of which nothing came back."""
+    reading, ended = threading.Event(), threading.Event()
+    real_start, real_read = threads.Crew.start, Gather._read_one
+
+    def start(crew: Any, call: Any) -> Any:
+        if reading.is_set():
+            raise KeyboardInterrupt
+        made = real_start(crew, call)
+        assert reading.wait(10)
+        if lost:
+            raise KeyboardInterrupt
+        return made
+
+    def read_one(*given: Any) -> None:
+        reading.set()
+        time.sleep(0.1)
+        real_read(*given)
+        ended.set()
+
+    _, begin = _memory(4096 * 70)
+    with _open(path, engine="threads") as opened:
+        monkeypatch.setattr(threads.Crew, "start", start)
+        monkeypatch.setattr(Gather, "_read_one", read_one)
+        with pytest.raises(KeyboardInterrupt):
+            opened.read(Reads.of(0, np.arange(70) * 4096, begin + np.arange(70) * 4096, 4096))
+        assert ended.is_set()
 
 
 @pytest.mark.parametrize(

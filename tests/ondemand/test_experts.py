@@ -381,6 +381,67 @@ def test_the_end_of_the_program(path: Path, engine: str) -> None:
         run(code, path, engine, wait)
 
 
+INTERRUPTS = """
+    import faulthandler, random, signal, sys, threading, time
+    import mfload
+
+    faulthandler.dump_traceback_later(30, exit=True)
+    options = mfload.Options(engine="direct")
+    cache = mfload.ondemand.ExpertCache(sys.argv[1], budget="500KB", options=options, gather=sys.argv[2])
+    rng, interrupts, ends, wrong = random.Random(0), 0, False, []
+
+    def check(layer, asked):
+        with cache.use(layer, asked) as experts:
+            for expert in asked:
+                assert (experts[expert]["up_proj"] == 1 + 10 * expert + 100 * layer).all()
+
+    def other():
+        while not ends:
+            try:
+                check(rng.randrange(3), rng.sample(range(8), 2))
+            except mfload.errors.ReadError:
+                pass
+            except AssertionError:
+                wrong.append(1)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 8e-4))
+            cache.prefetch(rng.randrange(3), rng.sample(range(8), 2))
+            check(rng.randrange(3), rng.sample(range(8), 2))
+        except (KeyboardInterrupt, RuntimeError):  # Of a condition whose wait was interrupted.
+            interrupts += 1
+        while True:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                break
+            except KeyboardInterrupt:
+                pass
+    ends = True
+    thread.join()
+    print(interrupts > 50, wrong)
+    for layer in range(3):
+        for expert in range(8):
+            check(layer, [expert])
+    cache.close()
+"""
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_interrupts(path: Path, engine: str) -> None:
+    """Hundreds at any place: no lock is kept, and no expert is another's."""
+    code = "import signal\nsignal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+    found = subprocess.run(
+        [sys.executable, "-c", code + textwrap.dedent(INTERRUPTS), str(path), engine],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    # What an interrupt meets in a finaliser is printed.
+    assert (found.returncode, found.stdout) == (0, "True []\n"), found.stderr[-2000:]
+
+
 MEMORY = """
     import resource, sys
     import numpy as np
