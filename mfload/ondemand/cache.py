@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import operator
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -84,6 +85,14 @@ def _address(arena: Bytes) -> int:
     return arena.__array_interface__["data"][0]
 
 
+def whole(given: Any) -> int | None:
+    """A whole number, also one of a framework; None if it is anything else."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
 def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
     """Whole numbers as an array, each once, in the order in which they come first.
 
@@ -91,7 +100,7 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
     """
     try:
         found = np.asarray(given if hasattr(given, "__array__") else list(given)).reshape(-1)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # PyTorch raises the last.
         found = np.empty(1, object)
     if found.size and found.dtype.kind not in "iu":
         raise errors.UsageError(f"not numbers of {what}s", expected="[3, 17]", found=repr(given))

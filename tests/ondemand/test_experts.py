@@ -138,8 +138,9 @@ class TestArguments:
     def test_no_such_expert(self, path: Path) -> None:
         with ExpertCache(path) as cache:
             for call in (cache.use, cache.prefetch):
-                with pytest.raises(errors.UsageError, match="no such layer"):
-                    call(3, [0])
+                for layer in (3, "2", [2], None):
+                    with pytest.raises(errors.UsageError, match="no such layer"):
+                        call(layer, [0])
                 with pytest.raises(errors.UsageError, match="layer 2 has no such expert") as caught:
                     call(2, [0, 8])
                 assert (caught.value.expected, caught.value.found) == ("numbers from 0 to 7", 8)
@@ -147,9 +148,11 @@ class TestArguments:
                     call(2, ["up"])
             with cache.use(0, [1, 1]) as experts:
                 assert len(experts) == 1
-                with pytest.raises(errors.UsageError, match="was not asked for"):
+                with pytest.raises(errors.TensorNotFoundError, match="was not asked for"):
                     experts[0]
-            with pytest.raises(errors.UsageError, match="its block is over"):
+                assert (1 in experts, 0 in experts, "up" in experts) == (True, False, False)
+                assert experts.get(0) is None
+            with pytest.raises(errors.TensorNotFoundError, match="its block is over"):
                 experts[1]
             with cache.use(0, []) as experts:
                 assert not experts
@@ -387,7 +390,8 @@ INTERRUPTS = """
 
     faulthandler.dump_traceback_later(30, exit=True)
     options = mfload.Options(engine="direct")
-    cache = mfload.ondemand.ExpertCache(sys.argv[1], budget="500KB", options=options, gather=sys.argv[2])
+    how = {"budget": "500KB", "options": options, "gather": sys.argv[2]}
+    cache = mfload.ondemand.ExpertCache(sys.argv[1], **how)
     rng, interrupts, ends, wrong = random.Random(0), 0, False, []
 
     def check(layer, asked):
