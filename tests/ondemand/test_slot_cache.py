@@ -395,6 +395,26 @@ def test_reading_ahead_waits_for_slots() -> None:
     cache.close()
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_what_is_read_ahead_does_not_leave_meanwhile(rows: bool) -> None:
+    """No row moves into its place either; whoever needs the slots waits."""
+    background = Background()
+    cache, disk = make(capacity=2, rows=rows, background=background, wait=20)
+    disk.gate = threading.Event()
+    cache.prefetch([1, 2])
+    assert disk.began.wait(10)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(views(cache.use([3]), 1, rows)))
+    thread.start()
+    time.sleep(0.05)
+    assert len(cache._under_way) == 1
+    disk.gate.set()
+    thread.join(30)
+    right(disk, found[0])
+    assert 3 in found[0]
+    background.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_is_refused() -> None:
     background = Background()
