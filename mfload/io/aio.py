@@ -10,6 +10,7 @@ import errno
 import os
 import platform
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class Aio:
         self._events = np.zeros(depth, _EVENT)
         self._requests = np.zeros(0, _REQUEST)
         self._waiting = 0  # Requests at the end of those that the kernel has not taken yet.
+        self._under_way = 0  # Requests that it has taken.
 
     def _call(self, number: int, *arguments: Any) -> int:
         result = _libc.syscall(ctypes.c_long(number), *arguments)
@@ -71,11 +73,15 @@ class Aio:
             where = addresses.ctypes.data
             given = ctypes.c_long(self._waiting), ctypes.c_void_p(where)
             try:
-                self._waiting -= self._call(self._submit, self._context, *given)
+                taken = self._call(self._submit, self._context, *given)
+                self._waiting, self._under_way = self._waiting - taken, self._under_way + taken
             except OSError as error:
-                if error.errno == errno.EAGAIN:  # The queue is full: some must end first.
-                    least = 1
-                    break
+                if error.errno == errno.EAGAIN:  # The kernel is short of something for a moment.
+                    if self._under_way:
+                        least = 1
+                        break
+                    time.sleep(0.001)
+                    continue
                 if error.errno != errno.EINTR:
                     # The first of them is refused, such as a file that is closed.
                     refused = self._requests["number"][first:][:1].astype(np.int64)
@@ -90,6 +96,7 @@ class Aio:
             except OSError as error:
                 if error.errno != errno.EINTR:
                     raise
+        self._under_way -= count
         ended = self._events[:count]
         return ended["number"].astype(np.int64), ended["result"].copy()
 

@@ -165,14 +165,18 @@ class Gather(ClosedAtEnd):
 
     def _by_ring(self, reads: Reads, make: Callable[[], Ring]) -> None:
         try:
-            ring = self._idle.pop()
-        except IndexError:
-            ring = make()
-        try:
-            results = _drive(ring, self._fds[reads.source], reads)
-        except BaseException:
-            ring.close()
-            raise
+            try:
+                ring = self._idle.pop()
+            except IndexError:
+                ring = make()
+            try:
+                results = _drive(ring, self._fds[reads.source], reads)
+            except BaseException:
+                ring.close()
+                raise
+        except OSError as error:  # Such as for want of descriptors.
+            name = self.sources[int(reads.source[0])].name
+            raise errors.from_os(error, name, "read") from error
         self._idle.append(ring)
         for number in np.flatnonzero(results < reads.least).tolist():
             self._finish(reads, number, int(results[number]))
@@ -303,14 +307,17 @@ def open_gather(
     unit = 1
     try:
         if direct:
-            handles = [source.open(os.O_DIRECT) for source in sources]
-            unit = max(max(_alignment(handle.fd)) for handle in handles)
-            problem = _try(handles, sizes, unit, lambda fd, view: os.preadv(fd, [view], 0))
+            try:
+                handles.extend(source.open(os.O_DIRECT) for source in sources)
+                unit = max(max(_alignment(handle.fd)) for handle in handles)
+                problem = _try(handles, sizes, unit, lambda fd, view: os.preadv(fd, [view], 0))
+            except errors.SourceError as error:  # Of several file systems, some may refuse it.
+                problem = str(error)
             if problem is not None:
-                why, direct = f"no O_DIRECT: {problem}", False
+                why, direct, unit = f"no O_DIRECT: {problem}", False, 1
                 _close(handles)
         if not direct:
-            handles, unit = [source.open() for source in sources], 1
+            handles.extend(source.open() for source in sources)
 
         def works(make: Callable[[], Ring]) -> str | None:
             return _try(handles, sizes, unit, lambda fd, view: _try_ring(make(), fd, view))

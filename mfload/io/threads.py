@@ -6,9 +6,11 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
 
 
 class Running(Protocol):
@@ -36,7 +38,9 @@ def new(call: Callable[[], object]) -> Running:
 class _Task:
     def __init__(self, call: Callable[[], object]) -> None:
         self.call: Callable[[], object] | None = call
-        self._ended, self._process = threading.Event(), os.getpid()
+        # An interrupt of who waits for an event can leave that locked.
+        self._under_way, self._process = threading.Lock(), os.getpid()
+        self._under_way.acquire()
 
     def run(self) -> None:
         if self.call is not None:
@@ -44,11 +48,16 @@ class _Task:
 
     def end(self) -> None:
         self.call = None  # What it refers to goes, though the thread stays.
-        self._ended.set()
+        self._under_way.release()
 
     def join(self, timeout: float | None = None) -> None:
-        if self._process == os.getpid():  # Or else its thread is in the parent.
-            self._ended.wait(timeout)
+        if self._process != os.getpid():  # Its thread is in the parent.
+            return
+        if timeout is None:
+            with self._under_way:
+                pass
+        elif self._under_way.acquire(timeout=max(0.0, timeout)):
+            self._under_way.release()
 
 
 class _Queues:
@@ -95,30 +104,42 @@ class Crew:
         Returns when all has ended, even if it is interrupted: threads may write to memory that the
         caller lets go of. After an error no more is begun. Raises the first error.
         """
-        numbers, failed = itertools.count(), list[BaseException]()
+        numbers, failed, under_way = itertools.count(), list[Any](), set[int]()
 
         def take() -> None:
-            while not failed and (number := next(numbers)) < count:
+            while (number := next(numbers)) < count:
                 try:
+                    under_way.add(number)
+                    if failed:
+                        break
                     work(number)
                 except BaseException as error:  # noqa: BLE001 - raised by the caller
                     failed.append(error)
+                finally:
+                    under_way.discard(number)
 
         running: list[Running] = []
-        try:
-            for _ in range(min(count, threads) - 1):
-                running.append(self.start(take))
-        except RuntimeError:  # The system gives no more threads.
-            pass
-        try:
-            take()
-        finally:
-            _join(running, failed)
+        begun = False
+        while True:
+            try:
+                if not begun:
+                    begun = True
+                    with suppress(RuntimeError):  # The system gives no more threads.
+                        for _ in range(min(count, threads) - 1):
+                            running.append(self.start(take))
+                    take()
+                for each in running:
+                    each.join()
+                while under_way:  # Of a thread whose start was interrupted.
+                    time.sleep(0.001)
+                break
+            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
+                failed.append(error)
         if failed:
             try:
                 raise failed[0]
             finally:
-                failed.clear()  # Its frames refer to it.
+                failed[:] = [None]  # Its frames refer to it; a thread that is late still stops.
 
     def close(self) -> None:
         """Ends the threads, each when its work is done; waits for none."""
@@ -126,16 +147,6 @@ class Crew:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _join(running: Sequence[Running], failed: list[BaseException]) -> None:
-    for each in running:
-        while True:
-            try:
-                each.join()
-                break
-            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
-                failed.append(error)
 
 
 def _work(mine: queue.SimpleQueue[_Task | None], queues: _Queues) -> None:

@@ -17,13 +17,15 @@ class Background:
 
     def __init__(self) -> None:
         self._asked: dict[object, Work] = {}
-        self._changed = threading.Condition()
+        # An interrupt can leave a condition that is entered itself locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._ends, self._pid = False, os.getpid()
 
     def ask(self, cache: object, work: Work) -> None:
         """Asks for work for a cache, in place of what it was asked for before."""
-        with self._changed:
+        with self._lock:
             if self._ends:
                 return
             self._asked[cache] = work
@@ -43,7 +45,7 @@ class Background:
             self._ends = True
             return
         atexit.unregister(self.close)
-        with self._changed:
+        with self._lock:
             self._ends = True
             self._asked.clear()
             self._changed.notify_all()
@@ -57,7 +59,7 @@ class Background:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not (self._asked or self._ends):
                     self._changed.wait()
                 if self._ends:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import operator
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -67,11 +68,13 @@ class Lease:
 
     def split(self) -> list[Lease]:
         """A lease for each key, which take over from this one."""
-        slots, self.slots = self.slots, self.slots[:0]
-        return [
-            Lease(self.keys[n : n + 1], slots[n : n + 1], self._arenas, self._ended)
-            for n in range(len(slots))
+        made = [
+            Lease(self.keys[n : n + 1], self.slots[:0], self._arenas, self._ended)
+            for n in range(len(self.slots))
         ]
+        for each in made:  # An interrupt loses no slot.
+            each.slots, self.slots = self.slots[:1], self.slots[1:]
+        return made
 
     def __del__(self) -> None:
         # Whatever thread drops the last reference, in the middle of whatever it does: appending
@@ -83,6 +86,14 @@ def _address(arena: Bytes) -> int:
     return arena.__array_interface__["data"][0]
 
 
+def whole(given: Any) -> int | None:
+    """A whole number, also one of a framework; None if it is anything else."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
 def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
     """Whole numbers as an array, each once, in the order in which they come first.
 
@@ -90,7 +101,7 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
     """
     try:
         found = np.asarray(given if hasattr(given, "__array__") else list(given)).reshape(-1)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # PyTorch raises the last.
         found = np.empty(1, object)
     if found.size and found.dtype.kind not in "iu":
         raise errors.UsageError(f"not numbers of {what}s", expected="[3, 17]", found=repr(given))
@@ -157,7 +168,9 @@ class SlotCache:
         self._busy = np.zeros(self.capacity, bool)  # A read is under way.
         self._under_way: list[_Reading] = []
         self._ended: deque[Numbers] = deque()
-        self._changed = threading.Condition()
+        # An interrupt can leave a condition that is entered itself locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._pid, self._closed = os.getpid(), False
 
     def use(self, keys: Iterable[int] | Numbers, counted: Numbers | None = None) -> Lease:
@@ -180,7 +193,7 @@ class SlotCache:
             )
         start, ticks, lease = time.perf_counter(), 0, None
         try:
-            with self._changed:
+            with self._lock:
                 self.policy.use(asked if counted is None else counted)
             while (taken := self._take(asked)) is None:
                 ticks += 1
@@ -188,7 +201,7 @@ class SlotCache:
                     raise self._pinned(asked)
                 if ticks == _COLLECTED:
                     gc.collect()
-                with self._changed:
+                with self._lock:
                     self._changed.wait(_TICK)
             lease, own, others = taken
             del taken
@@ -201,7 +214,7 @@ class SlotCache:
             self._break_off(error)
             raise
         if ticks or own is not None or others:
-            with self._changed:
+            with self._lock:
                 self.counts.wait_seconds += time.perf_counter() - start
         return lease
 
@@ -225,7 +238,7 @@ class SlotCache:
         """Does so in this thread; `dropped` says whether to end waiting, and read nothing."""
         end = time.monotonic() + (self.wait if patient else 0.0)
         try:
-            with self._changed:
+            with self._lock:
                 while True:
                     self._settle()
                     missing = keys[self.slot_of[keys] < 0]
@@ -251,7 +264,7 @@ class SlotCache:
         """Ends it, once the reads under way are over; arrays of before live on."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             while self._under_way:
                 self._changed.wait(0.1)
@@ -282,7 +295,7 @@ class SlotCache:
 
         None if there is no room now.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 self._check()
             self._settle()
@@ -299,8 +312,9 @@ class SlotCache:
             taken = self._leased(asked)
             if self._busy[taken].any():
                 others = [each for each in self._under_way if np.isin(each.slots, taken).any()]
+            lease = Lease(self.key_of[taken], taken[:0], self._arenas, self._ended)
             self.pins[taken] += 1
-            lease = Lease(self.key_of[taken], taken, self._arenas, self._ended)
+            lease.slots = taken
         return lease, own, [each for each in others if each is not own]
 
     def _leased(self, asked: Numbers) -> Numbers:
@@ -356,10 +370,10 @@ class SlotCache:
         self.slot_of[keys], self.key_of[slots] = -1, -1
 
     def _assign(self, keys: Numbers, slots: Numbers) -> _Reading:
-        self.key_of[slots], self.slot_of[keys] = keys, slots
-        self._busy[slots] = True
         made = _Reading(keys, slots)
-        self._under_way.append(made)
+        self._under_way.append(made)  # First: what is interrupted from here on is broken off.
+        self._busy[slots] = True
+        self.key_of[slots], self.slot_of[keys] = keys, slots
         return made
 
     def _read(self, own: _Reading) -> None:
@@ -369,20 +383,20 @@ class SlotCache:
         first, width = np.array(starts, np.uint64).T
         addresses = first + own.slots[:, None].astype(np.uint64) * width
         reads, nbytes = self._fill(own.keys, addresses)
-        with self._changed:
+        with self._lock:
             self.counts.reads += reads
             self.counts.read_bytes += nbytes
             self._end(own)
 
     def _end(self, reading: _Reading) -> None:
-        self._under_way.remove(reading)
         self._busy[reading.slots] = False
         reading.done = True
         self._changed.notify_all()
+        self._under_way.remove(reading)  # Last: until here, who waits is told if it is interrupted.
 
     def _break_off(self, error: BaseException) -> None:
         """What this thread was to read, and has not, is not there, also for those that wait."""
-        with self._changed:
+        with self._lock:
             for each in [each for each in self._under_way if each.thread == threading.get_ident()]:
                 self._forget(each.keys, each.slots)
                 each.error = error
@@ -390,7 +404,7 @@ class SlotCache:
 
     def _await(self, reading: _Reading) -> None:
         """Waits for what another thread reads; raises what it met."""
-        with self._changed:
+        with self._lock:
             while not reading.done:
                 self._changed.wait()
         error = reading.error

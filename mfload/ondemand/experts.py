@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mfload import errors
 from mfload.index import TensorInfo
 from mfload.ondemand import policies
-from mfload.ondemand.cache import Lease, numbers
+from mfload.ondemand.cache import Lease, numbers, whole
 from mfload.ondemand.pools import Pools
 from mfload.ondemand.store import Part, Store, regex
 from mfload.options import byte_count
@@ -44,18 +44,18 @@ class Experts(ClosedAtEnd, Mapping[int, Mapping[str, Any]]):
     def __getitem__(self, expert: int) -> Mapping[str, Any]:
         """The arrays of an expert by name.
 
-        Raises UsageError if it was not asked for, or the block is over.
+        Raises TensorNotFoundError if it was not asked for, or the block is over.
         """
-        if expert not in self._made:
-            lease = self._leases.get(expert)
-            if lease is None:
-                raise errors.UsageError(
-                    "the expert was not asked for, or its block is over",
-                    expected=f"one of {list(self._leases)}",
-                    found=expert,
-                )
-            self._made[expert] = self._pools.arrays(self._layer, lease)
-        return self._made[expert]
+        number = whole(expert)
+        if number is None or number not in self._leases:
+            raise errors.TensorNotFoundError(
+                "the expert was not asked for, or its block is over",
+                expected=f"one of {list(self._leases)}",
+                found=repr(expert),
+            )
+        if number not in self._made:
+            self._made[number] = self._pools.arrays(self._layer, self._leases[number])
+        return self._made[number]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._leases)
@@ -191,10 +191,11 @@ class ExpertCache(ClosedAtEnd):
 
     def _known(self, layer: int, experts: Iterable[int] | Numbers) -> tuple[int, Numbers]:
         """The number of a layer, and its experts as an array."""
-        if layer not in self._numbers:
+        known = whole(layer)
+        if known is None or known not in self._numbers:
             layers = ", ".join(map(str, self._numbers))
-            raise errors.UsageError("no such layer of experts", expected=layers, found=layer)
-        asked, count = numbers(experts, "expert"), self.experts[layer]
+            raise errors.UsageError("no such layer of experts", expected=layers, found=repr(layer))
+        asked, count = numbers(experts, "expert"), self.experts[known]
         wrong = asked[(asked < 0) | (asked >= count)]
         if wrong.size:
             raise errors.UsageError(
@@ -202,7 +203,7 @@ class ExpertCache(ClosedAtEnd):
                 expected=f"numbers from 0 to {count - 1}",
                 found=wrong[0],
             )
-        return self._numbers[layer], asked
+        return self._numbers[known], asked
 
 
 class _Pattern:

@@ -36,7 +36,8 @@ class LayerStream(ClosedAtEnd):
 
     Each iteration goes through all layers once, in order of their numbers, and reads ahead: past
     the last layer, the first ones for the iteration that follows. Layers for which the budget has
-    room stay in memory, so that no later iteration reads them.
+    room stay in memory, so that no later iteration reads them. Layers of another size have slots of
+    their own; if there is no room for that, all share slots of the size of the largest.
 
     The slot of a layer stays as it is as long as one of its arrays lives, through views, DLPack
     capsules and running computations; then another layer takes it. Arrays that are kept beyond the
@@ -127,6 +128,7 @@ class LayerStream(ClosedAtEnd):
                 lambda keys, capacity, _: Cyclic(keys, capacity),
                 beside=slots.nbytes,
                 least=max(2, self._ahead + 1),
+                mixed=True,
                 what="layer",
                 wait=wait,
             )

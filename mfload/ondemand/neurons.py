@@ -20,7 +20,7 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.io.gather import Reads
 from mfload.ondemand import bundles, policies
-from mfload.ondemand.cache import check_wait, numbers
+from mfload.ondemand.cache import check_wait, numbers, whole
 from mfload.ondemand.rows import RowCache
 from mfload.ondemand.store import Part, Slots, Store, regex
 from mfload.options import Options, byte_count
@@ -310,10 +310,11 @@ class NeuronCache(ClosedAtEnd):
             self._background.end()
 
     def _known(self, layer: int) -> tuple[Part, RowCache]:
-        if layer not in self._layers:
+        number = whole(layer)
+        if number is None or number not in self._layers:
             layers = ", ".join(map(str, self._layers))
-            raise errors.UsageError("no such layer of neurons", expected=layers, found=layer)
-        return self._layers[layer]
+            raise errors.UsageError("no such layer of neurons", expected=layers, found=repr(layer))
+        return self._layers[number]
 
 
 def _layers(store: Store) -> dict[int, Part]:

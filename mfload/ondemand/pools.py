@@ -40,7 +40,9 @@ class Pools(ClosedAtEnd):
         make_policy: Makes one for a number of keys, a number of slots, and the set of each key,
             from 0 on.
         beside: Bytes of the budget that are for something else.
-        least: Keys of a set that are used at once.
+        least: Keys that are used at once.
+        mixed: Whether keys of all sizes share slots of the largest, if each size can't have its
+            own.
         what: What a key is, for messages.
         wait: See `SlotCache`.
 
@@ -58,6 +60,7 @@ class Pools(ClosedAtEnd):
         *,
         beside: int = 0,
         least: int = 1,
+        mixed: bool = False,
         what: str,
         wait: float,
     ) -> None:
@@ -67,21 +70,27 @@ class Pools(ClosedAtEnd):
         for number, keys in enumerate(sets):
             size = max(sum(part.nbytes for part in parts) for parts in keys)
             by_size.setdefault(size, []).append(number)
-        slots = [
-            Slots(store, [parts for number in each for parts in sets[number]])
-            for each in by_size.values()
-        ]
-        self._sizes = [(len(each.parts), each.nbytes) for each in slots]
-        # Arenas begin on pages.
-        fixed = beside + buffers.PAGE * (len(slots) - 1)
-        self._least, self._total = least, sum(keys * nbytes for keys, nbytes in self._sizes)
-        self._least_budget = fixed + sum(min(keys, least) * nbytes for keys, nbytes in self._sizes)
-        if self._least_budget > budget:
-            raise self._too_small(least, self._least_budget)
+        self._least = least
+        needed: list[int] = []
+        for groups in ([*by_size.values()], [[*range(len(sets))]])[: 1 + mixed]:
+            slots = [
+                Slots(store, [parts for number in each for parts in sets[number]])
+                for each in groups
+            ]
+            self._sizes = [(len(each.parts), each.nbytes) for each in slots]
+            # Arenas begin on pages.
+            fixed = beside + buffers.PAGE * (len(slots) - 1)
+            self._total = sum(keys * nbytes for keys, nbytes in self._sizes)
+            needed.append(fixed + sum(min(keys, least) * nbytes for keys, nbytes in self._sizes))
+            if needed[-1] <= budget:
+                break
+        else:
+            raise self._too_small(least, min(needed))
+        self._least_budget = needed[-1]
         capacities = self._divide(budget - self._least_budget)
         chosen = [
             make_policy(keys, n, np.repeat(np.arange(len(each)), [len(sets[m]) for m in each]))
-            for n, (keys, _), each in zip(capacities, self._sizes, by_size.values(), strict=True)
+            for n, (keys, _), each in zip(capacities, self._sizes, groups, strict=True)
         ]
         arenas = store.arenas(
             [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
@@ -93,7 +102,7 @@ class Pools(ClosedAtEnd):
             for each, arena, policy in zip(slots, arenas, chosen, strict=True)
         ]
         self._of: dict[int, tuple[Pool, int]] = {}
-        for pool, numbers in zip(self._pools, by_size.values(), strict=True):
+        for pool, numbers in zip(self._pools, groups, strict=True):
             first = 0
             for number in numbers:
                 self._of[number] = pool, first

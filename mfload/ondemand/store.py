@@ -248,7 +248,7 @@ class Slots:
         # large ones lie as in the file, as far as the adapter permits.
         lead = start % max(unit, _LINE)
         moved = lead % align
-        taken = _up(lead + stop - start, buffers.PAGE if unit > 1 else _LINE)
+        taken = _up(lead + stop - start, max(unit, buffers.PAGE) if unit > 1 else _LINE)
         if unit > 1:
             start, self._shift, to = start - lead, moved, np.zeros_like(start)
         else:

@@ -169,6 +169,20 @@ class Ondemand:
             del arenas
             assert mfload.live_bytes() == before <= 2 * BUDGET
 
+    def test_numbers_are_arrays(self, tmp_path: Path, rows: list[Stored]) -> None:
+        """As a router of the framework gives them, and a loop over what it gave."""
+        path = samples.save(
+            tmp_path / "numbers.safetensors", {"numbers": np.array([4, 1, 3], np.int32)}
+        )
+        numbers = mfload.load(path, self.framework, device="cpu")["numbers"]
+        expected = experts_of(rows, stacked=True)
+        with ExpertCache(write(tmp_path, rows, 0), STACKED, framework=self.framework) as cache:
+            cache.prefetch(numbers[0], numbers[1:])
+            with cache.use(numbers[0], numbers[1:]) as experts:
+                for expert in numbers[1:]:
+                    found = {name: self.raw(array) for name, array in experts[expert].items()}
+                    assert found == expected[4, int(expert)]
+
     @pytest.mark.parametrize("how", ["array", "view", "capsule"])
     def test_what_is_kept_stays(self, tmp_path: Path, rows: list[Stored], how: str) -> None:
         """It pins its expert and no other; when it goes, the slot is free again."""

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.io import aio, buffers, gather, uring
+from mfload.io import aio, buffers, gather, threads, uring
 from mfload.io.gather import Gather, Reads, open_gather
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
@@ -134,10 +134,10 @@ def test_several_threads(opened: Gather) -> None:
             wanted = b"".join(DATA[offset : offset + unit] for offset in offsets.tolist())
             wrong.extend([seed] * (memory.tobytes()[: len(wanted)] != wanted))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for each in threads:
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for each in workers:
         each.start()
-    for each in threads:
+    for each in workers:
         each.join()
     assert not wrong
 
@@ -318,9 +318,46 @@ def test_an_interrupt(path: Path, engine: str, monkeypatch: pytest.MonkeyPatch) 
         assert memory.tobytes() == DATA[: 4096 * 70]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_interrupt_while_threads_start(
+    path: Path, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have begun are waited for, also one of which nothing came back."""
+    reading, ended = threading.Event(), threading.Event()
+    real_start, real_read = threads.Crew.start, Gather._read_one
+
+    def start(crew: Any, call: Any) -> Any:
+        if reading.is_set():
+            raise KeyboardInterrupt
+        made = real_start(crew, call)
+        assert reading.wait(10)
+        if lost:
+            raise KeyboardInterrupt
+        return made
+
+    def read_one(*given: Any) -> None:
+        reading.set()
+        time.sleep(0.1)
+        real_read(*given)
+        ended.set()
+
+    _, begin = _memory(4096 * 70)
+    with _open(path, engine="threads") as opened:
+        monkeypatch.setattr(threads.Crew, "start", start)
+        monkeypatch.setattr(Gather, "_read_one", read_one)
+        with pytest.raises(KeyboardInterrupt):
+            opened.read(Reads.of(0, np.arange(70) * 4096, begin + np.arange(70) * 4096, 4096))
+        assert ended.is_set()
+
+
 @pytest.mark.parametrize(
     ("engine", "code"),
-    [("io_uring", errno.EINTR), ("io_uring", errno.EAGAIN), ("aio", errno.EINTR)],
+    [
+        ("io_uring", errno.EINTR),
+        ("io_uring", errno.EAGAIN),
+        ("aio", errno.EINTR),
+        ("aio", errno.EAGAIN),
+    ],
 )
 def test_calls_that_have_to_be_made_again(
     path: Path, engine: str, code: int, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +370,8 @@ def test_calls_that_have_to_be_made_again(
     def refusing(real: Any) -> Any:
         def call(*given: Any) -> int:
             calls[0] += 1
-            if calls[0] % 2 == 0 or calls[0] < 0:
+            waits = engine == "aio" and given[0] == ring._getevents
+            if calls[0] % 2 == 0 or calls[0] < 0 or (waits and code == errno.EAGAIN):
                 return real(*given)
             raise OSError(code, os.strerror(code))
 
@@ -341,10 +379,10 @@ def test_calls_that_have_to_be_made_again(
 
     with _open(path, engine=engine) as opened:
         opened.read(Reads.of(0, [0], [start], 4096))
+        ring: Any = opened._idle[0]
         if engine == "io_uring":
             monkeypatch.setattr(uring, "_call", refusing(uring._call))
         else:
-            ring: Any = opened._idle[0]
             ring._call = refusing(ring._call)
         for _ in range(5):
             memory[:] = 0
@@ -391,6 +429,49 @@ def test_bytes_in_memory() -> None:
         assert "not a local file" in opened.why
         opened.read(Reads.of(0, [5, 7000], [start, start + 1000], 1000))
     assert memory[:2000].tobytes() == DATA[5:1005] + DATA[7000:8000]
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "aio"])
+def test_the_system_gives_no_more_rings(path: Path, engine: str) -> None:
+    """A thread that comes later needs another one."""
+
+    def refused() -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    _, start = _memory(4096)
+    with _open(path, engine=engine) as opened:
+        opened._idle.clear()
+        vars(opened)["_make"] = refused
+        with pytest.raises(errors.ReadError, match="Too many open files") as caught:
+            opened.read(Reads.of(0, [0], [start], 4096))
+        assert caught.value.file == str(path)
+
+
+def test_one_file_system_of_two_takes_no_o_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files are read through the page cache then, and no descriptor is left."""
+    paths = [tmp_path / "one", tmp_path / "other"]
+    for each in paths:
+        each.write_bytes(DATA)
+    real, memory = os.open, buffers.allocate(4096)
+
+    def refusing(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT and os.fspath(path) == str(paths[1]):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *more, **named)
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "open", refusing)
+    with open_gather([LocalFile(each) for each in paths], files="direct") as opened:
+        assert (opened.direct, opened.unit) == (False, 1)
+        assert "no O_DIRECT: could not open: Invalid argument" in opened.why
+        opened.read(Reads.of([1], [7], [memory.ctypes.data], 4096))
+    assert memory.tobytes() == DATA[7 : 7 + 4096]
+    del opened
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_such_engine(path: Path) -> None:

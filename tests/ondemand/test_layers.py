@@ -234,6 +234,23 @@ def test_layers_of_two_sizes(tmp_path: Path) -> None:
         assert sorted(capacities) == [2, 3] or sorted(capacities) == [3, 3]
 
 
+def test_layers_that_all_have_another_size(tmp_path: Path) -> None:
+    """They share slots of the largest: what fits into memory is two of them, and not each once."""
+    sizes = [*range(5_000, 55_000, 5_000)]
+    made = {f"layers.{n}.w": np.full(size, n, np.float32) for n, size in enumerate(sizes)}
+    path = samples.save(tmp_path / "a.safetensors", made)
+    for engine in ("direct", "pread"):
+        how: dict[str, Any] = {"options": mfload.Options(engine=engine)}
+        budget = least(lambda budget, how=how: LayerStream(path, budget=budget, **how))
+        assert budget <= 2 * (4 * sizes[-1] + 8192)
+        for more in (0, 300_000, 2_000_000):
+            with LayerStream(path, budget=budget + more, **how) as stream:
+                for _ in range(3):
+                    for layer, tensors in stream:
+                        assert (tensors[f"layers.{layer}.w"] == layer).all()
+                assert stream.report().peak_bytes <= budget + more
+
+
 def test_the_policy() -> None:
     """What is needed last leaves first, whatever was read ahead."""
     cyclic = policies.Cyclic(6, 3)

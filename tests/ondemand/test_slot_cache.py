@@ -395,6 +395,72 @@ def test_reading_ahead_waits_for_slots() -> None:
     cache.close()
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_what_is_read_ahead_does_not_leave_meanwhile(rows: bool) -> None:
+    """No row moves into its place either; whoever needs the slots waits."""
+    background = Background()
+    cache, disk = make(capacity=2, rows=rows, background=background, wait=20)
+    disk.gate = threading.Event()
+    cache.prefetch([1, 2])
+    assert disk.began.wait(10)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(views(cache.use([3]), 1, rows)))
+    thread.start()
+    time.sleep(0.05)
+    assert len(cache._under_way) == 1
+    disk.gate.set()
+    thread.join(30)
+    right(disk, found[0])
+    assert 3 in found[0]
+    background.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_what_is_read_ahead_stays_until_the_next_request(policy: str) -> None:
+    """Though it was never used, and the others were."""
+    cache, disk = make(capacity=3, policy=policy)
+    for key in (0, 0, 1, 1):
+        cache.use([key])
+    cache.read_ahead(np.array([7]))
+    cache.read_ahead(np.array([6]))
+    assert sorted(cache.key_of[cache.key_of >= 0].tolist()) in ([0, 6, 7], [1, 6, 7])
+    assert disk.read[-2:] == [7, 6]
+
+
+def test_what_is_asked_for_later_takes_the_place_of_what_waits() -> None:
+    background = Background()
+    cache, disk = make(capacity=1, background=background, wait=20)
+    held = [cache.use([0])]
+    cache.prefetch([1], patient=True)
+    time.sleep(0.05)  # It waits for the slot.
+    cache.prefetch([2], patient=True)
+    time.sleep(0.05)
+    held.clear()
+    end = time.monotonic() + 10
+    while disk.read == [0]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    background.close()
+    assert disk.read == [0, 2]
+
+
+def test_closing_waits_for_reads() -> None:
+    cache, disk = make(wait=20)
+    disk.gate = threading.Event()
+    thread = threading.Thread(target=cache.use, args=([1],))
+    thread.start()
+    assert disk.began.wait(10)
+    closer = threading.Thread(target=cache.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()
+    disk.gate.set()
+    closer.join(10)
+    thread.join(10)
+    assert not closer.is_alive()
+    assert disk.read == [1]
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_is_refused() -> None:
     background = Background()

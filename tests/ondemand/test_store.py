@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mfload
 from mfload import errors
 from mfload.frameworks import base
-from mfload.io import buffers
+from mfload.io import buffers, probes
 from mfload.ondemand import store as stores
 from mfload.ondemand.store import Slots, Store
 
@@ -71,6 +71,26 @@ def test_parts_land_whole_and_aligned(
                 with pytest.raises(ValueError, match="read-only"):
                     array[:] = 0
         arena = row = found = array = None
+
+
+def test_a_disk_whose_unit_is_larger_than_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads are rounded to it, and none reaches into the next slot."""
+    monkeypatch.setattr(probes, "direct_alignment", lambda _: (512, 16384))
+    rng = np.random.default_rng(0)
+    rows = [(f"t{n}", "U8", (20_000,), rng.bytes(20_000)) for n in range(6)]
+    path = samples.save_raw(tmp_path / "a.safetensors", rows, 8)
+    with opened(path) as store:
+        assert store.gather.unit == 16384
+        slots = Slots(store, [[store.part(info)] for info in store.tensors])
+        assert slots._nbytes.max() == 49152
+        [arena] = store.arenas([(6, slots.nbytes)])
+        for key in reversed(range(6)):
+            slots.fill(np.array([key]), np.array([[arena[key].ctypes.data]]))
+        for key in range(6):
+            assert slots.arrays(key, arena[key])[f"t{key}"].tobytes() == rows[key][3]
+        del arena
 
 
 @pytest.mark.parametrize(("align", "moves"), [(8, 0), (64, 1)])
