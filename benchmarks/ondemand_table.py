@@ -315,6 +315,9 @@ class Bundled(Subject):
             self.disk.nbytes += int(reads.nbytes.sum())
 
         gather.read = read  # type: ignore[method-assign]
+        for _, cache in self.cache._layers.values():  # pyright: ignore[reportPrivateUsage]
+            for arena in cache._arenas:  # pyright: ignore[reportPrivateUsage]
+                buffers.populate(arena.reshape(-1))  # As those of the row before.
         self.held += self.cache.report().peak_bytes
 
     def layer(self, layer: int, number: int, spent: Token) -> None:  # noqa: D102
