@@ -443,7 +443,7 @@ def tables(found: dict[str, Any]) -> str:
     if "upkeep" in found:
         times = [[name, f"{1e3 * median(each):.2f}"] for name, each in found["upkeep"].items()]
         parts.append(markdown.table(["rows of a layer for a token", "ms"], times))
-    rows = [[name, f"{value:.1f}", f"{ASKED_FOR[name]:g}"] for name, value in ratios(found).items()]
+    rows = [[name, f"{value:.2f}", f"{ASKED_FOR[name]:g}"] for name, value in ratios(found).items()]
     parts.append(markdown.table(["ratio", "found", "asked for"], rows))
     return "\n\n".join(parts)
 

@@ -350,6 +350,7 @@ class SlotCache:
     def _room(self, missing: Numbers, asked: Numbers) -> Numbers | None:
         """Slots for missing keys, from which others left; None if there are not enough."""
         idle = self._idle(asked)
+        self._expire(self.key_of[idle & (self.key_of >= 0)])
         free = np.flatnonzero(idle & (self.key_of < 0))
         if free.size < missing.size:
             leaving = self.key_of[idle & (self.key_of >= 0)]
@@ -357,6 +358,12 @@ class SlotCache:
                 return None
             free = np.append(free, self._evict(leaving, missing.size - free.size))
         return free[: missing.size]
+
+    def _expire(self, keys: Numbers) -> None:
+        """Has those of the keys leave that the policy keeps no longer, though there is room."""
+        gone = self.policy.expired(keys)
+        self._forget(gone, self.slot_of[gone])
+        self.counts.evictions += gone.size
 
     def _evict(self, keys: Numbers, count: int) -> Numbers:
         """Has that many of the keys leave; returns the slots that they had."""

@@ -40,9 +40,7 @@ class RowCache(SlotCache):
             there = self.slot_of >= 0
             there[asked] = False
             others = np.flatnonzero(there)
-            gone = self.policy.expired(others)
-            self._forget(gone, self.slot_of[gone])
-            self.counts.evictions += gone.size
+            self._expire(others)
             others = others[self.slot_of[others] >= 0]
             held = int(np.count_nonzero(self.key_of >= 0))
             self._evict(others, max(0, held + missing.size - self.capacity))

@@ -286,14 +286,13 @@ def test_shards_of_a_loader_that_makes_other_values(
         shards._take("mfload/once", Case("rows-cold"), found, "", known)
 
 
-@pytest.mark.parametrize("module", ["listing", "verifying", "saving"])
-def test_the_pages_figures_follow_from_their_samples(module: str, tmp_path: Path) -> None:
-    for suffix in ("json", "md"):
-        shutil.copy(PERFORMANCE / f"{module}.{suffix}", tmp_path)
-    main = {"listing": listing.main, "verifying": verifying.main, "saving": saving.main}[module]
-    assert main(["--redraw", "--out", str(tmp_path)]) == 0
-    written = (tmp_path / f"{module}.md").read_text()
-    assert written == (PERFORMANCE / f"{module}.md").read_text()
+@pytest.mark.parametrize("module", [listing, ondemand, saving, verifying])
+def test_the_pages_figures_follow_from_their_samples(module: Any, tmp_path: Path) -> None:
+    name = module.__name__.rpartition(".")[2]
+    for each in (*PERFORMANCE.glob(f"{name}*.json"), PERFORMANCE / f"{name}.md"):
+        shutil.copy(each, tmp_path)
+    assert module.main(["--redraw", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / f"{name}.md").read_text() == (PERFORMANCE / f"{name}.md").read_text()
 
 
 @pytest.mark.parametrize("module", ["load", "listing", "verifying", "saving", "shards"])

@@ -97,11 +97,13 @@ def test_experts(
     assert said.memory_bytes == done.peak_bytes
     assert (said.misses, said.hit_rate) == (done.misses / tokens, done.hit_rate)
     assert (said.reads, said.read_bytes) == (done.reads / tokens, done.read_bytes / tokens)
-    # No policy reads less than the optimum, and with room for all it is the policy.
+    # No policy reads less than the optimum. With room for all, only a window does not reach it.
     assert said.least_bytes is not None
     assert 0 < said.least_bytes <= said.read_bytes
     whole = found.budgets[-1 if most >= budget else 0]
-    assert whole.least_bytes == whole.read_bytes <= said.least_bytes
+    assert whole.least_bytes is not None
+    assert whole.least_bytes <= said.least_bytes
+    assert whole.least_bytes == whole.read_bytes or policy == "window(2)"
     assert said.io_ms is not None
     assert whole.io_ms is not None
     assert whole.io_ms > 0

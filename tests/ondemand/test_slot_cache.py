@@ -521,3 +521,18 @@ def test_rows_close_gaps_only_while_nothing_is_pinned() -> None:
     assert sorted(lease.keys.tolist()) == [4, 9]
     assert lease.slots.tolist() == [0, 1]
     right(disk, views(lease, 2, True))
+
+
+@pytest.mark.parametrize("policy", [each for each in POLICIES if "(" in each] + ["lru", "lfu"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_misses_are_those_of_a_replay(policy: str, rows: bool) -> None:
+    rng = np.random.default_rng(3)
+    trace = [[key] for key in rng.integers(0, 8, 200)]  # Of several, any may leave first.
+    for capacity in (3, 6, 8):
+        cache, _ = make(8, capacity, policy, rows=rows)
+        misses: list[int] = []
+        for asked in trace:
+            before = cache.counts.misses
+            cache.use(asked)
+            misses.append(cache.counts.misses - before)
+        assert misses == policies.replay(trace, capacity, policy).tolist()
