@@ -114,7 +114,7 @@ class NeuronCache(ClosedAtEnd):
             with cache.use(layer, rows) as part:
                 y = np.maximum(x @ part.up.T, 0) @ part.down
 
-    The file is one that `mfload.ondemand.bundle` wrote. What is no bundle, such as attention and
+    The file is one that `mfload.ondemand.bundle` wrote. All other tensors, such as attention and
     embeddings, stays in memory. What is left of the budget is allocated when the cache is made, and
     each layer gets the same share of its neurons. Any number of threads may use it at once; while
     one computes with a layer, neurons that another reads come behind, and none leaves.

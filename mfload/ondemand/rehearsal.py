@@ -130,7 +130,7 @@ class Rehearsal:
         return np.array(self._noted, np.int64).reshape(-1, 2)
 
     def start(self) -> None:
-        """A cache was just made: what it read so far is no part of a token."""
+        """A cache was just made: no token counts what it read so far."""
         self.resident = int(self.batches[:, 1].sum())
         self._noted.clear()
 
