@@ -231,7 +231,7 @@ def test_ondemand(
     steps = {"machine": found["machine"], "upkeep": {"delete and insert": [1], "reallocation": [9]}}
     (out / "ondemand_table.json").write_text(json.dumps(steps))
     assert ondemand.main([*_places(tmp_path), "--redraw"]) == 0
-    assert "| delete and insert | 9.0 | 20 |" in (out / "ondemand.md").read_text()
+    assert "| delete and insert | 9.00 | 20 |" in (out / "ondemand.md").read_text()
     assert list((tmp_path / "work").iterdir()) == []
 
 
