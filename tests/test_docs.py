@@ -190,9 +190,10 @@ def test_commands_of_the_page_print_what_is_shown(page: Path, tmp_path: Path) ->
     work, tools = tmp_path / "work", tmp_path / "tools"
     work.mkdir()
     tools.mkdir()
-    tool = tools / "mfload"
-    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m mfload "$@"\n')
-    tool.chmod(0o755)
+    for name, module in {"mfload": "-m mfload", "python": ""}.items():
+        tool = tools / name
+        tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P {module} "$@"\n')
+        tool.chmod(0o755)
     env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{tools}:{os.environ['PATH']}"}
     env |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TERM": "dumb", "HF_HUB_CACHE": str(tmp_path)}
     subprocess.run([sys.executable, "-P", "-c", _sample()], cwd=work, env=env, check=True,
