@@ -210,7 +210,9 @@ PATHS: list[Any] = [
 def test_odd_paths(
     path: Any, timeout: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "here"  # Nor does the directory above hold anything that loads.
+    here.mkdir()
+    monkeypatch.chdir(here)
     for call in (mfload.load, mfload.open, mfload.plan):
         with pytest.raises(errors.MfloadError) as caught:
             call(path, framework="numpy", **as_options({"timeout": timeout}))

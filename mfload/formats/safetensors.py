@@ -42,7 +42,9 @@ _RANGE = operator.itemgetter(0, 1)  # Of what `_row` returns: offset and bytes.
 
 def recognise(head: bytes, name: str) -> bool:
     """Whether a file looks like one of the format, by its first bytes and its name."""
-    return head[8:9] == b"{" or name.endswith(".safetensors")
+    if name.endswith(".safetensors"):
+        return True
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
 
 
 def read(file: Source, source: int = 0) -> tuple[Sequence[TensorInfo], dict[str, str] | None]:

@@ -66,8 +66,7 @@ def test_any_budget(
     tmp_path_factory: pytest.TempPathFactory,
     slots: float, ahead: int, passes: int, direct: bool, waits: bool,
 ) -> None:  # fmt: skip
-    path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    path = path if path.exists() else samples.save(path, weights())
+    path = samples.save(tmp_path_factory.mktemp("any") / "any.safetensors", weights())
     how: dict[str, Any] = {
         "ahead": ahead,
         "options": mfload.Options(engine="direct" if direct else "pread"),

@@ -41,7 +41,7 @@ def test_parts_land_whole_and_aligned(
     names = [f"t{n}" for n in range(len(lengths))]
     rng = np.random.default_rng(len(lengths))
     raw = {name: rng.bytes(n) for name, n in zip(names, lengths, strict=True)}
-    path = tmp_path_factory.getbasetemp() / "parts.safetensors"
+    path = tmp_path_factory.mktemp("parts") / "parts.safetensors"
     rows = [(name, "U8", (len(x),), x) for name, x in raw.items()]
     samples.save_raw(path, rows, data.draw(st.sampled_from([0, 8, 13, 40])))
     some = st.lists(st.sampled_from(names), unique=True) if names else st.just([])
