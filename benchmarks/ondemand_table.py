@@ -372,10 +372,9 @@ def upkeep(rounds: int, tokens: int, kind: str) -> dict[str, list[float]]:
     count = round(ROOM * NEURONS)
     for number in range(rounds):
         asked = trace(number, WINDOW + tokens)
-        arenas = [buffers.allocate(count * row).reshape(count, row) for _ in range(2)]
-        for each in arenas:
-            buffers.populate(each.reshape(-1))
-        cache = RowCache(lambda *_: (0, 0), NEURONS, arenas, Window(NEURONS, count, WINDOW))
+        arena = buffers.allocate(count * 2 * row).reshape(count, -1)
+        buffers.populate(arena.reshape(-1))
+        cache = RowCache(lambda *_: (0, 0), NEURONS, [arena], Window(NEURONS, count, WINDOW))
         times = [*_cached(asked, cache)]
         found["delete and insert"].append(sum(times[WINDOW:]) / tokens)
         times = [*_reallocated(asked, row)]

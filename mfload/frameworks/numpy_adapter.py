@@ -21,7 +21,7 @@ class NumpyAdapter(base.Adapter):
     """Arrays on the host (see `base.Adapter`)."""
 
     name = "numpy"
-    readonly_maps = True
+    readonly_maps = slices_are_views = True
     forms = base.forms({name: kind.name for name, kind in _KINDS.items() if kind is not None})
 
     def wrap(self, views: Sequence[View]) -> list[Any]:

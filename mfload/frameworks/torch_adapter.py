@@ -71,6 +71,7 @@ class TorchAdapter(base.Adapter):
     """Tensors on the `torch.device` of `place` (see `base.Adapter`)."""
 
     name = "torch"
+    slices_are_views = True
     forms = base.forms({name: str(kind).removeprefix("torch.") for name, kind in _OWN.items()})
 
     def __init__(

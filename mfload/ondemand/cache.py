@@ -56,6 +56,11 @@ class Lease:
     ) -> None:
         self.keys, self.slots, self._arenas, self._ended = keys, slots, arenas, ended
 
+    @property
+    def capacity(self) -> int:
+        """How many slots there are."""
+        return len(self._arenas[0])
+
     def memory(self, number: int, arena: int = 0) -> Bytes:
         """The bytes of the slot of the key with that number in `keys`: uint8[bytes of a slot]."""
         whole, slot = self._arenas[arena], int(self.slots[number])

@@ -1,7 +1,8 @@
 """Neurons of sparse feed-forward layers: each step reads those that are about to fire.
 
-A layer has a matrix for each part of its bundles (see `bundles`), allocated once. New neurons take
-the rows of those that left, and the last rows close gaps, so that the matrices have none.
+A layer has a matrix of bundles (see `bundles`), allocated once; or one for each of their parts, for
+frameworks that would copy a part out of it. New neurons take the rows of those that left, and the
+last rows close gaps, so that the matrices have none.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 class Matrices(NamedTuple):
     """Rows of the projections of a layer, [rows, width] each; row n of all is one neuron.
+
+    In NumPy and PyTorch they are views, with strides, of one matrix [rows, parts, width].
 
     Attributes:
         gate: None if the layer has none.
@@ -94,10 +97,14 @@ class Neurons(ClosedAtEnd):
         if self._lease is None:
             raise errors.UsageError("the block of these neurons is over")
         if whole not in self._made:
-            _, dtype, shape, *_ = self._part
-            memory = [self._lease.whole(number) for number in range(shape[1])]
-            rows = len(memory[0]) if whole else self.used
-            arrays = [self._store.array(each, dtype, (rows, shape[2]), 0) for each in memory]
+            store, lease, (_, dtype, (_, parts, width), *_) = self._store, self._lease, self._part
+            rows = lease.capacity if whole else self.used
+            if store.adapter.slices_are_views:
+                one = store.array(lease.whole(), dtype, (rows, parts, width), 0)
+                arrays = [one[:, n] for n in range(parts)]
+            else:
+                each = map(lease.whole, range(parts))
+                arrays = [store.array(memory, dtype, (rows, width), 0) for memory in each]
             self._made[whole] = Matrices(*arrays)
         return self._made[whole]
 
@@ -119,8 +126,8 @@ class NeuronCache(ClosedAtEnd):
     each layer gets the same share of its neurons. Any number of threads may use it at once; while
     one computes with a layer, neurons that another reads come behind, and none leaves.
 
-    If O_DIRECT can't read a neuron's parts, because their bytes are not multiples of the disk's
-    unit (512 or 4096), they are read through the page cache.
+    If O_DIRECT can't read neurons, because their bytes are not multiples of the disk's unit (512 or
+    4096), they are read through the page cache.
 
     Args:
         path: As for `mfload.load`.
@@ -180,7 +187,7 @@ class NeuronCache(ClosedAtEnd):
         store = self._opens(path, wanted, framework, options=how, gather=gather)
         try:
             layers = _layers(store)
-            why = _unaligned(layers.values(), store.gather.unit)
+            why = _unaligned(store, layers.values())
             if why is not None:
                 if how.engine == "direct":
                     raise errors.UsageError(why, file=store.file)
@@ -197,9 +204,7 @@ class NeuronCache(ClosedAtEnd):
             # Before there is memory, which an error that is kept would keep.
             chosen = [policies.make(policy, part.shape[0], capacity) for part, capacity in sizes]
             self.resident: Mapping[str, Any] = MappingProxyType(slots.load()[0])
-            shapes = [
-                (capacity, _nbytes(part)) for part, capacity in sizes for _ in range(part.shape[1])
-            ]
+            shapes = [(n, each) for part, n in sizes for each in _slots(store, part)]
             arenas = iter(store.arenas(shapes))
         except BaseException:
             vars(self).clear()
@@ -209,12 +214,9 @@ class NeuronCache(ClosedAtEnd):
         more: dict[str, Any] = {"wait": wait, "what": "neuron", "background": self._background}
         self._layers: dict[int, tuple[Part, RowCache]] = {}
         for (layer, part), each in zip(layers.items(), chosen, strict=True):
-            keys, count, _ = part.shape
-            mine = [*islice(arenas, count)]
-            self._layers[layer] = (
-                part,
-                RowCache(_fill(store.gather, part), keys, mine, each, **more),
-            )
+            mine = [*islice(arenas, len(_slots(store, part)))]
+            fill = _fill(store.gather, part)
+            self._layers[layer] = part, RowCache(fill, part.shape[0], mine, each, **more)
         self.neurons = {layer: part.shape[0] for layer, part in layers.items()}
         self.capacity = {layer: cache.capacity for layer, (_, cache) in self._layers.items()}
 
@@ -332,27 +334,35 @@ def _layers(store: Store) -> dict[int, Part]:
     return made
 
 
-def _nbytes(part: Part) -> int:
-    """Bytes of a neuron's row in one part of a bundle."""
-    return part.nbytes // (part.shape[0] * part.shape[1])
+def _slots(store: Store, part: Part) -> list[int]:
+    """Bytes of a neuron in each arena of its layer.
+
+    There is one arena, as a read into one place is the fastest, unless the framework would copy the
+    rows of one part out of it.
+    """
+    count = 1 if store.adapter.slices_are_views else part.shape[1]
+    return [part.nbytes // (part.shape[0] * count)] * count
 
 
-def _unaligned(parts: Iterable[Part], unit: int) -> str | None:
+def _unaligned(store: Store, parts: Iterable[Part]) -> str | None:
     """Why O_DIRECT can't read neurons, if it can't."""
+    unit = store.gather.unit
     for part in parts:
-        if part.offset % unit or _nbytes(part) % unit:
+        nbytes, *others = _slots(store, part)
+        if part.offset % unit or nbytes % unit:
             return (
-                f"a row of {part.name!r} has {_nbytes(part)} bytes, its file begins it at byte "
-                f"{part.offset}, and O_DIRECT takes multiples of {unit}"
+                f"a {'row' if others else 'neuron'} of {part.name!r} has {nbytes} bytes, its file "
+                f"begins it at byte {part.offset}, and O_DIRECT takes multiples of {unit}"
             )
     return None
 
 
 def _fill(gather: Gather, part: Part) -> Fill:
-    neuron, row = part.nbytes // part.shape[0], _nbytes(part)
+    neuron = part.nbytes // part.shape[0]
 
     def fill(keys: Numbers, addresses: NDArray[np.uint64]) -> tuple[int, int]:
-        gather.read(Reads.of(part.source, part.offset + keys * neuron, addresses, row))
+        nbytes = neuron // addresses.shape[1]
+        gather.read(Reads.of(part.source, part.offset + keys * neuron, addresses, nbytes))
         return keys.size, keys.size * neuron
 
     return fill
