@@ -11,8 +11,9 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, TypeVar
 
 _LISTED = 50  # Problems that are shown.
@@ -290,6 +291,12 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         meant = did_you_mean(value, known) if isinstance(value, str) else ""
         raise UsageError(f"unknown {name}{meant}", expected=" | ".join(known), found=value)
+
+
+def check_number(name: str, value: Any, expected: str, fits: Callable[[Any], bool]) -> None:
+    """Raises UsageError for a value that is no number, or does not fit what is expected."""
+    if not isinstance(value, Real) or not fits(value):
+        raise UsageError(name, expected=expected, found=repr(value))
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep

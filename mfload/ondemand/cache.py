@@ -118,9 +118,7 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
 
 def check_wait(wait: object) -> None:
     """Raises UsageError unless it is a time."""
-    if not isinstance(wait, int | float) or not wait >= 0:
-        expected = "seconds, 0 or more"
-        raise errors.UsageError("wait is no time", expected=expected, found=repr(wait))
+    errors.check_number("wait", wait, "seconds, 0 or more", lambda number: number >= 0)
 
 
 class _Reading:

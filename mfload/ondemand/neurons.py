@@ -268,8 +268,7 @@ class NeuronCache(ClosedAtEnd):
             UsageError: As `use`; or `acceptance` is no share.
             MemoryLimitError, SourceChangedError, ReadError: As `use`.
         """
-        if not 0 <= acceptance <= 1:
-            raise errors.UsageError("acceptance", expected="0 to 1", found=acceptance)
+        errors.check_number("acceptance", acceptance, "0 to 1", lambda share: 0 <= share <= 1)
         part, cache = self._known(layer)
         each = [numbers(rows, "neuron") for rows in drafts]
         none = np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""Experts and layers on demand in each framework: the bits of weights that are resident.
+"""Experts, layers and neurons on demand in each framework: the bits of weights that are resident.
 
 A subclass says how to look into an array without mfload's help.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import re
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.ondemand import ExpertCache, LayerStream
+from mfload.ondemand import ExpertCache, LayerStream, NeuronCache, bundle
 
 LAYERS, EXPERTS = (3, 4, 5, 6, 9), 4  # The first layers of many models are dense.
 STACKED = r"layers\.(\d+)\.moe\.(\w+)$"
@@ -367,6 +369,38 @@ class Ondemand:
                 assert run(c.use) == run(Resident)
                 assert c.report().evictions
 
+    @pytest.mark.parametrize("engine", ["direct", "pread"])
+    @pytest.mark.parametrize(("kind", "gate"), [("F32", False), ("BF16", True), ("F8_E4M3", True)])
+    def test_neurons(self, tmp_path: Path, engine: Any, kind: str, gate: bool) -> None:
+        """The rows of plain matrices, in a third of their memory; nothing is copied."""
+        parts = ("up", "down", "gate")[: 2 + gate]
+        path, expected = bundled(tmp_path, kind, parts)
+        how: dict[str, Any] = {"options": mfload.Options(engine=engine), "window": 2}
+        rng, row = np.random.default_rng(3), len(expected[0, "up"]) // NEURONS
+        with NeuronCache(path, 2 * 60 * len(parts) * row, framework=self.framework, **how) as cache:
+            [low, high] = span(each for _, rows in cache._layers.values() for each in rows._arenas)
+            for turn in range(8):
+                layer = turn % 2
+                asked = rng.choice(NEURONS, 25, replace=False)
+                cache.prefetch(1 - layer, asked[:5])
+                with cache.use(layer, asked) as part:
+                    assert {*asked.tolist()} <= {*part.rows.tolist()}
+                    assert (part.gate is not None) == gate
+                    for name in parts:
+                        array, whole = getattr(part, name), getattr(part.whole, name)
+                        raw = self.raw(array)
+                        assert len(raw) == row * part.used
+                        for n, number in enumerate(part.rows.tolist()):
+                            found = raw[n * row : (n + 1) * row]
+                            assert found == expected[layer, name][number * row :][:row]
+                        assert self.raw(whole)[: len(raw)] == raw
+                        assert len(self.raw(whole)) == row * cache.capacity[layer]
+                        assert self.copied(array) or low <= self.address(array) < high
+                    del array, whole
+                del part
+            assert cache.report().evictions
+            assert cache.report().peak_bytes <= cache.report().budget_bytes
+
     def product(self, x: Any, matrix: Any) -> Any:
         return x @ matrix.T
 
@@ -408,6 +442,37 @@ def toy(folder: Path, start: int) -> Path:
             made[f"{name}.down_proj.weight"] = rng.standard_normal((64, 272), np.float32) / 16
     rows = [(name, "F32", x.shape, x.tobytes()) for name, x in made.items()]
     return samples.save_raw(folder / "toy.safetensors", rows, start)
+
+
+NEURONS = 160
+
+
+def bundled(
+    folder: Path, kind: str, parts: tuple[str, ...]
+) -> tuple[Path, dict[tuple[int, str], bytes]]:
+    """A file of bundles of two layers, and the bytes of each part, a row a neuron."""
+    rows = [
+        material.stored(f"{n}.{part}", kind, (NEURONS, 512), 3 * n + seed)
+        for n in range(2)
+        for seed, part in enumerate(parts)
+    ]
+    expected = {(int(row.name[0]), row.name[2:]): row.raw for row in rows}
+    turned: list[Stored] = []
+    for row in rows:
+        if row.name.endswith("down"):
+            raw = np.frombuffer(row.raw, np.uint8).reshape(NEURONS, 512, -1)
+            row = replace(row, shape=(512, NEURONS), raw=raw.swapaxes(0, 1).tobytes())
+        turned.append(row)
+    dense = material.save(folder / "dense.safetensors", turned, 0)
+    rules: dict[str, Any] = {part: rf"(\d)\.{part}" for part in parts}
+    bundle(dense, folder / "bundled.safetensors", **rules)
+    return folder / "bundled.safetensors", expected
+
+
+def span(arenas: Iterable[Any]) -> tuple[int, int]:
+    """Where memory begins and ends."""
+    found = [(each.ctypes.data, each.ctypes.data + each.nbytes) for each in arenas]
+    return min(first for first, _ in found), max(last for _, last in found)
 
 
 def least(make: Any) -> int:

@@ -26,7 +26,7 @@ from conformance.ondemand import Ondemand, least
 import mfload
 from mfload import errors
 from mfload.io import gather
-from mfload.ondemand import ExpertCache, policies
+from mfload.ondemand import ExpertCache, bundle, policies
 
 
 class TestNumpy(Ondemand):
@@ -85,8 +85,8 @@ class TestArguments:
             ({"budget": 0}, "budget must be 1 or more"),
             ({"policy": "rnd"}, "unknown policy"),
             ({"policy": lambda *_: None}, "makes no policy"),
-            ({"wait": "long"}, "wait is no time"),
-            ({"wait": float("nan")}, "wait is no time"),
+            ({"wait": "long"}, "wait .expected: seconds"),
+            ({"wait": float("nan")}, "wait .expected: seconds"),
         ],
     )
     def test_refused(self, path: Path, given: Any, says: str) -> None:
@@ -480,6 +480,20 @@ MEMORY = """
                         assert (tensors[name] == 100 * layer + expert).all()
             return stream.report(), mfload.live_bytes()
 
+    def neurons(budget, turns):
+        path = sys.argv[1].replace("large.", "bundled.")
+        with mfload.ondemand.NeuronCache(path, budget, 2, options=options) as cache:
+            rng = np.random.default_rng(0)
+            for turn in range(turns):
+                for layer in cache.neurons:
+                    asked = rng.choice(2048, 300, replace=False)
+                    cache.prefetch(layer, asked[:50])
+                    with cache.use(layer, asked) as part:
+                        assert (part.up == part.rows[:, None]).all()
+                        assert (part.down == part.rows[:, None] + layer).all()
+            part = None
+            return cache.report(), mfload.live_bytes()
+
     walk = globals()[sys.argv[4]]
     experts("3MiB", 1)  # Whatever has to be imported and started.
     data = status("VmData")
@@ -502,16 +516,24 @@ MEMORY = """
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 MiB: 64 experts of 1 MiB."""
+    """64 MiB: 64 experts of 1 MiB; and as much beside it, 8192 neurons of 8 KiB."""
     made = {
         f"layers.{layer}.experts.{expert}.w": np.full(1 << 18, 100 * layer + expert, np.float32)
         for layer in range(4)
         for expert in range(16)
     }
-    return samples.save(tmp_path_factory.mktemp("large") / "large.safetensors", made)
+    folder = tmp_path_factory.mktemp("large")
+    rows = np.arange(2048, dtype=np.float32)[:, None].repeat(1024, 1)
+    dense = {f"{n}.up": rows for n in range(4)} | {f"{n}.down": rows.T + n for n in range(4)}
+    samples.save(folder / "dense.safetensors", dense)
+    rules = {name: rf"(\d)\.{name}" for name in ("up", "down")}
+    bundle(folder / "dense.safetensors", folder / "bundled.safetensors", **rules)
+    return samples.save(folder / "large.safetensors", made)
 
 
-@pytest.mark.parametrize(("walk", "budget"), [("experts", 24 << 20), ("layers", 40 << 20)])
+@pytest.mark.parametrize(
+    ("walk", "budget"), [("experts", 24 << 20), ("layers", 40 << 20), ("neurons", 24 << 20)]
+)
 class TestMemory:
     """The budget is a part of the model; the report says what the kernel says."""
 

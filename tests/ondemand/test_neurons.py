@@ -279,8 +279,9 @@ def test_the_window(saved: tuple[Path, dict[str, Any]]) -> None:
         cache.use_drafts(0, [[11, 12]], 0).close()
         assert rows(cache, [20]) == {20}
         cache.use_drafts(0, [], 1).close()
-        with pytest.raises(errors.UsageError, match="acceptance"):
-            cache.use_drafts(0, [[1]], 1.5)
+        for share in (1.5, float("nan"), "a", None):
+            with pytest.raises(errors.UsageError, match="acceptance"):
+                cache.use_drafts(0, [[1]], share)  # type: ignore[arg-type]
     with NeuronCache(path, "1MiB", window=None) as cache:
         assert rows(cache, [1]) | rows(cache, [2]) | rows(cache, [3]) == {1, 2, 3}
         assert cache.report().evictions == 0

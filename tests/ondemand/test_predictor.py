@@ -244,6 +244,7 @@ X, FIRED = np.zeros((5, 4), np.float32), np.zeros((5, 6), np.bool_)
         (X[:, :0], FIRED, {}), (X, FIRED[:, :0], {}), (X, FIRED.astype(np.int8), {}),
         (np.full_like(X, np.nan), FIRED, {}), (X, FIRED, {"rank": 0}), (X, FIRED, {"epochs": 0}),
         (X, FIRED, {"batch": -1}), (X, FIRED, {"recall": 1.0}), (X, FIRED, {"held_out": 0}),
+        (X, FIRED, {"recall": "a"}), (X, FIRED, {"held_out": None}), (X, FIRED, {"rate": -1.0}),
     ],
 )  # fmt: skip
 def test_what_can_not_be_trained_on(x: Any, fired: Any, more: dict[str, Any]) -> None:
