@@ -108,13 +108,14 @@ class Weights:
             path, "torch", lazy=not self.once, options=self._options, **given
         ):
             if skip is None or not skip(name):
-                if not self.once:
+                # A model may keep all its weights in a list first.
+                if not self.once and tensor.dim() < 2 and tensor.nbytes <= _SMALL:
                     tensor.whole.part = _Kept(tensor.whole.part, {}, ())
                 yield name, tensor
 
 
 class _Kept:
-    """A lazy part that is kept if it is a bias: vLLM copies these twice when it reloads."""
+    """A lazy part of a bias, which is kept: vLLM copies these twice when it reloads."""
 
     def __init__(self, part: Any, kept: dict[Any, Any], indices: tuple[str, ...]) -> None:
         self._part, self._kept, self._indices = part, kept, indices
@@ -133,11 +134,7 @@ class _Kept:
         if lent is not None:
             return self._part.read(lent) if kept is None else lent.array.copy_(kept)
         if kept is None:
-            kept = self._part.read(unknown=unknown)
-            # A model may keep all its weights in a list first.
-            if kept.ndim > 1 or kept.nbytes > _SMALL:
-                return kept
-            self._kept[self._indices] = kept
+            kept = self._kept[self._indices] = self._part.read(unknown=unknown)
         return kept.clone()  # It may be changed.
 
 

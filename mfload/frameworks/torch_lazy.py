@@ -64,12 +64,14 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = {} if kwargs is None else dict(kwargs)
         first: Any = args[0] if args else None
         kind = getattr(func, "__name__", "")
         # Of a property it is that of its accessor.
         name = func.__self__.__name__ if kind in ("__get__", "__set__") else kind  # pyright: ignore
         if isinstance(first, LazyTensor):
+            if name in _METADATA and kind != "__set__":
+                return id(first) if name == "__hash__" else func(first.like, *args[1:], **kwargs)
             place = first.whole.part.adapter.place
             if kind == "__set__" or name in _REFUSED:
                 raise _refused(first, f"a lazy tensor can't be changed so: {name}", name)
@@ -84,8 +86,6 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
                 return -1 if place.type == "cpu" else place.index
             if name == "is_pinned":
                 return False
-            if name in _METADATA:
-                return super().__torch_function__(func, types, args, kwargs)
             if name in _VIEWS and (made := _views(func, name, args, kwargs)) is not None:
                 return made
         elif name == "copy_" and _fills(first, args[1:]):
@@ -120,6 +120,8 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         if self._taken is None:
             like, part = self.like, self.whole.part
             self._taken = part, list(like.stride()), like.storage_offset()
+            if like.is_contiguous() and like.numel() == math.prod(part.shape):
+                return self._taken
             with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
                 box, inside, at = smallest_box(part.shape, like.shape, *self._taken[1:])
                 self._taken = part[box], inside, at
@@ -299,10 +301,12 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
 def _is_dense(lazy: LazyTensor) -> bool:
     """Whether it is all of a part, in C order."""
     part, strides, offset = lazy.taken()
-    shape = lazy.like.shape
-    dense = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    same = all(n == 1 or s == d for n, s, d in zip(shape, strides, dense, strict=True))
-    return same and not offset and math.prod(part.shape) == lazy.like.numel()
+    dense = 1
+    for length, stride in zip(reversed(lazy.like.shape), reversed(strides), strict=True):
+        if length != 1 and stride != dense:
+            return False
+        dense *= length
+    return not offset and math.prod(part.shape) == dense
 
 
 def _read(value: Any, unknown: bool) -> Any:

@@ -300,12 +300,12 @@ class LazyCheckpoint:
         used: list[Span] = []
 
         def read(number: int) -> None:
-            before = usage(thread=True)
+            before = None if get_ident() == caller else usage(thread=True)
             part = memory[number * size : (number + 1) * size]
             buffers.populate(part)
             with source.open() as handle:
                 handle.read([part], at + number * size)
-            if get_ident() != caller:
+            if before is not None:
                 used.append((before, usage(thread=True)))
 
         if count < 2:
