@@ -34,6 +34,7 @@ from benchmarks import (
     tables,
     timings,
 )
+from benchmarks.replay import belady, replay
 from benchmarks.results import MIB, Results
 from benchmarks.run import Run
 from benchmarks.runner import Sample
@@ -193,9 +194,9 @@ def hit_rates(trace: Sequence[Any]) -> dict[str, list[float]]:
     for share in shares():
         slots = int(share * _LAYERS * _EXPERTS)
         for name in _POLICIES:
-            misses = policies.replay(keys, slots, partial(_shared, name)).sum()
+            misses = replay(keys, slots, partial(_shared, name)).sum()
             found.setdefault(name, []).append(1 - int(misses) / asked)
-        found.setdefault("optimum", []).append(1 - int(policies.belady(keys, slots).sum()) / asked)
+        found.setdefault("optimum", []).append(1 - int(belady(keys, slots).sum()) / asked)
     return found
 
 

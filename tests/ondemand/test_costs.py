@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from test_curve import points
 
 import mfload
+from benchmarks.replay import belady
 from mfload import errors
 from mfload.bench import machine, random_reads
 from mfload.io import buffers
@@ -110,7 +111,6 @@ def test_experts(
 
 
 def test_the_optimum_is_that_of_a_replay(folder: Path) -> None:
-    from mfload.ondemand import policies
 
     path = experts_of(folder, dict.fromkeys(range(LAYERS), (16, 16)))
     rng = np.random.default_rng(1)
@@ -119,7 +119,7 @@ def test_the_optimum_is_that_of_a_replay(folder: Path) -> None:
         most = cache.report().peak_bytes
     found = plan(path, budget=most // 3, trace=trace, curve=CURVE)
     keys = [ids + EXPERTS * layer for token in trace for layer, ids in enumerate(token)]
-    least = policies.belady(keys, LAYERS * EXPERTS // 3).sum() * 2 * 16 * 16 * 4 / 30
+    least = belady(keys, LAYERS * EXPERTS // 3).sum() * 2 * 16 * 16 * 4 / 30
     assert found.budget.least_bytes == least
     assert found.budget.least_bytes < found.budget.read_bytes
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from benchmarks.replay import belady, replay
 from mfload import errors
 from mfload.ondemand import policies
 
@@ -33,7 +34,7 @@ def fewest(trace: list[set[int]], capacity: int) -> int:
 
 @given(TRACES, st.integers(3, 5))
 def test_belady_is_the_optimum(trace: list[set[int]], capacity: int) -> None:
-    best = policies.belady([sorted(each) for each in trace], capacity)
+    best = belady([sorted(each) for each in trace], capacity)
     assert best.shape == (len(trace),)
     assert best.sum() == fewest(trace, capacity)
 
@@ -41,45 +42,45 @@ def test_belady_is_the_optimum(trace: list[set[int]], capacity: int) -> None:
 @given(TRACES, st.integers(3, 5), st.sampled_from(NAMES))
 def test_no_policy_beats_it(trace: list[set[int]], capacity: int, policy: str) -> None:
     given = [sorted(each) for each in trace]
-    misses = policies.replay(given, capacity, policy)
-    assert misses.sum() >= policies.belady(given, capacity).sum()
+    misses = replay(given, capacity, policy)
+    assert misses.sum() >= belady(given, capacity).sum()
     # What all fit in is read once.
-    assert policies.replay(given, 6, policy).sum() >= len(set[int]().union(*trace))
+    assert replay(given, 6, policy).sum() >= len(set[int]().union(*trace))
     if policy != "window(2)":
-        assert policies.replay(given, 6, policy).sum() == len(set[int]().union(*trace))
+        assert replay(given, 6, policy).sum() == len(set[int]().union(*trace))
 
 
 def test_lru_and_its_weakness() -> None:
     loop = [[0], [1], [2]] * 4
-    assert policies.replay(loop, 2, "lru").tolist() == [1] * 12
-    assert policies.replay(loop, 2, policies.Cyclic).sum() == policies.belady(loop, 2).sum() == 7
-    assert policies.replay([[0], [1], [0], [2], [0], [1]], 2).tolist() == [1, 1, 0, 1, 0, 1]
+    assert replay(loop, 2, "lru").tolist() == [1] * 12
+    assert replay(loop, 2, policies.Cyclic).sum() == belady(loop, 2).sum() == 7
+    assert replay([[0], [1], [0], [2], [0], [1]], 2).tolist() == [1, 1, 0, 1, 0, 1]
 
 
 def test_lfu_counts_and_ages() -> None:
     often = [[0]] * 9 + [[1], [2], [0], [3], [0]]
-    assert policies.replay(often, 2, "lfu").tolist() == [1, *[0] * 8, 1, 1, 0, 1, 0]
+    assert replay(often, 2, "lfu").tolist() == [1, *[0] * 8, 1, 1, 0, 1, 0]
     aged = lambda keys, capacity: policies.Lfu(keys, capacity, half_life=1.0)  # noqa: E731
     # Nine uses long ago count for less than two of late.
     trace = [[0]] * 9 + [[1], [1]] * 3 + [[2], [1], [0]]
-    assert policies.replay(trace, 2, aged)[-2:].tolist() == [0, 1]
+    assert replay(trace, 2, aged)[-2:].tolist() == [0, 1]
 
 
 def test_pins_stay() -> None:
     pinned = lambda keys, capacity: policies.PinLru(keys, capacity, [0, 1])  # noqa: E731
     trace = [[0], [1], *([key] for key in range(2, 9)), [0], [1]]
-    assert policies.replay(trace, 3, pinned)[-2:].tolist() == [0, 0]
-    assert policies.replay(trace, 3, "lru")[-2:].tolist() == [1, 1]
+    assert replay(trace, 3, pinned)[-2:].tolist() == [0, 0]
+    assert replay(trace, 3, "lru")[-2:].tolist() == [1, 1]
     # More pinned than there are slots: the oldest of them leave.
-    assert policies.replay(trace, 1, pinned).sum() == len(trace)
+    assert replay(trace, 1, pinned).sum() == len(trace)
     # Without a list, those most often used: a scan does not flush them.
     busy = [[0, 1]] * 5 + [[key] for key in range(2, 12)] + [[0, 1]]
-    assert policies.replay(busy, 4, "pin+lru")[-1] == 0
-    assert policies.replay(busy, 4, "lru")[-1] == 2
+    assert replay(busy, 4, "pin+lru")[-1] == 0
+    assert replay(busy, 4, "lru")[-1] == 2
 
 
 def test_windows_end() -> None:
-    assert policies.replay([[0], [1], [0], [2], [3], [0]], 9, "window(2)").tolist() == [
+    assert replay([[0], [1], [0], [2], [3], [0]], 9, "window(2)").tolist() == [
         1, 1, 0, 1, 1, 1,
     ]  # fmt: skip
     window = policies.Window(8, 8, 2)
@@ -93,17 +94,12 @@ def test_windows_end() -> None:
 )
 def test_unknown_policies(policy: Any) -> None:
     with pytest.raises(errors.UsageError, match="unknown policy"):
-        policies.replay([[0]], 1, policy)
+        policies.make(policy, 1, 1)
 
 
-def test_what_can_not_be_replayed() -> None:
-    with pytest.raises(errors.MemoryLimitError, match=r"at most 1; found: 2"):
-        policies.replay([[0, 1]], 1)
-    with pytest.raises(errors.UsageError, match="negative"):
-        policies.replay([[-1]], 1)
+def test_a_function_that_makes_no_policy() -> None:
     with pytest.raises(errors.UsageError, match="makes no policy"):
-        policies.replay([[0]], 1, lambda keys, capacity: None)  # type: ignore[arg-type,return-value]
-    assert policies.replay([], 1).size == 0
+        policies.make(lambda keys, capacity: None, 1, 1)  # type: ignore[arg-type,return-value]
 
 
 def test_lfu_ages_by_turns_of_all_layers() -> None:
@@ -134,10 +130,10 @@ def test_layers_that_share_a_cache(capacity: int) -> None:
     def layered(keys: int, capacity: int) -> Any:
         return policies.make("lru", keys, capacity, layer)
 
-    shared = int(policies.replay(trace, capacity, layered).sum())
-    plain = int(policies.replay(trace, capacity).sum())
+    shared = int(replay(trace, capacity, layered).sum())
+    plain = int(replay(trace, capacity).sum())
     own = sum(
-        int(policies.replay([x - n * experts for x in trace[n::layers]], capacity // layers).sum())
+        int(replay([x - n * experts for x in trace[n::layers]], capacity // layers).sum())
         for n in range(layers if capacity >= 2 * layers else 0)
     )
     if own:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from benchmarks.replay import replay
 from mfload import errors
 from mfload.io import buffers
 from mfload.ondemand import policies
@@ -535,4 +536,4 @@ def test_misses_are_those_of_a_replay(policy: str, rows: bool) -> None:
             before = cache.counts.misses
             cache.use(asked)
             misses.append(cache.counts.misses - before)
-        assert misses == policies.replay(trace, capacity, policy).tolist()
+        assert misses == replay(trace, capacity, policy).tolist()
