@@ -166,6 +166,7 @@ def _libc() -> ctypes.CDLL | None:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     return libc
 
 
@@ -184,13 +185,19 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
 
 
 def populate(memory: Any) -> None:
-    """Has the kernel make the pages of a uint8 array at once: a fault for each takes as long."""
-    address = memory.ctypes.data
+    """Has the kernel make the pages of a uint8 array at once: a fault for each takes as long.
+
+    What has its last page is taken to have all: memory that was used before, such as a heap's.
+    """
+    address, libc = memory.ctypes.data, _libc()
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (address + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if whole > 0:
-        with contextlib.suppress(OSError):  # Older kernels fault.
-            madvise(start, whole, _POPULATE_WRITE)
+    if whole > 0 and libc is not None:
+        there = ctypes.create_string_buffer(1)
+        libc.mincore(start + whole - mmap.PAGESIZE, mmap.PAGESIZE, there)
+        if there.raw == b"\0":
+            with contextlib.suppress(OSError):  # Older kernels fault.
+                madvise(start, whole, _POPULATE_WRITE)
 
 
 def never_forked(array: Any) -> None:

@@ -30,14 +30,20 @@ _MOST_SHARED = 64  # Before Python 3.13 each holds a descriptor.
 
 
 def map_file(
-    source: Source, ranges: list[tuple[int, int]], begin: int = 0, nbytes: int | None = None
+    source: Source,
+    ranges: list[tuple[int, int]],
+    begin: int = 0,
+    nbytes: int | None = None,
+    *,
+    cold: bool = True,
 ) -> Any:
     """A writable uint8 array over a private map of a file, with ranges of it brought in.
 
     `ranges` are (first byte, length) of what will be used. With `begin`, which is a multiple of
     `mmap.ALLOCATIONGRANULARITY`, and `nbytes` so much of the file is mapped; `ranges` count from
-    there. Raises SourceChangedError if the file is shorter than its header said, ReadError if the
-    device failed, and MemoryLimitError if the system has no room for the map.
+    there. Unless it is `cold`, the page cache is taken to hold it. Raises SourceChangedError if the
+    file is shorter than its header said, ReadError if the device failed, and MemoryLimitError if
+    the system has no room for the map.
     """
     length = source.size if nbytes is None else nbytes
     how: dict[str, Any] = {"access": mmap.ACCESS_COPY, "offset": begin, **_UNTRACKED}
@@ -54,7 +60,7 @@ def map_file(
     array = np.frombuffer(mapped, np.uint8)
     address = array.ctypes.data
     for start, size in ranges:
-        bring_in(address, start, size, source)
+        bring_in(address, start, size, source, cold=cold)
     return array
 
 
@@ -93,33 +99,35 @@ MapRange = Callable[[Source, int, int], tuple[Any, int]]
 """Maps a range (first byte, length) of a file, and says where in the memory it begins."""
 
 
-def map_range(source: Source, offset: int, nbytes: int) -> tuple[Any, int]:
+def map_range(source: Source, offset: int, nbytes: int, *, cold: bool = True) -> tuple[Any, int]:
     """Maps the pages of a range for one request alone (see `map_file`)."""
     at = offset % mmap.ALLOCATIONGRANULARITY
-    return map_file(source, [(at, nbytes)], offset - at, at + nbytes), at
+    return map_file(source, [(at, nbytes)], offset - at, at + nbytes, cold=cold), at
 
 
 class Window:
     """Maps ranges of a file one after the other; those that lie together share a map.
 
-    To map and unmap each of them takes a fifth of the time of a conversion, and threads wait for
-    each other meanwhile. A map has `most` bytes, or as many as a range needs.
+    Unless it is `cold`, the page cache is taken to hold the file. To map and unmap each of them
+    takes a fifth of the time of a conversion, and threads wait for each other meanwhile. A map has
+    `most` bytes, or as many as a range needs.
     """
 
-    def __init__(self, source: Source, most: int) -> None:
-        self._source, self._most = source, most
+    def __init__(self, source: Source, most: int, *, cold: bool = True) -> None:
+        self._source, self._most, self._cold = source, most, cold
         self._begin, self._memory = 0, np.empty(0, np.uint8)
 
     def map_range(self, offset: int, nbytes: int) -> tuple[Any, int]:
         """Maps a range, and says where in the memory it begins."""
         at = offset - self._begin
         if at >= 0 and at + nbytes <= self._memory.size:
-            bring_in(self._memory.ctypes.data, at, nbytes, self._source)
+            bring_in(self._memory.ctypes.data, at, nbytes, self._source, cold=self._cold)
             return self._memory, at
         at = offset % mmap.ALLOCATIONGRANULARITY
         begin = offset - at
         end = max(offset + nbytes, min(begin + self._most, self._source.size))
-        self._memory = map_file(self._source, [(at, nbytes)], begin, end - begin)
+        how = begin, end - begin
+        self._memory = map_file(self._source, [(at, nbytes)], *how, cold=self._cold)
         self._begin = begin
         return self._memory, at
 
@@ -141,14 +149,15 @@ def shared_maps() -> MapRange:
     return shared
 
 
-def bring_in(address: int, start: int, length: int, source: Source) -> None:
+def bring_in(address: int, start: int, length: int, source: Source, *, cold: bool = True) -> None:
     """Brings in pages of a map at an address; SourceChangedError if the file lacks them."""
     begin, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + length
     # In parts, so that Ctrl-C is heard between them. Of a cold file the next one is read meanwhile,
     # in larger blocks than for pages that are waited for: three times as fast from a slow disk.
     for part in range(begin, end, _PART):
-        with contextlib.suppress(OSError):
-            buffers.madvise(address + part, min(2 * _PART, end - part), _WILLNEED)
+        if cold:
+            with contextlib.suppress(OSError):
+                buffers.madvise(address + part, min(2 * _PART, end - part), _WILLNEED)
         _populate(address + part, min(_PART, end - part), source)
 
 

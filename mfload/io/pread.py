@@ -117,7 +117,10 @@ class PreadReader:
             return False
         from mfload.io import mapped  # Late: most blocks lie in the file as they are wanted.
 
-        self._maps, self._map = False, self._map or mapped.Window(self._source, _WINDOW)
+        self._maps, self._map = (
+            False,
+            self._map or mapped.Window(self._source, _WINDOW, cold=self._cold),
+        )
         with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
             if still and rows is None:
                 window, at = self._map.map_range(block.offset, nbytes)
@@ -126,7 +129,7 @@ class PreadReader:
                 most = max(1, (self._window - rows.nbytes) // rows.stride + 1)
                 for low, count, taken, places in rows.windows(most):
                     start, nbytes = block.offset + low * rows.stride, rows.reach(count)
-                    window, at = mapped.map_range(self._source, start, nbytes)
+                    window, at = mapped.map_range(self._source, start, nbytes, cold=self._cold)
                     _place_rows(window[at:], block, rows, taken, places, memory)
             self._maps = still
         return self._maps

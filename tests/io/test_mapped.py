@@ -108,9 +108,9 @@ def test_neighbours_share_a_map_within_a_window(
     source, made = LocalFile(path), list[int]()
     real = mapped.map_file
 
-    def map_file(*given: Any) -> Any:
+    def map_file(*given: Any, **more: Any) -> Any:
         made.append(given[-1])
-        return real(*given)
+        return real(*given, **more)
 
     monkeypatch.setattr(mapped, "map_file", map_file)
     window = mapped.Window(source, 4 * page)

@@ -171,8 +171,8 @@ def test_a_process_that_cuts_the_file_waits_for_the_copy(
     cutting = "import os, sys; os.truncate(sys.argv[1], 100)"
     real, started = mapped.map_range, list[subprocess.Popen[bytes]]()
 
-    def map_range(*given: Any) -> Any:
-        made = real(*given)
+    def map_range(*given: Any, **more: Any) -> Any:
+        made = real(*given, **more)
         started.append(subprocess.Popen([sys.executable, "-c", cutting, str(path)]))
         with pytest.raises(subprocess.TimeoutExpired):
             started[0].wait(1)
@@ -231,9 +231,9 @@ def test_a_map_of_rows_stays_within_the_overhead(
     path, lengths = samples.save(tmp_path / "a.safetensors", {"a": array}), list[int]()
     real = mapped.map_range
 
-    def map_range(source: Any, offset: int, nbytes: int) -> Any:
+    def map_range(source: Any, offset: int, nbytes: int, **more: Any) -> Any:
         lengths.append(nbytes)
-        return real(source, offset, nbytes)
+        return real(source, offset, nbytes, **more)
 
     monkeypatch.setattr(mapped, "map_range", map_range)
     for limit in (None, 4 << 20):
