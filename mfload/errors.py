@@ -8,12 +8,12 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any, TypeVar
 
 _LISTED = 50  # Problems that are shown.
@@ -293,10 +293,15 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise UsageError(f"unknown {name}{meant}", expected=" | ".join(known), found=value)
 
 
-def check_number(name: str, value: Any, expected: str, fits: Callable[[Any], bool]) -> None:
-    """Raises UsageError for a value that is no number, or does not fit what is expected."""
-    if not isinstance(value, Real) or not fits(value):
+def number(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+    """A number, also one of a framework; UsageError if it is none, or does not fit (NaN never)."""
+    try:
+        made = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # PyTorch raises the last.
+        made = math.nan
+    if not fits(made):
         raise UsageError(name, expected=expected, found=repr(value))
+    return made
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep

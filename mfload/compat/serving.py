@@ -12,7 +12,7 @@ from mfload import errors
 
 _OPTIONS = [field.name for field in fields(mfload.Options)]
 
-_SMALL = 1 << 20  # Bytes of a bias that is kept.
+_SMALL = 1 << 20  # Bytes of a vector that is kept.
 
 # The model that each single path of `model_loader_extra_config` was first used for.
 _models: dict[str, str] = {}
@@ -115,7 +115,7 @@ class Weights:
 
 
 class _Kept:
-    """A lazy part of a bias, which is kept: vLLM copies these twice when it reloads."""
+    """A lazy part of a small vector, which is kept: vLLM copies biases twice when it reloads."""
 
     def __init__(self, part: Any, kept: dict[Any, Any], indices: tuple[str, ...]) -> None:
         self._part, self._kept, self._indices = part, kept, indices

@@ -187,7 +187,8 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
 def populate(memory: Any) -> None:
     """Has the kernel make the pages of a uint8 array at once: a fault for each takes as long.
 
-    What has its last page is taken to have all: memory that was used before, such as a heap's.
+    Memory whose last page is there is left alone: most likely it was used before, as a heap's is.
+    Of shared memory, a page is there once any process made it.
     """
     address, libc = memory.ctypes.data, _libc()
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

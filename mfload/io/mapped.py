@@ -41,7 +41,7 @@ def map_file(
 
     `ranges` are (first byte, length) of what will be used. With `begin`, which is a multiple of
     `mmap.ALLOCATIONGRANULARITY`, and `nbytes` so much of the file is mapped; `ranges` count from
-    there. Unless it is `cold`, the page cache is taken to hold it. Raises SourceChangedError if the
+    there. Unless it is `cold`, the page cache holds most of it. Raises SourceChangedError if the
     file is shorter than its header said, ReadError if the device failed, and MemoryLimitError if
     the system has no room for the map.
     """
@@ -108,7 +108,7 @@ def map_range(source: Source, offset: int, nbytes: int, *, cold: bool = True) ->
 class Window:
     """Maps ranges of a file one after the other; those that lie together share a map.
 
-    Unless it is `cold`, the page cache is taken to hold the file. To map and unmap each of them
+    Unless it is `cold`, the page cache holds most of the file. To map and unmap each of them
     takes a fifth of the time of a conversion, and threads wait for each other meanwhile. A map has
     `most` bytes, or as many as a range needs.
     """

@@ -148,7 +148,8 @@ class PreadReader:
             if block.nbytes > SHOWN:
                 with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
                     if still:
-                        window, at = mapped.map_range(self._source, start, stop - start)
+                        held = start, stop - start
+                        window, at = mapped.map_range(self._source, *held, cold=self._cold)
                         yield start, window[at:]
             for at in range(start, stop if window is None else start, SHOWN):
                 part = Block(block.source, at, min(SHOWN, stop - at), ())

@@ -39,6 +39,10 @@ PARTS = ("up", "down", "gate")
 """What the parts of a bundle are, in order; not all have a gate."""
 
 
+ALIGN = 64 << 10
+"""Multiple of which the data begins: that of the largest blocks of a disk."""
+
+
 class Part(NamedTuple):
     """A tensor that is part of a bundle.
 
@@ -95,9 +99,9 @@ def bundle(
 
     The projections of a layer become one tensor [neurons, parts, width], `layers.3.bundle`; all
     other tensors and the metadata stay. It is valid safetensors, and `unbundle` is the way back.
-    Bundles come first, and the data begins on a multiple of 4096 bytes: each bundle does too if its
-    size is such a multiple, as that of real layers is. In any case a neuron begins on a multiple of
-    the largest power of two, up to 4096, that divides its bytes.
+    Bundles come first, and the data begins on a multiple of 64 KiB. So each bundle does if its size
+    is such a multiple, as that of real layers is. In any case a neuron begins on a multiple of the
+    largest power of two, up to 64 KiB, that divides its bytes.
 
     Memory is bounded, and files are read back before they get their names, as by `mfload.convert`,
     which also says what stays after a kill. Columns of the down-projection lie apart, so it is read
@@ -177,7 +181,7 @@ def _rewrite(
     options: Options | None,
 ) -> tuple[Any, ...]:
     targets.resolve(target)  # None is for align.
-    given = layout.shard_limit(max_shard_size), layout.ALIGN, overwrite, progress, options
+    given = layout.shard_limit(max_shard_size), ALIGN, overwrite, progress, options
     return rewrite(source, target, *given, change=change, resume=True)
 
 
@@ -202,7 +206,7 @@ def bundled(index: Index, patterns: Mapping[str, re.Pattern[str]]) -> Index:
         said[name] = {"layer": layer, "parts": [[each, places[each]] for each in names]}
         taken.update(names)
     # Those of which more lie on a multiple go first; so all of them do that can.
-    made.sort(key=lambda info: -min(info.nbytes & -info.nbytes, layout.ALIGN))
+    made.sort(key=lambda info: -min(info.nbytes & -info.nbytes, ALIGN))
     rest = [info for info in index.columns if info.name not in taken]
     metadata = {**(index.metadata or {}), KEY: json.dumps(said, separators=(",", ":"))}
     rows = {info.name: info for info in (*made, *rest)}

@@ -116,9 +116,9 @@ def numbers(given: Iterable[int] | Numbers, what: str) -> Numbers:
     return np.fromiter(dict.fromkeys(found.tolist()), np.int64)
 
 
-def check_wait(wait: object) -> None:
-    """Raises UsageError unless it is a time."""
-    errors.check_number("wait", wait, "seconds, 0 or more", lambda number: number >= 0)
+def checked_wait(wait: object) -> float:
+    """Seconds to wait; raises UsageError unless it is a time."""
+    return errors.number("wait", wait, "seconds, 0 or more", lambda seconds: seconds >= 0)
 
 
 class _Reading:

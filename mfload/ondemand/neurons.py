@@ -21,7 +21,7 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.io.gather import Reads
 from mfload.ondemand import bundles, policies
-from mfload.ondemand.cache import check_wait, numbers, whole
+from mfload.ondemand.cache import checked_wait, numbers, whole
 from mfload.ondemand.rows import RowCache
 from mfload.ondemand.store import Part, Slots, Store, regex
 from mfload.options import Options, byte_count
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Matrices(NamedTuple):
     """Rows of the projections of a layer, [rows, width] each; row n of all is one neuron.
 
-    In NumPy and PyTorch they are views, with strides, of one matrix [rows, parts, width].
+    In NumPy and PyTorch they are views, with strides, of one array [rows, parts, width].
 
     Attributes:
         gate: None if the layer has none.
@@ -122,7 +122,7 @@ class NeuronCache(ClosedAtEnd):
                 y = np.maximum(x @ part.up.T, 0) @ part.down
 
     The file is one that `mfload.ondemand.bundle` wrote. All other tensors, such as attention and
-    embeddings, stays in memory. What is left of the budget is allocated when the cache is made, and
+    embeddings, stay in memory. What is left of the budget is allocated when the cache is made, and
     each layer gets the same share of its neurons. Any number of threads may use it at once; while
     one computes with a layer, neurons that another reads come behind, and none leaves.
 
@@ -174,7 +174,7 @@ class NeuronCache(ClosedAtEnd):
         gather: Engine = "auto",
         wait: float = 10.0,
     ) -> None:
-        check_wait(wait)
+        wait = checked_wait(wait)
         self._budget = byte_count("budget", budget, 1)
         if window is not None:
             policy = f"window({byte_count('window', window, 1)})"
@@ -199,7 +199,10 @@ class NeuronCache(ClosedAtEnd):
             found = {part.name for part in layers.values()}
             kept = [store.part(info) for info in store.tensors if info.name not in found]
             slots = Slots(store, [[each for each in kept if stays is None or stays(each.name)]])
-            capacities = self._divide([*layers.values()], slots.nbytes)
+            count = 1 + sum(len(_slots(store, part)) for part in layers.values())
+            # Each arena begins on a page.
+            fixed = slots.nbytes + buffers.PAGE * count
+            capacities = self._divide([*layers.values()], fixed)
             sizes = [*zip(layers.values(), capacities, strict=True)]
             # Before there is memory, which an error that is kept would keep.
             chosen = [policies.make(policy, part.shape[0], capacity) for part, capacity in sizes]
@@ -222,8 +225,7 @@ class NeuronCache(ClosedAtEnd):
 
     def _divide(self, parts: Sequence[Part], fixed: int) -> list[int]:
         """How many neurons of each layer the budget has room for, beside so many bytes."""
-        arenas = 1 + sum(part.shape[1] for part in parts)  # Each begins on a page.
-        least = fixed + buffers.PAGE * arenas + sum(p.nbytes // p.shape[0] for p in parts)
+        least = fixed + sum(part.nbytes // part.shape[0] for part in parts)
         if least > self._budget:
             raise errors.MemoryLimitError(
                 "the budget has no room for what stays in memory, and a neuron of each layer",
@@ -268,7 +270,7 @@ class NeuronCache(ClosedAtEnd):
             UsageError: As `use`; or `acceptance` is no share.
             MemoryLimitError, SourceChangedError, ReadError: As `use`.
         """
-        errors.check_number("acceptance", acceptance, "0 to 1", lambda share: 0 <= share <= 1)
+        acceptance = errors.number("acceptance", acceptance, "0 to 1", lambda n: 0 <= n <= 1)
         part, cache = self._known(layer)
         each = [numbers(rows, "neuron") for rows in drafts]
         none = np.empty(0, np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.ondemand.cache import SlotCache, check_wait
+from mfload.ondemand.cache import SlotCache, checked_wait
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.report import counted
 from mfload.runtime import NamedTuple
@@ -64,7 +64,7 @@ class Pools(ClosedAtEnd):
         what: str,
         wait: float,
     ) -> None:
-        check_wait(wait)
+        wait = checked_wait(wait)
         self._store, self._budget, self._what = store, budget, what
         by_size: dict[int, list[int]] = {}
         for number, keys in enumerate(sets):

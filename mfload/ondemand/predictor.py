@@ -130,8 +130,8 @@ def train_predictor(
     for name, value in (("rank", rank), ("epochs", epochs), ("batch", batch)):
         byte_count(name, value, 1)
     for name, share in (("recall", recall), ("held_out", held_out)):
-        errors.check_number(name, share, "more than 0 and less than 1", lambda each: 0 < each < 1)
-    errors.check_number("rate", rate, "more than 0", lambda each: 0 < each < np.inf)
+        errors.number(name, share, "more than 0 and less than 1", lambda each: 0 < each < 1)
+    rate = errors.number("rate", rate, "more than 0, and finite", lambda each: 0 < each < np.inf)
     random = np.random.default_rng(seed)
     order = random.permutation(count)
     kept = min(count - 1, max(1, round(count * held_out)))

@@ -79,8 +79,8 @@ class RehearsalStore(Store):
         """There is nothing to be moved."""
 
     def array(self, memory: Bytes, dtype: Any, shape: tuple[int, ...], at: int) -> Any:
-        """What keeps the slot, as the array does; there is nothing to be looked at."""
-        return memory
+        """What keeps the slot, as the array does; all its items are the slot's one byte."""
+        return np.broadcast_to(memory.reshape(-1)[:1].reshape(()), shape)
 
     def background(self) -> Background:
         """Reads ahead when `Rehearsal.compute` is called."""

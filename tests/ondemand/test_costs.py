@@ -111,7 +111,6 @@ def test_experts(
 
 
 def test_the_optimum_is_that_of_a_replay(folder: Path) -> None:
-
     path = experts_of(folder, dict.fromkeys(range(LAYERS), (16, 16)))
     rng = np.random.default_rng(1)
     trace = np.stack([[rng.permutation(EXPERTS)[:2] for _ in range(LAYERS)] for _ in range(30)])
