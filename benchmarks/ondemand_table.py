@@ -453,7 +453,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--layers", type=int, default=32, help="for I/O alone, in f16 (32)")
     made.add_argument("--product-layers", type=int, default=8, help="with products, in f32 (8)")
     made.add_argument("--tokens", type=int, default=20, help="a round; naive and hybrid a tenth")
-    made.set_defaults(rounds=3)
     given = arguments.parsed(made, ("io", "total", "upkeep"), argv)
     target = given.out / "ondemand_table.json"
     if given.redraw:

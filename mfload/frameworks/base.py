@@ -83,7 +83,7 @@ class Adapter:
         alignment: Bytes on which a tensor must lie to be taken without a copy. Default: the size
             of its element.
         readonly_maps: Whether arrays over maps of files refuse writing.
-        slices_are_views: Whether `array[:, n]` lies in the memory of the array.
+        slices_are_views: Whether `array[:, n]` is known to lie in the memory of the array.
         on_host: Whether the arrays stay in host memory.
         lends_held: Whether what it lends is held already, so that a load needs no more for it.
         devices: Those in whose memory results land; an `Allocation` names them by number.

@@ -123,11 +123,11 @@ def test_there_and_back(
     assert len(found) == len(kept) + len(layers)
     for each in done.files if limit is None else ():
         start, said = header(Path(each))
-        assert start % 4096 == 0
+        assert start % bundles.ALIGN == 0
         nbytes = neurons * len(parts) * width * np.dtype(dtype).itemsize
         for layer in layers:
             low, _ = said[f"m.layers.{layer}.bundle"]["data_offsets"]
-            assert (start + low) % min(4096, nbytes & -nbytes) == 0
+            assert (start + low) % min(bundles.ALIGN, nbytes & -nbytes) == 0
 
 
 def test_the_reference_reads_it(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_bundles_come_first_by_how_they_can_be_aligned(tmp_path: Path) -> None:
     assert names[:3] == [f"m.layers.{layer}.bundle" for layer in (1, 2, 0)]
     assert names[3] == "embed"
     places = [start + said[name]["data_offsets"][0] for name in names[:3]]
-    assert [places[0] % 4096, places[1] % 4096, places[2] % 64] == [0, 0, 0]
+    assert [places[0] % bundles.ALIGN, places[1] % 4096, places[2] % 64] == [0, 0, 0]
 
 
 def test_shards_and_other_formats(tmp_path: Path) -> None:
