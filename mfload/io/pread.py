@@ -117,10 +117,8 @@ class PreadReader:
             return False
         from mfload.io import mapped  # Late: most blocks lie in the file as they are wanted.
 
-        self._maps, self._map = (
-            False,
-            self._map or mapped.Window(self._source, _WINDOW, cold=self._cold),
-        )
+        self._maps = False
+        self._map = self._map or mapped.Window(self._source, _WINDOW, cold=self._cold)
         with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
             if still and rows is None:
                 window, at = self._map.map_range(block.offset, nbytes)

@@ -40,7 +40,7 @@ PARTS = ("up", "down", "gate")
 
 
 ALIGN = 64 << 10
-"""Multiple of which the data begins: that of the largest blocks of a disk."""
+"""Multiple of which the data begins, so that neurons of up to so many bytes can lie on such, too."""
 
 
 class Part(NamedTuple):
