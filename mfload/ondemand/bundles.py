@@ -40,7 +40,7 @@ PARTS = ("up", "down", "gate")
 
 
 ALIGN = 64 << 10
-"""Multiple of which the data begins, so that neurons of up to so many bytes can lie on such, too."""
+"""Multiple of which the data begins, so that neurons of so many bytes lie on multiples, too."""
 
 
 class Part(NamedTuple):
