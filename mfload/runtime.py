@@ -156,13 +156,18 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def share_of_cores() -> int:
-    """Cores for this process, at least one, if others of the same program run beside it.
+def local_processes() -> int:
+    """Processes of the same program on this machine, with this one.
 
-    How many there are is what launchers such as torchrun say in LOCAL_WORLD_SIZE.
+    It is what launchers such as torchrun say in LOCAL_WORLD_SIZE.
     """
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, cores() // max(1, int(beside) if beside.isdecimal() else 1))
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(said) if said.isdecimal() else 1)
+
+
+def share_of_cores() -> int:
+    """Cores for this process, at least one, if others of the same program run beside it."""
+    return max(1, cores() // local_processes())
 
 
 Usage = tuple[float, float, int]

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import mmap
 import os
 import sys
@@ -158,6 +159,9 @@ POPULATE_READ = 22  # Linux 5.14 and newer.
 _POPULATE_WRITE = 23
 _DONT_FORK = 10
 _DO_FORK = 11
+_HUGE_PAGES = 14
+# Each range that is asked for may cost two of the 65,530 maps that Linux gives a process.
+_asked, _MOST_ASKED = itertools.count(), 8192
 
 
 @functools.cache
@@ -199,6 +203,18 @@ def populate(memory: Any) -> None:
         if there.raw == b"\0":
             with contextlib.suppress(OSError):  # Older kernels fault.
                 madvise(start, whole, _POPULATE_WRITE)
+
+
+def ask_huge(memory: Any) -> None:
+    """Asks for huge pages within a uint8 array that was lent: they are made in half the time.
+
+    The pages that are there already, and those that it shares with its neighbours, stay small.
+    """
+    address = memory.ctypes.data
+    start, stop = -(-address // HUGE) * HUGE, (address + memory.nbytes) // HUGE * HUGE
+    if start < stop and next(_asked) < _MOST_ASKED:
+        with contextlib.suppress(OSError):  # As of `_Map`.
+            madvise(start, stop - start, _HUGE_PAGES)
 
 
 def never_forked(array: Any) -> None:

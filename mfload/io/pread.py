@@ -18,6 +18,9 @@ from mfload.sources.base import Source
 SHOWN = 4 << 20
 """Bytes of a block that an observer sees at once; longer ones are shown in parts."""
 
+FETCHED = 256 << 10
+"""Bytes that the kernel is asked for at once: it leaves out what is more than a disk request."""
+
 IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 """Buffers that one vectored call takes: 1024 on Linux; POSIX promises 16."""
 
@@ -27,8 +30,6 @@ CONVERTER: Callable[[Any, Any], None] | None = None
 _WORTH_POPULATING = 64 << 10  # Of memory in small pages, which is not mfload's.
 _WORTH_MAPPING = 256 << 10  # To map less takes longer than to read it.
 _ROWS_A_MAP = 96  # To read fewer rows that lie apart takes less time than to map them.
-# Bytes that the kernel is asked to fetch at once: it leaves out what is more than a disk request.
-_FETCHED = 256 << 10
 # Of a file that is mapped to be shown or converted, at once: long enough to be worth a map, and so
 # short that a process that wants to write to the file waits for some milliseconds.
 _WINDOW = 16 << 20
@@ -196,10 +197,17 @@ def read_ahead(sources: Sequence[Source]) -> list[Source]:
 def prefetch(sources: Mapping[int, Source], blocks: Iterable[Block]) -> None:
     """Has the kernel fetch blocks of some sources into the page cache, and does not wait for it."""
     for block in blocks:
-        if block.source in sources and hasattr(os, "posix_fadvise"):
-            with sources[block.source].open() as opened, suppress(OSError):
-                for start in range(block.offset, block.offset + block.span, _FETCHED):
-                    os.posix_fadvise(opened.fd, start, _FETCHED, os.POSIX_FADV_WILLNEED)
+        if block.source in sources:
+            with sources[block.source].open() as opened:
+                fetch(opened.fd, range(block.offset, block.offset + block.span, FETCHED))
+
+
+def fetch(fd: int, starts: range) -> None:
+    """Has the kernel fetch `FETCHED` bytes of an open file from each start on; waits for none."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            for start in starts:
+                os.posix_fadvise(fd, start, FETCHED, os.POSIX_FADV_WILLNEED)
 
 
 def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:

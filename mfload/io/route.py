@@ -16,7 +16,8 @@ from mfload.sources.base import Source
 
 _ON_DEVICES = ("pinned", "gds")
 _WARM = 0.5
-_SMALL = 8 << 20
+SMALL = 8 << 20
+"""Bytes from which on it is worth asking the page cache."""
 # A load may stay in the page cache if it takes at most this part of the available memory. The
 # arrays take as much again, and what the cache holds of other files is of use, too.
 _KEPT = 4
@@ -136,7 +137,7 @@ def _leg(source: Source, nbytes: int, engine: str, page_cache: str, unit: int | 
         why = getattr(source, "why", "not a local file")  # A peer says more.
         return Leg(source.name, source.engine, why)
     bypass = page_cache == "bypass"
-    if engine == "auto" and nbytes < _SMALL and not bypass:
+    if engine == "auto" and nbytes < SMALL and not bypass:
         # Not worth asking the cache, and small reads of one file should find it there again.
         return Leg(source.name, "pread", "small read")
     if engine in ("pread", "mmap"):

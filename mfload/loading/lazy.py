@@ -15,7 +15,7 @@ from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
 from mfload.index import Columns, Index, TensorInfo
 from mfload.io import buffers, route
-from mfload.io.pread import PreadReader, read_ahead
+from mfload.io.pread import FETCHED, PreadReader, fetch
 from mfload.load_options import started
 from mfload.loading import execute
 from mfload.loading.session import MAX_RANK, Loader, let_go
@@ -23,7 +23,7 @@ from mfload.planning import boxes
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
-from mfload.runtime import Usage, share_of_cores, usage
+from mfload.runtime import Usage, local_processes, share_of_cores, usage
 from mfload.sources.base import Costs, Source
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mfload.report import Report
 
 _FILLED = 64 << 20  # Bytes that are read past plan and session.
+_AHEAD = 32 << 20  # Bytes that are fetched from a disk before they are asked for, at most.
 _PART, _THREADS = 2 << 20, 4  # Bytes that are worth a thread of their own, of so many.
 _FEW_ROWS = 256  # To read them one by one takes less time than to plan blocks.
 _SHOWN = 50  # Tensors that a notebook shows.
@@ -84,6 +85,9 @@ class LazyCheckpoint:
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
         self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
+        # Of a file on a disk: bytes read without a gap, where they end, and how far it is fetched.
+        self._fetched = dict[int, tuple[int, int, int]]()
+        self._shared = local_processes() > 1
         self._map: MapRange | None = None
         if how.engine == "mmap":
             from mfload.io import mapped  # Late: most do without it.
@@ -272,43 +276,65 @@ class LazyCheckpoint:
         try:
             leg = self._legs.get(source)
             if leg is None:
-                (leg,) = route.choose([(opened, nbytes)], *self._route)
-                if leg.cold:
-                    read_ahead([opened])
+                # It stands for what else is read of the file, so small reads ask, too.
+                (leg,) = route.choose([(opened, max(nbytes, route.SMALL))], *self._route)
                 if leg.cached is not None:  # To ask again takes as long as to read 2 MB.
                     self._legs[source] = leg
-            if leg.direct or (apart and leg.cold):
+            if leg.direct or (apart and leg.cold and not self._shared):
                 return None
+            ahead = range(0)
+            if leg.cold:
+                first, reach = info.pieces[0].offset, info.nbytes
+                ahead = self._ahead(source, *((first, reach) if apart else (at, nbytes)))
             if apart:
+                with opened.open() as handle:
+                    fetch(handle.fd, ahead)
                 nbytes = self._land_part(opened, request, memory)
             else:
-                used = self._read_whole(opened, at, memory, together=not leg.cold)
+                used = self._read_whole(opened, at, memory, ahead)
             opened.check()
         except (OSError, MemoryError, errors.MfloadError) as error:
             let_go(error)
             raise execute.named(error, opened.name, info.name)  # noqa: B904 - it has its cause
         return leg, nbytes, used
 
-    def _read_whole(self, source: Source, at: int, memory: Any, together: bool) -> list[Span]:
-        """Reads a range; `together`, several threads a part of it each.
+    def _ahead(self, source: int, at: int, nbytes: int) -> range:
+        """Where the kernel is to fetch on in a file, before these bytes of it are read.
 
-        The pages of new memory take longer to make than their bytes to copy. From a disk, a thread
-        that reads on is read ahead for, and several are not. Returns what other threads used.
+        As far beyond them as was read up to them without a gap, and 32 MiB at most. What is left
+        out is no gap if other processes of this machine read it.
         """
-        count = min(self._threads, memory.nbytes // _PART) if together else 1
-        size, caller = -(-memory.nbytes // max(1, count)), get_ident()
+        read, end, fetched = self._fetched.get(source, (0, 0, 0))
+        opened = self._sources[source]
+        if not 0 <= at - end <= (_AHEAD if self._shared else opened.costs.merge_gap):
+            read, fetched = 0, at
+        end = at + nbytes
+        stop = min(end + min(read, _AHEAD), opened.size)
+        self._fetched[source] = read + nbytes, end, max(fetched, stop)
+        return range(max(fetched, at), stop, FETCHED)
+
+    def _read_whole(self, source: Source, at: int, memory: Any, ahead: range) -> list[Span]:
+        """Reads a range, a large one in several threads, and has the kernel fetch what is ahead.
+
+        The pages of new memory take longer to make than their bytes to copy. Returns what other
+        threads used.
+        """
+        count = max(1, min(self._threads, memory.nbytes // _PART))
+        size, caller = -(-memory.nbytes // count), get_ident()
         used: list[Span] = []
+        buffers.ask_huge(memory)
 
         def read(number: int) -> None:
             before = None if get_ident() == caller else usage(thread=True)
             part = memory[number * size : (number + 1) * size]
-            buffers.populate(part)
             with source.open() as handle:
+                fetch(handle.fd, ahead[number::count])
+                buffers.populate(part)
                 handle.read([part], at + number * size)
             if before is not None:
                 used.append((before, usage(thread=True)))
 
-        if count < 2:
+        if count == 1:
             read(0)
             return used
         if self._crew is None:

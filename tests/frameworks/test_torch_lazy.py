@@ -26,6 +26,9 @@ from torch.nn import functional
 import mfload
 from mfload import errors
 from mfload.frameworks.torch_lazy import LazyTensor
+from mfload.io import buffers, probes
+from mfload.io.pread import FETCHED
+from mfload.loading import lazy as opened_lazily
 from mfload.sources.local import OpenFile
 
 SHAPE = (64, 96)
@@ -584,3 +587,109 @@ def test_a_long_copy_that_fails_in_another_thread(
                 torch.empty_like(whole).copy_(lazy)
         assert any("may hold some" in note for note in caught.value.__notes__)
         assert torch.equal(torch.empty_like(whole).copy_(lazy), whole)
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """The ranges that the kernel is asked to fetch of files, none of which it caches."""
+    asked: list[range] = []
+    real = opened_lazily.fetch
+
+    def fetch(fd: int, starts: range) -> None:
+        if starts:
+            asked.append(starts)
+        real(fd, starts)
+
+    monkeypatch.setattr(opened_lazily, "fetch", fetch)
+    monkeypatch.setattr(probes, "cached_share", lambda fd, size: 0.0)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return asked
+
+
+def rows_of(path: Path, count: int = 16) -> dict[str, Any]:
+    model = {f"{n:02}": torch.randint(0, 99, (256, 4096), dtype=torch.uint8) for n in range(count)}
+    save_file(model, path)
+    return model
+
+
+def test_of_a_cold_file_as_much_is_fetched_ahead_as_was_read(
+    tmp_path: Path, fetched: list[range]
+) -> None:
+    model = rows_of(tmp_path / "model.safetensors")
+    begin = (tmp_path / "model.safetensors").stat().st_size - 16 * MIB
+    ends: list[int] = []
+    for name, tensor in Opened(tmp_path).tensors.items():
+        assert torch.equal(torch.empty_like(model[name]).copy_(tensor), model[name])
+        ends.append(max((each.stop for each in fetched), default=0))
+    size = begin + 16 * MIB
+    # The first might be the only one.
+    assert ends == [min(begin + (2 * n - 1) * MIB, size) for n in range(1, 17)]
+    starts = [start for each in fetched for start in each]
+    assert {each.step for each in fetched} == {FETCHED}
+    assert starts == sorted(starts)
+    assert len(set(starts)) == len(starts) >= 16 * MIB // FETCHED
+
+
+def test_what_is_left_out_of_a_cold_file_is_not_fetched(
+    tmp_path: Path, fetched: list[range]
+) -> None:
+    rows_of(tmp_path / "model.safetensors")
+    opened = Opened(tmp_path)
+    begin = (tmp_path / "model.safetensors").stat().st_size - 16 * MIB
+    for n in (0, 4, 8, 12):  # As experts of which others are on other machines.
+        fetched.clear()
+        torch.empty(256, 4096, dtype=torch.uint8).copy_(opened.tensors[f"{n:02}"])
+        (asked,) = fetched
+        assert (asked.start, asked.stop) == (begin + n * MIB, begin + (n + 1) * MIB)
+
+
+@pytest.mark.parametrize(("processes", "most"), [("1", 0), ("2", 2.5)])
+def test_processes_of_a_machine_fetch_for_each_other(
+    tmp_path: Path,
+    fetched: list[range],
+    monkeypatch: pytest.MonkeyPatch,
+    processes: str,
+    most: float,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    model = rows_of(tmp_path / "model.safetensors")
+    opened = Opened(tmp_path)
+    begin = (tmp_path / "model.safetensors").stat().st_size - 16 * MIB
+    for n in range(6):  # The upper half of each, and the left one.
+        name, half = f"{n:02}", torch.empty(128, 4096, dtype=torch.uint8)
+        assert torch.equal(half.copy_(opened.tensors[name][:128]), model[name][:128])
+    assert max(each.stop for each in fetched) == begin + (5.5 + most) * MIB
+    left = torch.empty(256, 2048, dtype=torch.uint8).copy_(opened.tensors["06"][:, :2048])
+    assert torch.equal(left, model["06"][:, :2048])
+    # Alone, its rows would be asked for one by one, by a plan.
+    assert len(opened.report.route) == (2 if processes == "1" else 1)
+
+
+def test_huge_pages_are_asked_for_within_what_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"w": torch.randint(0, 99, (9 * MIB,), dtype=torch.uint8)}
+    save_file(model, tmp_path / "model.safetensors")
+    (lazily,) = Opened(tmp_path).tensors.values()
+    target = torch.empty(9 * MIB, dtype=torch.uint8)
+    asked: list[tuple[int, int]] = []
+    real = buffers.madvise
+
+    def madvise(address: int, nbytes: int, advice: int) -> None:
+        if advice == 14:
+            asked.append((address, address + nbytes))
+        real(address, nbytes, advice)
+
+    monkeypatch.setattr(buffers, "madvise", madvise)
+    assert torch.equal(target.copy_(lazily), model["w"])
+    ((start, stop),) = asked
+    assert start % buffers.HUGE == stop % buffers.HUGE == 0
+    assert 0 <= start - target.data_ptr() < buffers.HUGE
+    assert 0 <= target.data_ptr() + target.nbytes - stop < buffers.HUGE
+    # Each may cost maps, of which a process has so many.
+    monkeypatch.setattr(buffers, "_MOST_ASKED", 0)
+    target.copy_(lazily)
+    assert len(asked) == 1
