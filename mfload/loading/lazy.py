@@ -278,17 +278,17 @@ class LazyCheckpoint:
             if leg is None:
                 # It stands for what else is read of the file, so small reads ask, too.
                 (leg,) = route.choose([(opened, max(nbytes, route.SMALL))], *self._route)
-                if leg.cached is not None:  # To ask again takes as long as to read 2 MB.
-                    self._legs[source] = leg
-            if leg.direct or (apart and leg.cold and not self._shared):
+                self._legs[source] = leg  # To ask again takes as long as to read 2 MB.
+            ahead, together = range(0), self._shared and info.nbytes <= _FILLED
+            if leg.direct or (leg.cold and apart and nbytes >= route.SMALL and not together):
                 return None
-            ahead = range(0)
-            if leg.cold:
-                first, reach = info.pieces[0].offset, info.nbytes
-                ahead = self._ahead(source, *((first, reach) if apart else (at, nbytes)))
+            if leg.cold and (together or not apart):
+                part = (info.pieces[0].offset, info.nbytes) if apart else (at, nbytes)
+                ahead = self._ahead(source, *part)
             if apart:
-                with opened.open() as handle:
-                    fetch(handle.fd, ahead)
+                if ahead:
+                    with opened.open() as handle:
+                        fetch(handle.fd, ahead)
                 nbytes = self._land_part(opened, request, memory)
             else:
                 used = self._read_whole(opened, at, memory, ahead)
@@ -306,6 +306,8 @@ class LazyCheckpoint:
         """
         read, end, fetched = self._fetched.get(source, (0, 0, 0))
         opened = self._sources[source]
+        if end == at + nbytes:  # Another part of the same tensor.
+            return range(0)
         if not 0 <= at - end <= (_AHEAD if self._shared else opened.costs.merge_gap):
             read, fetched = 0, at
         end = at + nbytes

@@ -144,7 +144,7 @@ def test_a_copy_that_fails_is_no_reason_to_fall_back(
 class TestRoute:
     @pytest.fixture(autouse=True)
     def large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("mfload.io.route._SMALL", 0)
+        monkeypatch.setattr("mfload.io.route.SMALL", 0)
 
     def _cached(self, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
         monkeypatch.setattr(probes, "cached_share", lambda *_: share)

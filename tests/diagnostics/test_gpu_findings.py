@@ -230,7 +230,7 @@ def test_the_route_onto_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: list[str], real: bool
 ) -> None:
     monkeypatch.setattr(gds, "verdict", lambda *_, **__: gds.Verdict(real, "as told"))
-    monkeypatch.setattr("mfload.io.route._SMALL", 0)
+    monkeypatch.setattr("mfload.io.route.SMALL", 0)
     monkeypatch.setattr("mfload.io.probes.cached_share", lambda *_: 0.0)
     monkeypatch.setattr("mfload.io.probes.direct_alignment", lambda _: (512, 512))
     monkeypatch.setattr("mfload.io.probes.memory_room", lambda *_, **__: (100, "test machine"))
