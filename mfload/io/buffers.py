@@ -206,7 +206,7 @@ def populate(memory: Any) -> None:
 
 
 def ask_huge(memory: Any) -> None:
-    """Asks for huge pages within a uint8 array that was lent: they are made in half the time.
+    """Asks for huge pages within a uint8 array that was lent: they are made in less time.
 
     The pages that are there already, and those that it shares with its neighbours, stay small.
     """

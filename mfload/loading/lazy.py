@@ -279,6 +279,7 @@ class LazyCheckpoint:
                 # It stands for what else is read of the file, so small reads ask, too.
                 (leg,) = route.choose([(opened, max(nbytes, route.SMALL))], *self._route)
                 self._legs[source] = leg  # To ask again takes as long as to read 2 MB.
+            # Rows that lie apart: together the processes of a machine read all of a tensor.
             ahead, together = range(0), self._shared and info.nbytes <= _FILLED
             if leg.direct or (leg.cold and apart and nbytes >= route.SMALL and not together):
                 return None
