@@ -9,6 +9,7 @@ from typing import Any, cast
 from mfload import errors
 from mfload.dlpack import View
 from mfload.frameworks.base import Adapter, Lent, Pool
+from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.planning.selection import Rules
@@ -135,6 +136,9 @@ class InPlaceAdapter(Adapter):
     def lend(self, requests: Sequence[Request]) -> list[Lent]:
         self.lent = True
         held = [self._memory.get(request.devices[0]) for request in requests]
+        for memory in held:
+            if memory is not None:
+                buffers.ask_huge(memory)
         new = [each for each, memory in zip(requests, held, strict=True) if memory is None]
         rest = iter(self._new.lend(new) if new else ())
         return [next(rest) if memory is None else Lent(None, memory) for memory in held]
