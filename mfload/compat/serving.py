@@ -109,7 +109,7 @@ class Weights:
         ):
             if skip is None or not skip(name):
                 # A model may keep all its weights in a list first.
-                if not self.once and tensor.dim() < 2 and tensor.nbytes <= _SMALL:
+                if not self.once and tensor.like.dim() < 2 and tensor.like.nbytes <= _SMALL:
                     tensor.whole.part = _Kept(tensor.whole.part, {}, ())
                 yield name, tensor
 
@@ -125,6 +125,10 @@ class _Kept:
 
     def __getitem__(self, index: Any) -> _Kept:
         return _Kept(self._part[index], self._kept, (*self._indices, repr(index)))
+
+    def run(self, *place: Any) -> _Kept | None:
+        part = self._part.run(*place)
+        return part and _Kept(part, self._kept, (*self._indices, repr(place)))
 
     def __repr__(self) -> str:
         return repr(self._part)

@@ -138,7 +138,7 @@ class InPlaceAdapter(Adapter):
         held = [self._memory.get(request.devices[0]) for request in requests]
         for memory in held:
             if memory is not None:
-                buffers.ask_huge(memory)
+                buffers.ask_huge(memory.ctypes.data, memory.nbytes)
         new = [each for each, memory in zip(requests, held, strict=True) if memory is None]
         rest = iter(self._new.lend(new) if new else ())
         return [next(rest) if memory is None else Lent(None, memory) for memory in held]

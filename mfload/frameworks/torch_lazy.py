@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -14,7 +15,9 @@ import torch
 from mfload import errors
 from mfload.frameworks import private_api
 from mfload.frameworks.base import Lent, memory_at
+from mfload.io import buffers
 
+_LAYOUTS = 1024  # Layouts of views of which the boxes are kept: layers of a model are alike.
 # What the shape, the dtype and the layout of a tensor say.
 _METADATA = {
     "__hash__", "__len__", "_version", "dim", "dtype", "element_size", "grad", "grad_fn",
@@ -90,7 +93,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
                 return made
         elif name == "copy_" and _fills(first, args[1:]):
             part, *_ = args[1].taken()
-            memory = memory_at(first, first.data_ptr(), first.numel() * first.element_size())
+            memory = _memory(first)
             try:
                 part.read(Lent(first, memory))
             finally:  # What fails has changed it, too.
@@ -122,8 +125,14 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             self._taken = part, list(like.stride()), like.storage_offset()
             if like.is_contiguous() and like.numel() == math.prod(part.shape):
                 return self._taken
+            if like.is_contiguous() and like.numel():
+                run = part.run(like.storage_offset(), tuple(like.shape))
+                if run is not None:
+                    self._taken = run, self._taken[1], 0
+                    return self._taken
+            layout = tuple(part.shape), tuple(like.shape), tuple(like.stride())
             with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
-                box, inside, at = smallest_box(part.shape, like.shape, *self._taken[1:])
+                box, inside, at = smallest_box(*layout, like.storage_offset())
                 self._taken = part[box], inside, at
         return self._taken
 
@@ -225,6 +234,7 @@ def _views(
     return iter(lazy) if name == "__iter__" else type(made)(lazy)
 
 
+@functools.lru_cache(_LAYOUTS)
 def smallest_box(
     whole: Sequence[int], shape: Sequence[int], strides: Sequence[int], offset: int
 ) -> tuple[tuple[slice, ...], list[int], int]:
@@ -296,6 +306,18 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         and lazy.whole.held is None
         and _is_dense(lazy)
     )
+
+
+def _memory(target: Any) -> Any:
+    """The bytes of a dense tensor; asks for huge pages where they lie in its storage alone.
+
+    Loaders fill one tensor in parts, each of which would leave small pages at both of its ends.
+    """
+    start, storage = target.data_ptr(), target.untyped_storage()
+    stop, low = start + target.numel() * target.element_size(), storage.data_ptr()
+    low, high = max(low, start - buffers.HUGE), min(low + storage.nbytes(), stop + buffers.HUGE)
+    buffers.ask_huge(low, high - low)
+    return memory_at(target, start, stop - start)
 
 
 def _is_dense(lazy: LazyTensor) -> bool:

@@ -205,13 +205,12 @@ def populate(memory: Any) -> None:
                 madvise(start, whole, _POPULATE_WRITE)
 
 
-def ask_huge(memory: Any) -> None:
-    """Asks for huge pages within a uint8 array that was lent: they are made in less time.
+def ask_huge(address: int, nbytes: int) -> None:
+    """Asks for huge pages within memory that was lent: they are made in less time.
 
     The pages that are there already, and those that it shares with its neighbours, stay small.
     """
-    address = memory.ctypes.data
-    start, stop = -(-address // HUGE) * HUGE, (address + memory.nbytes) // HUGE * HUGE
+    start, stop = -(-address // HUGE) * HUGE, (address + nbytes) // HUGE * HUGE
     if start < stop and next(_asked) < _MOST_ASKED:
         with contextlib.suppress(OSError):  # As of `_Map`.
             madvise(start, stop - start, _HUGE_PAGES)

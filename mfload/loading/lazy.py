@@ -36,6 +36,7 @@ _FILLED = 64 << 20  # Bytes that are read past plan and session.
 _AHEAD = 32 << 20  # Bytes that are fetched from a disk before they are asked for, at most.
 _PART, _THREADS = 2 << 20, 4  # Bytes that are worth a thread of their own, of so many.
 _FEW_ROWS = 256  # To read them one by one takes less time than to plan blocks.
+_KINDS = 64  # Shapes and parts of them, of which it is kept how they are read.
 _SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
@@ -88,6 +89,7 @@ class LazyCheckpoint:
         # Of a file on a disk: bytes read without a gap, where they end, and how far it is fetched.
         self._fetched = dict[int, tuple[int, int, int]]()
         self._shared = local_processes() > 1
+        self._cells = dict[Any, Any]()
         self._map: MapRange | None = None
         if how.engine == "mmap":
             from mfload.io import mapped  # Late: most do without it.
@@ -242,8 +244,12 @@ class LazyCheckpoint:
 
     def _land_part(self, source: Source, request: Request, memory: Any) -> int:
         """Reads what a request takes of a tensor; returns the bytes that it reads for that."""
-        reads = Reads(source.costs)
-        reads.parts([request], [None], [(0, 0)])
+        reads, info = Reads(source.costs, self._cells), request.info
+        if len(self._cells) > _KINDS:
+            self._cells.clear()
+        # Layers of a model are alike.
+        kind = info.shape, info.dtype.name, request.selection
+        reads.parts([request], [None], [(0, 0)], kind)
         reader, slot = PreadReader(source, window=source.costs.span), buffers.WorkerSlot()
         try:
             blocks = reads.end()
@@ -325,7 +331,6 @@ class LazyCheckpoint:
         count = max(1, min(self._threads, memory.nbytes // _PART))
         size, caller = -(-memory.nbytes // count), get_ident()
         used: list[Span] = []
-        buffers.ask_huge(memory)
 
         def read(number: int) -> None:
             before = None if get_ident() == caller else usage(thread=True)

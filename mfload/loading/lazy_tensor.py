@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.several import InPlaceAdapter
+from mfload.index import Piece, TensorInfo
 from mfload.io.route import Leg
 from mfload.loading.lazy import LazyCheckpoint, Span
 from mfload.planning.request import Request
@@ -80,6 +82,22 @@ class LazyTensor:
         request = request._replace(selection=selection)
         given = self._opened, self._file, request, self._like, self.adapter, self._report
         return LazyTensor(*given)
+
+    def run(self, first: int, shape: tuple[int, ...]) -> LazyTensor | None:
+        """Items that follow each other, from one on: a tensor of their own, without a selection.
+
+        None if they are not one raw range of a file.
+        """
+        info, dtype, selection, *_ = request = self._request
+        whole = selection is None and info.simple and dtype is info.dtype
+        if not whole or dtype.elements > 1 or self._packed:
+            return None
+        at, size = info.pieces[0], dtype.nbytes
+        piece = Piece(at.source, at.offset + first * size, math.prod(shape) * size)
+        request = request._replace(info=TensorInfo(info.name, dtype, shape, (piece,)))
+        return LazyTensor(
+            self._opened, self._file, request, self._like, self.adapter, self._report
+        )
 
     def read(self, lent: Lent | None = None, *, unknown: bool = False) -> Any:
         """Reads it into a new array, or into one of the same dtype and shape that is lent.

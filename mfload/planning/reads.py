@@ -25,12 +25,12 @@ class Reads:
         decoding: Bytes that a reader holds for the block that takes most to decode.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, known: dict[Any, list[boxes.Cell]] | None = None) -> None:
         self.staged = self.decoding = 0
         self._costs = costs
         self._gap = max(1, costs.merge_gap)
         self._blocks: list[Block] = []
-        self._known: dict[int | None, list[boxes.Cell]] = {}
+        self._known: dict[Any, list[boxes.Cell]] = {} if known is None else known
         self._source = -1
         # Bytes that follow each other in the file and in memory: offset, bytes, buffer, place.
         self._run = (0, 0, -1, 0)
@@ -54,7 +54,7 @@ class Reads:
         wanted: Sequence[Request],
         offsets: Sequence[int | None],
         spots: Sequence[tuple[int, int]],
-        kind: int | None = None,
+        kind: Any = None,
         starts: Sequence[int] | None = None,
     ) -> None:
         """Takes parts of one tensor; bytes that several want are read once, except with steps.
@@ -111,7 +111,7 @@ class Reads:
         return tuple(self._blocks)
 
     def _cells(
-        self, wanted: Sequence[Request], kind: int | None, starts: Sequence[int] | None
+        self, wanted: Sequence[Request], kind: Any, starts: Sequence[int] | None
     ) -> list[boxes.Cell]:
         """Cells of a tensor: of each part with steps or lists, and of the others together."""
         if kind in self._known:
