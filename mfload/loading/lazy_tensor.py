@@ -95,9 +95,8 @@ class LazyTensor:
         at, size = info.pieces[0], dtype.nbytes
         piece = Piece(at.source, at.offset + first * size, math.prod(shape) * size)
         request = request._replace(info=TensorInfo(info.name, dtype, shape, (piece,)))
-        return LazyTensor(
-            self._opened, self._file, request, self._like, self.adapter, self._report
-        )
+        given = self._opened, self._file, request, self._like, self.adapter, self._report
+        return LazyTensor(*given)
 
     def read(self, lent: Lent | None = None, *, unknown: bool = False) -> Any:
         """Reads it into a new array, or into one of the same dtype and shape that is lent.
