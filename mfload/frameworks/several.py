@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, cast
 
+import numpy as np
+
 from mfload import errors
 from mfload.dlpack import View
 from mfload.frameworks.base import Adapter, Lent, Pool
@@ -137,7 +139,7 @@ class InPlaceAdapter(Adapter):
         self.lent = True
         held = [self._memory.get(request.devices[0]) for request in requests]
         for memory in held:
-            if memory is not None:
+            if isinstance(memory, np.ndarray):  # Not a device's.
                 buffers.ask_huge(memory.ctypes.data, memory.nbytes)
         new = [each for each, memory in zip(requests, held, strict=True) if memory is None]
         rest = iter(self._new.lend(new) if new else ())

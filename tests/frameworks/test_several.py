@@ -275,3 +275,17 @@ def test_a_name_that_is_not_there_is_answered_with_one_that_is(tmp_path: Path) -
     path = samples.save(tmp_path / "a.safetensors", {"head": np.zeros(3, np.float32)})
     with pytest.warns(UserWarning, match="'haed'.*did you mean 'head'"):
         mfload.load(path, "jax", device={"head": "cpu:0", "haed": "cpu:1"})
+
+
+def test_huge_pages_are_asked_for_in_memory_that_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a whole target: blocks of one begin and end amid huge pages."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(several.buffers, "ask_huge", lambda *given: asked.append(given))
+    memory = np.zeros(1 << 20, np.uint8)
+    wanted = request(material.stored("w", "F32", (1 << 18,), 1))
+    there = FakeDevice().allocate(1 << 20)
+    adapter = several.InPlaceAdapter(TorchAdapter(CPU), {0: memory, 1: there})
+    given = adapter.lend([wanted._replace(devices=(n,)) for n in range(2)])
+    assert given[0].memory is memory
+    assert given[1].memory is there
+    assert asked == [(memory.ctypes.data, memory.nbytes)]

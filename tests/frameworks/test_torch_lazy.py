@@ -29,6 +29,7 @@ from mfload.frameworks.torch_lazy import LazyTensor
 from mfload.io import buffers, probes
 from mfload.io.pread import FETCHED
 from mfload.loading import lazy as opened_lazily
+from mfload.planning import boxes
 from mfload.sources.local import OpenFile
 
 SHAPE = (64, 96)
@@ -696,3 +697,77 @@ def test_huge_pages_are_asked_for_within_what_is_filled(
     monkeypatch.setattr(buffers, "_MOST_ASKED", 0)
     target.copy_(lazily)
     assert len(asked) == 1
+
+
+def test_huge_pages_reach_beyond_a_part_as_far_as_its_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"w": torch.randint(0, 99, (MIB,), dtype=torch.uint8)}
+    save_file(model, tmp_path / "model.safetensors")
+    (lazily,) = Opened(tmp_path).tensors.values()
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(buffers, "_asked", iter(range(9)))
+
+    def madvise(address: int, nbytes: int, advice: int) -> None:
+        if advice == 14:
+            asked.append((address, address + nbytes))
+
+    monkeypatch.setattr(buffers, "madvise", madvise)
+    whole = torch.empty(9 * MIB, dtype=torch.uint8)
+    inner = -whole.data_ptr() % buffers.HUGE + buffers.HUGE // 4  # Amid the first huge page.
+    for first in (inner, 0, 8 * MIB):
+        part = whole[first : first + MIB]
+        assert torch.equal(part.copy_(lazily), model["w"])
+        for start, stop in asked:
+            assert whole.data_ptr() <= start < stop <= whole.data_ptr() + whole.nbytes
+    start, stop = asked[0]
+    first = whole.data_ptr() + inner
+    assert start <= first
+    assert stop >= first + MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_items_that_follow_each_other_are_read_alone(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = (torch.arange(240).reshape(4, 6, 10) % 2).to(dtype)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    opened = Opened(tmp_path)
+    # From the middle of a row to that of another, over several dims.
+    cuts: list[Callable[[Any], Any]] = [
+        lambda each: each.view(-1)[57:143],
+        lambda each: each[1:3],
+        lambda each: each[2, 1:4],
+        lambda each: each[3, 5, 2:9],
+        lambda each: each[3, 5, 9],
+        lambda each: each.view(24, 10)[5:17].unsqueeze(0),
+    ]
+    for cut in cuts:
+        expected, target = cut(whole), torch.zeros_like(cut(whole))
+        read, nbytes, _ = opened.read_by(lambda cut=cut: cut(opened.tensors["w"]).clone())
+        assert (read.shape, read.stride()) == (expected.shape, expected.stride())
+        assert read.tolist() == expected.tolist()
+        assert nbytes == expected.nbytes
+        lent = opened.read_by(lambda cut=cut, to=target: to.copy_(cut(opened.tensors["w"])))
+        assert target.tolist() == expected.tolist()
+        assert lent[1] == expected.nbytes
+
+
+def test_columns_of_tensors_that_are_alike_are_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {f"{n:03}": torch.randn(16 + n // 2, 64) for n in range(200)}
+    save_file(model, tmp_path / "model.safetensors")
+    planned: list[Any] = []
+    real = boxes.cells
+
+    def cells(requests: Any, costs: Any) -> Any:
+        planned.append(requests)
+        return real(requests, costs)
+
+    monkeypatch.setattr(boxes, "cells", cells)
+    opened = Opened(tmp_path)
+    for name, lazily in opened.tensors.items():
+        for columns in (slice(0, 32), slice(32, 64)):
+            part = torch.empty(len(model[name]), 32)
+            assert torch.equal(part.copy_(lazily[:, columns]), model[name][:, columns])
+    assert len(planned) == 200
+    assert len(opened.tensors["000"].whole.part._opened._cells) <= 65
