@@ -128,7 +128,7 @@ class _Kept:
 
     def run(self, *place: Any) -> _Kept | None:
         part = self._part.run(*place)
-        return part and _Kept(part, self._kept, (*self._indices, repr(place)))
+        return None if part is None else _Kept(part, self._kept, (*self._indices, repr(place)))
 
     def __repr__(self) -> str:
         return repr(self._part)
@@ -136,7 +136,9 @@ class _Kept:
     def read(self, lent: Any = None, *, unknown: bool = False) -> Any:
         kept = self._kept.get(self._indices)
         if lent is not None:
-            return self._part.read(lent) if kept is None else lent.array.copy_(kept)
+            if kept is None:
+                return self._part.read(lent)
+            return lent.array.copy_(kept.view(lent.array.shape))
         if kept is None:
             kept = self._kept[self._indices] = self._part.read(unknown=unknown)
         return kept.clone()  # It may be changed.

@@ -139,7 +139,7 @@ class InPlaceAdapter(Adapter):
         self.lent = True
         held = [self._memory.get(request.devices[0]) for request in requests]
         for memory in held:
-            if isinstance(memory, np.ndarray):  # Not a device's.
+            if isinstance(memory, np.ndarray) and memory.nbytes >= buffers.HUGE:
                 buffers.ask_huge(memory.ctypes.data, memory.nbytes)
         new = [each for each, memory in zip(requests, held, strict=True) if memory is None]
         rest = iter(self._new.lend(new) if new else ())

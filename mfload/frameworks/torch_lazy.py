@@ -118,23 +118,24 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         # What PyTorch calls past the protocol above, such as `torch.tensor(lazy)`.
         return func(*_read(args, True), **_read(kwargs or {}, True))
 
-    def taken(self) -> tuple[Any, list[int], int]:
+    def taken(self) -> tuple[Any, tuple[int, ...], int]:
         """The part that holds it, and its strides and offset in that, in items."""
-        if self._taken is None:
-            like, part = self.like, self.whole.part
-            self._taken = part, list(like.stride()), like.storage_offset()
-            if like.is_contiguous() and like.numel() == math.prod(part.shape):
-                return self._taken
-            if like.is_contiguous() and like.numel():
-                run = part.run(like.storage_offset(), tuple(like.shape))
-                if run is not None:
-                    self._taken = run, self._taken[1], 0
-                    return self._taken
-            layout = tuple(part.shape), tuple(like.shape), tuple(like.stride())
-            with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
-                box, inside, at = smallest_box(*layout, like.storage_offset())
-                self._taken = part[box], inside, at
+        if self._taken is None:  # It is set once: other threads may look meanwhile.
+            self._taken = self._take()
         return self._taken
+
+    def _take(self) -> tuple[Any, tuple[int, ...], int]:
+        like, part = self.like, self.whole.part
+        shape, strides, offset = tuple(like.shape), like.stride(), like.storage_offset()
+        if like.is_contiguous():
+            if like.numel() == math.prod(part.shape):
+                return part, strides, offset
+            if like.numel() and (run := part.run(offset, shape)) is not None:
+                return run, strides, 0
+        with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
+            box, inside, at = smallest_box(tuple(part.shape), shape, strides, offset)
+            return part[box], inside, at
+        return part, strides, offset
 
     def read(self, unknown: bool) -> Any:
         """What it holds, as a plain tensor; `unknown` as in `loading.lazy_tensor`."""
@@ -146,7 +147,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             return torch.empty(shape, dtype=self.like.dtype, device=adapter.place)
         part, strides, offset = self.taken()
         read = part.read(unknown=unknown)
-        if read.shape == shape and read.stride() == tuple(strides):
+        if read.shape == shape and read.stride() == strides:
             return read
         return _view(read.contiguous(), shape, strides, offset)
 
@@ -216,7 +217,8 @@ def _views(
     made = func(first.like, *rest, **kwargs)
     if made is first.like or name in ("data", "detach"):
         return first
-    if name == "contiguous" and not kwargs and not rest and _is_dense(first):
+    plain = name == "contiguous" and not kwargs and not rest and first.whole.held is None
+    if plain and _is_dense(first):
         part = first.taken()[0]  # A copy has nothing to share.
         return make(part).view(first.like.shape)
     views = [made] if isinstance(made, torch.Tensor) else list(made)
@@ -236,8 +238,8 @@ def _views(
 
 @functools.lru_cache(_LAYOUTS)
 def smallest_box(
-    whole: Sequence[int], shape: Sequence[int], strides: Sequence[int], offset: int
-) -> tuple[tuple[slice, ...], list[int], int]:
+    whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> tuple[tuple[slice, ...], tuple[int, ...], int]:
     """The box of a dense tensor that holds a view of it, and the view's strides and offset in it.
 
     Args:
@@ -283,7 +285,7 @@ def smallest_box(
             inside[dim] = walked // step * unit
         at += (start - low * inner) * unit
         unit *= len(range(low, high + 1, step)) * inner
-    return tuple(box), inside, at
+    return tuple(box), tuple(inside), at
 
 
 def _fills(target: Any, given: tuple[Any, ...]) -> bool:
@@ -309,7 +311,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
 
 
 def _memory(target: Any) -> Any:
-    """The bytes of a dense tensor; asks for huge pages where they lie in its storage alone.
+    """The bytes of a dense tensor; asks for huge pages that lie wholly in its storage.
 
     Loaders fill one tensor in parts, each of which would leave small pages at both of its ends.
     """

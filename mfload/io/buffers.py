@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import itertools
 import mmap
 import os
 import sys
@@ -161,7 +160,7 @@ _DONT_FORK = 10
 _DO_FORK = 11
 _HUGE_PAGES = 14
 # Each range that is asked for may cost two of the 65,530 maps that Linux gives a process.
-_asked, _MOST_ASKED = itertools.count(), 8192
+_asked, _MOST_ASKED = set[tuple[int, int]](), 8192
 
 
 @functools.cache
@@ -211,9 +210,11 @@ def ask_huge(address: int, nbytes: int) -> None:
     The pages that are there already, and those that it shares with its neighbours, stay small.
     """
     start, stop = -(-address // HUGE) * HUGE, (address + nbytes) // HUGE * HUGE
-    if start < stop and next(_asked) < _MOST_ASKED:
+    asked = start, stop - start
+    if start < stop and (asked in _asked or len(_asked) < _MOST_ASKED):
+        _asked.add(asked)
         with contextlib.suppress(OSError):  # As of `_Map`.
-            madvise(start, stop - start, _HUGE_PAGES)
+            madvise(*asked, _HUGE_PAGES)
 
 
 def never_forked(array: Any) -> None:

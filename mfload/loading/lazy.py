@@ -36,7 +36,7 @@ _FILLED = 64 << 20  # Bytes that are read past plan and session.
 _AHEAD = 32 << 20  # Bytes that are fetched from a disk before they are asked for, at most.
 _PART, _THREADS = 2 << 20, 4  # Bytes that are worth a thread of their own, of so many.
 _FEW_ROWS = 256  # To read them one by one takes less time than to plan blocks.
-_KINDS = 64  # Shapes and parts of them, of which it is kept how they are read.
+_KINDS = 64  # Shapes and selections whose cells are kept: layers of a model are alike.
 _SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
@@ -247,9 +247,11 @@ class LazyCheckpoint:
         reads, info = Reads(source.costs, self._cells), request.info
         if len(self._cells) > _KINDS:
             self._cells.clear()
-        # Layers of a model are alike.
-        kind = info.shape, info.dtype.name, request.selection
-        reads.parts([request], [None], [(0, 0)], kind)
+        chosen = request.selection or ()
+        kind = info.shape, info.dtype.name, chosen
+        # Lists of numbers are long, and seldom twice the same.
+        listed = any(axis.picks is not None for axis in chosen)
+        reads.parts([request], [None], [(0, 0)], None if listed else kind)
         reader, slot = PreadReader(source, window=source.costs.span), buffers.WorkerSlot()
         try:
             blocks = reads.end()
@@ -384,6 +386,7 @@ class LazyCheckpoint:
             source.keep(False)
         if self._crew is not None:
             self._crew.close()
+        self._cells.clear()
         self._map = None
 
     def __enter__(self) -> LazyCheckpoint:

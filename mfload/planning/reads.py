@@ -114,8 +114,8 @@ class Reads:
         self, wanted: Sequence[Request], kind: Any, starts: Sequence[int] | None
     ) -> list[boxes.Cell]:
         """Cells of a tensor: of each part with steps or lists, and of the others together."""
-        if kind in self._known:
-            return self._known[kind]
+        if (known := self._known.get(kind)) is not None:
+            return known
         from mfload.planning import boxes
 
         if len(wanted) == 1 and kind is None:

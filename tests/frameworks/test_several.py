@@ -281,9 +281,9 @@ def test_huge_pages_are_asked_for_in_memory_that_is_lent(monkeypatch: pytest.Mon
     """For a whole target: blocks of one begin and end amid huge pages."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(several.buffers, "ask_huge", lambda *given: asked.append(given))
-    memory = np.zeros(1 << 20, np.uint8)
-    wanted = request(material.stored("w", "F32", (1 << 18,), 1))
-    there = FakeDevice().allocate(1 << 20)
+    memory = np.zeros(4 << 20, np.uint8)
+    wanted = request(material.stored("w", "F32", (1 << 20,), 1))
+    there = FakeDevice().allocate(4 << 20)
     adapter = several.InPlaceAdapter(TorchAdapter(CPU), {0: memory, 1: there})
     given = adapter.lend([wanted._replace(devices=(n,)) for n in range(2)])
     assert given[0].memory is memory

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 import mfload
 from mfload import errors
+from mfload.compat import serving
 from mfload.frameworks.torch_lazy import LazyTensor
 from mfload.io import buffers, probes
 from mfload.io.pread import FETCHED
@@ -693,10 +694,13 @@ def test_huge_pages_are_asked_for_within_what_is_filled(
     assert start % buffers.HUGE == stop % buffers.HUGE == 0
     assert 0 <= start - target.data_ptr() < buffers.HUGE
     assert 0 <= target.data_ptr() + target.nbytes - stop < buffers.HUGE
-    # Each may cost maps, of which a process has so many.
+    # Each may cost maps, of which a process has so many; one that was asked for costs no more.
     monkeypatch.setattr(buffers, "_MOST_ASKED", 0)
     target.copy_(lazily)
-    assert len(asked) == 1
+    assert len(asked) == 2
+    monkeypatch.setattr(buffers, "_asked", set())
+    target.copy_(lazily)
+    assert len(asked) == 2
 
 
 def test_huge_pages_reach_beyond_a_part_as_far_as_its_storage(
@@ -706,7 +710,7 @@ def test_huge_pages_reach_beyond_a_part_as_far_as_its_storage(
     save_file(model, tmp_path / "model.safetensors")
     (lazily,) = Opened(tmp_path).tensors.values()
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(buffers, "_asked", iter(range(9)))
+    monkeypatch.setattr(buffers, "_asked", set())
 
     def madvise(address: int, nbytes: int, advice: int) -> None:
         if advice == 14:
@@ -724,9 +728,15 @@ def test_huge_pages_reach_beyond_a_part_as_far_as_its_storage(
     first = whole.data_ptr() + inner
     assert start <= first
     assert stop >= first + MIB
+    # Many small parts of one tensor leave some for others.
+    for n in range(64):
+        whole[inner + n : inner + n + MIB].copy_(lazily)
+    assert len(buffers._asked) < 8
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
+)
 def test_items_that_follow_each_other_are_read_alone(tmp_path: Path, dtype: torch.dtype) -> None:
     whole = (torch.arange(240).reshape(4, 6, 10) % 2).to(dtype)
     save_file({"w": whole}, tmp_path / "model.safetensors")
@@ -738,7 +748,6 @@ def test_items_that_follow_each_other_are_read_alone(tmp_path: Path, dtype: torc
         lambda each: each[2, 1:4],
         lambda each: each[3, 5, 2:9],
         lambda each: each[3, 5, 9],
-        lambda each: each.view(24, 10)[5:17].unsqueeze(0),
     ]
     for cut in cuts:
         expected, target = cut(whole), torch.zeros_like(cut(whole))
@@ -769,5 +778,38 @@ def test_columns_of_tensors_that_are_alike_are_planned_once(
         for columns in (slice(0, 32), slice(32, 64)):
             part = torch.empty(len(model[name]), 32)
             assert torch.equal(part.copy_(lazily[:, columns]), model[name][:, columns])
-    assert len(planned) == 200
-    assert len(opened.tensors["000"].whole.part._opened._cells) <= 65
+    assert 200 <= len(planned) <= 205  # And those between two of which all are forgotten.
+    checkpoint = opened.tensors["000"].whole.part._opened
+    assert 0 < len(checkpoint._cells) <= 65
+    opened.stream.close()
+    assert not checkpoint._cells
+
+
+def test_views_say_what_was_changed_in_place(opened: Opened) -> None:
+    whole, view = opened.tensors["cube"], opened.tensors["cube"][:, 0:2]
+    whole.add_(100)
+    assert torch.equal(view.contiguous(), (MODEL["cube"] + 100)[:, 0:2])
+
+
+def test_parts_of_small_vectors_that_serving_keeps(tmp_path: Path) -> None:
+    scales = torch.arange(8.0)
+    save_file({"scales": scales}, tmp_path / "model.safetensors")
+    ((_, kept),) = serving.Weights({}).rows(str(tmp_path))
+    for _ in range(2):  # The second time they are not read.
+        assert float(kept[2]) == 2.0
+        assert kept[3].clone() == 3.0
+        assert torch.zeros(()).copy_(kept[4]) == 4.0
+        assert torch.equal(torch.zeros(3).copy_(kept[5:]), scales[5:])
+        assert torch.equal(kept.view(2, 4).clone(), scales.view(2, 4))
+        assert torch.equal(torch.zeros(2, 4).copy_(kept.view(2, 4)), scales.view(2, 4))
+
+
+def test_lists_of_columns_are_not_kept(tmp_path: Path) -> None:
+    whole = torch.randn(40, 64)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    with mfload.open(tmp_path, "torch") as opened:
+        part = opened.get_slice("w")
+        assert torch.equal(part[:, [3, 50, 9]], whole[:, [3, 50, 9]])
+        assert not opened._cells
+        assert torch.equal(part[:, 3:9], whole[:, 3:9])
+        assert opened._cells
