@@ -785,7 +785,8 @@ def test_columns_of_tensors_that_are_alike_are_planned_once(
     assert not checkpoint._cells
 
 
-def test_views_say_what_was_changed_in_place(opened: Opened) -> None:
+def test_views_say_what_was_changed_in_place(path: Path) -> None:
+    opened = Opened(path)
     whole, view = opened.tensors["cube"], opened.tensors["cube"][:, 0:2]
     whole.add_(100)
     assert torch.equal(view.contiguous(), (MODEL["cube"] + 100)[:, 0:2])

@@ -420,7 +420,7 @@ def test_the_box_of_a_view_holds_it(data: st.DataObject) -> None:
             made = data.draw(st.sampled_from(acts))(view)
             view = made if made.numel() else view
     layout = view.stride(), view.storage_offset()
-    box, strides, offset = smallest_box(shape, view.shape, *layout)
+    box, strides, offset = smallest_box(tuple(shape), view.shape, *layout)
     held = whole[box].clone(memory_format=torch.contiguous_format)
     assert torch.equal(held.as_strided(view.shape, strides, offset), view)
 
