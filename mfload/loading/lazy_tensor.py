@@ -80,8 +80,7 @@ class LazyTensor:
                     found=repr(index),
                 )
         request = request._replace(selection=selection)
-        given = self._opened, self._file, request, self._like, self.adapter, self._report
-        return LazyTensor(*given)
+        return self._of(request)
 
     def run(self, first: int, shape: tuple[int, ...]) -> LazyTensor | None:
         """Items that follow each other, from one on: a tensor of their own, without a selection.
@@ -95,6 +94,9 @@ class LazyTensor:
         at, size = info.pieces[0], dtype.nbytes
         piece = Piece(at.source, at.offset + first * size, math.prod(shape) * size)
         request = request._replace(info=TensorInfo(info.name, dtype, shape, (piece,)))
+        return self._of(request)
+
+    def _of(self, request: Request) -> LazyTensor:
         given = self._opened, self._file, request, self._like, self.adapter, self._report
         return LazyTensor(*given)
 
