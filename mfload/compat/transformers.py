@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ _ELSEWHERE = ("transformers_weights", "extra_files", "quantization_config")
 _PARTED = ("tp_plan", "tp_size", "device_mesh", "distributed_config")
 _THEIRS = "from_pretrained of transformers"
 _DISK = "no part of the model can stay on disk"
+_ANY_DEVICE = ("auto", "balanced", "balanced_low_0", "sequential")
+_DTYPE, _SUFFIX = ("dtype", "torch_dtype"), ".safetensors"
+_BESIDE = 1.25  # Of a device that is to hold a model, what there must be for each byte of it.
 _FIRST = ("model.safetensors", "model.safetensors.index.json")  # As transformers looks for them.
 
 
@@ -38,12 +44,14 @@ def from_pretrained(
     The model is made on the meta device. Tied weights, buffers that are not saved, dtypes and
     device maps are up to transformers. As there, weights are private maps of the files, which must
     stay as they are while the model lives. With another engine than "mmap" each is read once it has
-    its place, as slices are for a model that `tp_plan=` or `device_mesh=` shards.
+    its place, as slices are for a model that `tp_plan=` or `device_mesh=` shards. Where
+    `device_map=` says one CUDA device, all weights are read onto it together (with CuPy), into
+    memory of PyTorch's; where it says several, each weight is copied there from the host.
 
     Args:
         cls: A model's class, or one such as `transformers.AutoModelForCausalLM`.
         path: A local directory with `config.json` and the weights, in safetensors.
-        options: As for `mfload.load`, but `engine="auto"` maps the files.
+        options: As for `mfload.load`, but on the host `engine="auto"` maps the files.
         given: As for `cls.from_pretrained`: `dtype`, `device_map`, `config` and others.
 
     Returns:
@@ -73,7 +81,7 @@ def from_pretrained(
         from transformers import AutoConfig  # pyright: ignore
 
         # Arguments that are part of the config go into it; the dtype of the weights is none.
-        kept = {name: given.pop(name) for name in ("dtype", "torch_dtype") if name in given}
+        kept = {name: given.pop(name) for name in _DTYPE if name in given}
         maker, where = AutoConfig if auto else cls.config_class, config or path
         config, given = maker.from_pretrained(where, return_unused_kwargs=True, **given)
         given |= kept
@@ -89,13 +97,19 @@ def from_pretrained(
     first = next(filter(os.path.exists, weights), path)
     options = options or Options()
     parted = any(given.get(name) is not None for name in _PARTED)
-    if options.engine == "auto" and options.page_cache == "auto" and not parted:
+    place = None if parted or options.engine == "mmap" else _one_device(devices, path, given)
+    if place is not None and options.allocator == "auto":
+        options = dataclasses.replace(options, allocator="framework")
+    elif place is None and options.engine == options.page_cache == "auto" and not parted:
         options = dataclasses.replace(options, engine="mmap")
-    with api.open(first, "torch", "cpu", options=options) as opened:
+    with api.open(first, "torch", place or "cpu", options=options) as opened:
         # Of "auto" the first weight of the first file says the dtype.
         names = sorted(opened, key=lambda name: (opened.file_of(opened.info(name)), name))
         state: Any = {name: _Weight(opened, name) for name in names}
-        if options.engine == "mmap":
+        if place is not None:
+            together = _Together(opened, names)
+            state = {name: _Landing(opened, name, together) for name in names}
+        elif options.engine == "mmap":
             state = opened.get_tensors(names)
         try:
             made = cls.from_pretrained(None, config=config, state_dict=state, **given)
@@ -115,6 +129,32 @@ def from_pretrained(
     return made
 
 
+def _one_device(devices: Any, path: str, given: dict[str, Any]) -> str | None:
+    """The CUDA device that a device map puts a whole model on, if weights can land there."""
+    if isinstance(devices, dict):
+        there: set[Any] = set(devices.values())
+        devices = there.pop() if len(there) == 1 else None
+    if devices is None or not torch.cuda.is_available() or find_spec("cupy") is None:
+        return None
+    if isinstance(devices, str) and devices in _ANY_DEVICE:
+        alone = torch.cuda.device_count() == 1
+        return "cuda:0" if alone and _fits(path, "cuda:0", given) else None
+    try:
+        device = torch.device("cuda", devices) if type(devices) is int else torch.device(devices)
+    except (RuntimeError, TypeError):
+        return None  # Transformers says what is wrong with it.
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return f"cuda:{number}" if device.type == "cuda" else None
+
+
+def _fits(path: str, place: str, given: dict[str, Any]) -> bool:
+    """Whether transformers, asked to choose, will put the whole model on a device."""
+    if given.get("max_memory") or any("float32" in str(given.get(name)) for name in _DTYPE):
+        return False
+    files = (each.stat().st_size for each in os.scandir(path) if each.name.endswith(_SUFFIX))
+    return sum(files) * _BESIDE < torch.cuda.mem_get_info(place)[0]
+
+
 class _Weight(TensorSlice):
     """A tensor that is read when transformers has a place for it."""
 
@@ -131,3 +171,36 @@ class _Weight(TensorSlice):
     def is_floating_point(self) -> bool:
         """Whether it holds floats."""
         return self.dtype.is_floating_point
+
+
+class _Together:
+    """Weights that are read onto a device together, when transformers wants the first one.
+
+    Not before: by then it has had PyTorch set the memory aside. Each is handed out once.
+    """
+
+    def __init__(self, opened: LazyCheckpoint, names: Sequence[str]) -> None:
+        self._opened, self._names = opened, names
+        self._lock = threading.Lock()  # Transformers has several threads.
+        self._made: dict[str, Any] | None = None
+
+    def take(self, name: str) -> Any:
+        """A weight; None if it was taken before."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._opened.get_tensors(self._names)
+            return self._made.pop(name, None)
+
+
+class _Landing(_Weight):
+    """One of them."""
+
+    __slots__ = ("_together",)
+
+    def __init__(self, opened: LazyCheckpoint, name: str, together: _Together) -> None:
+        super().__init__(opened, name)
+        self._together = together
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._together.take(self._info.name) if index is ... else None
+        return super().__getitem__(index) if found is None else found

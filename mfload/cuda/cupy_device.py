@@ -7,6 +7,7 @@ calls that return at once. Nothing here waits for the whole device, which breaks
 from __future__ import annotations
 
 import ctypes
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,7 @@ _OUT_OF_MEMORY = 2
 NOT_INITIALISED = 3  # What a forked process gets.
 # CUDA keeps it as the last error of its runtime; CuPy has a runtime of its own, so it is not seen.
 _NOT_READY = 600
+_here = threading.local()  # `device`: the one whose context this thread is in, as far as we know.
 # After these no call works any more.
 _LOST = frozenset((226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
 
@@ -73,6 +75,8 @@ class CupyDevice:
         """Calls a function of CUDA's runtime with this device current (errors: see `failed`)."""
         # Some calls a block, all of them with the GIL: nothing here costs more than it must.
         try:
+            if getattr(_here, "device", None) is self:
+                return getattr(self.runtime, call)(*args)
             with _Current(self):
                 return getattr(self.runtime, call)(*args)
         except errors.MfloadError:
@@ -134,28 +138,33 @@ class _Current:
     `cudaSetDevice` would not do: since CUDA 12 `cudaSetDevice(0)` creates a context of hundreds of
     megabytes on a device 0 that was not asked for. Inside, the thread is in CUDA's relaxed capture
     mode. Otherwise allocating, freeing and page-locking would fail while any thread captures a
-    graph, and invalidate it.
+    graph, and invalidate it. Calls of the same device inside need not do it again.
     """
 
-    __slots__ = ("_device", "_mode")
+    __slots__ = ("_before", "_device", "_mode")
 
     def __init__(self, device: CupyDevice) -> None:
         self._device = device
         self._mode = ctypes.c_int(_RELAXED)
+        self._before: CupyDevice | None = None
 
     def __enter__(self) -> None:
+        self._before = getattr(_here, "device", None)
         self._device.drive("cuCtxPushCurrent_v2", self._device.context)
         try:
             self._device.drive("cuThreadExchangeStreamCaptureMode", ctypes.byref(self._mode))
+            _here.device = self._device
         except BaseException:
             # Refused; or an interrupt came behind it, and what was exchanged is exchanged back.
             if self._mode.value != _RELAXED:
                 self.__exit__()
             else:
+                _here.device = self._before
                 self._pop()
             raise
 
     def __exit__(self, *_: object) -> None:
+        _here.device = self._before
         try:
             self._device.driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
         finally:

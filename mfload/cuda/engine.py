@@ -174,6 +174,6 @@ def onto_devices(
     return pools
 
 
-def _work(cores: frozenset[int] | None, *args: Any) -> None:
-    with numa.bound(cores):
-        DeviceWorker(*args).run()
+def _work(cores: frozenset[int] | None, device: Device, *args: Any) -> None:
+    with numa.bound(cores), device.current():  # Or each of its calls would make it so.
+        DeviceWorker(device, *args).run()

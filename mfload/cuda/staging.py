@@ -62,6 +62,8 @@ class PinnedSlot(buffers.WorkerSlot):
         self._device = device
         self._memory = buffers.allocate(size.slot + _pages(size.spare))
         buffers.never_forked(self._memory)
+        # The driver would make the pages too, but of one slot after another.
+        self._memory[:: buffers.PAGE] = 0
         device.pin(self._memory)
         self._read = self._memory[: size.slot]
         self.spare = self._memory[size.slot :]

@@ -21,7 +21,9 @@ pytest.importorskip("accelerate", reason=WHY)
 
 safetensors = pytest.importorskip("safetensors.torch", reason=WHY)
 load_file, save_file = safetensors.load_file, safetensors.save_file
+from mfload.compat import transformers as compat  # noqa: E402
 from mfload.compat.transformers import from_pretrained  # noqa: E402
+from mfload.loading.lazy import LazyCheckpoint  # noqa: E402
 
 SMALL = {
     "vocab_size": 99,
@@ -240,3 +242,71 @@ def test_a_damaged_file(saved: Any, tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(errors.SourceNotFoundError):
         from_pretrained(cls, tmp_path, options=mfload.Options(timeout=5))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16"}])
+def test_weights_land_on_the_device_of_a_map_together(
+    saved: Any, name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host: what is done for a GPU, with the host as the device."""
+    cls, _, path = saved[name]
+    monkeypatch.setattr(compat, "_one_device", lambda *_: "cpu")
+    calls: list[int] = []
+    landed: list[Any] = []
+    real = LazyCheckpoint.get_tensors
+
+    def get_tensors(self: Any, names: Any) -> Any:
+        made = real(self, names)
+        calls.append(len(made))
+        landed.extend(made.values())
+        return made
+
+    monkeypatch.setattr(LazyCheckpoint, "get_tensors", get_tensors)
+    made = from_pretrained(cls, path, device_map={"": "cpu"}, **given)
+    same(made, cls.from_pretrained(path, device_map={"": "cpu"}, **given))
+    assert len(calls) == 1, "read together"
+    if name != "qwen2_moe" and not given:  # Experts are stacked.
+        there = {each.data_ptr() for each in landed}
+        assert {each.data_ptr() for each in made.parameters()} <= there
+
+
+def test_a_weight_that_is_wanted_again_is_read_again(saved: Any) -> None:
+    path = saved["bert"][2] / "model.safetensors"
+    with mfload.open(path, "torch") as opened:
+        names = list(opened)
+        together = compat._Together(opened, names)
+        weight = compat._Landing(opened, names[0], together)
+        first = weight[...]
+        assert torch.equal(weight[...], first)
+        assert torch.equal(weight[:1], first[:1])
+
+
+@pytest.mark.parametrize(
+    ("devices", "there"),
+    [
+        (None, None), ("cuda", "cuda:1"), ("cuda:3", "cuda:3"), (2, "cuda:2"), ("cpu", None),
+        ({"": "cuda:0"}, "cuda:0"), ({"a": 0, "b": 0}, "cuda:0"), ({"a": 0, "b": "cpu"}, None),
+        (torch.device("cuda", 1), "cuda:1"), ("auto", "cuda:0"), ("balanced", "cuda:0"),
+        ("meta", None), ("nonsense", None),
+    ],
+)  # fmt: skip
+def test_which_device_a_map_means(
+    devices: Any, there: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda place: (1000, 1000))
+    monkeypatch.setattr(compat, "find_spec", lambda name: name)
+    assert compat._one_device(devices, tmp_path, {}) == there
+    if there is None or not isinstance(devices, str) or "cuda" in devices:
+        return
+    assert compat._one_device(devices, tmp_path, {"max_memory": {0: 10}}) is None
+    assert compat._one_device(devices, tmp_path, {"dtype": torch.float32}) is None
+    (tmp_path / "model.safetensors").write_bytes(bytes(801))
+    assert compat._one_device(devices, tmp_path, {}) is None
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    (tmp_path / "model.safetensors").write_bytes(bytes(10))
+    assert compat._one_device(devices, tmp_path, {}) is None

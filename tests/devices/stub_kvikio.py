@@ -62,7 +62,7 @@ class Kvikio(types.ModuleType):
         sys.modules["kvikio.defaults"] = self.defaults
 
     def check(self, verb: str) -> None:
-        if len(entered()) != 1:
+        if not entered():
             self.misuse.append(f"{verb} with {entered()} current")
         if verb in self.fails:
             raise type(self.fails[verb])(*self.fails[verb].args)  # A traceback of its own.
