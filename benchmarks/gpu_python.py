@@ -46,7 +46,7 @@ def device() -> CupyDevice:
     runtime = SimpleNamespace(**numbers)
     for name in (
         *answers, "eventRecord", "eventSynchronize", "eventDestroy", "streamSynchronize",
-        "streamDestroy", "memcpyAsync", "hostRegister", "hostUnregister", "free",
+        "streamDestroy", "memcpyAsync", "memcpy2DAsync", "hostRegister", "hostUnregister", "free",
     ):  # fmt: skip
         setattr(runtime, name, _saying(answers.get(name)))
     runtime.malloc = lambda _nbytes: next(places)

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from mfload import errors
 from mfload.formats import checkpoint
-from mfload.frameworks import torch_adapter
+from mfload.frameworks import torch_adapter, torch_memory
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Box, Index, TensorInfo
 from mfload.load_options import OVERHEAD, LoadOptions, started
@@ -57,8 +57,9 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
     """Takes the place of `torch.distributed.checkpoint.HuggingFaceStorageReader`.
 
     Each process reads its own slices, straight into the tensors of the state dict where these are
-    contiguous, on the CPU and of the stored dtype. Others are read in batches within the overhead
-    and copied in, which converts as `copy_` does. If several processes load together,
+    contiguous, of the stored dtype, and on the CPU or, with CuPy, on a CUDA device. Others are read
+    in batches within the overhead and copied in, which converts as `copy_` does. If several
+    processes load together,
     `Options(exchange=…)` decides whether each byte is read by one of them and sent to the others.
 
     Args:
@@ -153,7 +154,9 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
                 targets = [planner.resolve_tensor(item).detach() for item in plan.items]
                 for part, target in zip(mine, targets, strict=True):
                     self._check(part, target)
-                copies = any(each is None for each in map(self._memory, mine, targets))
+                alone = group is None
+                held = (self._memory(*each, alone) for each in zip(mine, targets, strict=True))
+                copies = any(each is None for each in held)
                 every: _Wanted = {backend.rank: mine}
                 if group is not None:
                     mesh_load.agree_on_inputs(group, self._index, self._sources, how, ())
@@ -196,7 +199,8 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         """Reads into the targets that lend memory, and copies into the others."""
         parts, report = step[backend.rank], Report()
         views = [targets[n][_within(box, mine[n][2])] for n, _, box in parts]
-        held = enumerate(map(self._memory, parts, views))
+        pairs, alone = zip(parts, views, strict=True), group is None
+        held = enumerate(self._memory(*each, alone) for each in pairs)
         memory = {n: each for n, each in held if each is not None}
         apart = {view.device for n, view in enumerate(views) if n not in memory}
         new = torch_adapter.make(apart.pop() if len(apart) == 1 else "cpu")
@@ -271,10 +275,15 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
                 what, **given, expected=expected, found=f"shape {shape}"
             )
 
-    def _memory(self, part: _Part, target: Any) -> Any:
-        """The memory of a tensor that a part can be read straight into; None if it can't."""
+    def _memory(self, part: _Part, target: Any, alone: bool) -> Any:
+        """The memory of a tensor that a part can be read straight into; None if it can't.
+
+        What processes exchange is put together on the host: only one alone fills devices.
+        """
+        if not alone and target.device.type != "cpu":
+            return None
         kind = _FORMS[self._index.tensors[part[1]].dtype.name].type
-        return torch_adapter.memory_of(target) if str(target.dtype) == f"torch.{kind}" else None
+        return torch_memory.memory_of(target) if str(target.dtype) == f"torch.{kind}" else None
 
 
 def _overhead(how: LoadOptions) -> int:

@@ -16,7 +16,7 @@ from mfload.cuda import numa
 from mfload.cuda.copies import Copier
 from mfload.cuda.cufile import CufileReader, CufileSlot
 from mfload.cuda.device import Device
-from mfload.cuda.staging import PinnedSlot, Ring, Staging
+from mfload.cuda.staging import Kit, Kits, PinnedSlot, Ring, Staging
 from mfload.io.engine import Observer, Pool, Share
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, stored
@@ -57,29 +57,38 @@ class DeviceWorker:
         gds: Mapping[int, Source],
         note: Callable[[str], None],
         observer: Observer | None,
+        kits: Kits | None,
         share: Share,
     ) -> None:
-        self._share = share
+        self._share, self._device, self._kits = share, device, kits
+        self._kit = kit = Kit() if kits is None else kits.take(device, staging)
         self._memory = memory
         self._methods = staging.methods
         self._observer = observer
         self._gds = dict(gds)  # Less the files that cuFile gives up on.
         self._note = note
-        self._copier = Copier(memory)
+        self._copier = Copier(memory, kit.streams)
         self._readers = OpenReader(open_reader)
-        self._ring = Ring(lambda: PinnedSlot(device, staging), staging.depth, share)
+        make = lambda: PinnedSlot(device, staging)  # noqa: E731
+        self._ring = Ring(make, staging.depth, share, kit.slots)
         self._cufile_readers = OpenReader(lambda n: CufileReader(gds[n], device))
         self._cufile_ring = Ring(lambda: CufileSlot(device, staging.block), staging.depth, share)
         readers, rings = [self._cufile_readers, self._readers], [self._ring, self._cufile_ring]
         self._open = [*readers, *rings, self._copier]  # The last is closed first.
 
     def run(self) -> None:
-        """Fills the blocks of its share; slots are given back once no copy uses them."""
+        """Fills the blocks of its share; slots are given back once no copy uses them.
+
+        If that went well, the next load of the checkpoint has them.
+        """
         try:
             for block in self._share:
                 self.fill(block)
             self._cufile_ring.drain()
             self._ring.drain()
+            if self._kits is not None:
+                self._open = [self._readers, self._cufile_readers, self._cufile_ring]
+                self._kits.give(self._device, self._kit)
         finally:
             self.close()
 
@@ -140,12 +149,13 @@ def onto_devices(
     gds: Mapping[int, Source],
     note: Callable[[str], None],
     observer: Observer | None = None,
+    kits: Kits | None = None,
 ) -> list[Pool]:
     """The pools of a load onto devices, which share out the threads.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the files that cuFile
     reads, by number; `note` is told why it gave up on one. `observer` sees what came before it is
-    copied on, but nothing of what cuFile reads.
+    copied on, but nothing of what cuFile reads. `kits` are those of other loads.
     """
     devices_of = staging.methods.devices
     devices = list(dict.fromkeys(device for block in blocks for device in devices_of(block)))
@@ -169,7 +179,8 @@ def onto_devices(
     for number, group in enumerate(groups):
         near = [numa.cpus(device.pci) for device in group] if threads else [None]
         cores = None if None in near else frozenset().union(*(each for each in near if each))
-        work = partial(_work, cores, group[0], memory, staging, open_reader, gds, note, observer)
+        given = memory, staging, open_reader, gds, note, observer, kits
+        work = partial(_work, cores, group[0], *given)
         pools.append((parts[number], work, threads // count + (number < threads % count)))
     return pools
 

@@ -7,6 +7,7 @@ device's node gets memory near that device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Collection, Generator
@@ -24,18 +25,27 @@ def cpus(
     calling thread, which control groups and `taskset` limit. None if the machine has one node,
     sysfs does not tell which is the device's, or none of its CPUs may be used.
     """
-    if pci is None:
+    there = None if pci is None else _node(pci, root)
+    if there is None:
         return None
+    if allowed is None:
+        try:
+            allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else there
+        except OSError:
+            return None
+    return there & frozenset(allowed) or None
+
+
+@functools.cache
+def _node(pci: str, root: Path) -> frozenset[int] | None:
+    """The CPUs of a device's node; None if there is one node, or sysfs does not tell."""
     nodes = root / "sys/devices/system/node"
     try:
         node = int((root / f"sys/bus/pci/devices/{pci}/numa_node").read_text())
-        there = parse((nodes / f"node{node}/cpulist").read_text())
         online = parse((nodes / "online").read_text())  # Offline nodes may keep a directory.
-        if allowed is None:
-            allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else there
+        return parse((nodes / f"node{node}/cpulist").read_text()) if len(online) > 1 else None
     except (OSError, ValueError):
         return None
-    return there & frozenset(allowed) or None if len(online) > 1 else None
 
 
 def parse(text: str) -> frozenset[int]:

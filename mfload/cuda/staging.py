@@ -6,12 +6,14 @@ With two slots or more a thread reads into one while the other is copied.
 from __future__ import annotations
 
 import collections
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mfload.cuda.copies import Methods
-from mfload.cuda.device import Device, Event
+from mfload.cuda.device import Device, Event, Stream
 from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
@@ -59,12 +61,13 @@ class PinnedSlot(buffers.WorkerSlot):
     """Host memory of huge pages, page-locked for all devices."""
 
     def __init__(self, device: Device, size: Staging) -> None:
-        self._device = device
+        self._device, self._closed = device, True
         self._memory = buffers.allocate(size.slot + _pages(size.spare))
         buffers.never_forked(self._memory)
         # The driver would make the pages too, but of one slot after another.
         self._memory[:: buffers.PAGE] = 0
         device.pin(self._memory)
+        self._closed = False
         self._read = self._memory[: size.slot]
         self.spare = self._memory[size.slot :]
 
@@ -73,9 +76,79 @@ class PinnedSlot(buffers.WorkerSlot):
         assert nbytes <= self._read.nbytes, (nbytes, self._read.nbytes)
         return self._read
 
+    def holds(self, size: Staging) -> bool:
+        """Whether it is large enough for a load."""
+        return self._read.nbytes >= size.slot and self.spare.nbytes >= _pages(size.spare)
+
     def close(self) -> None:
-        """Unlocks the pages."""
-        self._device.unpin(self._memory)
+        """Unlocks the pages, before they can be another's. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._device.unpin(self._memory)
+
+    __del__ = close
+
+
+class Kit:
+    """What a thread lands blocks with: slots, and a stream for each device by its name."""
+
+    def __init__(self) -> None:
+        self.slots: list[Any] = []
+        self.streams: dict[str, Stream] = {}
+
+    def close(self) -> None:
+        """Ends the streams, and then the slots that they copied from. Never raises."""
+        while self.streams:
+            self.streams.popitem()[1].close()
+        while self.slots:
+            self.slots.pop().close()
+
+
+class Kits:
+    """Kits that the loads of one checkpoint leave to each other.
+
+    To make one takes longer than a small load: pages are locked, and threads wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._idle: list[tuple[Device, Kit]] = []
+        self._closed = False
+
+    def take(self, device: Device, size: Staging) -> Kit:
+        """One that was left, if it will do, or a new one; those that won't do are closed."""
+        if self._process != os.getpid():  # CUDA gives a forked process nothing.
+            return Kit()
+        while True:
+            with self._lock:
+                mine = [n for n, (there, _) in enumerate(self._idle) if there is device]
+                if not mine:
+                    return Kit()
+                _, kit = self._idle.pop(mine[-1])
+            if all(slot.holds(size) for slot in kit.slots):
+                return kit
+            kit.close()
+
+    def give(self, device: Device, kit: Kit) -> None:
+        """Takes a kit with which nothing is under way."""
+        with self._lock:
+            kept = not self._closed
+            if kept:
+                self._idle.append((device, kit))
+        if not kept:
+            kit.close()
+
+    def close(self) -> None:
+        """Closes those that are left, and those that come later."""
+        self._closed = True
+        while self._process == os.getpid():
+            with self._lock:
+                if not self._idle:
+                    return
+                _, kit = self._idle.pop()
+            kit.close()
+
+    __del__ = close
 
 
 def _pages(nbytes: int) -> int:
@@ -85,16 +158,19 @@ def _pages(nbytes: int) -> int:
 class Ring:
     """The slots of one thread, at most `depth`, made when they are first needed.
 
-    A slot is taken again only when every copy out of it is over, as its events say. The share
-    counts each block whose copies are over; if one failed, its `block` is the one concerned.
+    `made` has those that are there already, and gets the others. A slot is taken again only when
+    every copy out of it is over, as its events say. The share counts each block whose copies are
+    over; if one failed, its `block` is the one concerned.
     """
 
-    def __init__(self, make: Callable[[], Any], depth: int, share: Share) -> None:
+    def __init__(
+        self, make: Callable[[], Any], depth: int, share: Share, made: list[Any] | None = None
+    ) -> None:
         self._make = make
         self._depth = depth
         self._share = share
-        self._made: list[Any] = []
-        self._free: list[Any] = []
+        self._made: list[Any] = [] if made is None else made
+        self._free: list[Any] = list(self._made)
         self._busy: collections.deque[tuple[Any, Sequence[Event], Block, float]] = (
             collections.deque()
         )

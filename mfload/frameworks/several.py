@@ -115,6 +115,8 @@ class MeshAdapter(SeveralAdapter):
 class InPlaceAdapter(Adapter):
     """Requests name places by number, as their device; places without memory get new arrays.
 
+    Memory may lie on the host and on devices (see `base.Lent`).
+
     Attributes:
         lent: Whether memory was lent, so that something may have been read into it.
     """
@@ -125,11 +127,15 @@ class InPlaceAdapter(Adapter):
         super().__init__(new.place, None, new.notes)
         self._new, self._memory, self.lent = new, memory, False
         self.take_traits(new)
-        self.devices = new.devices
+        there = (each.device for each in memory.values() if not isinstance(each, np.ndarray))
+        self.devices = list(dict.fromkeys([*new.devices, *there]))
 
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
-        if request.devices[0] in self._memory:
-            return Allocation(None, "framework", copied=False)
+        memory = self._memory.get(request.devices[0])
+        if memory is not None:
+            on_host = isinstance(memory, np.ndarray)
+            device = None if on_host else self.devices.index(memory.device)
+            return Allocation(device, "framework", copied=False)
         return self._new.allocation(request, options)
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
@@ -146,7 +152,7 @@ class InPlaceAdapter(Adapter):
         return [next(rest) if memory is None else Lent(None, memory) for memory in held]
 
     def pool(self, number: int) -> Pool | None:
-        return self._new.pool(number)
+        return self._new.pool(number) if number < len(self._new.devices) else None
 
 
 def make(

@@ -114,17 +114,6 @@ class TorchAdapter(base.Adapter):
         )
 
 
-def memory_of(tensor: Any) -> Any:
-    """The memory of a tensor, as writable bytes in C order.
-
-    None if it lies on no host, has gaps, or can't be written to directly.
-    """
-    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
-    if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    return base.memory_at(tensor, tensor.data_ptr(), tensor.nbytes)
-
-
 def _tensor(view: View) -> Any:
     kind = _VIEWED.get(view.dtype.name)
     if kind is None:

@@ -15,8 +15,10 @@ import torch
 from mfload import errors
 from mfload.frameworks import private_api
 from mfload.frameworks.base import Lent, memory_at
+from mfload.frameworks.torch_memory import device_of, memory_of
 from mfload.io import buffers
 
+_WORTH_LANDING = 1 << 20  # Less is on a device sooner by a copy of PyTorch's from the host.
 _LAYOUTS = 1024  # Layouts of views of which the boxes are kept: layers of a model are alike.
 # What the shape, the dtype and the layout of a tensor say.
 _METADATA = {
@@ -45,9 +47,9 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
 
     Views, such as `narrow`, `chunk`, slices, `unbind`, `transpose` and `view`, give lazy tensors
     again, which read the smallest box that holds them. Any other operation reads all that its
-    tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor on the
-    CPU of the same shape and dtype. To change one in place reads the whole tensor, which all its
-    views then share.
+    tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor of the
+    same shape and dtype, on the CPU and, with CuPy, on a CUDA device. To change one in place reads
+    the whole tensor, which all its views then share.
     """
 
     whole: Whole
@@ -93,7 +95,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
                 return made
         elif name == "copy_" and _fills(first, args[1:]):
             part, *_ = args[1].taken()
-            memory = _memory(first)
+            memory = memory_of(first.detach()) if _lands(first) else _memory(first)
             try:
                 part.read(Lent(first, memory))
             finally:  # What fails has changed it, too.
@@ -297,8 +299,8 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and not private_api.torch_dispatches()  # It must see the copy.
-        and target.device.type == "cpu"
-        and adapter.on_host
+        and (target.device.type == "cpu" or _lands(target))
+        and (adapter.on_host or adapter.place == target.device)
         and target.dtype == lazy.like.dtype
         and target.shape == lazy.like.shape
         and target.numel() > 0
@@ -308,6 +310,13 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         and lazy.whole.held is None
         and _is_dense(lazy)
     )
+
+
+def _lands(target: Any) -> bool:
+    """Whether it lies on a device, where reading straight into it pays."""
+    large = target.numel() * target.element_size() >= _WORTH_LANDING
+    busy = target.is_cuda and torch.cuda.is_current_stream_capturing()
+    return large and not busy and device_of(target.device) is not None
 
 
 def _memory(target: Any) -> Any:

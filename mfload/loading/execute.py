@@ -21,7 +21,7 @@ from mfload.sources import together
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
-    from mfload.cuda.staging import Staging
+    from mfload.cuda.staging import Kits, Staging
     from mfload.io.threads import Start
     from mfload.timeline import Recorder
 
@@ -66,15 +66,16 @@ def run(
     window: int = Costs().span,
     recorder: Recorder | None = None,
     start: Start | None = None,
+    kits: Kits | None = None,
 ) -> tuple[str, ...]:
     """Fills the buffers of a plan, and returns notes, such as on a fall-back.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
     `staging` has the slots of what lands on devices. Rows that lie apart are mapped where they
-    reach over `window` bytes at most. `recorder` records what threads do, and
-    `start` gives them. If bytes can't be read or the files change, the readers are stopped and
-    SourceError is raised.
+    reach over `window` bytes at most. `recorder` records what threads do,
+    `start` gives them, and `kits` what they land on devices with. If bytes can't be read or the
+    files change, the readers are stopped and SourceError is raised.
     """
     notes: list[str] = []
     if recorder is not None:
@@ -125,7 +126,7 @@ def run(
         from mfload.cuda.engine import onto_devices
 
         gds = {number: sources[number] for number, leg in route.items() if leg.engine == "gds"}
-        how = staging, open_reader, 0 if inline else threads, gds, note, observer
+        how = staging, open_reader, 0 if inline else threads, gds, note, observer, kits
         raw = [block for block in blocks if block.decode is None]
         rounds.append(onto_devices(raw, memory, *how))
         blocks = tuple(block for block in blocks if block.decode is not None)

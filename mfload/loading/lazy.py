@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mfload import errors, frameworks
 from mfload.dlpack import View
 from mfload.formats import checkpoint
@@ -18,7 +20,7 @@ from mfload.io import buffers, route
 from mfload.io.pread import FETCHED, PreadReader, fetch
 from mfload.load_options import started
 from mfload.loading import execute
-from mfload.loading.session import MAX_RANK, Loader, let_go
+from mfload.loading.session import MAX_RANK, Loader, Shared, let_go
 from mfload.planning import boxes
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
@@ -85,6 +87,7 @@ class LazyCheckpoint:
         self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
+        self._landing: Shared | None = None  # What loads onto devices share.
         self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
         # Of a file on a disk: bytes read without a gap, where they end, and how far it is fetched.
         self._fetched = dict[int, tuple[int, int, int]]()
@@ -271,7 +274,8 @@ class LazyCheckpoint:
         source, at, nbytes, stored = info.pieces[0]
         if not (self._reads_parts and len(info.pieces) == 1 and stored is None):
             return None
-        if dtype is not info.dtype or not 0 < memory.nbytes <= _FILLED:
+        on_host = isinstance(memory, np.ndarray)
+        if not on_host or dtype is not info.dtype or not 0 < memory.nbytes <= _FILLED:
             return None
         apart = False
         if selection is not None:
@@ -363,6 +367,11 @@ class LazyCheckpoint:
         """An array for each request, made by an adapter. Default: that of the checkpoint."""
         options, adapter = started(self._arguments[1]), adapter or self._adapter
         loader = Loader(self._opened(), self._sources, adapter, options)
+        if adapter.devices:
+            if self._landing is None:
+                wanted = {number: source.size for number, source in enumerate(self._sources)}
+                self._landing = Shared(wanted, adapter.devices)
+            loader.shared = self._landing
         return loader.load(requests, report=report)
 
     def _opened(self) -> Index:
@@ -384,8 +393,9 @@ class LazyCheckpoint:
         self.closed = True
         for source in self._sources:
             source.keep(False)
-        if self._crew is not None:
-            self._crew.close()
+        for shared in (self._crew, self._landing):
+            if shared is not None:
+                shared.close()
         self._cells.clear()
         self._map = None
 

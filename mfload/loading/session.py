@@ -32,7 +32,7 @@ from mfload.sources.base import Costs, Source
 
 # What only some loads need is imported where it is used.
 if TYPE_CHECKING:
-    from mfload.cuda.staging import Staging
+    from mfload.cuda.staging import Kits, Staging
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
     from mfload.report import Report
@@ -68,21 +68,34 @@ class Batch:
 
 
 class Shared:
-    """What the loads of a stream share.
+    """What the loads of a stream, or of an open checkpoint onto devices, share.
 
     Attributes:
         wanted: Bytes that all of them take of each file, by its number.
         legs: The route of files, by their numbers; a file gets its leg with the first load.
         crew: The threads.
+        kits: What these land on devices with; None for the host alone.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    kits: Kits | None = None
+
+    def __init__(self, wanted: Mapping[int, int], devices: Sequence[Any]) -> None:
         from mfload.io.threads import Crew
 
-        self.wanted, _ = _wanted(requests)
+        self.wanted = wanted
         self.legs: dict[int, routing.Leg] = {}
         self.crew = Crew()
         self._room, self._until = 0, 0.0
+        if devices:
+            from mfload.cuda.staging import Kits
+
+            self.kits = Kits()
+
+    def close(self) -> None:
+        """Ends the threads, and gives back what they land on devices with; waits for none."""
+        self.crew.close()
+        if self.kits is not None:
+            self.kits.close()
 
     def check_host(self, needed: int, specs: Sequence[BufferSpec]) -> None:
         """See `allocate.check_host`; a part of what was free a moment ago is taken to be free."""
@@ -228,7 +241,7 @@ class Session:
             if device is not None:
                 numbers.add(device)
         self._devices = list(map(adapter.devices.__getitem__, sorted(numbers)))
-        wanted, apart = _wanted(self.requests)
+        wanted, apart = wanted_bytes(self.requests)
         used = sorted(wanted)
         self._shared = shared = loader.shared
         known: dict[int, routing.Leg] = {} if shared is None else shared.legs
@@ -274,6 +287,7 @@ class Session:
             self._gds = any(leg.engine == "gds" for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
+            readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
         self.notes = (*index.notes, *adapter.notes)
         if apart and adapter.devices:
@@ -400,6 +414,9 @@ class Session:
         most = self.limits.growth * self.limits.costs.slot
         raw = [block for block in plan.blocks if block.decode is None]
         made.staging = staging = slots.staging(raw, methods, most)
+        if self._shared is not None:  # Of one size, so that the next load can use them.
+            block = max(staging.block, self.limits.costs.block)
+            made.staging = staging = staging._replace(block=block)
         past = staging.depth * cufile.slot_bytes(staging.block) if self._gds else 0
         held = self.threads * past
         made.device_overhead = {n: max(held, copied.get(n, 0)) for n in plan.device_bytes}
@@ -465,10 +482,11 @@ class Session:
             look(batch.overhead, specs)
         if not self._devices:
             return
-        lent = batch.plan.lent_bytes
+        held = self.adapter.lends_held
         for device, nbytes in batch.plan.device_bytes.items():
-            own = nbytes - lent[device] + batch.device_overhead.get(device, 0)
-            allocate.check_device(self.adapter, device, own, lent[device])
+            lent = batch.plan.lent_bytes[device]
+            own = nbytes - lent + batch.device_overhead.get(device, 0)
+            allocate.check_device(self.adapter, device, own, 0 if held else lent)
 
     def load(
         self,
@@ -505,6 +523,7 @@ class Session:
                 window=self.limits.costs.span,
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
+                kits=None if self._shared is None else self._shared.kits,
             )
             filled = [plan], notes, 0
         times.append(time.perf_counter())
@@ -580,7 +599,7 @@ def _describe(
         report.timeline += tuple(session.recorder.spans())
 
 
-def _wanted(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]:
+def wanted_bytes(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]:
     """Bytes to take of each source, by its number; and the tensors that are not one raw range."""
     wanted: dict[int, int] = {}
     apart: set[str] = set()

@@ -15,7 +15,7 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.load_options import OVERHEAD, LoadOptions
-from mfload.loading.session import Loader, Shared, check
+from mfload.loading.session import Loader, Shared, check, wanted_bytes
 from mfload.planning.request import Request, names
 from mfload.progress import Progress, shown
 from mfload.report import Report
@@ -125,7 +125,7 @@ class Tensors:
         self.options = options
         self.names, self.sizes, self.batches = names(requests), sizes, batches(sizes, self.most)
         self._live = buffers.live_bytes()
-        self.shared = Shared(requests)
+        self.shared = Shared(wanted_bytes(requests)[0], adapter.devices)
 
     def read(self, batch: range, deadline: Deadline) -> list[Any]:
         """Reads a batch, in any thread."""
@@ -232,7 +232,7 @@ class _Ahead:
         self._stopped.set()
         if may_wait and self._thread is not None:
             self._thread.join(_GRACE)
-        self._tensors.shared.crew.close()
+        self._tensors.shared.close()
         self._thread, self._outcome = None, []
 
     def _begin(self, number: int) -> None:

@@ -29,9 +29,9 @@ _ROUNDED = 2 * _PAGE
 _COLD_BLOCK = 4 << 20
 # What the page cache holds is shared out so evenly: a load waits for its last block.
 _SHARES, _LEAST_SHARE = 4, 2 << 20  # Blocks of each reader, at least; bytes of one.
-# To lock pages takes some twenty times as long as to read as much from the page cache (reported,
-# not measured here). So of what is loaded no more than this part is locked, in slots that are
-# still worth a read.
+# To make and lock pages takes three times as long as eight readers take to read as much from the
+# page cache (H200, 16 cores). So of what is loaded no more than this part is locked, in slots that
+# are still worth a read; but slots that are kept for other loads are made once.
 _PINNED = 16
 _LEAST_SLOT = 1 << 20
 # Slots in which a reader may hold what it fetches, and what it puts together, to decode a block.
@@ -51,6 +51,7 @@ class Readers:
     slot: int = 8 << 20  # Bytes of such a slot, at most.
     costs: Costs = Costs()  # Of the sources.
     decodes: bool = False  # Whether some tensors are not one raw range.
+    kept: bool = False  # Whether other loads use the slots, too.
     gds: int | None = None  # Bytes on the device beside each slot's block; None without cuFile.
 
 
@@ -95,7 +96,7 @@ class Limits:
             limit = OVERHEAD if limit is None else limit
             count = threads * readers.depth
             share = sum(request.nbytes for request in there) // _PINNED // count // _PAGE * _PAGE
-            block = min(readers.slot, max(_LEAST_SLOT, share))
+            block = readers.slot if readers.kept else min(readers.slot, max(_LEAST_SLOT, share))
         if readers.decodes:
             count += _DECODING * threads
         self.least = count * _LEAST_SLOTS * (1 + self.growth)

@@ -134,9 +134,9 @@ class Module:
         return made
 
     def memory(self, number: int) -> Any:
-        """The memory of what this process holds of a leaf, as writable bytes in C order.
+        """The memory of what this process holds of a leaf, in C order (see `base.Lent`).
 
-        None if it lies on no host, has gaps, or can't be written to directly.
+        None if it has gaps, can't be written to directly, or lies where mfload does not land.
         """
         raise NotImplementedError
 
@@ -364,7 +364,7 @@ class _Filling:
         for number, recipe in recipes.items():
             lands = recipe.transform.plain
             if lands and not leaves[number].abstract:
-                memory[number] = self._module.memory(number)
+                memory[number] = self._memory(number)
                 lands = memory[number] is not None or self._module.replaces
             rows.append((self._box(number, recipe.transform.shape), lands))
         every = {self._rank: rows}
@@ -407,6 +407,12 @@ class _Filling:
         self._steps.append(_Step(requests, loader, land))
         self._steps += self._replacing(replaced, loader)
         self._steps += self._arranged(arranged, options)
+
+    def _memory(self, number: int) -> Any:
+        """The memory of a leaf; what processes exchange is put together on the host."""
+        found = self._module.memory(number)
+        exchanges = self._group is not None and self._loader.options.exchange != "never"
+        return None if exchanges and not isinstance(found, np.ndarray) else found
 
     def _replacing(self, leaves: Sequence[tuple[int, TensorShares]], loader: Loader) -> list[_Step]:
         """The steps of what is replaced: the new arrays of a batch lie beside the old ones."""

@@ -11,7 +11,7 @@ import torch
 
 from mfload import errors
 from mfload.dtypes import DType
-from mfload.frameworks import base, torch_adapter
+from mfload.frameworks import base, torch_adapter, torch_memory
 from mfload.trees.modules import Module, New, overlapping, stored, tied, unfit
 from mfload.trees.recipe import Leaf
 
@@ -102,7 +102,7 @@ class TorchModule(Module):
             return plain.to_local()
 
     def memory(self, number: int) -> Any:
-        return torch_adapter.memory_of(self.local(self.tensors[number]))
+        return torch_memory.memory_of(self.local(self.tensors[number]))
 
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
         target = self._new.get(number)

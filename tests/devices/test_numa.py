@@ -79,9 +79,11 @@ def test_devices_without_an_address_and_machines_without_sysfs(tmp_path: Path) -
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs CPU affinities")
 def test_what_this_thread_may_use_counts(tmp_path: Path) -> None:
     here = min(os.sched_getaffinity(0))
-    root = machine(tmp_path, "1", {0: str(here + 1), 1: str(here)})
+    root = machine(tmp_path / "this", "1", {0: str(here + 1), 1: str(here)})
     assert numa.cpus(PCI, root) == {here}
-    root = machine(tmp_path, "1", {0: str(here), 1: str(max(os.sched_getaffinity(0)) + 1)})
+    root = machine(
+        tmp_path / "other", "1", {0: str(here), 1: str(max(os.sched_getaffinity(0)) + 1)}
+    )
     assert numa.cpus(PCI, root) is None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from devices.fake import FakeDevice
+from devices.queues import MODES
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import mfload
 from mfload import errors
 from mfload.compat.dcp import HuggingFaceReader
+from mfload.frameworks import torch_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -182,3 +185,22 @@ def test_targets_that_inference_mode_made(tmp_path: Path) -> None:
             state = {"w": torch.zeros(3, 4, dtype=dtype)}
         dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
         assert state["w"].sum() == 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_on_a_device_are_filled_in_place(
+    tmp_path: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(mode=mode)
+    monkeypatch.setattr(torch_memory, "device_of", lambda _: device)
+    stored = {"w": torch.randn(64, 32), "v": torch.randn(8), "none": torch.zeros(0, 3)}
+    stored["x"] = torch.randn(16, 32)
+    save_file(stored, tmp_path / "a.safetensors")
+    state = {name: torch.zeros_like(each) for name, each in stored.items()}
+    state["x"] = torch.zeros(16, 32, dtype=torch.float64)  # Copied, as `copy_` converts.
+    placed = {name: each.data_ptr() for name, each in state.items()}
+    dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
+    assert all(torch.equal(state[name], each) for name, each in stored.items())
+    assert {name: each.data_ptr() for name, each in state.items()} == placed
+    assert device.nbytes["copy_in"] == stored["w"].nbytes + stored["v"].nbytes
+    device.assert_clean()

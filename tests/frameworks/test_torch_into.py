@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from devices.fake import FakeDevice
+from devices.queues import MODES
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
 from mfload import errors
+from mfload.frameworks import torch_memory
 from mfload.io import buffers, pread, probes
 from mfload.load_options import OVERHEAD
 
@@ -572,3 +575,20 @@ def test_restore_fills_a_module_in_place(tmp_path: Path) -> None:
     assert module.weight.sum() == 6
     with pytest.raises(errors.UsageError, match="names="):
         mfload.restore(path, module, names="w")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_on_a_device_is_filled_in_place(
+    tmp_path: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(mode=mode)
+    monkeypatch.setattr(torch_memory, "device_of", lambda _: device)
+    like, net = make(1), make(2)
+    path = write(tmp_path / "m.safetensors", like, "head.weight")
+    placed = {name: each.data_ptr() for name, each in net.state_dict().items()}
+    mfload.load_into(net, path)
+    check(net, like)
+    assert {name: each.data_ptr() for name, each in net.state_dict().items()} == placed
+    tied = like.head.weight.nbytes
+    assert device.nbytes["copy_in"] == sum(t.nbytes for t in like.state_dict().values()) - tied
+    device.assert_clean()

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from conformance import material
+from devices.fake import FakeDevice
+from devices.queues import MODES
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -26,6 +28,7 @@ from torch.nn import functional
 import mfload
 from mfload import errors
 from mfload.compat import serving
+from mfload.frameworks import torch_lazy, torch_memory
 from mfload.frameworks.torch_lazy import LazyTensor
 from mfload.io import buffers, probes
 from mfload.io.pread import FETCHED
@@ -814,3 +817,80 @@ def test_lists_of_columns_are_not_kept(tmp_path: Path) -> None:
         assert not opened._cells
         assert torch.equal(part[:, 3:9], whole[:, 3:9])
         assert opened._cells
+
+
+@pytest.fixture(params=MODES)
+def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """A device that tensors on the CPU lie on."""
+    made = FakeDevice(mode=request.param)
+    for module in (torch_memory, torch_lazy):
+        monkeypatch.setattr(module, "device_of", lambda _: made)
+    monkeypatch.setattr(torch_lazy, "_WORTH_LANDING", 64)
+    yield made
+    made.assert_clean()
+
+
+TAKEN: dict[str, Callable[[Any], Any]] = {
+    "all": lambda x: x,
+    "rows": lambda x: x.narrow(0, 16, 32),
+    "columns": lambda x: x.narrow(1, 32, 48),
+    "chunk": lambda x: x.chunk(4, 0)[3],
+    "few columns": lambda x: x[:, 5:8],
+    "steps": lambda x: x[::2, ::3],
+    "transposed": lambda x: x.t(),
+    "flat": lambda x: x.view(-1)[100:3000],
+}
+
+
+@pytest.mark.parametrize("way", TAKEN)
+def test_copies_onto_a_device(path: Path, device: FakeDevice, way: str) -> None:
+    take, whole = TAKEN[way], MODEL["w"]
+    wanted = take(whole)
+    target = nn.Parameter(torch.zeros(wanted.shape, dtype=whole.dtype), requires_grad=False)
+    opened = Opened(path)
+    place, version = target.data_ptr(), target._version
+    for _ in range(3):
+        target.zero_()
+        target.copy_(take(opened.tensors["w"]))
+        assert torch.equal(target, wanted)
+    assert (target.data_ptr(), target._version > version) == (place, True)
+    straight = way != "transposed"  # PyTorch arranges it.
+    assert device.nbytes["copy_in"] == 3 * wanted.nbytes * straight
+    assert opened.report.result_bytes == 3 * wanted.nbytes
+    opened.stream.close()
+    assert device.pinned == 0
+
+
+def test_what_is_small_or_of_another_dtype_is_copied_from_the_host(
+    path: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Opened(path)
+    other = torch.zeros(SHAPE, dtype=torch.float32)
+    other.copy_(opened.tensors["w"])
+    assert torch.equal(other, MODEL["w"].float())
+    monkeypatch.setattr(torch_lazy, "_WORTH_LANDING", 1 << 20)
+    small = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    small.copy_(opened.tensors["w"])
+    assert torch.equal(small, MODEL["w"])
+    assert device.calls["copy_in"] == 0
+    opened.stream.close()
+
+
+def test_a_copy_onto_a_device_that_fails(
+    path: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Opened(path)
+    target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenFile, "read", _refused)
+        with pytest.raises(errors.ReadError) as caught:
+            target.copy_(opened.tensors["w"])
+    assert caught.value.tensor == "w"
+    assert "the target of w may hold some of the new values" in caught.value.__notes__
+    target.copy_(opened.tensors["w"])
+    assert torch.equal(target, MODEL["w"])
+    opened.stream.close()
+
+
+def _refused(*_: Any) -> None:
+    raise OSError(errno.EIO, "Input/output error")

@@ -1,0 +1,40 @@
+"""Memory of tensors of PyTorch that are there already, on the host and on CUDA devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mfload.frameworks import base
+
+if TYPE_CHECKING:
+    from mfload.cuda.device import Device
+
+
+def memory_of(tensor: Any) -> Any:
+    """The memory of a tensor to be written to, in C order (see `base.Lent`).
+
+    None if it has gaps, can't be written to directly, or lies where mfload does not land. When this
+    returns, nothing that the current stream was given before still uses it.
+    """
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    place, device = tensor.device, device_of(tensor.device)
+    if place.type != "cpu" and device is None:
+        return None
+    if place.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        torch.cuda.current_stream(place).synchronize()
+    return base.memory_at(tensor, tensor.data_ptr(), tensor.nbytes, device)
+
+
+@functools.cache
+def device_of(place: Any) -> Device | None:
+    """The CUDA device that a `torch.device` is; None if mfload does not land there."""
+    if place.type != "cuda" or torch.version.cuda is None:
+        return None
+    return base.find_device(place.index or 0)[0]

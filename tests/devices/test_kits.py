@@ -1,0 +1,185 @@
+"""Slots and streams that the loads of an open checkpoint leave to each other."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+from devices import arrays
+from devices.fake import FakeDevice
+from devices.queues import MODES
+
+import mfload
+from mfload import errors
+from mfload.cuda import staging
+from mfload.cuda.copies import Methods
+from mfload.cuda.staging import Kit, Kits, PinnedSlot, Staging
+from mfload.io import buffers
+from mfload.sources.local import OpenFile
+
+MODEL = {f"w{n}": samples.numbers((64, 1000 + n), np.float32) for n in range(6)}
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(staging, "SLOT", 64 << 10)
+    return samples.save(tmp_path / "m.safetensors", MODEL)
+
+
+def land(monkeypatch: pytest.MonkeyPatch, *devices: FakeDevice) -> None:
+    arrays.take(monkeypatch, arrays.Arrays(*devices))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reads_of_an_open_checkpoint_lock_memory_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    device = FakeDevice(mode=mode)
+    land(monkeypatch, device)
+    with mfload.open(path, "numpy", options=mfload.Options(threads=2)) as opened:
+        for _ in range(4):
+            for name, wanted in MODEL.items():
+                assert samples.same(opened.get_tensor(name), wanted)
+                assert samples.same(opened.get_slice(name)[3:40, ::2], wanted[3:40, ::2])
+        # Two threads, each with a stream and two slots, which are made anew for the first slice.
+        assert 0 < device.calls["pin"] + device.calls["stream"] <= 2 * 3 * 2
+        assert device.pinned > 0
+    assert device.pinned == 0
+    device.assert_clean()
+
+
+def test_a_stream_locks_memory_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    land(monkeypatch, device)
+    options = mfload.Options(threads=1, max_host_overhead=1 << 20)
+    found = dict(mfload.stream(path, "numpy", options=options))
+    samples.assert_same(found, MODEL)
+    assert device.calls["pin"] <= staging.DEPTH
+    del found
+    device.assert_clean()
+
+
+def test_a_load_leaves_nothing_to_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    land(monkeypatch, device)
+    for count in (1, 2):
+        samples.assert_same(mfload.load(path, "numpy"), MODEL)
+        assert device.pinned == 0
+        assert device.calls["stream"] >= count
+
+
+def test_a_checkpoint_that_is_not_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    land(monkeypatch, device)
+    opened = mfload.open(path, "numpy")
+    array = opened.get_tensor("w3")
+    del opened
+    gc.collect()
+    assert samples.same(array, MODEL["w3"])
+    del array
+    device.assert_clean()
+
+
+def test_a_read_that_fails_leaves_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    land(monkeypatch, device)
+    real = OpenFile.read
+    with mfload.open(path, "numpy", options=mfload.Options(threads=2)) as opened:
+        opened.get_tensor("w0")
+        kept = device.pinned
+
+        def read(*_: Any) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(OpenFile, "read", read)
+        with pytest.raises(errors.ReadError):
+            opened.get_tensor("w1")
+        assert device.pinned < kept
+        monkeypatch.setattr(OpenFile, "read", real)
+        assert samples.same(opened.get_tensor("w1"), MODEL["w1"])
+    device.assert_clean()
+
+
+def test_threads_that_read_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(mode="thread")
+    land(monkeypatch, device)
+    with mfload.open(path, "numpy") as opened, ThreadPoolExecutor(4) as pool:
+        names = [*MODEL] * 5
+        found = list(pool.map(opened.get_tensor, names))
+    assert all(samples.same(one, MODEL[name]) for one, name in zip(found, names, strict=True))
+    del found
+    device.assert_clean()
+
+
+def test_devices_keep_what_is_theirs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [FakeDevice(name=f"fake:{n}") for n in range(2)]
+    kits, size = Kits(), Staging(Methods([]), 64 << 10)
+    used: list[Kit] = []
+    for device in devices:
+        kit = kits.take(device, size)
+        kit.slots.append(PinnedSlot(device, size))
+        kit.streams[device.name] = device.stream()
+        kits.give(device, kit)
+        used.append(kit)
+    assert [kits.take(device, size) for device in reversed(devices)] == used[::-1]
+    for device, kit in zip(devices, used, strict=True):
+        kits.give(device, kit)
+    kits.close()
+    assert not any(kit.slots or kit.streams for kit in used)
+    for device in devices:
+        device.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [lambda s: s._replace(block=s.block + buffers.PAGE), lambda s: s._replace(spare=1)],
+    ids=["block", "spare"],
+)
+def test_a_slot_that_is_too_small_goes(more: Callable[[Staging], Staging]) -> None:
+    device, kits, size = FakeDevice(), Kits(), Staging(Methods([]), 64 << 10)
+    kit = kits.take(device, size)
+    kit.slots.append(PinnedSlot(device, size))
+    kits.give(device, kit)
+    assert kits.take(device, size) is kit
+    kits.give(device, kit)
+    assert kits.take(device, more(size)) is not kit
+    device.assert_clean()
+
+
+def test_what_comes_after_the_end_is_closed() -> None:
+    device, kits, size = FakeDevice(), Kits(), Staging(Methods([]), 64 << 10)
+    kit = kits.take(device, size)
+    kit.slots.append(PinnedSlot(device, size))
+    kits.close()
+    kits.give(device, kit)
+    device.assert_clean()
+
+
+def test_a_forked_process_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, kits, size = FakeDevice(), Kits(), Staging(Methods([]), 64 << 10)
+    kit = kits.take(device, size)
+    kit.slots.append(PinnedSlot(device, size))
+    kits.give(device, kit)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        assert kits.take(device, size) is not kit
+        kits.close()  # Of the parent, nothing is touched.
+        assert device.pinned == 1
+    kits.close()
+    device.assert_clean()
+
+
+def test_a_slot_that_nobody_closed_is_unlocked() -> None:
+    """Else the driver would take the next map at its address for what is locked."""
+    device = FakeDevice()
+    slot = PinnedSlot(device, Staging(Methods([]), 64 << 10))
+    assert device.pinned == 1
+    del slot
+    device.assert_clean()
