@@ -57,10 +57,10 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
     """Takes the place of `torch.distributed.checkpoint.HuggingFaceStorageReader`.
 
     Each process reads its own slices, straight into the tensors of the state dict where these are
-    contiguous, of the stored dtype, and on the CPU or, with CuPy, on a CUDA device. Others are read
-    in batches within the overhead and copied in, which converts as `copy_` does. If several
-    processes load together,
-    `Options(exchange=…)` decides whether each byte is read by one of them and sent to the others.
+    contiguous, of the stored dtype, and on the CPU; with CuPy on a CUDA device too, unless
+    processes read for each other. Others are read in batches within the overhead and copied in,
+    which converts as `copy_` does. If several processes load together, `Options(exchange=…)`
+    decides whether each byte is read by one of them and sent to the others.
 
     Args:
         path: As for `mfload.load`.
@@ -280,10 +280,11 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
 
         What processes exchange is put together on the host: only one alone fills devices.
         """
-        if not alone and target.device.type != "cpu":
+        info = self._index.tensors[part[1]]
+        kind = _FORMS[info.dtype.name].type
+        if str(target.dtype) != f"torch.{kind}":
             return None
-        kind = _FORMS[self._index.tensors[part[1]].dtype.name].type
-        return torch_memory.memory_of(target) if str(target.dtype) == f"torch.{kind}" else None
+        return torch_memory.memory_of(target, on_device=alone and info.simple)
 
 
 def _overhead(how: LoadOptions) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 import threading
-from collections.abc import Sequence
+from collections import deque
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +17,7 @@ from mfload import api, errors
 from mfload.frameworks import torch_adapter
 from mfload.loading.lazy import LazyCheckpoint, TensorSlice
 from mfload.options import Options
+from mfload.planning.memory import grouped
 
 _REFUSED = (
     "state_dict",
@@ -32,6 +35,7 @@ _THEIRS = "from_pretrained of transformers"
 _DISK = "no part of the model can stay on disk"
 _ANY_DEVICE = ("auto", "balanced", "balanced_low_0", "sequential")
 _DTYPE, _SUFFIX = ("dtype", "torch_dtype"), ".safetensors"
+_GROUP = 1 << 30
 _BESIDE = 1.25  # Of a device that is to hold a model, what there must be for each byte of it.
 _FIRST = ("model.safetensors", "model.safetensors.index.json")  # As transformers looks for them.
 
@@ -44,9 +48,11 @@ def from_pretrained(
     The model is made on the meta device. Tied weights, buffers that are not saved, dtypes and
     device maps are up to transformers. As there, weights are private maps of the files, which must
     stay as they are while the model lives. With another engine than "mmap" each is read once it has
-    its place, as slices are for a model that `tp_plan=` or `device_mesh=` shards. Where
-    `device_map=` says one CUDA device, all weights are read onto it together (with CuPy), into
-    memory of PyTorch's; where it says several, each weight is copied there from the host.
+    its place, as slices are for a model that `tp_plan=` or `device_mesh=` shards.
+
+    Where `device_map=` puts the whole model on one CUDA device, weights are read onto it in groups
+    of a GiB (with CuPy), into memory of PyTorch's; else each is copied from the host. Of "auto"
+    that is so on a machine with one GPU that has room for the files and a quarter more.
 
     Args:
         cls: A model's class, or one such as `transformers.AutoModelForCausalLM`.
@@ -97,20 +103,27 @@ def from_pretrained(
     first = next(filter(os.path.exists, weights), path)
     options = options or Options()
     parted = any(given.get(name) is not None for name in _PARTED)
-    place = None if parted or options.engine == "mmap" else _one_device(devices, path, given)
-    if place is not None and options.allocator == "auto":
-        options = dataclasses.replace(options, allocator="framework")
-    elif place is None and options.engine == options.page_cache == "auto" and not parted:
-        options = dataclasses.replace(options, engine="mmap")
-    with api.open(first, "torch", place or "cpu", options=options) as opened:
+    place = (
+        None if parted or options.engine == "mmap" else _one_device(devices, path, config, given)
+    )
+    on_host = options
+    if options.engine == options.page_cache == "auto" and not parted:
+        on_host = dataclasses.replace(options, engine="mmap")
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(api.open(first, "torch", "cpu", options=on_host))
         # Of "auto" the first weight of the first file says the dtype.
         names = sorted(opened, key=lambda name: (opened.file_of(opened.info(name)), name))
-        state: Any = {name: _Weight(opened, name) for name in names}
+        state: Any = {}
         if place is not None:
-            together = _Together(opened, names)
-            state = {name: _Landing(opened, name, together) for name in names}
-        elif options.engine == "mmap":
+            if options.allocator == "auto":
+                options = dataclasses.replace(options, allocator="framework")
+            there = stack.enter_context(api.open(first, "torch", place, options=options))
+            groups = _Groups(there)
+            state = {name: _Weight(opened, name, groups) for name in names}
+        elif on_host.engine == "mmap":
             state = opened.get_tensors(names)
+        else:
+            state = {name: _Weight(opened, name) for name in names}
         try:
             made = cls.from_pretrained(None, config=config, state_dict=state, **given)
         except ValueError as error:  # Of device_map="auto" only transformers knows the result.
@@ -129,39 +142,37 @@ def from_pretrained(
     return made
 
 
-def _one_device(devices: Any, path: str, given: dict[str, Any]) -> str | None:
+def _one_device(devices: Any, path: str, config: Any, given: dict[str, Any]) -> str | None:
     """The CUDA device that a device map puts a whole model on, if weights can land there."""
     if isinstance(devices, dict):
-        there: set[Any] = set(devices.values())
-        devices = there.pop() if len(there) == 1 else None
+        every = list(devices.values())
+        devices = every[0] if every and all(each == every[0] for each in every) else None
     if devices is None or not torch.cuda.is_available() or find_spec("cupy") is None:
         return None
     if isinstance(devices, str) and devices in _ANY_DEVICE:
-        alone = torch.cuda.device_count() == 1
-        return "cuda:0" if alone and _fits(path, "cuda:0", given) else None
+        alone = torch.cuda.device_count() == 1 and not given.get("max_memory")
+        dtypes = (given.get(name, getattr(config, name, None)) for name in _DTYPE)
+        if not alone or any("float32" in str(each) for each in dtypes):
+            return None
+        files = (each.stat().st_size for each in os.scandir(path) if each.name.endswith(_SUFFIX))
+        return "cuda:0" if sum(files) * _BESIDE < torch.cuda.mem_get_info("cuda:0")[0] else None
+    if devices == "cuda":  # As transformers takes it.
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.device("cuda", devices) if type(devices) is int else torch.device(devices)
     except (RuntimeError, TypeError):
         return None  # Transformers says what is wrong with it.
-    number = torch.cuda.current_device() if device.index is None else device.index
-    return f"cuda:{number}" if device.type == "cuda" else None
-
-
-def _fits(path: str, place: str, given: dict[str, Any]) -> bool:
-    """Whether transformers, asked to choose, will put the whole model on a device."""
-    if given.get("max_memory") or any("float32" in str(given.get(name)) for name in _DTYPE):
-        return False
-    files = (each.stat().st_size for each in os.scandir(path) if each.name.endswith(_SUFFIX))
-    return sum(files) * _BESIDE < torch.cuda.mem_get_info(place)[0]
+    return str(device) if device.type == "cuda" and device.index is not None else None
 
 
 class _Weight(TensorSlice):
-    """A tensor that is read when transformers has a place for it."""
+    """A tensor that is read when transformers has a place for it, perhaps with others."""
 
-    __slots__ = ()
+    __slots__ = ("_groups",)
 
-    def __init__(self, opened: LazyCheckpoint, name: str) -> None:
+    def __init__(self, opened: LazyCheckpoint, name: str, groups: _Groups | None = None) -> None:
         super().__init__(opened, opened.get_slice(name)._info)  # pyright: ignore
+        self._groups = groups
 
     @property
     def dtype(self) -> Any:
@@ -172,35 +183,48 @@ class _Weight(TensorSlice):
         """Whether it holds floats."""
         return self.dtype.is_floating_point
 
+    def __getitem__(self, index: Any) -> Any:
+        found = None
+        if self._groups is not None and index is ...:
+            found = self._groups.take(self._info.name)
+        return super().__getitem__(index) if found is None else found
 
-class _Together:
-    """Weights that are read onto a device together, when transformers wants the first one.
 
-    Not before: by then it has had PyTorch set the memory aside. Each is handed out once.
+class _Groups:
+    """Weights that are read onto a device in groups, in the order in which they are wanted.
+
+    None is read before the first is wanted: by then PyTorch has set the memory aside. Each is
+    handed out once, and two groups are held at most: what transformers leaves out goes soon.
     """
 
-    def __init__(self, opened: LazyCheckpoint, names: Sequence[str]) -> None:
-        self._opened, self._names = opened, names
+    def __init__(self, opened: LazyCheckpoint) -> None:
+        self._opened = opened
         self._lock = threading.Lock()  # Transformers has several threads.
-        self._made: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._group_of: dict[str, list[str]] = {}
+        self._made: deque[dict[str, Any]] = deque(maxlen=2)
+        names = sorted((n for n in opened if opened.info(n).nbytes <= _GROUP), key=_in_order)
+        for group in grouped(names, _GROUP, lambda name: opened.info(name).nbytes):
+            self._group_of.update(dict.fromkeys(group, group))
 
     def take(self, name: str) -> Any:
-        """A weight; None if it was taken before."""
+        """A weight; None if it is too large for a group, or was taken before."""
         with self._lock:
-            if self._made is None:
-                self._made = self._opened.get_tensors(self._names)
-            return self._made.pop(name, None)
+            if self._error is not None:  # Other threads don't begin it again.
+                raise self._error
+            group = self._group_of.pop(name, None)
+            if group is None:
+                return None
+            if not any(name in made for made in self._made):
+                left = [each for each in group if each == name or each in self._group_of]
+                try:
+                    self._made.append(self._opened.get_tensors(left))
+                except BaseException as error:
+                    self._error = error
+                    raise
+            return next(made.pop(name) for made in self._made if name in made)
 
 
-class _Landing(_Weight):
-    """One of them."""
-
-    __slots__ = ("_together",)
-
-    def __init__(self, opened: LazyCheckpoint, name: str, together: _Together) -> None:
-        super().__init__(opened, name)
-        self._together = together
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self._together.take(self._info.name) if index is ... else None
-        return super().__getitem__(index) if found is None else found
+def _in_order(name: str) -> list[Any]:
+    """A key that sorts layer 10 behind layer 9, as transformers does."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

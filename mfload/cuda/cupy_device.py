@@ -23,7 +23,9 @@ _OUT_OF_MEMORY = 2
 NOT_INITIALISED = 3  # What a forked process gets.
 # CUDA keeps it as the last error of its runtime; CuPy has a runtime of its own, so it is not seen.
 _NOT_READY = 600
-_here = threading.local()  # `device`: the one whose context this thread is in, as far as we know.
+# `device`: that whose context a reader is in. Not noted for the main thread, where an interrupt may
+# come before a context is left, and the user's own calls after it.
+_here = threading.local()
 # After these no call works any more.
 _LOST = frozenset((226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
 
@@ -153,7 +155,8 @@ class _Current:
         self._device.drive("cuCtxPushCurrent_v2", self._device.context)
         try:
             self._device.drive("cuThreadExchangeStreamCaptureMode", ctypes.byref(self._mode))
-            _here.device = self._device
+            if threading.get_ident() != threading.main_thread().ident:
+                _here.device = self._device
         except BaseException:
             # Refused; or an interrupt came behind it, and what was exchanged is exchanged back.
             if self._mode.value != _RELAXED:

@@ -50,7 +50,7 @@ def find(number: int) -> Device:
                 )
             try:
                 cupy: Any = importlib.import_module("cupy")
-            except ImportError as error:
+            except Exception as error:  # A broken package raises what it likes.
                 raise errors.FrameworkMissingError(
                     "CuPy is needed to land on a GPU: pip install 'mfload[cuda13]'",
                     found=str(error),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import collections
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mfload.cuda.copies import Methods
@@ -40,7 +40,7 @@ class Staging(NamedTuple):
     @property
     def pinned(self) -> int:
         """Bytes of page-locked memory for each thread."""
-        return self.depth * (self.slot + _pages(self.spare))
+        return self.depth * _whole(self)
 
 
 def staging(blocks: Iterable[Block], methods: Methods, most_spare: int) -> Staging:
@@ -61,32 +61,36 @@ class PinnedSlot(buffers.WorkerSlot):
     """Host memory of huge pages, page-locked for all devices."""
 
     def __init__(self, device: Device, size: Staging) -> None:
-        self._device, self._closed = device, True
-        self._memory = buffers.allocate(size.slot + _pages(size.spare))
+        self._device, self._process = device, 0  # That of a slot which is locked.
+        self._memory = buffers.allocate(_whole(size))
         buffers.never_forked(self._memory)
         # The driver would make the pages too, but of one slot after another.
         self._memory[:: buffers.PAGE] = 0
         device.pin(self._memory)
-        self._closed = False
-        self._read = self._memory[: size.slot]
-        self.spare = self._memory[size.slot :]
+        self._process = os.getpid()
+        self.fits(size)
+
+    def fits(self, size: Staging) -> bool:
+        """Whether it is large enough for a load; if so, it is cut as the load needs it."""
+        if self._memory.nbytes < _whole(size):
+            return False
+        self._read, self.spare = self._memory[: size.slot], self._memory[size.slot :]
+        return True
 
     def bytes(self, nbytes: int) -> Any:
         """The part for what is read."""
         assert nbytes <= self._read.nbytes, (nbytes, self._read.nbytes)
         return self._read
 
-    def holds(self, size: Staging) -> bool:
-        """Whether it is large enough for a load."""
-        return self._read.nbytes >= size.slot and self.spare.nbytes >= _pages(size.spare)
-
     def close(self) -> None:
         """Unlocks the pages, before they can be another's. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        mine, self._process = self._process == os.getpid(), 0  # A child has none of them.
+        if mine:
             self._device.unpin(self._memory)
 
-    __del__ = close
+    def __del__(self) -> None:
+        with suppress(Exception):  # Modules may be gone when the interpreter ends.
+            self.close()
 
 
 class Kit:
@@ -105,50 +109,61 @@ class Kit:
 
 
 class Kits:
-    """Kits that the loads of one checkpoint leave to each other.
+    """Kits that the loads of a stream, or of one open checkpoint, leave to each other.
 
     To make one takes longer than a small load: pages are locked, and threads wait for each other.
+    No lock: what is closed by the collector must not wait.
+
+    Attributes:
+        most: How many are kept for a device: those of one load.
     """
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.Lock(), os.getpid()
-        self._idle: list[tuple[Device, Kit]] = []
-        self._closed = False
+        self.most = 1
+        self._process, self._closed = os.getpid(), False
+        self._idle: dict[Device, collections.deque[Kit]] = {}
 
     def take(self, device: Device, size: Staging) -> Kit:
         """One that was left, if it will do, or a new one; those that won't do are closed."""
-        if self._process != os.getpid():  # CUDA gives a forked process nothing.
-            return Kit()
-        while True:
-            with self._lock:
-                mine = [n for n, (there, _) in enumerate(self._idle) if there is device]
-                if not mine:
-                    return Kit()
-                _, kit = self._idle.pop(mine[-1])
-            if all(slot.holds(size) for slot in kit.slots):
+        while (kit := self._left(device)) is not None:
+            if all(slot.fits(size) for slot in kit.slots):
                 return kit
             kit.close()
+        return Kit()
 
     def give(self, device: Device, kit: Kit) -> None:
         """Takes a kit with which nothing is under way."""
-        with self._lock:
-            kept = not self._closed
-            if kept:
-                self._idle.append((device, kit))
-        if not kept:
+        idle = self._idle.setdefault(device, collections.deque())
+        if len(idle) >= self.most:
             kit.close()
+        else:
+            idle.append(kit)
+        if self._closed:
+            self.close()
 
     def close(self) -> None:
         """Closes those that are left, and those that come later."""
         self._closed = True
-        while self._process == os.getpid():
-            with self._lock:
-                if not self._idle:
-                    return
-                _, kit = self._idle.pop()
-            kit.close()
+        for device in list(self._idle):
+            while (kit := self._left(device)) is not None:
+                kit.close()
 
-    __del__ = close
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+    def _left(self, device: Device) -> Kit | None:
+        if self._process != os.getpid():  # CUDA gives a forked process nothing.
+            return None
+        try:
+            return self._idle[device].pop()
+        except (KeyError, IndexError):
+            return None
+
+
+def _whole(size: Staging) -> int:
+    """Bytes of a slot."""
+    return size.slot + _pages(size.spare)
 
 
 def _pages(nbytes: int) -> int:

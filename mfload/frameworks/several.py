@@ -115,7 +115,8 @@ class MeshAdapter(SeveralAdapter):
 class InPlaceAdapter(Adapter):
     """Requests name places by number, as their device; places without memory get new arrays.
 
-    Memory may lie on the host and on devices (see `base.Lent`).
+    Memory may lie on the host and on devices (see `base.Lent`), on these for what the host need not
+    put together (`Request.by_host`).
 
     Attributes:
         lent: Whether memory was lent, so that something may have been read into it.
@@ -134,6 +135,7 @@ class InPlaceAdapter(Adapter):
         memory = self._memory.get(request.devices[0])
         if memory is not None:
             on_host = isinstance(memory, np.ndarray)
+            assert on_host or not options.by_host, request
             device = None if on_host else self.devices.index(memory.device)
             return Allocation(device, "framework", copied=False)
         return self._new.allocation(request, options)

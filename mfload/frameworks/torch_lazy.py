@@ -93,9 +93,12 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
                 return False
             if name in _VIEWS and (made := _views(func, name, args, kwargs)) is not None:
                 return made
-        elif name == "copy_" and _fills(first, args[1:]):
+        elif (
+            name == "copy_"
+            and _fills(first, args[1:])
+            and (memory := _memory(first, args[1])) is not None
+        ):
             part, *_ = args[1].taken()
-            memory = memory_of(first.detach()) if _lands(first) else _memory(first)
             try:
                 part.read(Lent(first, memory))
             finally:  # What fails has changed it, too.
@@ -299,7 +302,6 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and not private_api.torch_dispatches()  # It must see the copy.
-        and (target.device.type == "cpu" or _lands(target))
         and (adapter.on_host or adapter.place == target.device)
         and target.dtype == lazy.like.dtype
         and target.shape == lazy.like.shape
@@ -312,18 +314,16 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     )
 
 
-def _lands(target: Any) -> bool:
-    """Whether it lies on a device, where reading straight into it pays."""
-    large = target.numel() * target.element_size() >= _WORTH_LANDING
-    busy = target.is_cuda and torch.cuda.is_current_stream_capturing()
-    return large and not busy and device_of(target.device) is not None
+def _memory(target: Any, lazy: LazyTensor) -> Any:
+    """The bytes of a dense tensor to be filled; None on a device where that would not pay.
 
-
-def _memory(target: Any) -> Any:
-    """The bytes of a dense tensor; asks for huge pages that lie wholly in its storage.
-
-    Loaders fill one tensor in parts, each of which would leave small pages at both of its ends.
+    On the host, huge pages are asked for that lie wholly in its storage: loaders fill one tensor in
+    parts, each of which would leave small pages at both of its ends.
     """
+    if target.device.type != "cpu" or device_of(target.device) is not None:
+        large = target.numel() * target.element_size() >= _WORTH_LANDING
+        straight = large and not lazy.taken()[0].by_host
+        return memory_of(target.detach()) if straight else None
     start, storage = target.data_ptr(), target.untyped_storage()
     stop, low = start + target.numel() * target.element_size(), storage.data_ptr()
     low, high = max(low, start - buffers.HUGE), min(low + storage.nbytes(), stop + buffers.HUGE)

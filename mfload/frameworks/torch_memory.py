@@ -13,22 +13,24 @@ if TYPE_CHECKING:
     from mfload.cuda.device import Device
 
 
-def memory_of(tensor: Any) -> Any:
+def memory_of(tensor: Any, *, on_device: bool = True) -> Any:
     """The memory of a tensor to be written to, in C order (see `base.Lent`).
 
-    None if it has gaps, can't be written to directly, or lies where mfload does not land. When this
-    returns, nothing that the current stream was given before still uses it.
+    None if it has gaps, can't be written to directly, or lies where mfload does not land, which
+    without `on_device` is any device. What the current stream was given before has ended then.
     """
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     place, device = tensor.device, device_of(tensor.device)
-    if place.type != "cpu" and device is None:
+    lands = device is not None
+    if not (lands and on_device) and (lands or place.type != "cpu"):
         return None
     if place.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        torch.cuda.current_stream(place).synchronize()
+        with torch.cuda.device(place):
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            torch.cuda.current_stream().synchronize()
     return base.memory_at(tensor, tensor.data_ptr(), tensor.nbytes, device)
 
 

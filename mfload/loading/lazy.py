@@ -369,8 +369,9 @@ class LazyCheckpoint:
         loader = Loader(self._opened(), self._sources, adapter, options)
         if adapter.devices:
             if self._landing is None:
-                wanted = {number: source.size for number, source in enumerate(self._sources)}
-                self._landing = Shared(wanted, adapter.devices)
+                self._landing = Shared(None, adapter.devices)
+                if self.closed:  # By another thread, which did not see it.
+                    self._landing.close()
             loader.shared = self._landing
         return loader.load(requests, report=report)
 

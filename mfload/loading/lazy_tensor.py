@@ -57,6 +57,11 @@ class LazyTensor:
         self._packed = tuple(like.shape) != (row.elements,)
         self.shape = row.storage_shape(request.shape) if self._packed else request.shape
 
+    @property
+    def by_host(self) -> bool:
+        """Whether it is put together on the host, wherever it is to lie."""
+        return self._request.by_host
+
     def __getitem__(self, index: Any) -> LazyTensor:
         """A part, which is lazy too.
 

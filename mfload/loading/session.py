@@ -42,6 +42,7 @@ MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
+_SMALLER = 8  # The part of a slot of full size that small reads have.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
@@ -71,25 +72,32 @@ class Shared:
     """What the loads of a stream, or of an open checkpoint onto devices, share.
 
     Attributes:
-        wanted: Bytes that all of them take of each file, by its number.
-        legs: The route of files, by their numbers; a file gets its leg with the first load.
+        wanted: Bytes that all of them take of each file, by its number; None if that is not known.
+        legs: The route of files, by their numbers. If it is known what all take, the first load
+            chooses for all; else the first one of some MiB for those that land in the same place.
         crew: The threads.
         kits: What these land on devices with; None for the host alone.
     """
 
     kits: Kits | None = None
 
-    def __init__(self, wanted: Mapping[int, int], devices: Sequence[Any]) -> None:
+    def __init__(self, wanted: Mapping[int, int] | None, devices: Sequence[Any]) -> None:
         from mfload.io.threads import Crew
 
         self.wanted = wanted
-        self.legs: dict[int, routing.Leg] = {}
+        self._legs: dict[bool, dict[int, routing.Leg]] = {False: {}, True: {}}
         self.crew = Crew()
         self._room, self._until = 0, 0.0
         if devices:
             from mfload.cuda.staging import Kits
 
             self.kits = Kits()
+
+    def legs(self, on_devices: bool, nbytes: int) -> dict[int, routing.Leg]:
+        """Those for a load of so many bytes, which adds others."""
+        if self.wanted is not None:
+            return self._legs[False]
+        return self._legs[on_devices] if nbytes >= routing.SMALL else {}
 
     def close(self) -> None:
         """Ends the threads, and gives back what they land on devices with; waits for none."""
@@ -244,14 +252,16 @@ class Session:
         wanted, apart = wanted_bytes(self.requests)
         used = sorted(wanted)
         self._shared = shared = loader.shared
-        known: dict[int, routing.Leg] = {} if shared is None else shared.legs
+        known: dict[int, routing.Leg] = {}
+        if shared is not None:
+            known = shared.legs(bool(self._devices), sum(wanted.values()))
         files: dict[int, tuple[Source, int]] = {}
         total = 0
         for number in used:
             nbytes = min(wanted[number], sources[number].size)
             total += nbytes
             if number not in known:
-                if shared is not None:
+                if shared is not None and shared.wanted is not None:
                     nbytes = min(shared.wanted.get(number, nbytes), sources[number].size)
                 files[number] = sources[number], nbytes
         if files:
@@ -284,6 +294,8 @@ class Session:
         if self._devices:
             from mfload.cuda import cufile, staging
 
+            if shared is not None and shared.kits is not None:
+                shared.kits.most = self.threads
             self._gds = any(leg.engine == "gds" for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
@@ -299,9 +311,7 @@ class Session:
             self.notes += tuple(self._decided())
 
     def _allocation(self, request: Request) -> Allocation:
-        by_host = bool(self.adapter.devices) and not request.info.simple
-        if self.adapter.devices and request.selection is not None:
-            by_host |= any(axis.picks for axis in request.selection[1:])  # Columns of a list.
+        by_host = bool(self.adapter.devices) and request.by_host
         key = request.dtype.name, request.devices, by_host
         found = self._known.get(key)
         if found is None:
@@ -414,13 +424,15 @@ class Session:
         most = self.limits.growth * self.limits.costs.slot
         raw = [block for block in plan.blocks if block.decode is None]
         made.staging = staging = slots.staging(raw, methods, most)
-        if self._shared is not None:  # Of one size, so that the next load can use them.
-            block = max(staging.block, self.limits.costs.block)
+        if self._shared is not None:  # Of two sizes alone, so that the next load can use them.
+            block = self.limits.costs.block
+            small = staging.block <= block // _SMALLER
+            block = max(staging.block, block // _SMALLER if small else block)
             made.staging = staging = staging._replace(block=block)
         past = staging.depth * cufile.slot_bytes(staging.block) if self._gds else 0
         held = self.threads * past
         made.device_overhead = {n: max(held, copied.get(n, 0)) for n in plan.device_bytes}
-        made.slots = self.threads * (staging.pinned + plan.decoding)
+        made.slots = min(self.threads, len(raw)) * staging.pinned + self.threads * plan.decoding
         made.overhead = max(made.slots, copied.get(None, 0))
         return made
 

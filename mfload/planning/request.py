@@ -40,6 +40,11 @@ class Request(NamedTuple):
     devices: tuple[int, ...] = ()
 
     @property
+    def by_host(self) -> bool:
+        """Whether it is put together on the host: encoded, not in C order, or columns of a list."""
+        return not self.info.simple or any(axis.picks for axis in (self.selection or ())[1:])
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the result."""
         return self.info.shape if self.selection is None else self.selection.shape

@@ -364,7 +364,7 @@ class _Filling:
         for number, recipe in recipes.items():
             lands = recipe.transform.plain
             if lands and not leaves[number].abstract:
-                memory[number] = self._memory(number)
+                memory[number] = self._memory(number, recipe)
                 lands = memory[number] is not None or self._module.replaces
             rows.append((self._box(number, recipe.transform.shape), lands))
         every = {self._rank: rows}
@@ -408,11 +408,12 @@ class _Filling:
         self._steps += self._replacing(replaced, loader)
         self._steps += self._arranged(arranged, options)
 
-    def _memory(self, number: int) -> Any:
+    def _memory(self, number: int, recipe: Recipe) -> Any:
         """The memory of a leaf; what processes exchange is put together on the host."""
         found = self._module.memory(number)
         exchanges = self._group is not None and self._loader.options.exchange != "never"
-        return None if exchanges and not isinstance(found, np.ndarray) else found
+        on_host = exchanges or not recipe.tensors[0].simple
+        return None if on_host and not isinstance(found, np.ndarray) else found
 
     def _replacing(self, leaves: Sequence[tuple[int, TensorShares]], loader: Loader) -> list[_Step]:
         """The steps of what is replaced: the new arrays of a batch lie beside the old ones."""

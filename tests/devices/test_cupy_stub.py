@@ -409,3 +409,35 @@ cycle.append(cycle)
         [sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, check=False
     )
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_a_reader_makes_its_device_current_once(
+    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the main thread for each call: an interrupt may come before it has left a context."""
+    other = CupyDevice(0, machine.cupy(), machine.driver())
+    real = device.drive
+
+    def pushes() -> int:
+        drives: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                device, "drive", lambda call, *args: drives.append(call) or real(call, *args)
+            )
+            with device.current():
+                for _ in range(3):
+                    device.memory_info()
+                with other.current():
+                    device.memory_info()
+                other.memory_info()
+                device.memory_info()
+            device.memory_info()
+        return drives.count("cuCtxPushCurrent_v2")
+
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(pushes()))
+    thread.start()
+    thread.join()
+    assert found == [3]  # For itself, inside the other, and in the end.
+    assert pushes() == 7
+    assert machine.stack == [None]

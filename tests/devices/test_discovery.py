@@ -210,3 +210,15 @@ def test_no_package_for_devices_is_touched(case: str, tmp_path: Path) -> None:
     assert len(said) == 2
     assert not imported
     assert not list(tmp_path.glob("*.touched"))
+
+
+def test_a_cupy_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library())
+
+    def broken(_: str) -> Any:
+        raise RuntimeError("built for another CUDA")
+
+    monkeypatch.setattr(discovery.importlib, "import_module", broken)
+    with pytest.raises(errors.FrameworkMissingError, match="CuPy is needed") as caught:
+        discovery.find(0)
+    assert caught.value.found == "built for another CUDA"

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from mfload import errors
 from mfload.cuda import staging
 from mfload.cuda.copies import Methods
 from mfload.cuda.staging import Kit, Kits, PinnedSlot, Staging
-from mfload.io import buffers
+from mfload.io import buffers, probes, route as routing
+from mfload.loading import lazy
+from mfload.planning.request import Request
+from mfload.planning.slicing import select
 from mfload.sources.local import OpenFile
 
 MODEL = {f"w{n}": samples.numbers((64, 1000 + n), np.float32) for n in range(6)}
@@ -183,3 +187,92 @@ def test_a_slot_that_nobody_closed_is_unlocked() -> None:
     assert device.pinned == 1
     del slot
     device.assert_clean()
+
+
+def test_no_more_is_kept_than_one_load_has(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(mode="thread")
+    land(monkeypatch, device)
+    with mfload.open(path, "numpy", options=mfload.Options(threads=2)) as opened:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(opened.get_tensor, [*MODEL] * 6))
+        assert device.pinned <= 2 * staging.DEPTH
+        assert device.streams <= 2
+    device.assert_clean()
+
+
+def test_whole_tensors_and_slices_in_turns_use_the_same_slots(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    land(monkeypatch, device)
+    with mfload.open(path, "numpy", options=mfload.Options(threads=1)) as opened:
+        made: list[int] = []
+        for _ in range(6):
+            opened.get_tensor("w0")
+            opened.get_slice("w1")[:, ::7]
+            made.append(device.calls["pin"])
+    assert made[-1] == made[1]
+    device.assert_clean()
+
+
+def test_a_small_read_asks_for_small_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    land(monkeypatch, FakeDevice())
+    path = samples.save(tmp_path / "m.safetensors", {"w": samples.numbers((64, 1024), np.float32)})
+    monkeypatch.setattr(probes, "memory_room", lambda **_: (30 << 20, "machine"))
+    with mfload.open(path, "numpy") as opened:
+        opened.get_tensor("w")
+        assert buffers.live_bytes() < 4 << 20
+
+
+def test_each_read_of_an_open_checkpoint_has_its_route(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a small one says nothing of the file, nor that of what lands on the host."""
+    device = FakeDevice()
+    land(monkeypatch, device)
+    monkeypatch.setattr(routing, "SMALL", 200_000)
+    with mfload.open(path, "numpy") as opened:
+
+        def route(names: list[str], picks: Any = None) -> tuple[str, str]:
+            report = mfload.Report()
+            requests = [Request(opened.info(name), opened.info(name).dtype) for name in names]
+            if picks is not None:
+                requests = [each._replace(selection=select(each.info, picks)) for each in requests]
+            opened.load(requests, report)
+            ((_, engine, why),) = report.route
+            return engine, why
+
+        assert route(["w0"], (slice(0, 2),)) == ("pinned", "buffered: small read")
+        assert route([*MODEL], (slice(None), [0, 5, 7]))[0] == "pread"
+        assert "in the page cache" in route([*MODEL])[1]
+        assert route([*MODEL])[0] == "pinned"
+    device.assert_clean()
+
+
+def test_a_checkpoint_that_is_closed_while_a_read_begins(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    land(monkeypatch, device)
+    opened = mfload.open(path, "numpy")
+    real = lazy.Shared
+
+    def late(*given: Any) -> Any:
+        opened.close()
+        return real(*given)
+
+    monkeypatch.setattr(lazy, "Shared", late)
+    with suppress(errors.MfloadError):
+        opened.get_tensor("w0")
+    gc.collect()
+    assert (device.pinned, device.streams) == (0, 0)
+
+
+def test_a_child_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    slot = PinnedSlot(device, Staging(Methods([]), 64 << 10))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        slot.close()
+    assert device.calls["unpin"] == 0
+    device.unpin(slot._memory)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
 import tracemalloc
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint
 from devices.fake import FakeDevice
 from devices.queues import MODES
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.frameworks import torch_memory
+from mfload.compat.dcp import HuggingFaceReader
+from mfload.frameworks import torch_lazy, torch_memory
 from mfload.io import buffers, pread, probes
 from mfload.load_options import OVERHEAD
 
@@ -591,4 +595,46 @@ def test_a_module_on_a_device_is_filled_in_place(
     assert {name: each.data_ptr() for name, each in net.state_dict().items()} == placed
     tied = like.head.weight.nbytes
     assert device.nbytes["copy_in"] == sum(t.nbytes for t in like.state_dict().values()) - tied
+    device.assert_clean()
+
+
+def write_npz(path: Path, arrays: dict[str, Any], *deflated: str) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            held = io.BytesIO()
+            np.save(held, array)
+            how = zipfile.ZIP_DEFLATED if name in deflated else zipfile.ZIP_STORED
+            archive.writestr(f"{name}.npy", held.getvalue(), how)
+    return path
+
+
+@pytest.mark.parametrize("way", ["load_into", "dcp", "lazy"])
+@pytest.mark.parametrize(
+    ("fortran", "deflated"),
+    [(True, []), (False, ["weight"]), (True, ["weight"]), (False, ["weight", "bias"])],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_the_host_puts_together_is_copied_onto_a_device(
+    tmp_path: Path, way: str, fortran: bool, deflated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    for module in (torch_memory, torch_lazy):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+    monkeypatch.setattr(torch_lazy, "_WORTH_LANDING", 1)
+    weight = np.arange(64 * 40, dtype=np.float32).reshape(40, 64).T
+    given = {"weight": weight if fortran else weight.copy("C"), "bias": np.arange(64.0, dtype="f")}
+    path = write_npz(tmp_path / "w.npz", given, *deflated)
+    net = torch.nn.Linear(40, 64).requires_grad_(False)
+    state = dict(net.state_dict())
+    if way == "load_into":
+        mfload.load_into(net, path)
+    elif way == "dcp":
+        torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceReader(path))
+    else:
+        with mfload.stream(path, "torch", lazy=True) as tensors:
+            for name, each in tensors:
+                state[name].copy_(each)
+    assert torch.equal(net.weight, torch.tensor(weight))
+    assert torch.equal(net.bias, torch.tensor(given["bias"]))
+    assert device.nbytes["copy_in"] == (0 if "bias" in deflated else net.bias.nbytes)
     device.assert_clean()
