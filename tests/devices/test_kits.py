@@ -22,8 +22,13 @@ from mfload import errors
 from mfload.cuda import staging
 from mfload.cuda.copies import Methods
 from mfload.cuda.staging import Kit, Kits, PinnedSlot, Staging
+from mfload.formats import checkpoint
+from mfload.frameworks import base
+from mfload.frameworks.several import InPlaceAdapter
 from mfload.io import buffers, probes, route as routing
+from mfload.load_options import LoadOptions
 from mfload.loading import lazy
+from mfload.loading.session import Loader
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
 from mfload.sources.local import OpenFile
@@ -276,3 +281,19 @@ def test_a_child_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         slot.close()
     assert device.calls["unpin"] == 0
     device.unpin(slot._memory)
+
+
+def test_memory_that_is_there_needs_no_room(path: Path) -> None:
+    """On the host and on a device, whose framework has no room left."""
+    device = FakeDevice()
+    new = arrays.Arrays(device, pool=base.Pool(0, "there is none"))
+    held = [np.zeros(each.nbytes, np.uint8) for each in (MODEL["w0"], MODEL["w1"])]
+    there = base.memory_at(held[0], held[0].ctypes.data, held[0].nbytes, device)
+    adapter = InPlaceAdapter(new, {0: there, 1: held[1]})
+    index, sources = checkpoint.read(path)
+    rows = [index["w0"], index["w1"]]
+    requests = [Request(info, info.dtype, devices=(n,)) for n, info in enumerate(rows)]
+    Loader(index, sources, adapter, LoadOptions()).load(requests)
+    assert [each.tobytes() for each in held] == [MODEL[name].tobytes() for name in ("w0", "w1")]
+    assert device.nbytes["copy_in"] == held[0].nbytes
+    device.assert_clean()
