@@ -490,3 +490,26 @@ def test_pythons_share_is_timed(
     assert [line.split(":")[0] for line in lines[1:]] == [
         f"blocks of {slot:2} MiB" for slot in gpu_python.SLOTS
     ]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_seams_are_rehearsed_on_the_host() -> None:
+    code = (
+        "import sys, warnings; warnings.simplefilter('ignore'); from benchmarks import gpu_seams; "
+        "sys.exit(gpu_seams.main(['--device', 'cpu', '--gib', '0.01', '--rounds', '1']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(rows) >= 7
+    assert all(row.endswith("| True |") for row in rows[1:]), rows
+
+
+def test_seams_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchmarks import gpu_seams
+
+    monkeypatch.setattr(gpu_facts, "look", lambda: "no driver")
+    assert gpu_seams.main([]) == 2

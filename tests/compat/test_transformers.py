@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance.suite import no_gpu
 
 import mfload
 from mfload import errors
@@ -361,3 +362,20 @@ def test_which_device_a_map_means(
     monkeypatch.setattr(cuda, "device_count", lambda: 2)
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
     assert compat._one_device(devices, tmp_path, config, {}) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("devices", ["cuda:0", "auto", {"": 0}])
+@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16"}])
+def test_models_on_a_gpu(saved: Any, name: str, devices: Any, given: dict[str, Any]) -> None:
+    if reason := no_gpu():
+        pytest.skip(reason)
+    cls, _, path = saved[name]
+    made = from_pretrained(cls, path, device_map=devices, **given)
+    like = cls.from_pretrained(path, device_map=devices, **given)
+    state, expected = made.state_dict(), like.state_dict()
+    assert list(state) == list(expected)
+    for each, wanted in zip(state.values(), expected.values(), strict=True):
+        assert (each.dtype, each.device) == (wanted.dtype, wanted.device)
+        assert torch.equal(each, wanted)

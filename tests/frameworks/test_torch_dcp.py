@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conformance.suite import no_gpu
 from devices.fake import FakeDevice
 from devices.queues import MODES
 from hypothesis import given, settings, strategies as st
@@ -204,3 +205,17 @@ def test_tensors_on_a_device_are_filled_in_place(
     assert {name: each.data_ptr() for name, each in state.items()} == placed
     assert device.nbytes["copy_in"] == stored["w"].nbytes + stored["v"].nbytes
     device.assert_clean()
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu(tmp_path: Path) -> None:
+    if reason := no_gpu():
+        pytest.skip(reason)
+    stored = {f"w{n}": torch.randn(300 + n, 800) for n in range(20)}
+    save_file(stored, tmp_path / "a.safetensors")
+    state = {name: torch.zeros_like(each, device="cuda:0") for name, each in stored.items()}
+    state["w1"] = torch.zeros(301, 800, dtype=torch.float64, device="cuda:0")
+    placed = {name: each.data_ptr() for name, each in state.items()}
+    dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
+    assert all(torch.equal(state[name].cpu(), each) for name, each in stored.items())
+    assert {name: each.data_ptr() for name, each in state.items()} == placed

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint
+from conformance.suite import no_gpu
 from devices.fake import FakeDevice
 from devices.queues import MODES
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -638,3 +639,13 @@ def test_what_the_host_puts_together_is_copied_onto_a_device(
     assert torch.equal(net.bias, torch.tensor(given["bias"]))
     assert device.nbytes["copy_in"] == (0 if "bias" in deflated else net.bias.nbytes)
     device.assert_clean()
+
+
+@pytest.mark.gpu
+def test_a_module_on_a_gpu(tmp_path: Path) -> None:
+    if reason := no_gpu():
+        pytest.skip(reason)
+    like, net = make(1), make(2).cuda()
+    path = write(tmp_path / "m.safetensors", like, "head.weight")
+    mfload.load_into(net, path)
+    check(net.cpu(), like)

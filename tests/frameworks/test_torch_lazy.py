@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import material
+from conformance.suite import no_gpu
 from devices.fake import FakeDevice
 from devices.queues import MODES
 from hypothesis import given, strategies as st
@@ -894,3 +895,43 @@ def test_a_copy_onto_a_device_that_fails(
 
 def _refused(*_: Any) -> None:
     raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", TAKEN)
+def test_copies_onto_a_gpu(tmp_path: Path, way: str) -> None:
+    """Behind kernels of the stream that use the target, and before those that follow."""
+    if reason := no_gpu():
+        pytest.skip(reason)
+    take, whole = TAKEN[way], torch.randn(2048, 1536).to(torch.bfloat16)
+    save_file({"pad": torch.zeros(3), "w": whole}, tmp_path / "w.safetensors")
+    wanted = take(whole)
+    target = torch.zeros(wanted.shape, dtype=torch.bfloat16, device="cuda:0")
+    square = torch.randn(4096, 4096, device="cuda:0")
+    report = mfload.Report()
+    with mfload.stream(tmp_path / "w.safetensors", "torch", lazy=True, report=report) as tensors:
+        lazy = dict(tensors)["w"]
+        for _ in range(5):
+            for _ in range(10):
+                square = square @ square / 64
+            seen = target + square[0, 0].to(torch.bfloat16) * 0
+            target.fill_(7)
+            target.copy_(take(lazy))
+            sums = target.double().sum()
+            assert torch.equal(target.cpu(), wanted)
+            assert sums.item() == wanted.double().sum().item()
+            del seen
+    if way == "all":  # Others are small, or PyTorch arranges them.
+        assert {engine for _, engine, _ in report.route} <= {"pinned", "gds"}
+
+
+@pytest.mark.gpu
+def test_tensors_of_an_open_checkpoint_on_a_gpu(tmp_path: Path) -> None:
+    if reason := no_gpu():
+        pytest.skip(reason)
+    rows = {f"w{n}": torch.randn(500 + n, 700) for n in range(40)}
+    save_file(rows, tmp_path / "w.safetensors")
+    with mfload.open(tmp_path / "w.safetensors", "torch", device="cuda:0") as opened:
+        for name, each in rows.items():
+            assert torch.equal(opened.get_tensor(name).cpu(), each)
+            assert torch.equal(opened.get_slice(name)[3:, ::2].cpu(), each[3:, ::2])
