@@ -15,10 +15,10 @@ import torch
 from mfload import errors
 from mfload.frameworks import private_api
 from mfload.frameworks.base import Lent, memory_at
-from mfload.frameworks.torch_memory import device_of, memory_of
 from mfload.io import buffers
 
-_WORTH_LANDING = 1 << 20  # Less is on a device sooner by a copy of PyTorch's from the host.
+_STAGED = ("cuda",)  # Types of devices that are filled through page-locked memory,
+_STAGE = 16 << 20  # in pieces of at most so many bytes.
 _LAYOUTS = 1024  # Layouts of views of which the boxes are kept: layers of a model are alike.
 # What the shape, the dtype and the layout of a tensor say.
 _METADATA = {
@@ -47,9 +47,9 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
 
     Views, such as `narrow`, `chunk`, slices, `unbind`, `transpose` and `view`, give lazy tensors
     again, which read the smallest box that holds them. Any other operation reads all that its
-    tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor of the
-    same shape and dtype, on the CPU and, with CuPy, on a CUDA device. To change one in place reads
-    the whole tensor, which all its views then share.
+    tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor on the
+    CPU of the same shape and dtype, and into one on a CUDA device through page-locked memory. To
+    change one in place reads the whole tensor, which all its views then share.
     """
 
     whole: Whole
@@ -93,12 +93,12 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
                 return False
             if name in _VIEWS and (made := _views(func, name, args, kwargs)) is not None:
                 return made
-        elif (
-            name == "copy_"
-            and _fills(first, args[1:])
-            and (memory := _memory(first, args[1])) is not None
-        ):
+        elif name == "copy_" and _fills(first, args[1:]):
+            if first.device.type in _STAGED:
+                _copy_staged(first, args[1])
+                return first
             part, *_ = args[1].taken()
+            memory = _memory(first)
             try:
                 part.read(Lent(first, memory))
             finally:  # What fails has changed it, too.
@@ -302,7 +302,9 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and not private_api.torch_dispatches()  # It must see the copy.
-        and (adapter.on_host or adapter.place == target.device)
+        and adapter.on_host
+        and (target.device.type in ("cpu", *_STAGED))
+        and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
         and target.dtype == lazy.like.dtype
         and target.shape == lazy.like.shape
         and target.numel() > 0
@@ -314,21 +316,55 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     )
 
 
-def _memory(target: Any, lazy: LazyTensor) -> Any:
-    """The bytes of a dense tensor to be filled; None on a device where that would not pay.
+def _memory(target: Any) -> Any:
+    """The bytes of a dense tensor; asks for huge pages that lie wholly in its storage.
 
-    On the host, huge pages are asked for that lie wholly in its storage: loaders fill one tensor in
-    parts, each of which would leave small pages at both of its ends.
+    Loaders fill one tensor in parts, each of which would leave small pages at both of its ends.
     """
-    if target.device.type != "cpu" or device_of(target.device) is not None:
-        large = target.numel() * target.element_size() >= _WORTH_LANDING
-        straight = large and not lazy.taken()[0].by_host
-        return memory_of(target.detach()) if straight else None
     start, storage = target.data_ptr(), target.untyped_storage()
     stop, low = start + target.numel() * target.element_size(), storage.data_ptr()
     low, high = max(low, start - buffers.HUGE), min(low + storage.nbytes(), stop + buffers.HUGE)
     buffers.ask_huge(low, high - low)
     return memory_at(target, start, stop - start)
+
+
+def _copy_staged(target: Any, lazy: LazyTensor) -> None:
+    """Fills a tensor on a device, a piece at a time: one is copied while the next is read."""
+    if target.nbytes <= _STAGE or not target.ndim:
+        stage = lazy.whole.part.kept.setdefault(threading.get_ident(), _Stage())
+        stage.copy(target, lazy)
+    elif rows := _STAGE * len(target) // target.nbytes:
+        for start in range(0, len(target), rows):
+            _copy_staged(target[start : start + rows], lazy[start : start + rows])
+    else:
+        for n in range(len(target)):
+            _copy_staged(target[n], lazy[n])
+
+
+class _Stage:
+    """Two pieces of page-locked memory, which take turns. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._memory: list[Any] = [None, None]
+        self._copied: list[Any] = [None, None]  # Events behind the copies out of each.
+        self._turn = 0
+
+    def copy(self, target: Any, lazy: LazyTensor) -> None:
+        """Reads a lazy tensor, and begins to copy it: the target's current stream does so."""
+        turn, on_gpu = self._turn, target.is_cuda
+        self._turn = 1 - turn
+        if self._copied[turn] is not None:
+            self._copied[turn].synchronize()
+        if self._memory[turn] is None:
+            self._memory[turn] = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=on_gpu)
+        held = self._memory[turn][: target.nbytes]
+        part, *_ = lazy.taken()
+        part.read(Lent(None, memory_at(held, held.data_ptr(), held.nbytes)))
+        target.copy_(held.view(target.dtype).view(target.shape), non_blocking=True)
+        if on_gpu:
+            with torch.cuda.device(target.device):
+                self._copied[turn] = torch.cuda.Event()
+                self._copied[turn].record()
 
 
 def _is_dense(lazy: LazyTensor) -> bool:

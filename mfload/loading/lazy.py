@@ -88,6 +88,7 @@ class LazyCheckpoint:
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
         self._landing: Shared | None = None  # What loads onto devices share.
+        self.kept = dict[Any, Any]()  # What users of its lazy tensors keep until it is closed.
         self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
         # Of a file on a disk: bytes read without a gap, where they end, and how far it is fetched.
         self._fetched = dict[int, tuple[int, int, int]]()
@@ -398,6 +399,7 @@ class LazyCheckpoint:
             if shared is not None:
                 shared.close()
         self._cells.clear()
+        self.kept.clear()
         self._map = None
 
     def __enter__(self) -> LazyCheckpoint:

@@ -58,9 +58,9 @@ class LazyTensor:
         self.shape = row.storage_shape(request.shape) if self._packed else request.shape
 
     @property
-    def by_host(self) -> bool:
-        """Whether it is put together on the host, wherever it is to lie."""
-        return self._request.by_host
+    def kept(self) -> dict[Any, Any]:
+        """What its users keep until the stream is closed."""
+        return self._opened.kept
 
     def __getitem__(self, index: Any) -> LazyTensor:
         """A part, which is lazy too.

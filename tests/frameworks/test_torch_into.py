@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mfload
 from mfload import errors
 from mfload.compat.dcp import HuggingFaceReader
-from mfload.frameworks import torch_lazy, torch_memory
+from mfload.frameworks import torch_memory
 from mfload.io import buffers, pread, probes
 from mfload.load_options import OVERHEAD
 
@@ -609,7 +609,7 @@ def write_npz(path: Path, arrays: dict[str, Any], *deflated: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", ["load_into", "dcp", "lazy"])
+@pytest.mark.parametrize("way", ["load_into", "dcp"])
 @pytest.mark.parametrize(
     ("fortran", "deflated"),
     [(True, []), (False, ["weight"]), (True, ["weight"]), (False, ["weight", "bias"])],
@@ -619,9 +619,7 @@ def test_what_the_host_puts_together_is_copied_onto_a_device(
     tmp_path: Path, way: str, fortran: bool, deflated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeDevice()
-    for module in (torch_memory, torch_lazy):
-        monkeypatch.setattr(module, "device_of", lambda _: device)
-    monkeypatch.setattr(torch_lazy, "_WORTH_LANDING", 1)
+    monkeypatch.setattr(torch_memory, "device_of", lambda _: device)
     weight = np.arange(64 * 40, dtype=np.float32).reshape(40, 64).T
     given = {"weight": weight if fortran else weight.copy("C"), "bias": np.arange(64.0, dtype="f")}
     path = write_npz(tmp_path / "w.npz", given, *deflated)
@@ -629,12 +627,8 @@ def test_what_the_host_puts_together_is_copied_onto_a_device(
     state = dict(net.state_dict())
     if way == "load_into":
         mfload.load_into(net, path)
-    elif way == "dcp":
-        torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceReader(path))
     else:
-        with mfload.stream(path, "torch", lazy=True) as tensors:
-            for name, each in tensors:
-                state[name].copy_(each)
+        torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceReader(path))
     assert torch.equal(net.weight, torch.tensor(weight))
     assert torch.equal(net.bias, torch.tensor(given["bias"]))
     assert device.nbytes["copy_in"] == (0 if "bias" in deflated else net.bias.nbytes)
