@@ -137,6 +137,7 @@ def _one(
     with tempfile.TemporaryDirectory(prefix="trial-", dir=root) as folder:
         command = [sys.executable, "-P", "-m", "benchmarks.gpu_trial", name, device, folder]
         status, said = ask(command, env, min(_LONGEST, max(10.0, budget.left)))
+    said = said.replace(f"{folder}/", "")  # What is kept names no path of the machine.
     if kind == QUESTION and status == "fail":
         status = "no"  # What XLA refuses at an address, say, is an answer.
     seconds = time.monotonic() - begun
