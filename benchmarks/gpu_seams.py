@@ -91,12 +91,14 @@ def parts(path: Path, device: str) -> dict[str, tuple[Way, Way]]:
                 targets[name].copy_(tensor.narrow(dim, tensor.shape[dim] - length, length))
 
         def theirs(fill: Any = fill, targets: Any = targets) -> dict[str, Any]:
+            emptied(targets)
             with safetensors.safe_open(path, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     fill(name, opened.get_tensor(name))
             return dict(targets)
 
         def ours(fill: Any = fill, targets: Any = targets) -> dict[str, Any]:
+            emptied(targets)
             with mfload.stream(path, "torch", lazy=True) as tensors:
                 for name, tensor in tensors:
                     fill(name, tensor)
@@ -104,6 +106,12 @@ def parts(path: Path, device: str) -> dict[str, tuple[Way, Way]]:
 
         made[f"{what} into parameters"] = theirs, ours
     return made
+
+
+def emptied(targets: dict[str, Any]) -> None:
+    """Takes away what the other way left; both need as long for it."""
+    for each in targets.values():
+        each.zero_()
 
 
 def model(folder: Path, gib: float, device: str) -> dict[str, tuple[Way, Way]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import threading
@@ -35,7 +36,8 @@ _THEIRS = "from_pretrained of transformers"
 _DISK = "no part of the model can stay on disk"
 _ANY_DEVICE = ("auto", "balanced", "balanced_low_0", "sequential")
 _DTYPE, _SUFFIX = ("dtype", "torch_dtype"), ".safetensors"
-_GROUP = 1 << 30
+_GROUP, _LARGEST = 1 << 30, 8 << 30  # Bytes; a larger weight is one that some keep on the host.
+_HELD = 2  # Groups at once.
 _BESIDE = 1.25  # Of a device that is to hold a model, what there must be for each byte of it.
 _FIRST = ("model.safetensors", "model.safetensors.index.json")  # As transformers looks for them.
 
@@ -107,18 +109,16 @@ def from_pretrained(
         None if parted or options.engine == "mmap" else _one_device(devices, path, config, given)
     )
     on_host = options
-    if options.engine == options.page_cache == "auto" and not parted:
-        on_host = dataclasses.replace(options, engine="mmap")
+    if place is not None or (options.engine == options.page_cache == "auto" and not parted):
+        on_host = dataclasses.replace(options, engine="mmap", page_cache="auto")
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(api.open(first, "torch", "cpu", options=on_host))
         # Of "auto" the first weight of the first file says the dtype.
         names = sorted(opened, key=lambda name: (opened.file_of(opened.info(name)), name))
         state: Any = {}
-        if place is not None:
-            if options.allocator == "auto":
-                options = dataclasses.replace(options, allocator="framework")
-            there = stack.enter_context(api.open(first, "torch", place, options=options))
-            groups = _Groups(there)
+        if (there := _open_there(first, place, options)) is not None:
+            groups = _Groups(stack.enter_context(there))
+            stack.callback(groups.close)
             state = {name: _Weight(opened, name, groups) for name in names}
         elif on_host.engine == "mmap":
             state = opened.get_tensors(names)
@@ -154,7 +154,8 @@ def _one_device(devices: Any, path: str, config: Any, given: dict[str, Any]) -> 
         dtypes = (given.get(name, getattr(config, name, None)) for name in _DTYPE)
         if not alone or any("float32" in str(each) for each in dtypes):
             return None
-        files = (each.stat().st_size for each in os.scandir(path) if each.name.endswith(_SUFFIX))
+        found = [each for each in os.scandir(path) if each.name.endswith(_SUFFIX)]
+        files = (each.stat().st_size for each in found if each.is_file())
         return "cuda:0" if sum(files) * _BESIDE < torch.cuda.mem_get_info("cuda:0")[0] else None
     if devices == "cuda":  # As transformers takes it.
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -163,6 +164,19 @@ def _one_device(devices: Any, path: str, config: Any, given: dict[str, Any]) -> 
     except (RuntimeError, TypeError):
         return None  # Transformers says what is wrong with it.
     return str(device) if device.type == "cuda" and device.index is not None else None
+
+
+def _open_there(first: str, place: str | None, options: Options) -> LazyCheckpoint | None:
+    """The weights on a device; None if there is no such one, or nothing can land on it."""
+    if place is None:
+        return None
+    if options.allocator == "auto":
+        options = dataclasses.replace(options, allocator="framework")
+    try:
+        return api.open(first, "torch", place, options=options)
+    except (errors.FrameworkMissingError, errors.DeviceError) as error:
+        logging.getLogger("mfload").warning("%s: weights pass through the host: %s", first, error)
+        return None
 
 
 class _Weight(TensorSlice):
@@ -202,10 +216,15 @@ class _Groups:
         self._lock = threading.Lock()  # Transformers has several threads.
         self._error: BaseException | None = None
         self._group_of: dict[str, list[str]] = {}
-        self._made: deque[dict[str, Any]] = deque(maxlen=2)
-        names = sorted((n for n in opened if opened.info(n).nbytes <= _GROUP), key=_in_order)
+        self._made: deque[dict[str, Any]] = deque()
+        names = sorted((n for n in opened if opened.info(n).nbytes <= _LARGEST), key=_in_order)
         for group in grouped(names, _GROUP, lambda name: opened.info(name).nbytes):
             self._group_of.update(dict.fromkeys(group, group))
+
+    def close(self) -> None:
+        """Lets go of what is left."""
+        self._made.clear()
+        self._error = None
 
     def take(self, name: str) -> Any:
         """A weight; None if it is too large for a group, or was taken before."""
@@ -216,10 +235,14 @@ class _Groups:
             if group is None:
                 return None
             if not any(name in made for made in self._made):
+                if len(self._made) == _HELD:  # What is left of a group is read one by one.
+                    for each in self._made.popleft():
+                        self._group_of.pop(each, None)
                 left = [each for each in group if each == name or each in self._group_of]
                 try:
                     self._made.append(self._opened.get_tensors(left))
                 except BaseException as error:
+                    self._made.clear()
                     self._error = error
                     raise
             return next(made.pop(name) for made in self._made if name in made)
@@ -227,4 +250,4 @@ class _Groups:
 
 def _in_order(name: str) -> list[Any]:
     """A key that sorts layer 10 behind layer 9, as transformers does."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

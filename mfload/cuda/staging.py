@@ -124,12 +124,12 @@ class Kits:
         self._idle: dict[Device, collections.deque[Kit]] = {}
 
     def take(self, device: Device, size: Staging) -> Kit:
-        """One that was left, if it will do, or a new one; those that won't do are closed."""
-        while (kit := self._left(device)) is not None:
-            if all(slot.fits(size) for slot in kit.slots):
-                return kit
-            kit.close()
-        return Kit()
+        """One that was left, without the slots that are too small; or a new one."""
+        kit = self._left(device) or Kit()
+        for slot in [each for each in kit.slots if not each.fits(size)]:
+            kit.slots.remove(slot)
+            slot.close()
+        return kit
 
     def give(self, device: Device, kit: Kit) -> None:
         """Takes a kit with which nothing is under way."""

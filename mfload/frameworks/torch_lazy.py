@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import EllipsisType, NoneType
 from typing import Any
@@ -95,7 +96,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
                 return made
         elif name == "copy_" and _fills(first, args[1:]):
             if first.device.type in _STAGED:
-                _copy_staged(first, args[1])
+                _copy_staged(first, args[1], any(args[2:]) or kwargs.get("non_blocking", False))
                 return first
             part, *_ = args[1].taken()
             memory = _memory(first)
@@ -304,7 +305,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         and not private_api.torch_dispatches()  # It must see the copy.
         and adapter.on_host
         and (target.device.type in ("cpu", *_STAGED))
-        and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not _is_capturing(target)
         and target.dtype == lazy.like.dtype
         and target.shape == lazy.like.shape
         and target.numel() > 0
@@ -314,6 +315,14 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         and lazy.whole.held is None
         and _is_dense(lazy)
     )
+
+
+def _is_capturing(target: Any) -> bool:
+    """Whether a graph is captured on the device of a tensor."""
+    if not target.is_cuda:
+        return False
+    with torch.cuda.device(target.device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _memory(target: Any) -> Any:
@@ -328,43 +337,46 @@ def _memory(target: Any) -> Any:
     return memory_at(target, start, stop - start)
 
 
-def _copy_staged(target: Any, lazy: LazyTensor) -> None:
+def _copy_staged(target: Any, lazy: LazyTensor, non_blocking: bool) -> None:
     """Fills a tensor on a device, a piece at a time: one is copied while the next is read."""
+    pieces = list(_pieces(target, lazy))
+    if not all(_is_dense(each) for _, each in pieces):  # Items share bytes, or dims are merged.
+        target.copy_(lazy.read(unknown=False), non_blocking)
+        return
+    kept = lazy.whole.part.kept
+    free: deque[tuple[Any, Any]] = vars(kept).setdefault("stage", deque())
+    event: Any = None
+    for number, (place, each) in enumerate(pieces):
+        # Two take turns. What a read that failed may still be written to is not used again.
+        memory, event = free.popleft() if len(free) > 1 else (None, None)
+        if memory is None:
+            pinned = {"device": "cpu", "pin_memory": target.is_cuda}
+            memory = torch.empty(_STAGE, dtype=torch.uint8, **pinned)
+        elif event is not None:
+            event.synchronize()
+        held, event = memory[: place.nbytes], None
+        lent = Lent(None, memory_at(held, held.data_ptr(), held.nbytes))
+        each.taken()[0].read(lent, more=number > 0)
+        place.copy_(held.view(target.dtype).view(place.shape), non_blocking=True)
+        if target.is_cuda:
+            with torch.cuda.device(target.device):
+                event = torch.cuda.Event()
+                event.record()
+        free.append((memory, event))
+    if event is not None and not non_blocking:
+        event.synchronize()
+
+
+def _pieces(target: Any, lazy: LazyTensor) -> Generator[tuple[Any, LazyTensor]]:
+    """Parts of a tensor and of what fills it, of `_STAGE` bytes at most."""
     if target.nbytes <= _STAGE or not target.ndim:
-        stage = lazy.whole.part.kept.setdefault(threading.get_ident(), _Stage())
-        stage.copy(target, lazy)
+        yield target, lazy
     elif rows := _STAGE * len(target) // target.nbytes:
         for start in range(0, len(target), rows):
-            _copy_staged(target[start : start + rows], lazy[start : start + rows])
+            yield target[start : start + rows], lazy[start : start + rows]
     else:
         for n in range(len(target)):
-            _copy_staged(target[n], lazy[n])
-
-
-class _Stage:
-    """Two pieces of page-locked memory, which take turns. Used by one thread."""
-
-    def __init__(self) -> None:
-        self._memory: list[Any] = [None, None]
-        self._copied: list[Any] = [None, None]  # Events behind the copies out of each.
-        self._turn = 0
-
-    def copy(self, target: Any, lazy: LazyTensor) -> None:
-        """Reads a lazy tensor, and begins to copy it: the target's current stream does so."""
-        turn, on_gpu = self._turn, target.is_cuda
-        self._turn = 1 - turn
-        if self._copied[turn] is not None:
-            self._copied[turn].synchronize()
-        if self._memory[turn] is None:
-            self._memory[turn] = torch.empty(_STAGE, dtype=torch.uint8, pin_memory=on_gpu)
-        held = self._memory[turn][: target.nbytes]
-        part, *_ = lazy.taken()
-        part.read(Lent(None, memory_at(held, held.data_ptr(), held.nbytes)))
-        target.copy_(held.view(target.dtype).view(target.shape), non_blocking=True)
-        if on_gpu:
-            with torch.cuda.device(target.device):
-                self._copied[turn] = torch.cuda.Event()
-                self._copied[turn].record()
+            yield from _pieces(target[n], lazy[n])
 
 
 def _is_dense(lazy: LazyTensor) -> bool:

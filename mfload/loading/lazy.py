@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from _thread import get_ident
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -88,7 +89,7 @@ class LazyCheckpoint:
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
         self._landing: Shared | None = None  # What loads onto devices share.
-        self.kept = dict[Any, Any]()  # What users of its lazy tensors keep until it is closed.
+        self.kept = threading.local()  # What users of its lazy tensors keep until it is closed.
         self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
         # Of a file on a disk: bytes read without a gap, where they end, and how far it is fetched.
         self._fetched = dict[int, tuple[int, int, int]]()
@@ -399,7 +400,7 @@ class LazyCheckpoint:
             if shared is not None:
                 shared.close()
         self._cells.clear()
-        self.kept.clear()
+        self.kept = threading.local()
         self._map = None
 
     def __enter__(self) -> LazyCheckpoint:

@@ -58,8 +58,9 @@ class LazyTensor:
         self.shape = row.storage_shape(request.shape) if self._packed else request.shape
 
     @property
-    def kept(self) -> dict[Any, Any]:
-        """What its users keep until the stream is closed."""
+    def kept(self) -> threading.local:
+        """What its users keep, each thread its own, until the stream is closed."""
+        self._check_open()
         return self._opened.kept
 
     def __getitem__(self, index: Any) -> LazyTensor:
@@ -105,15 +106,7 @@ class LazyTensor:
         given = self._opened, self._file, request, self._like, self.adapter, self._report
         return LazyTensor(*given)
 
-    def read(self, lent: Lent | None = None, *, unknown: bool = False) -> Any:
-        """Reads it into a new array, or into one of the same dtype and shape that is lent.
-
-        `unknown`: the operation that it is for may need less; the report counts it.
-
-        Raises:
-            UsageError: The stream was closed.
-            MfloadError: As `mfload.load` does.
-        """
+    def _check_open(self) -> None:
         if self._opened.closed:
             raise errors.UsageError(
                 "the lazy tensor can't be read: its stream was closed",
@@ -121,6 +114,18 @@ class LazyTensor:
                 tensor=self.name,
                 expected="use it before close(), or inside the with block",
             )
+
+    def read(self, lent: Lent | None = None, *, unknown: bool = False, more: bool = False) -> Any:
+        """Reads it into a new array, or into one of the same dtype and shape that is lent.
+
+        `unknown`: the operation that it is for may need less; the report counts it. `more`: it is
+        another piece of a tensor that was counted.
+
+        Raises:
+            UsageError: The stream was closed.
+            MfloadError: As `mfload.load` does.
+        """
+        self._check_open()
         adapter, request = self.adapter, self._request
         start, before = time.perf_counter(), usage(thread=True)
         try:
@@ -130,7 +135,8 @@ class LazyTensor:
             raise
         if lent is not None and filled is not None:
             if self._report is not None:
-                self._count(filled, lent.memory.nbytes, time.perf_counter() - start, before)
+                seconds = time.perf_counter() - start
+                self._count(filled, lent.memory.nbytes, seconds, before, more)
             return lent.array
         if lent is not None:
             adapter = InPlaceAdapter(adapter, {0: lent.memory})
@@ -144,6 +150,7 @@ class LazyTensor:
             raise
         if self._report is not None and one is not None:
             one.whole_reads = int(unknown)
+            one.tensors -= more
             with _counting:
                 self._report.add(one)
         return array
@@ -154,6 +161,7 @@ class LazyTensor:
         nbytes: int,
         seconds: float,
         before: Usage,
+        more: bool,
     ) -> None:
         """Adds what was filled to the report, in a part of the time that `Report.add` takes."""
         (leg, read, used), report = filled, self._report
@@ -161,7 +169,7 @@ class LazyTensor:
         assert report is not None
         with _counting:
             report.framework = self.adapter.name
-            report.tensors += 1
+            report.tensors += not more
             report.result_bytes += nbytes
             report.aliased_bytes += nbytes
             report.read_bytes += read

@@ -295,7 +295,7 @@ class Session:
             from mfload.cuda import cufile, staging
 
             if shared is not None and shared.kits is not None:
-                shared.kits.most = self.threads
+                shared.kits.most = max(shared.kits.most, self.threads)
             self._gds = any(leg.engine == "gds" for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds

@@ -255,6 +255,7 @@ def test_weights_land_on_the_device_of_a_map_in_groups(
     cls, _, path = saved[name]
     monkeypatch.setattr(compat, "_one_device", lambda *_: "cpu")
     monkeypatch.setattr(compat, "_GROUP", group)
+    monkeypatch.setattr(compat, "_LARGEST", group)
     landed = count_groups(monkeypatch)
     made = from_pretrained(cls, path, device_map={"": "cpu"}, **given)
     same(made, cls.from_pretrained(path, device_map={"": "cpu"}, **given))
@@ -289,6 +290,7 @@ def test_a_weight_that_is_wanted_again_or_of_no_group_is_read_alone(
     path = saved["bert"][2] / "model.safetensors"
     with mfload.open(path, "torch") as opened:
         monkeypatch.setattr(compat, "_GROUP", 10_000)
+        monkeypatch.setattr(compat, "_LARGEST", 10_000)
         groups = compat._Groups(opened)
         sizes = {name: opened.info(name).nbytes for name in opened}
         for name, nbytes in sizes.items():
@@ -303,6 +305,7 @@ def test_a_weight_that_is_wanted_again_or_of_no_group_is_read_alone(
 def test_two_groups_are_held_at_most(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved["bert"][2] / "model.safetensors"
     monkeypatch.setattr(compat, "_GROUP", 20_000)
+    monkeypatch.setattr(compat, "_LARGEST", 20_000)
     with mfload.open(path, "torch") as opened:
         groups = compat._Groups(opened)
         names = list(groups._group_of)
@@ -312,7 +315,39 @@ def test_two_groups_are_held_at_most(saved: Any, monkeypatch: pytest.MonkeyPatch
             held = sum(each.nbytes for made in groups._made for each in made.values())
             assert held <= 2 * 20_000
         assert not any(first[0] in made for made in groups._made)
-        assert torch.equal(groups.take(names[0]), opened.get_tensor(names[0]))
+        assert groups.take(names[0]) is None  # It is read alone.
+
+
+def test_a_weight_larger_than_a_group_is_one_of_its_own(
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved["bert"][2] / "model.safetensors"
+    monkeypatch.setattr(compat, "_GROUP", 10_000)
+    with mfload.open(path, "torch") as opened:
+        groups = compat._Groups(opened)
+        for name in list(groups._group_of):
+            assert torch.equal(groups.take(name), opened.get_tensor(name))
+        groups.close()
+        assert not groups._made
+
+
+@pytest.mark.parametrize("error", [errors.FrameworkMissingError, errors.DeviceError])
+def test_weights_pass_through_the_host_where_none_can_land(
+    saved: Any, error: type[errors.MfloadError], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    cls, _, path = saved["llama"]
+    monkeypatch.setattr(compat, "_one_device", lambda *_: "cuda:0")
+    real = compat.api.open
+
+    def opening(where: Any, framework: str, device: str, **given: Any) -> Any:
+        if device == "cuda:0":
+            raise error("no way")
+        return real(where, framework, device, **given)
+
+    monkeypatch.setattr(compat.api, "open", opening)
+    made = from_pretrained(cls, path, device_map={"": "cpu"})
+    same(made, cls.from_pretrained(path, device_map={"": "cpu"}))
+    assert "weights pass through the host: no way" in caplog.text
 
 
 def test_a_read_that_fails_is_begun_once(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
