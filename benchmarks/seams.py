@@ -1,10 +1,11 @@
 """Measure start-up under seams of other libraries, against their own loaders.
 
-    python -m benchmarks.seams [--gb 1] [--rounds 5] [--seams dcp,transformers]
+    python -m benchmarks.seams [--gb 1] [--rounds 5] [--seams dcp,transformers] [--out DIR]
 
 Prints a table: seconds of the slower process, the best and the median, and the most memory that
-one held beside its weights. Loaders alternate, each time in fresh processes. Wants PyTorch and
-transformers (`requirements/transformers.txt`) and a quiet machine.
+one held beside its weights; with `--out` they go into `seams.json` there, beside those of other
+seams, and `seams.png` shows them all. Loaders alternate, each time in fresh processes. Wants
+PyTorch and transformers (`requirements/transformers.txt`) and a quiet machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import ROOT
+from benchmarks import ROOT, seams_plot
 from benchmarks.mesh_processes import free_port
 from mfload.bench import machine
 
@@ -171,6 +172,7 @@ def main() -> int:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seams", default="transformers,dcp")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--child")
     asked = parser.parse_args()
     if asked.child:
@@ -182,6 +184,7 @@ def main() -> int:
         print("| seam | ranks | cache | theirs, s | mfload, s | ratio | theirs, MB | mfload, MB |")
         print("|---|--:|---|--:|--:|--:|--:|--:|")
         for seam in asked.seams.split(","):
+            seconds: seams_plot.Found = {}
             for ranks in (1, 2):
                 for cold in (False, True):
                     found: dict[str, list[tuple[float, int]]] = {"theirs": [], "mfload": []}
@@ -189,6 +192,9 @@ def main() -> int:
                         for loader, samples in found.items():
                             job = {"seam": seam, "loader": loader, "ranks": ranks, **paths}
                             samples.append(take(job, cold))
+                    seconds[f"{ranks} {'cold' if cold else 'warm'}"] = {
+                        name: [round(each[0], 4) for each in some] for name, some in found.items()
+                    }
                     best = [min(each[0] for each in found[name]) for name in found]
                     over = [max(each[1] for each in found[name]) / 1e6 for name in found]
                     middle = [median(each[0] for each in found[name]) for name in found]
@@ -196,6 +202,9 @@ def main() -> int:
                     cells += [f"{s:.2f} ({m:.2f})" for s, m in zip(best, middle, strict=True)]
                     cells += [f"{best[0] / best[1]:.2f}", *(f"{each:.0f}" for each in over)]
                     print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            if asked.out is not None:
+                facts = machine.facts(paths["large"])
+                seams_plot.keep(asked.out, seam, ", ".join(map(str, facts.values())), seconds)
     return 0
 
 

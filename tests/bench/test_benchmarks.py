@@ -332,3 +332,15 @@ def test_figures_are_put_between_the_marks(tmp_path: Path) -> None:
     pages.put(page, "two\n")
     pages.put(page, "two")
     assert page.read_text() == (f"# Title\n\n{pages.BEGIN}\n\ntwo\n\n{pages.END}\n\nthe end\n")
+
+
+def test_seams_are_kept_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import seams_plot
+
+    found = {"1 warm": {"theirs": [2.0, 3.0], "mfload": [1.0, 1.5]}, "2 cold": {"theirs": [4.0]}}
+    for seam in ("dcp", "vllm", "dcp"):
+        seams_plot.keep(tmp_path, seam, "a machine", found)
+    kept = json.loads((tmp_path / "seams.json").read_text())
+    assert kept == {seam: {"machine": "a machine", "seconds": found} for seam in ("dcp", "vllm")}
+    assert (tmp_path / "seams.png").stat().st_size > 10_000

@@ -1,0 +1,60 @@
+"""Keeps and draws what `benchmarks.seams` found: `python -m benchmarks.seams_plot DIR` draws it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers", "dcp": "torch's DCP"}
+CELLS = ("1 warm", "2 warm", "1 cold", "2 cold")
+COLOURS = {"theirs": "#b4b9c1", "mfload": "#2a6fb4"}
+
+Found = dict[str, dict[str, list[float]]]
+"""Seconds of each round, by cell ("2 cold": processes and page cache) and loader."""
+
+
+def keep(out: Path, seam: str, machine: str, found: Found) -> None:
+    """Writes what was found of a seam beside what is there of others, and draws all."""
+    path = out / "seams.json"
+    every: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    every[seam] = {"machine": machine, "seconds": found}
+    path.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n")
+    draw(every, out / "seams.png")
+
+
+def draw(every: dict[str, Any], path: Path) -> None:
+    """Draws the best of all rounds as bars, and the medians as ticks."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(CELLS), figsize=(11, 3.2), sharey=True)
+    seams = [seam for seam in NAMES if seam in every]
+    for axis, cell in zip(axes, CELLS, strict=True):
+        for row, seam in enumerate(seams):
+            for shift, (loader, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
+                seconds = every[seam]["seconds"].get(cell, {}).get(loader)
+                if not seconds:
+                    continue
+                at, best = row + shift, min(seconds)
+                axis.barh(at, best, 0.36, color=colour, label=loader if not row else None)
+                axis.plot([median(seconds)] * 2, [at - 0.18, at + 0.18], color="black", lw=1)
+                shade = "black" if loader == "theirs" else "white"
+                axis.text(0, at, f" {best:.2f}", va="center", fontsize=7, color=shade)
+        ranks, cache = cell.split()
+        axis.set_title(f"{ranks} process{'es' if ranks != '1' else ''}, {cache}", fontsize=9)
+        axis.set_xlabel("seconds", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    axes[0].set_yticks(range(len(seams)), [NAMES[seam] for seam in seams])
+    axes[0].invert_yaxis()
+    axes[0].legend(fontsize=7, frameon=False, loc="center right", bbox_to_anchor=(1, 0.42))
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    draw(json.loads((folder / "seams.json").read_text()), folder / "seams.png")
