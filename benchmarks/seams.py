@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +28,8 @@ from typing import Any
 from benchmarks import ROOT, seams_plot
 from benchmarks.mesh_processes import free_port
 from mfload.bench import machine
+
+_POPULATE_READ, _BLOCK = 22, 16 << 20
 
 
 def write(directory: Path, gb: float) -> None:
@@ -110,6 +114,42 @@ SEAMS: dict[str, Callable[[bool, Path, int], list[Any]]] = {
 """What makes the weights of a process: by mfload or not, of a directory, in so many processes."""
 
 
+def plain(job: dict[str, Any]) -> float:
+    """Seconds to read a process's part of the files: what no loader can do without.
+
+    From the disk through a map, and nothing else; from the page cache into new memory.
+    """
+    rank, ranks, total = job["rank"], job["ranks"], 0
+    parts: list[tuple[int, int, int]] = []
+    for path in sorted(Path(job["large"]).glob("*.safetensors")):
+        size, fd = path.stat().st_size, os.open(path, os.O_RDONLY)
+        start, stop = (size * n // ranks // mmap.PAGESIZE * mmap.PAGESIZE for n in (rank, rank + 1))
+        parts.append((fd, start, size if rank + 1 == ranks else stop))
+        total += parts[-1][2] - start
+    begun = time.perf_counter()
+    if job["cold"]:
+        for fd, start, stop in parts:
+            held = mmap.mmap(fd, stop - start, prot=mmap.PROT_READ, offset=start)
+            held.madvise(_POPULATE_READ)
+        return time.perf_counter() - begun
+    memory = mmap.mmap(-1, total)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    view, blocks, at = memoryview(memory), list[tuple[int, int, Any]](), 0
+    for fd, start, stop in parts:
+        for first in range(start, stop, _BLOCK):
+            nbytes = min(_BLOCK, stop - first)
+            blocks.append((fd, first, view[at : at + nbytes]))
+            at += nbytes
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks)) as pool:
+        for got, (_, _, place) in zip(
+            pool.map(lambda each: os.preadv(each[0], [each[2]], each[1]), blocks),
+            blocks,
+            strict=True,
+        ):
+            assert got == place.nbytes
+    return time.perf_counter() - begun
+
+
 def child(job: dict[str, Any]) -> None:
     """Loads a small model, waits, loads the large one and says what it took."""
     import warnings
@@ -126,6 +166,11 @@ def child(job: dict[str, Any]) -> None:
     machine.prime(2 * sum(each.stat().st_size for each in Path(job["large"]).iterdir()))
     if dist.is_initialized():
         dist.barrier()
+    if job["loader"] == "plain":
+        print(json.dumps({"seconds": plain(job), "over": 0}), flush=True)
+        if dist.is_initialized():
+            dist.barrier()
+        os._exit(0)
     machine.reset_peak()
     before, start = resident("VmRSS"), time.perf_counter()
     weights = load(ours, Path(job["large"]), job["ranks"])
@@ -153,7 +198,7 @@ def take(job: dict[str, Any], cold: bool) -> tuple[float, int]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["LOCAL_WORLD_SIZE"] = str(job["ranks"])  # As torchrun says.
     for rank in range(job["ranks"]):
-        text = json.dumps({**job, "rank": rank, "port": port})
+        text = json.dumps({**job, "rank": rank, "port": port, "cold": cold})
         command = [sys.executable, "-m", "benchmarks.seams", "--child", text]
         given: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, cwd=ROOT, **given))
@@ -181,13 +226,19 @@ def main() -> int:
         paths = {name: str(Path(directory) / name) for name in ("small", "large")}
         for name, gb in (("small", 0.02), ("large", asked.gb)):
             write(Path(paths[name]), gb)
-        print("| seam | ranks | cache | theirs, s | mfload, s | ratio | theirs, MB | mfload, MB |")
-        print("|---|--:|---|--:|--:|--:|--:|--:|")
+        print(
+            "| seam | ranks | cache | plain reads, s | theirs, s | mfload, s | ratio | "
+            "theirs, MB | mfload, MB |\n|---|--:|---|--:|--:|--:|--:|--:|--:|"
+        )
         for seam in asked.seams.split(","):
             seconds: seams_plot.Found = {}
             for ranks in (1, 2):
                 for cold in (False, True):
-                    found: dict[str, list[tuple[float, int]]] = {"theirs": [], "mfload": []}
+                    found: dict[str, list[tuple[float, int]]] = {
+                        "plain": [],
+                        "theirs": [],
+                        "mfload": [],
+                    }
                     for _ in range(asked.rounds):
                         for loader, samples in found.items():
                             job = {"seam": seam, "loader": loader, "ranks": ranks, **paths}
@@ -196,15 +247,16 @@ def main() -> int:
                         name: [round(each[0], 4) for each in some] for name, some in found.items()
                     }
                     best = [min(each[0] for each in found[name]) for name in found]
-                    over = [max(each[1] for each in found[name]) / 1e6 for name in found]
+                    over = [max(each[1] for each in found[name]) / 1e6 for name in found][1:]
                     middle = [median(each[0] for each in found[name]) for name in found]
                     cells = [seam, ranks, "cold" if cold else "warm"]
                     cells += [f"{s:.2f} ({m:.2f})" for s, m in zip(best, middle, strict=True)]
-                    cells += [f"{best[0] / best[1]:.2f}", *(f"{each:.0f}" for each in over)]
+                    cells += [f"{best[1] / best[2]:.2f}", *(f"{each:.0f}" for each in over)]
                     print(f"| {' | '.join(map(str, cells))} |", flush=True)
             if asked.out is not None:
                 facts = machine.facts(paths["large"])
-                seams_plot.keep(asked.out, seam, ", ".join(map(str, facts.values())), seconds)
+                said = [facts[name] for name in ("processor", "cores", "kernel", "file system")]
+                seams_plot.keep(asked.out, seam, ", ".join(said), seconds)
     return 0
 
 

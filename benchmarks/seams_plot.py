@@ -22,7 +22,10 @@ def keep(out: Path, seam: str, machine: str, found: Found) -> None:
     every: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     every[seam] = {"machine": machine, "seconds": found}
     path.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n")
-    draw(every, out / "seams.png")
+    try:
+        draw(every, out / "seams.png")
+    except ImportError as error:  # As in the environments of most seams.
+        print(f"nothing is drawn: {error}; python -m benchmarks.seams_plot {out}", flush=True)
 
 
 def draw(every: dict[str, Any], path: Path) -> None:

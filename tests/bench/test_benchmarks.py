@@ -344,3 +344,14 @@ def test_seams_are_kept_and_drawn(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "seams.json").read_text())
     assert kept == {seam: {"machine": "a machine", "seconds": found} for seam in ("dcp", "vllm")}
     assert (tmp_path / "seams.png").stat().st_size > 10_000
+
+
+def test_seams_are_kept_where_nothing_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import seams_plot
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    seams_plot.keep(tmp_path, "dcp", "a machine", {"1 warm": {"mfload": [1.0]}})
+    assert (tmp_path / "seams.json").exists()
+    assert "nothing is drawn" in capsys.readouterr().out
