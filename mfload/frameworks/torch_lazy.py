@@ -304,7 +304,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and not private_api.torch_dispatches()  # It must see the copy.
         and adapter.on_host
-        and (target.device.type in ("cpu", *_STAGED))
+        and target.device.type in ("cpu", *_STAGED)
         and not _is_capturing(target)
         and target.dtype == lazy.like.dtype
         and target.shape == lazy.like.shape

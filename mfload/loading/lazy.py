@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mfload import errors, frameworks
 from mfload.dlpack import View
 from mfload.formats import checkpoint
@@ -276,8 +274,7 @@ class LazyCheckpoint:
         source, at, nbytes, stored = info.pieces[0]
         if not (self._reads_parts and len(info.pieces) == 1 and stored is None):
             return None
-        on_host = isinstance(memory, np.ndarray)
-        if not on_host or dtype is not info.dtype or not 0 < memory.nbytes <= _FILLED:
+        if dtype is not info.dtype or not 0 < memory.nbytes <= _FILLED:
             return None
         apart = False
         if selection is not None:
