@@ -354,10 +354,10 @@ def _copy_staged(target: Any, lazy: LazyTensor, non_blocking: bool) -> None:
             memory = torch.empty(_STAGE, dtype=torch.uint8, **pinned)
         elif event is not None:
             event.synchronize()
-        held, event = memory[: place.nbytes], None
-        lent = Lent(None, memory_at(held, held.data_ptr(), held.nbytes))
+        held, event = memory[: place.nbytes].view(target.dtype).view(place.shape), None
+        lent = Lent(held, memory_at(held, held.data_ptr(), held.nbytes))
         each.taken()[0].read(lent, more=number > 0)
-        place.copy_(held.view(target.dtype).view(place.shape), non_blocking=True)
+        place.copy_(held, non_blocking=True)
         if target.is_cuda:
             with torch.cuda.device(target.device):
                 event = torch.cuda.Event()

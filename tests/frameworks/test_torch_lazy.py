@@ -878,6 +878,10 @@ def test_others_in_pieces(path: Path, staged: int, name: str) -> None:
     opened.stream.close()
 
 
+def test_small_vectors_that_serving_keeps_in_pieces(tmp_path: Path, staged: int) -> None:
+    test_parts_of_small_vectors_that_serving_keeps(tmp_path)
+
+
 def test_a_copy_in_pieces_that_fails(
     path: Path, staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from mfload.bench import machine, random_reads
 from mfload.io import buffers
 from mfload.io.gather import open_gather
 from mfload.ondemand import Curve, ExpertCache, LayerStream, NeuronCache, costs, plan, rehearsal
+from mfload.ondemand.background import Background, Work
 from mfload.ondemand.store import Store
 
 LAYERS, EXPERTS = 3, 6
@@ -156,16 +157,13 @@ def test_layers(
         budget = int((stream.report().peak_bytes + 2 * buffers.PAGE) * share)
     found = plan(model, budget=budget, ahead=ahead, curve=CURVE)
     assert (found.kind, found.tokens) == ("layers", 8)
-    later = rehearsal.Later()
-    if not threaded:
-        monkeypatch.setattr(Store, "background", lambda _: later)
+    later = _Awaited() if threaded else rehearsal.Later()
+    monkeypatch.setattr(Store, "background", lambda _: later)
     passes: list[Any] = []
     with LayerStream(model, budget=budget, ahead=ahead, wait=5.0 if threaded else 0.0) as stream:
         for _ in range(10):
             for _, tensors in stream:  # noqa: B007 - it lives until the next
                 later.run()
-                if threaded:
-                    _rest(stream)
             passes.append(stream.report())
         del tensors
     said, first, last = found.budget, passes[1], passes[-1]
@@ -178,11 +176,25 @@ def test_layers(
     assert said.least_bytes is None
 
 
-def _rest(stream: LayerStream) -> None:
-    """Until nothing is read ahead any more, as while a layer computes."""
-    before = None
-    while before != (before := stream.report().prefetched):
-        time.sleep(0.02)
+class _Awaited(Background):
+    """The thread itself; a layer computes until it has read ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = threading.Event()
+
+    def ask(self, cache: object, work: Work) -> None:
+        def noted(dropped: Callable[[], bool]) -> None:
+            try:
+                work(dropped)
+            finally:
+                self._done.set()
+
+        self._done.clear()
+        super().ask(cache, noted)
+
+    def run(self) -> None:
+        assert self._done.wait(60)
 
 
 def test_it_reads_nothing_and_takes_no_memory(
