@@ -339,11 +339,12 @@ def _memory(target: Any) -> Any:
 
 def _copy_staged(target: Any, lazy: LazyTensor, non_blocking: bool) -> None:
     """Fills a tensor on a device, a piece at a time: one is copied while the next is read."""
-    pieces = list(_pieces(target, lazy))
-    if not all(_is_dense(each) for _, each in pieces):  # Items share bytes, or dims are merged.
+    part, pieces = lazy.whole.part, list(_pieces(target, lazy))
+    # Requests to a store are waited for, side by side. Else items share bytes, or dims are merged.
+    if not (part.on_disk and all(_is_dense(each) for _, each in pieces)):
         target.copy_(lazy.read(unknown=False), non_blocking)
         return
-    kept = lazy.whole.part.kept
+    kept = part.kept
     free: deque[tuple[Any, Any]] = vars(kept).setdefault("stage", deque())
     event: Any = None
     for number, (place, each) in enumerate(pieces):

@@ -129,6 +129,10 @@ class LazyCheckpoint:
         """The file that holds a tensor."""
         return self._opened().files[info.pieces[0].source]
 
+    def is_on_disk(self, source: int) -> bool:
+        """Whether a source, by its number, is a file of this machine."""
+        return self._sources[source].file is not None
+
     def get_tensor(self, name: str) -> Any:
         """One tensor.
 

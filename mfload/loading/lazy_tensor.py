@@ -63,6 +63,11 @@ class LazyTensor:
         self._check_open()
         return self._opened.kept
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether it lies in files of this machine."""
+        return all(self._opened.is_on_disk(piece.source) for piece in self._request.info.pieces)
+
     def __getitem__(self, index: Any) -> LazyTensor:
         """A part, which is lazy too.
 

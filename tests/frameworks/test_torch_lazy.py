@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import serving as servers
 import torch
 from conformance import material
 from conformance.suite import no_gpu
@@ -55,7 +56,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Opened:
     """The lazy tensors of a stream, and its report."""
 
-    def __init__(self, path: Path, **given: Any) -> None:
+    def __init__(self, path: Path | str, **given: Any) -> None:
         self.report = mfload.Report()
         self.stream = mfload.stream(path, "torch", lazy=True, report=self.report, **given)
         self.tensors: dict[str, Any] = dict(self.stream)
@@ -880,6 +881,19 @@ def test_others_in_pieces(path: Path, staged: int, name: str) -> None:
 
 def test_small_vectors_that_serving_keeps_in_pieces(tmp_path: Path, staged: int) -> None:
     test_parts_of_small_vectors_that_serving_keeps(tmp_path)
+
+
+def test_what_a_store_serves_comes_in_one_piece(tmp_path: Path, staged: int) -> None:
+    """Its requests are made side by side."""
+    whole = torch.arange(3 << 18, dtype=torch.float32).view(768, -1)
+    save_file({"w": whole}, tmp_path / "m.safetensors")
+    with servers.serving({"/m.safetensors": (tmp_path / "m.safetensors").read_bytes()}) as server:
+        opened = Opened(server.url("/m.safetensors"))
+        assert torch.equal(torch.zeros_like(whole).copy_(opened.tensors["w"]), whole)
+        ranges = [each.range for each in server.asked]
+        # The header; the tensor; and whether the file is still the same, if that took long.
+        assert [each for each in ranges if each != "bytes=0-0"] == ["bytes=0-65535", ranges[1]]
+        opened.stream.close()
 
 
 def test_a_copy_in_pieces_that_fails(
