@@ -160,6 +160,7 @@ class HttpSource:
             self.headers |= _from_netrc(self.first.host)
         self.pool = _pools.setdefault(self.first[:3], _Pool())
         self._given, self._version, self._head = (url, headers, stalled), version, b""
+        self.keeps = True
         self.unchecked = False  # Whether the file may have changed within an answer.
 
     def __eq__(self, other: object) -> bool:
@@ -203,7 +204,7 @@ class HttpSource:
 
     def keep(self, keeps: bool) -> None:
         """Forgets the header, and closes the connections that wait at the checkpoint's end."""
-        self._head = b""
+        self._head, self.keeps = b"", keeps
         if not keeps:
             self.pool.close()
 
@@ -445,8 +446,12 @@ class HttpHandle(ClosedAtEnd):
     def close(self) -> None:
         """Gives the connection back, for the next reader of this server."""
         connection, self._connection = self._connection, None
-        if connection is not None:
+        if connection is None:
+            return
+        if self._source.keeps:
             self._source.pool.give(self._server, connection)
+        else:  # A read that the checkpoint did not wait for: nothing would close it.
+            connection.close()
 
 
 class _BusyError(http.client.HTTPException):

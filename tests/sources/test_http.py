@@ -379,6 +379,17 @@ class TestFaults:
         with pytest.raises(errors.ReadError, match=r"no byte came for 0\.05 s"):
             second.read(70_000, 1)
 
+    def test_a_read_that_outlives_its_checkpoint_keeps_no_connection(self, server: Server) -> None:
+        source = http.HttpSource(server.url())
+        for kept in (1, 0):
+            with source.open() as handle:
+                handle.read([memoryview(bytearray(1))], 0)
+                connection: Any = handle._connection
+                if not kept:
+                    source.keep(False)
+            assert [each for _, each in source.pool._idle] == [connection] * kept
+            assert (connection.sock is None) == (not kept)
+
     def test_nothing_listens(self, server: Server) -> None:
         server.port = 1
         with pytest.raises(errors.ReadError, match="refused"):
