@@ -132,7 +132,8 @@ def plain(job: dict[str, Any]) -> float:
             held = mmap.mmap(fd, stop - start, prot=mmap.PROT_READ, offset=start)
             held.madvise(_POPULATE_READ)
         return time.perf_counter() - begun
-    memory = mmap.mmap(-1, total)
+    # By default it would be shared, and such memory has no huge pages.
+    memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     view, blocks, at = memoryview(memory), list[tuple[int, int, Any]](), 0
     for fd, start, stop in parts:
