@@ -156,13 +156,22 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+_beside = 1
+
+
+def set_local_processes(count: int) -> None:
+    """Says how many processes of the same program run here, where no launcher does."""
+    global _beside
+    _beside = count
+
+
 def local_processes() -> int:
     """Processes of the same program on this machine, with this one.
 
-    It is what launchers such as torchrun say in LOCAL_WORLD_SIZE.
+    It is what launchers such as torchrun say in LOCAL_WORLD_SIZE, or else `set_local_processes`.
     """
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(said) if said.isdecimal() else 1)
+    return max(1, int(said) if said.isdecimal() else _beside)
 
 
 def share_of_cores() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mfload
 from mfload import errors
+from mfload.runtime import set_local_processes
 
 _OPTIONS = [field.name for field in fields(mfload.Options)]
 
@@ -93,11 +94,16 @@ class Weights:
         Raises:
             MfloadError: As `mfload.stream` does.
         """
+        import torch  # Late: a mistake in the settings is told without it.
+        from torch import distributed
+
         self._reports.append(mfload.Report())
         given: dict[str, Any] = {"device": "cpu", "report": self._reports[-1]}
+        if distributed.is_initialized():
+            # No launcher of theirs says how many run here: on a host with GPUs one for each.
+            world = distributed.get_world_size()
+            set_local_processes(min(world, torch.cuda.device_count() or world))
         if self.once:
-            from torch import distributed
-
             if not distributed.is_initialized():
                 what, expected = "exchange='once' needs a process group", "torch.distributed"
                 raise errors.UsageError(what, expected=f"{expected}, or exchange='auto'")

@@ -19,7 +19,8 @@ from mfload.frameworks.base import Lent, memory_at
 from mfload.io import buffers
 
 _STAGED = ("cuda",)  # Types of devices that are filled through page-locked memory,
-_STAGE = 16 << 20  # in pieces of at most so many bytes.
+_STAGE, _SMALL_STAGE = 16 << 20, 1 << 20  # in pieces of at most so many bytes,
+_AT_ONCE = 8  # by so many threads at once.
 _LAYOUTS = 1024  # Layouts of views of which the boxes are kept: layers of a model are alike.
 # What the shape, the dtype and the layout of a tensor say.
 _METADATA = {
@@ -39,6 +40,11 @@ _VIEWS = {
 }  # fmt: skip
 # These would give it other memory, or a history.
 _REFUSED = {"requires_grad_", "resize_", "resize_as_", "share_memory_"}
+# New tensors that are like it in shape, dtype or device alone.
+_LIKE = {
+    "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
+    "new_tensor", "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+}  # fmt: skip
 # These need all of it, so that reading all of it is no surprise.
 _WHOLE = {"__array__", "clone", "contiguous", "cpu", "cuda", "numpy", "reshape", "to"}
 
@@ -92,19 +98,24 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
                 return -1 if place.type == "cpu" else place.index
             if name == "is_pinned":
                 return False
+            if name == "untyped_storage" and first.whole.held is None:
+                return first.like.untyped_storage()  # Its size: it has no bytes.
+            if name in _LIKE and not any(_lazy(args[1:])):
+                return func(first.like, *args[1:], **{"device": place, **kwargs})
+            if (
+                name in ("to", "cuda")
+                and (made := _moved(first, name, args[1:], kwargs)) is not None
+            ):
+                return made
             if name in _VIEWS and (made := _views(func, name, args, kwargs)) is not None:
                 return made
         elif name == "copy_" and _fills(first, args[1:]):
-            if first.device.type in _STAGED:
-                _copy_staged(first, args[1], any(args[2:]) or kwargs.get("non_blocking", False))
-                return first
-            part, *_ = args[1].taken()
-            memory = _memory(first)
-            try:
-                part.read(Lent(first, memory))
-            finally:  # What fails has changed it, too.
-                torch.autograd.graph.increment_version(first)
-            return first
+            return _fill(first, args[1], any(args[2:]) or kwargs.get("non_blocking", False))
+        elif name == "__setitem__" and isinstance(args[2], LazyTensor) and _is_basic(args[1]):
+            place = first[args[1]]
+            if _fills(place, args[2:]):
+                _fill(place, args[2], non_blocking=False)
+                return None
         elif name == "copy_" and isinstance(first, torch.Tensor) and first.is_meta:
             # Nothing is kept there: loaders count so what they are given.
             given = [*args, *kwargs.values()]
@@ -213,10 +224,8 @@ def _views(
 ) -> Any:
     """The lazy result of an operation that makes views; None if it has to copy."""
     first, *rest = args
-    if name == "__getitem__":
-        items = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
-        if not all(type(item) in (int, slice, EllipsisType, NoneType) for item in items):
-            return None
+    if name == "__getitem__" and not _is_basic(rest[0]):
+        return None
     if any(_lazy([rest, kwargs])):
         return None
     # PyTorch checks the arguments, and makes the layout.
@@ -240,6 +249,12 @@ def _views(
     if isinstance(made, torch.Tensor):
         return lazy[0]
     return iter(lazy) if name == "__iter__" else type(made)(lazy)
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index makes a view."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(type(item) in (int, slice, EllipsisType, NoneType) for item in items)
 
 
 @functools.lru_cache(_LAYOUTS)
@@ -317,6 +332,30 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     )
 
 
+def _moved(lazy: LazyTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `to` or `cuda` makes on a device that is filled in pieces; None if that is not so."""
+    names = ("device", "non_blocking")[: 1 if name == "to" else 2]
+    if len(args) > len(names):
+        return None
+    given: dict[str, Any] = {
+        "copy": True,
+        "device": None,
+        **dict(zip(names, args, strict=False)),
+        **kwargs,
+    }
+    device, later = given.pop("device"), given.pop("non_blocking", False)
+    if device is None and name == "cuda":
+        device = "cuda"
+    same = given.pop("dtype", None) in (None, lazy.like.dtype)
+    if not (same and [*given] == ["copy"] and isinstance(device, str | int | torch.device)):
+        return None
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type not in _STAGED:
+        return None
+    made = torch.empty(lazy.like.shape, dtype=lazy.like.dtype, device=device)
+    return _fill(made, lazy, later) if _fills(made, (lazy,)) else None
+
+
 def _is_capturing(target: Any) -> bool:
     """Whether a graph is captured on the device of a tensor."""
     if not target.is_cuda:
@@ -337,35 +376,72 @@ def _memory(target: Any) -> Any:
     return memory_at(target, start, stop - start)
 
 
+def _fill(target: Any, lazy: LazyTensor, non_blocking: bool) -> Any:
+    """Reads into a tensor of the same shape and dtype (see `_fills`), and returns it."""
+    if target.device.type in _STAGED:
+        _copy_staged(target, lazy, non_blocking)
+        return target
+    part, *_ = lazy.taken()
+    memory = _memory(target)
+    try:
+        part.read(Lent(target, memory))
+    finally:  # What fails has changed it, too.
+        torch.autograd.graph.increment_version(target)
+    return target
+
+
 def _copy_staged(target: Any, lazy: LazyTensor, non_blocking: bool) -> None:
     """Fills a tensor on a device, a piece at a time: one is copied while the next is read."""
     part, pieces = lazy.whole.part, list(_pieces(target, lazy))
-    # Requests to a store are waited for, side by side. Else items share bytes, or dims are merged.
-    if not (part.on_disk and all(_is_dense(each) for _, each in pieces)):
+    # Where they are not dense, items share bytes, or dims are merged.
+    if not (part.in_pieces and all(_is_dense(each) for _, each in pieces)):
         target.copy_(lazy.read(unknown=False), non_blocking)
         return
-    kept = part.kept
-    free: deque[tuple[Any, Any]] = vars(kept).setdefault("stage", deque())
-    event: Any = None
-    for number, (place, each) in enumerate(pieces):
-        # Two take turns. What a read that failed may still be written to is not used again.
-        memory, event = free.popleft() if len(free) > 1 else (None, None)
-        if memory is None:
-            pinned = {"device": "cpu", "pin_memory": target.is_cuda}
-            memory = torch.empty(_STAGE, dtype=torch.uint8, **pinned)
-        elif event is not None:
+    nbytes = min(_STAGE, _SMALL_STAGE if target.nbytes <= _SMALL_STAGE else _STAGE)
+    stage = part.kept.get(nbytes) or part.kept.setdefault(nbytes, _Stage(nbytes, target.is_cuda))
+    with stage.turn:
+        event: Any = None
+        for number, (place, each) in enumerate(pieces):
+            memory = stage.take()
+            held, event = memory[: place.nbytes].view(target.dtype).view(place.shape), None
+            lent = Lent(held, memory_at(held, held.data_ptr(), held.nbytes))
+            each.taken()[0].read(lent, more=number > 0)
+            place.copy_(held, non_blocking=True)
+            if target.is_cuda:
+                with torch.cuda.device(target.device):
+                    event = torch.cuda.Event()
+                    event.record()
+            stage.free.append((memory, event))
+        if event is not None and not non_blocking:
             event.synchronize()
-        held, event = memory[: place.nbytes].view(target.dtype).view(place.shape), None
-        lent = Lent(held, memory_at(held, held.data_ptr(), held.nbytes))
-        each.taken()[0].read(lent, more=number > 0)
-        place.copy_(held, non_blocking=True)
-        if target.is_cuda:
-            with torch.cuda.device(target.device):
-                event = torch.cuda.Event()
-                event.record()
-        free.append((memory, event))
-    if event is not None and not non_blocking:
-        event.synchronize()
+
+
+class _Stage:
+    """Page-locked memory through which the threads of a checkpoint fill devices.
+
+    Attributes:
+        turn: Those that use it at once.
+        free: Memory, and what tells when it was copied out of.
+    """
+
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self.turn = threading.BoundedSemaphore(_AT_ONCE)
+        self.free: deque[tuple[Any, Any]] = deque()
+        self._nbytes, self._pinned = nbytes, pinned
+
+    def take(self) -> Any:
+        """Memory to read into. What a read that failed may still be written to never comes back."""
+        with contextlib.suppress(IndexError):  # Another thread was faster.
+            if len(self.free) > 1:  # Two take turns.
+                memory, event = self.free.popleft()
+                if event is not None:
+                    event.synchronize()
+                return memory
+        how: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}
+        try:
+            return torch.empty(self._nbytes, pin_memory=self._pinned, **how)
+        except RuntimeError:  # The system locks no more: copies take longer.
+            return torch.empty(self._nbytes, **how)
 
 
 def _pieces(target: Any, lazy: LazyTensor) -> Generator[tuple[Any, LazyTensor]]:

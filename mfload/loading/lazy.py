@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from _thread import get_ident
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -87,7 +86,7 @@ class LazyCheckpoint:
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
         self._landing: Shared | None = None  # What loads onto devices share.
-        self.kept = threading.local()  # What users of its lazy tensors keep until it is closed.
+        self.kept: dict[Any, Any] = {}  # What users of its lazy tensors keep until it is closed.
         self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
         # Of a file on a disk: bytes read without a gap, where they end, and how far it is fetched.
         self._fetched = dict[int, tuple[int, int, int]]()
@@ -129,9 +128,17 @@ class LazyCheckpoint:
         """The file that holds a tensor."""
         return self._opened().files[info.pieces[0].source]
 
-    def is_on_disk(self, source: int) -> bool:
-        """Whether a source, by its number, is a file of this machine."""
-        return self._sources[source].file is not None
+    def reads_pieces(self, row: TensorInfo) -> bool:
+        """Whether reading pieces of a tensor costs no more than reading it at once.
+
+        Requests to a store are made side by side, what is packed is unpacked as a whole, and a
+        session is made for each piece that the options have read in a way of their own.
+        """
+        return (
+            self._reads_parts
+            and row.simple
+            and self._sources[row.pieces[0].source].file is not None
+        )
 
     def get_tensor(self, name: str) -> Any:
         """One tensor.
@@ -401,7 +408,7 @@ class LazyCheckpoint:
             if shared is not None:
                 shared.close()
         self._cells.clear()
-        self.kept = threading.local()
+        self.kept = {}
         self._map = None
 
     def __enter__(self) -> LazyCheckpoint:

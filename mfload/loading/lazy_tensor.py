@@ -58,15 +58,15 @@ class LazyTensor:
         self.shape = row.storage_shape(request.shape) if self._packed else request.shape
 
     @property
-    def kept(self) -> threading.local:
-        """What its users keep, each thread its own, until the stream is closed."""
+    def kept(self) -> dict[Any, Any]:
+        """What its users keep until the stream is closed."""
         self._check_open()
         return self._opened.kept
 
     @property
-    def on_disk(self) -> bool:
-        """Whether it lies in files of this machine."""
-        return all(self._opened.is_on_disk(piece.source) for piece in self._request.info.pieces)
+    def in_pieces(self) -> bool:
+        """Whether reading it in pieces costs no more than reading it at once."""
+        return self._opened.reads_pieces(self._request.info)
 
     def __getitem__(self, index: Any) -> LazyTensor:
         """A part, which is lazy too.

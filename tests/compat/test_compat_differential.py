@@ -21,7 +21,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from mfload import dtypes
 from mfload.compat import safetensors as ours
@@ -139,6 +139,7 @@ INDEX = st.one_of(
     st.sampled_from(["pt", "np"]),
     st.sampled_from(["mmap", "pread"]),
 )
+@example((..., ...), "pt", "pread")
 def test_slices_are_alike(tmp_path_factory: Any, index: Any, framework: str, backend: str) -> None:
     path = tmp_path_factory.getbasetemp() / "slices.safetensors"
     if not path.exists():

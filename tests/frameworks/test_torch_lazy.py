@@ -795,6 +795,51 @@ def test_views_say_what_was_changed_in_place(path: Path) -> None:
     assert torch.equal(view.contiguous(), (MODEL["cube"] + 100)[:, 0:2])
 
 
+def test_what_is_like_a_lazy_tensor_reads_nothing(path: Path) -> None:
+    opened = Opened(path)
+    lazy, whole = opened.tensors["w"], MODEL["w"]
+    for act in (
+        torch.empty_like, torch.zeros_like, torch.rand_like, lambda x: torch.full_like(x, 3),
+        lambda x: x.new_empty(3), lambda x: x.new_zeros((2, 3)), lambda x: x.new_tensor([1, 2]),
+        lambda x: torch.ones_like(x, dtype=torch.float64), lambda x: x[3:, 4:].new_ones(2),
+        lambda x: torch.empty_like(x.t()), lambda x: torch.empty_like(x, device="meta"),
+    ):  # fmt: skip
+        made, wanted = act(lazy), act(whole)
+        assert type(made) is torch.Tensor
+        assert (made.shape, made.dtype, made.device) == (wanted.shape, wanted.dtype, wanted.device)
+        assert made.stride() == wanted.stride()
+    assert torch.equal(torch.zeros_like(lazy), torch.zeros_like(whole))
+    assert lazy.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
+    assert lazy[2:].untyped_storage().nbytes() == whole.untyped_storage().nbytes()
+    assert opened.report.read_bytes == 0
+    lazy.add_(1)
+    assert lazy.untyped_storage().data_ptr() != 0
+    opened.stream.close()
+
+
+@pytest.mark.parametrize("index", [1, (1, slice(8, 72)), ..., slice(1, 2)])
+def test_items_are_read_into_place(path: Path, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, filled, real = Opened(path), list[Any](), torch_lazy._fill
+    monkeypatch.setattr(
+        torch_lazy, "_fill", lambda *given, **how: filled.append(given) or real(*given, **how)
+    )
+    target = torch.zeros(3, *SHAPE, dtype=torch.bfloat16)
+    if index == (1, slice(8, 72)):
+        target = torch.zeros(3, 80, SHAPE[1], dtype=torch.bfloat16)
+    elif index is ...:
+        target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    wanted, version = target.clone(), target._version
+    wanted[index] = MODEL["w"]
+    target[index] = opened.tensors["w"]
+    assert torch.equal(target, wanted)
+    assert target._version > version
+    assert len(filled) == (index != slice(1, 2))  # PyTorch adds the dim.
+    leaf = nn.Parameter(torch.zeros(3, *SHAPE, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="leaf"):
+        leaf[1] = opened.tensors["w"]
+    opened.stream.close()
+
+
 def test_parts_of_small_vectors_that_serving_keeps(tmp_path: Path) -> None:
     scales = torch.arange(8.0)
     save_file({"scales": scales}, tmp_path / "model.safetensors")
@@ -860,8 +905,9 @@ def test_copies_in_pieces(path: Path, staged: int, way: str) -> None:
     assert opened.report.result_bytes == 3 * wanted.nbytes
     assert opened.report.tensors == 3
     if way not in WHOLE:  # PyTorch arranges what is read.
-        assert {memory.nbytes for memory, _ in vars(kept)["stage"]} == {staged}
-        assert len(vars(kept)["stage"]) == min(2, 3 * -(-wanted.nbytes // staged))
+        assert [*kept] == [staged]
+        assert {memory.nbytes for memory, _ in kept[staged].free} == {staged}
+        assert len(kept[staged].free) == min(2, 3 * -(-wanted.nbytes // staged))
     opened.stream.close()
     with pytest.raises(errors.UsageError, match="stream was closed"):
         target.copy_(take(opened.tensors["w"]))
@@ -912,7 +958,10 @@ def test_a_copy_in_pieces_that_fails(
     opened.stream.close()
 
 
-def test_threads_copy_in_pieces_of_their_own(path: Path, staged: int) -> None:
+def test_threads_that_copy_in_pieces_share_memory(
+    path: Path, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_lazy, "_AT_ONCE", 2)
     opened = Opened(path)
     kept = opened.tensors["w"].whole.part.kept
 
@@ -922,9 +971,73 @@ def test_threads_copy_in_pieces_of_their_own(path: Path, staged: int) -> None:
             target.copy_(opened.tensors["w"][n : n + 32])
         return torch.equal(target, MODEL["w"][n : n + 32])
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(copy, range(32)))
-    assert not vars(kept), "each thread has its own, which goes with it"
+    assert len(kept[staged].free) <= 4
+    opened.stream.close()
+    assert not opened.tensors["w"].whole.part._opened.kept
+
+
+def test_memory_that_can_not_be_locked(path: Path, staged: int, monkeypatch: Any) -> None:
+    real = torch.empty
+
+    def refused(*given: Any, pin_memory: bool | None = None, **how: Any) -> Any:
+        if pin_memory is not None:
+            raise RuntimeError
+        return real(*given, **how)
+
+    opened = Opened(path)
+    target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refused)
+        target.copy_(opened.tensors["w"])
+    assert torch.equal(target, MODEL["w"])
+    opened.stream.close()
+
+
+@pytest.mark.parametrize("kind", ["deflated", "Fortran"])
+def test_what_is_unpacked_whole_comes_in_one_piece(tmp_path: Path, staged: int, kind: str) -> None:
+    whole = np.random.default_rng(0).integers(0, 9, (512, 1024)).astype(np.float32)
+    given = np.asfortranarray(whole) if kind == "Fortran" else whole
+    (np.savez if kind == "Fortran" else np.savez_compressed)(tmp_path / "x.npz", w=given)
+    opened = Opened(tmp_path / "x.npz")
+    target = torch.zeros(whole.shape).copy_(opened.tensors["w"])
+    assert torch.equal(target, torch.from_numpy(whole))
+    assert opened.report.read_bytes <= (tmp_path / "x.npz").stat().st_size
+    opened.stream.close()
+
+
+@pytest.mark.parametrize("move", [
+    lambda x: x.to("cpu"), lambda x: x.to(torch.device("cpu"), non_blocking=True),
+    lambda x: x.to(device="cpu", dtype=torch.bfloat16, copy=True),
+    lambda x: x[3:40].to("cpu"), lambda x: x[:, 5:9].to("cpu"),
+])  # fmt: skip
+def test_moves_to_a_device_in_pieces(
+    path: Path, staged: int, move: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, copied = Opened(path), list[Any]()
+    real = torch_lazy._copy_staged
+    monkeypatch.setattr(
+        torch_lazy, "_copy_staged", lambda *given: copied.append(given) or real(*given)
+    )
+    found = move(opened.tensors["w"])
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, move(MODEL["w"]))
+    assert len(copied) == 1
+    assert opened.report.result_bytes == found.nbytes
+    opened.stream.close()
+
+
+@pytest.mark.parametrize("move", [
+    lambda x: x.to(torch.float32), lambda x: x.to("cpu", torch.float32), lambda x: x.to("meta"),
+    lambda x: x.to(device="cpu", dtype=torch.float64), lambda x: x.to(torch.zeros(2)),
+    lambda x: x.to("cpu", memory_format=torch.contiguous_format),
+])  # fmt: skip
+def test_other_moves(path: Path, staged: int, move: Any) -> None:
+    opened = Opened(path)
+    found, wanted = move(opened.tensors["w"]), move(MODEL["w"])
+    assert (found.dtype, found.device, found.shape) == (wanted.dtype, wanted.device, wanted.shape)
+    assert found.is_meta or torch.equal(found, wanted)
     opened.stream.close()
 
 

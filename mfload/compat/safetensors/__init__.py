@@ -147,7 +147,10 @@ def open_file(path: str | bytes, framework: str, device: Any, backend: str) -> _
         raise SafetensorError("invalid framework", expected=expected, found=framework)
     if _is("backend", backend, str) not in _ENGINES:
         raise SafetensorError("invalid backend", expected=" | ".join(_ENGINES), found=backend)
-    place, options = _place(name, device), Options(engine=_ENGINES[backend])
+    place = _place(name, device)
+    # What PyTorch has set aside of a device is free for it alone.
+    allocator = "framework" if name == "torch" and place != "cpu" else "auto"
+    options = Options(engine=_ENGINES[backend], allocator=allocator)
     with _translated:
         _, index, sources = checkpoint.choose(path, started(options), attrgetter("names"))
         adapter = frameworks.get(name, place)
@@ -285,8 +288,10 @@ class _Slice(TensorSlice):
 def _is_basic(index: Any) -> bool:
     """Whether PyTorch, Paddle and NumPy agree on an index."""
     items: tuple[Any, ...] = index if type(index) is tuple else (index,)
-    rest = (item for item in items if type(item) is not int and item is not Ellipsis)
-    return all(isinstance(item, slice) and item.step in (None, 1) for item in rest)
+    rest = [item for item in items if type(item) is not int]
+    dots = [item for item in rest if item is Ellipsis]  # NumPy takes one.
+    plain = [item for item in rest if isinstance(item, slice) and item.step in (None, 1)]
+    return len(dots) < 2 and len(plain) + len(dots) == len(rest)
 
 
 def _checked(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
