@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mfload import runtime
 from mfload.runtime import NamedTuple, cores, gc_paused, share_of_cores
 
 
@@ -182,3 +183,14 @@ def test_processes_of_one_program_share_the_cores(
     if beside is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", beside)
     assert share_of_cores() == share
+
+
+def test_what_is_said_of_processes_counts_where_no_launcher_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "_beside", 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    runtime.set_local_processes(4)
+    assert runtime.local_processes() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert runtime.local_processes() == 2

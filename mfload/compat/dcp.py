@@ -28,7 +28,7 @@ from mfload.frameworks import torch_adapter, torch_memory
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Box, Index, TensorInfo
 from mfload.load_options import OVERHEAD, LoadOptions, started
-from mfload.loading.session import Loader, let_go
+from mfload.loading.session import Loader, Shared, let_go
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.torch_backend import TorchBackend
 from mfload.options import Options
@@ -83,6 +83,7 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         self._index = Index((), {})
         self._sources: Sequence[Source] = ()
         self._stored: dict[MetadataIndex, str] = {}
+        self._landing: Shared | None = None  # What the batches of a load onto devices share.
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -178,6 +179,9 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         finally:
             for source in self._sources:
                 source.keep(False)
+            if self._landing is not None:
+                self._landing.close()
+                self._landing = None
         if self._report is not None:
             done.result_bytes = sum(target.nbytes for target in targets)
             done.processes = len(ranks)
@@ -206,7 +210,13 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         new = torch_adapter.make(apart.pop() if len(apart) == 1 else "cpu")
         if copies:
             how = how.replace(max_host_overhead=_overhead(how) - _most(how))
+        if (
+            new.devices and how.allocator == "auto"
+        ):  # What PyTorch has set aside is free for it alone.
+            how = how.replace(allocator="framework")
         loader = Loader(self._index, self._sources, InPlaceAdapter(new, memory), how)
+        if loader.adapter.devices:
+            loader.shared = self._landing = self._landing or Shared(None, loader.adapter.devices)
         given = self._requests(step), loader, backend
         arrays = mesh_load.fetch(*given, group=group, report=report)
         with torch.no_grad():

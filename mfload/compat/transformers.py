@@ -16,6 +16,7 @@ import torch
 
 from mfload import api, errors
 from mfload.frameworks import torch_adapter
+from mfload.frameworks.base import find_device
 from mfload.loading.lazy import LazyCheckpoint, TensorSlice
 from mfload.options import Options
 from mfload.planning.memory import grouped
@@ -170,13 +171,13 @@ def _open_there(first: str, place: str | None, options: Options) -> LazyCheckpoi
     """The weights on a device; None if there is no such one, or nothing can land on it."""
     if place is None:
         return None
+    found, notes = find_device(torch.device(place).index)
+    if found is None:
+        logging.getLogger("mfload").warning("%s: %s", first, *notes)
+        return None
     if options.allocator == "auto":
         options = dataclasses.replace(options, allocator="framework")
-    try:
-        return api.open(first, "torch", place, options=options)
-    except (errors.FrameworkMissingError, errors.DeviceError) as error:
-        logging.getLogger("mfload").warning("%s: weights pass through the host: %s", first, error)
-        return None
+    return api.open(first, "torch", place, options=options)
 
 
 class _Weight(TensorSlice):

@@ -24,6 +24,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason=WHY)
 load_file, save_file = safetensors.load_file, safetensors.save_file
 from mfload.compat import transformers as compat  # noqa: E402
 from mfload.compat.transformers import from_pretrained  # noqa: E402
+from mfload.cuda import discovery  # noqa: E402
 from mfload.loading.lazy import LazyCheckpoint  # noqa: E402
 
 SMALL = {
@@ -254,6 +255,7 @@ def test_weights_land_on_the_device_of_a_map_in_groups(
     """On the host: what is done for a GPU, with the host as the device."""
     cls, _, path = saved[name]
     monkeypatch.setattr(compat, "_one_device", lambda *_: "cpu")
+    monkeypatch.setattr(compat, "find_device", lambda _: ("cpu", ()))
     monkeypatch.setattr(compat, "_GROUP", group)
     monkeypatch.setattr(compat, "_LARGEST", group)
     landed = count_groups(monkeypatch)
@@ -337,17 +339,15 @@ def test_weights_pass_through_the_host_where_none_can_land(
 ) -> None:
     cls, _, path = saved["llama"]
     monkeypatch.setattr(compat, "_one_device", lambda *_: "cuda:0")
-    real = compat.api.open
 
-    def opening(where: Any, framework: str, device: str, **given: Any) -> Any:
-        if device == "cuda:0":
-            raise error("no way")
-        return real(where, framework, device, **given)
+    def find(number: int) -> Any:
+        assert number == 0
+        raise error("no way")
 
-    monkeypatch.setattr(compat.api, "open", opening)
+    monkeypatch.setattr(discovery, "find", find)
     made = from_pretrained(cls, path, device_map={"": "cpu"})
     same(made, cls.from_pretrained(path, device_map={"": "cpu"}))
-    assert "weights pass through the host: no way" in caplog.text
+    assert "copied from the host, one after the other: no way" in caplog.text
 
 
 def test_a_read_that_fails_is_begun_once(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,16 @@ from devices.fake import FakeDevice
 from devices.queues import MODES
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import mfload
 from mfload import errors
+from mfload.compat import dcp as compat
 from mfload.compat.dcp import HuggingFaceReader
-from mfload.frameworks import torch_memory
+from mfload.cuda.device import MemoryInfo
+from mfload.frameworks import torch_adapter, torch_memory
+from mfload.frameworks.base import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -205,6 +209,51 @@ def test_tensors_on_a_device_are_filled_in_place(
     assert {name: each.data_ptr() for name, each in state.items()} == placed
     assert device.nbytes["copy_in"] == stored["w"].nbytes + stored["v"].nbytes
     device.assert_clean()
+
+
+def test_batches_onto_a_device_share_what_they_land_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, pinned = FakeDevice(), list[int]()
+    real = device.pin
+    monkeypatch.setattr(torch_memory, "device_of", lambda _: device)
+    monkeypatch.setattr(device, "pin", lambda memory: pinned.append(memory.nbytes) or real(memory))
+    monkeypatch.setattr(compat, "_BATCH", 1 << 20)
+    stored = {f"w{n}": torch.full((512, 512), float(n)) for n in range(16)}
+    save_file(stored, tmp_path / "a.safetensors")
+    counts: list[int] = []
+    for dtype in (torch.float32, torch.float64):  # The last makes it batches.
+        state = {name: torch.zeros_like(each) for name, each in stored.items()}
+        state["w3"] = state["w3"].to(dtype)
+        pinned.clear()
+        options = mfload.Options(threads=1)
+        dcp.load(state, storage_reader=HuggingFaceReader(tmp_path, options=options))
+        assert all(torch.equal(state[name], each) for name, each in stored.items())
+        counts.append(len(pinned))
+    assert 0 < counts[1] <= counts[0]
+    device.assert_clean()
+
+
+def test_what_is_copied_lands_in_memory_that_pytorch_has_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(device, "memory_info", lambda: MemoryInfo(1 << 10, 80 << 30))
+    monkeypatch.setattr(torch_memory, "device_of", lambda _: device)
+
+    class Cached(torch_adapter.TorchAdapter):
+        def pool(self, number: int) -> Pool:
+            return Pool(70 << 30, "torch.cuda.empty_cache() gives it back")
+
+    monkeypatch.setattr(torch_adapter, "make", lambda _: Cached(torch.device("cpu"), device))
+    stored = {"w": torch.randn(64, 32)}
+    save_file(stored, tmp_path / "a.safetensors")
+    state = {"w": torch.zeros(64, 32, dtype=torch.float64)}
+    dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
+    assert torch.equal(state["w"], stored["w"].double())
+    options = mfload.Options(allocator="mfload")
+    with pytest.raises(CheckpointException, match="does not fit"):
+        dcp.load(state, storage_reader=HuggingFaceReader(tmp_path, options=options))
 
 
 @pytest.mark.gpu

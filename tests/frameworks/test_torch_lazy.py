@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 import mfload
-from mfload import errors
+from mfload import errors, runtime
 from mfload.compat import serving
 from mfload.frameworks import torch_lazy
 from mfload.frameworks.torch_lazy import LazyTensor
@@ -923,6 +923,21 @@ def test_others_in_pieces(path: Path, staged: int, name: str) -> None:
     other.copy_(opened.tensors[name])
     assert torch.equal(other, MODEL[name].double())
     opened.stream.close()
+
+
+@pytest.mark.parametrize(("world", "gpus", "local"), [(4, 0, 4), (8, 4, 4), (2, 8, 2), (4, 1, 1)])
+def test_ranks_of_a_server_count_as_processes_of_this_machine(
+    path: Path, monkeypatch: pytest.MonkeyPatch, world: int, gpus: int, local: int
+) -> None:
+    """With one GPU in sight, each of them may be of a machine of its own."""
+    monkeypatch.setattr(runtime, "_beside", 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    _, tensor = next(serving.Weights({}).rows(str(path)))
+    assert runtime.local_processes() == local
+    assert tensor.whole.part._opened._shared == (local > 1)
 
 
 def test_small_vectors_that_serving_keeps_in_pieces(tmp_path: Path, staged: int) -> None:
