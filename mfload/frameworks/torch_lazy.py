@@ -21,6 +21,7 @@ from mfload.io import buffers
 _STAGED = ("cuda",)  # Types of devices that are filled through page-locked memory,
 _STAGE, _SMALL_STAGE = 16 << 20, 1 << 20  # in pieces of at most so many bytes,
 _AT_ONCE = 8  # by so many threads at once.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # Subclasses may keep what they hold elsewhere.
 _LAYOUTS = 1024  # Layouts of views of which the boxes are kept: layers of a model are alike.
 # What the shape, the dtype and the layout of a tensor say.
 _METADATA = {
@@ -99,9 +100,12 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             if name == "is_pinned":
                 return False
             if name == "untyped_storage" and first.whole.held is None:
-                return first.like.untyped_storage()  # Its size: it has no bytes.
-            if name in _LIKE and not any(_lazy(args[1:])):
-                return func(first.like, *args[1:], **{"device": place, **kwargs})
+                size = first.like.untyped_storage().nbytes()  # It has no bytes.
+                return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+            if name in _LIKE and next(_lazy(args[1:]), None) is None:
+                if kwargs.get("device") is None:
+                    kwargs["device"] = place
+                return func(first.like, *args[1:], **kwargs)
             if (
                 name in ("to", "cuda")
                 and (made := _moved(first, name, args[1:], kwargs)) is not None
@@ -112,7 +116,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         elif name == "copy_" and _fills(first, args[1:]):
             return _fill(first, args[1], any(args[2:]) or kwargs.get("non_blocking", False))
         elif name == "__setitem__" and isinstance(args[2], LazyTensor) and _is_basic(args[1]):
-            place = first[args[1]]
+            place = first[args[1]] if type(first) in _PLAIN and not first.is_sparse else None
             if _fills(place, args[2:]):
                 _fill(place, args[2], non_blocking=False)
                 return None
@@ -226,7 +230,7 @@ def _views(
     first, *rest = args
     if name == "__getitem__" and not _is_basic(rest[0]):
         return None
-    if any(_lazy([rest, kwargs])):
+    if next(_lazy([rest, kwargs]), None) is not None:
         return None
     # PyTorch checks the arguments, and makes the layout.
     made = func(first.like, *rest, **kwargs)
@@ -316,7 +320,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     lazy = given[0]
     adapter = lazy.whole.part.adapter
     return (
-        type(target) in (torch.Tensor, torch.nn.Parameter)
+        type(target) in _PLAIN
         and not private_api.torch_dispatches()  # It must see the copy.
         and adapter.on_host
         and target.device.type in ("cpu", *_STAGED)
@@ -347,10 +351,10 @@ def _moved(lazy: LazyTensor, name: str, args: tuple[Any, ...], kwargs: dict[str,
     if device is None and name == "cuda":
         device = "cuda"
     same = given.pop("dtype", None) in (None, lazy.like.dtype)
-    if not (same and [*given] == ["copy"] and isinstance(device, str | int | torch.device)):
+    if not (same and [*given] == ["copy"] and type(device) in (str, int, torch.device)):
         return None
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type not in _STAGED:
+    device = torch.device(device)
+    if device.type not in _STAGED or not lazy.whole.part.adapter.on_host:
         return None
     made = torch.empty(lazy.like.shape, dtype=lazy.like.dtype, device=device)
     return _fill(made, lazy, later) if _fills(made, (lazy,)) else None

@@ -83,6 +83,7 @@ class LazyCheckpoint:
         limit, costs = how.max_host_overhead, sources[0].costs if sources else Costs()
         waits = costs.concurrency is not None or (limit is not None and limit < 2 * costs.span)
         self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
+        self._in_pieces = how.engine != "direct" and how.page_cache != "bypass"
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
         self._landing: Shared | None = None  # What loads onto devices share.
@@ -131,14 +132,11 @@ class LazyCheckpoint:
     def reads_pieces(self, row: TensorInfo) -> bool:
         """Whether reading pieces of a tensor costs no more than reading it at once.
 
-        Requests to a store are made side by side, what is packed is unpacked as a whole, and a
-        session is made for each piece that the options have read in a way of their own.
+        Requests to a store are made side by side, so are reads past the page cache, and what is
+        packed is unpacked as a whole.
         """
-        return (
-            self._reads_parts
-            and row.simple
-            and self._sources[row.pieces[0].source].file is not None
-        )
+        file = self._sources[row.pieces[0].source].file
+        return self._in_pieces and row.simple and file is not None
 
     def get_tensor(self, name: str) -> Any:
         """One tensor.

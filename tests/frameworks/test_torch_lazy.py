@@ -803,6 +803,7 @@ def test_what_is_like_a_lazy_tensor_reads_nothing(path: Path) -> None:
         lambda x: x.new_empty(3), lambda x: x.new_zeros((2, 3)), lambda x: x.new_tensor([1, 2]),
         lambda x: torch.ones_like(x, dtype=torch.float64), lambda x: x[3:, 4:].new_ones(2),
         lambda x: torch.empty_like(x.t()), lambda x: torch.empty_like(x, device="meta"),
+        lambda x: torch.zeros_like(x, device=None), lambda x: x.new_empty((2, 3), device=None),
     ):  # fmt: skip
         made, wanted = act(lazy), act(whole)
         assert type(made) is torch.Tensor
@@ -811,7 +812,13 @@ def test_what_is_like_a_lazy_tensor_reads_nothing(path: Path) -> None:
     assert torch.equal(torch.zeros_like(lazy), torch.zeros_like(whole))
     assert lazy.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
     assert lazy[2:].untyped_storage().nbytes() == whole.untyped_storage().nbytes()
+    lazy.untyped_storage().resize_(0)
+    assert lazy.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
     assert opened.report.read_bytes == 0
+    with pytest.warns(UserWarning, match="copy construct"):
+        assert torch.equal(lazy.new_tensor(lazy), whole)
+    with pytest.raises(TypeError):
+        lazy.view(lazy)
     lazy.add_(1)
     assert lazy.untyped_storage().data_ptr() != 0
     opened.stream.close()
@@ -1010,6 +1017,25 @@ def test_memory_that_can_not_be_locked(path: Path, staged: int, monkeypatch: Any
     opened.stream.close()
 
 
+@pytest.mark.parametrize("given", [{"max_host_overhead": "32MiB"}, {"timeout": 60}])
+def test_options_that_leave_reads_as_they_are_have_pieces_too(
+    path: Path, staged: int, given: dict[str, Any]
+) -> None:
+    opened = Opened(path, options=mfload.Options(**given))
+    target = torch.zeros(SHAPE, dtype=torch.bfloat16).copy_(opened.tensors["w"])
+    assert torch.equal(target, MODEL["w"])
+    assert [*opened.tensors["w"].whole.part.kept] == [staged]
+    opened.stream.close()
+
+
+def test_reads_past_the_page_cache_have_no_pieces(path: Path, staged: int) -> None:
+    opened = Opened(path, options=mfload.Options(engine="direct"))
+    target = torch.zeros(SHAPE, dtype=torch.bfloat16).copy_(opened.tensors["w"])
+    assert torch.equal(target, MODEL["w"])
+    assert not opened.tensors["w"].whole.part.kept
+    opened.stream.close()
+
+
 @pytest.mark.parametrize("kind", ["deflated", "Fortran"])
 def test_what_is_unpacked_whole_comes_in_one_piece(tmp_path: Path, staged: int, kind: str) -> None:
     whole = np.random.default_rng(0).integers(0, 9, (512, 1024)).astype(np.float32)
@@ -1047,6 +1073,7 @@ def test_moves_to_a_device_in_pieces(
     lambda x: x.to(torch.float32), lambda x: x.to("cpu", torch.float32), lambda x: x.to("meta"),
     lambda x: x.to(device="cpu", dtype=torch.float64), lambda x: x.to(torch.zeros(2)),
     lambda x: x.to("cpu", memory_format=torch.contiguous_format),
+    lambda x: x.to(True), lambda x: x.to(False, copy=True),
 ])  # fmt: skip
 def test_other_moves(path: Path, staged: int, move: Any) -> None:
     opened = Opened(path)
