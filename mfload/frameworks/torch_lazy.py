@@ -57,7 +57,8 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     again, which read the smallest box that holds them. Any other operation reads all that its
     tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor on the
     CPU of the same shape and dtype, and from a file into one on a CUDA device through page-locked
-    memory. To change one in place reads the whole tensor, which all its views then share.
+    memory. So do `target[index] = lazy`, and `to` and `cuda` onto a CUDA device. To change one in
+    place reads the whole tensor, which all its views then share.
     """
 
     whole: Whole
