@@ -210,9 +210,8 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         new = torch_adapter.make(apart.pop() if len(apart) == 1 else "cpu")
         if copies:
             how = how.replace(max_host_overhead=_overhead(how) - _most(how))
-        if (
-            new.devices and how.allocator == "auto"
-        ):  # What PyTorch has set aside is free for it alone.
+        # What PyTorch has set aside of a device is free for it alone.
+        if new.devices and how.allocator == "auto":
             how = how.replace(allocator="framework")
         loader = Loader(self._index, self._sources, InPlaceAdapter(new, memory), how)
         if loader.adapter.devices:

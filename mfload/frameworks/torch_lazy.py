@@ -402,7 +402,7 @@ def _copy_staged(target: Any, lazy: LazyTensor, non_blocking: bool) -> None:
     if not (part.in_pieces and all(_is_dense(each) for _, each in pieces)):
         target.copy_(lazy.read(unknown=False), non_blocking)
         return
-    nbytes = min(_STAGE, _SMALL_STAGE if target.nbytes <= _SMALL_STAGE else _STAGE)
+    nbytes = min(_STAGE, _SMALL_STAGE) if target.nbytes <= _SMALL_STAGE else _STAGE
     stage = part.kept.get(nbytes) or part.kept.setdefault(nbytes, _Stage(nbytes, target.is_cuda))
     with stage.turn:
         event: Any = None

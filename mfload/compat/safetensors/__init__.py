@@ -288,10 +288,10 @@ class _Slice(TensorSlice):
 def _is_basic(index: Any) -> bool:
     """Whether PyTorch, Paddle and NumPy agree on an index."""
     items: tuple[Any, ...] = index if type(index) is tuple else (index,)
-    rest = [item for item in items if type(item) is not int]
-    dots = [item for item in rest if item is Ellipsis]  # NumPy takes one.
-    plain = [item for item in rest if isinstance(item, slice) and item.step in (None, 1)]
-    return len(dots) < 2 and len(plain) + len(dots) == len(rest)
+    if sum(item is Ellipsis for item in items) > 1:  # NumPy takes one.
+        return False
+    rest = (item for item in items if type(item) is not int and item is not Ellipsis)
+    return all(isinstance(item, slice) and item.step in (None, 1) for item in rest)
 
 
 def _checked(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
