@@ -1,6 +1,7 @@
 """mfload: stored weights into arrays of your framework, on your devices.
 
-The names below are resolved when first used, so importing mfload imports no framework.
+The names below, and the modules of the package, are resolved when first used, so importing mfload
+imports no framework.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mfload import errors, ondemand
+    from mfload import compat, errors, ondemand
     from mfload.api import abstract, load, open, plan, restore, save, stream
     from mfload.checking.convert import Aligned, Converted, align, convert
     from mfload.checking.diff import Difference, diff
@@ -38,7 +39,7 @@ _NAMES = {
     "cuda.memory": "live_bytes",
     "diagnostics.doctor": "doctor",
     "diagnostics.findings": "Diagnosis",
-    "errors": "MfloadError errors",
+    "errors": "MfloadError",
     "options": "Options PeerOptions",
     "packed": "unpack",
     "peer.seed": "Seed publish seeds",
@@ -48,21 +49,18 @@ _NAMES = {
     "trees.load_into": "load_into",
 }
 _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in names.split()}
-_WHERE["ondemand"] = "mfload.ondemand"
 
 __all__ = [
     "Aligned", "Converted", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options",
-    "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align", "convert",
-    "diff", "doctor", "errors", "live_bytes", "load", "load_into", "ondemand", "open", "plan",
-    "publish", "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
+    "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align", "compat",
+    "convert", "diff", "doctor", "errors", "live_bytes", "load", "load_into", "ondemand", "open",
+    "plan", "publish", "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module 'mfload' has no attribute {name!r}")
-    if name in ("errors", "ondemand"):
-        return importlib.import_module(f"mfload.{name}")
+        return _module(name)
     from mfload.runtime import gc_paused
 
     # While modules are made, the collector would walk all that a framework holds.
@@ -70,6 +68,17 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
+
+
+def _module(name: str) -> Any:
+    whole = f"mfload.{name}"
+    try:
+        if not name.startswith("_"):
+            return importlib.import_module(whole)
+    except ModuleNotFoundError as error:
+        if error.name != whole:
+            raise
+    raise AttributeError(f"module 'mfload' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

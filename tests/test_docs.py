@@ -316,6 +316,36 @@ def test_prose_gives_fields_of_options_as_such(page: Path) -> None:
     assert found <= own.get(page.name, set())
 
 
+_DOTTED = re.compile(r"(?<!from )(?<!import )(?<![\w./@-])mfload(?:\.[A-Za-z_]\w*)+")
+_NO_ATTRIBUTES = {"mfload.transports", "mfload.tree"}  # A group of entry points, a key of metadata.
+_REACHED = """
+import importlib, sys
+
+for name in sys.argv[1:]:
+    for module in [each for each in sys.modules if each.split(".")[0] == "mfload"]:
+        del sys.modules[module]
+    found = importlib.import_module("mfload")
+    try:
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+    except AttributeError as error:
+        print(name, error)
+    except ModuleNotFoundError as error:  # Of the library that a seam is for.
+        assert not error.name.startswith("mfload"), name
+"""
+
+
+def test_what_the_pages_name_is_reached_from_import_mfload() -> None:
+    """By attributes alone: `import mfload; mfload.compat.patch()`."""
+    named = {name for page in _pages() for name in _DOTTED.findall(page.read_text("utf-8"))}
+    assert "mfload.compat.patch" in named
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _REACHED, *sorted(named - _NO_ATTRIBUTES)],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert not done.stdout, done.stdout
+
+
 def test_index_names_every_page() -> None:
     index = DOCS / "index.md"
     linked = {(DOCS / link.split("#")[0]).resolve() for link in _links(index.read_text("utf-8"))}

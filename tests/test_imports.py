@@ -18,6 +18,7 @@ import pytest
 import mfload
 from mfload import frameworks
 
+MODULES = {"compat", "errors", "ondemand"}  # Of the public names, those that are modules.
 FRAMEWORKS = ("jax", "jaxlib", "torch", "tensorflow", "paddle", "cupy", "flax", "keras")
 
 
@@ -158,7 +159,7 @@ def test_all_is_exact() -> None:
     submodules = {path.stem for path in Path(mfload.__path__[0]).iterdir()}
     assert public - (submodules - set(mfload.__all__)) == set(mfload.__all__)
     assert sorted(mfload.__all__) == mfload.__all__
-    assert mfload._WHERE.keys() == set(mfload.__all__)
+    assert mfload._WHERE.keys() == set(mfload.__all__) - MODULES
 
 
 def test_what_is_typed_is_what_there_is() -> None:
@@ -170,10 +171,8 @@ def test_what_is_typed_is_what_there_is() -> None:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
             seen[alias.name] = node.module or ""
-    modules = dict.fromkeys(("errors", "ondemand"), "mfload")
-    where = {name: module for name, module in mfload._WHERE.items() if name not in modules}
-    assert seen == {**where, **modules}
-    for name, module in where.items():
+    assert seen == {**mfload._WHERE, **dict.fromkeys(MODULES, "mfload")}
+    for name, module in mfload._WHERE.items():
         assert getattr(mfload, name) is getattr(importlib.import_module(module), name)
 
 

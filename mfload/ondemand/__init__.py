@@ -45,6 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "policies":  # The module, whose classes a cache takes.
+        return importlib.import_module("mfload.ondemand.policies")
     if name not in _WHERE:
         raise AttributeError(f"module 'mfload.ondemand' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_WHERE[name]), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 import os
@@ -38,6 +39,7 @@ _FRAMEWORKS = {
 _PLACED = ("torch", "paddle")  # These take a device, and index tensors themselves.
 _DEVICES = frozenset({"cpu", "cuda", "musa", "mps", "npu", "xpu", "xla", "mlu", "hpu"})
 _ENGINES: dict[str, Any] = {"mmap": "auto", "pread": "pread"}
+_MODULES = ("flax", "numpy", "paddle", "tensorflow", "torch")
 _BYTES = bytes  # A parameter has the name.
 _NEAR = 256 << 10
 _SMALL = 32 << 20  # Up to here a tensor is read at once, without threads and buffers of its own.
@@ -46,6 +48,12 @@ _ORDER = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ",
     "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
 )  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'mfload.compat.safetensors' has no attribute {name!r}")
+    return importlib.import_module(f"mfload.compat.safetensors.{name}")
 
 
 class SafetensorError(errors.MfloadError, _Base):
