@@ -48,7 +48,8 @@ class LayerStream(ClosedAtEnd):
         path: As for `mfload.load`; tensors are stored raw, in one piece, as in all safetensors.
         pattern: A regex that is searched for in each name. Its group is the layer: the first, or
             "(?P<layer>…)".
-        budget: Bytes, or a text such as "4GiB", for layers and what is resident.
+        budget: Bytes, or a text such as "4GiB", for layers and what is resident. Default: what is
+            resident and `ahead` + 1 of the largest layers, two at least.
         ahead: Layers that are read ahead of the one that computes.
         framework: As for `mfload.load`. The arrays lie in host memory.
         resident: What stays in memory: a regex that is searched for in names, also in those of
@@ -78,7 +79,7 @@ class LayerStream(ClosedAtEnd):
         self,
         path: Path | Sequence[Path],
         pattern: str | re.Pattern[str] = PATTERN,
-        budget: int | str = 2 << 30,
+        budget: int | str | None = None,
         ahead: int = 1,
         framework: str | ModuleType = "numpy",
         *,
@@ -87,7 +88,8 @@ class LayerStream(ClosedAtEnd):
         gather: Engine = "auto",
         wait: float = 10.0,
     ) -> None:
-        limit, self._ahead = byte_count("budget", budget, 1), byte_count("ahead", ahead, 0)
+        limit = None if budget is None else byte_count("budget", budget, 1)
+        self._ahead = byte_count("ahead", ahead, 0)
         find = regex("pattern", pattern)
         stays = None if resident is None else regex("resident", resident).search
         if not find.groups:

@@ -36,7 +36,7 @@ class Pools(ClosedAtEnd):
     Args:
         store: It is closed with them.
         sets: The keys of each set, and the parts of each key.
-        budget: Bytes.
+        budget: Bytes. Default: what `least` keys need; of the largest, if `mixed`.
         make_policy: Makes one for a number of keys, a number of slots, and the set of each key,
             from 0 on.
         beside: Bytes of the budget that are for something else.
@@ -55,7 +55,7 @@ class Pools(ClosedAtEnd):
         self,
         store: Store,
         sets: Sequence[Sequence[Sequence[Part]]],
-        budget: int,
+        budget: int | None,
         make_policy: Callable[[int, int, Numbers], Lru],
         *,
         beside: int = 0,
@@ -65,14 +65,15 @@ class Pools(ClosedAtEnd):
         wait: float,
     ) -> None:
         wait = checked_wait(wait)
-        self._store, self._budget, self._what = store, budget, what
+        self._store, self._budget, self._what = store, budget or 0, what
         by_size: dict[int, list[int]] = {}
         for number, keys in enumerate(sets):
             size = max(sum(part.nbytes for part in parts) for parts in keys)
             by_size.setdefault(size, []).append(number)
         self._least = least
         needed: list[int] = []
-        for groups in ([*by_size.values()], [[*range(len(sets))]])[: 1 + mixed]:
+        ways = ([*by_size.values()], [[*range(len(sets))]])[: 1 + mixed]
+        for groups in ways[-1:] if budget is None else ways:
             slots = [
                 Slots(store, [parts for number in each for parts in sets[number]])
                 for each in groups
@@ -82,11 +83,13 @@ class Pools(ClosedAtEnd):
             fixed = beside + buffers.PAGE * (len(slots) - 1)
             self._total = sum(keys * nbytes for keys, nbytes in self._sizes)
             needed.append(fixed + sum(min(keys, least) * nbytes for keys, nbytes in self._sizes))
-            if needed[-1] <= budget:
+            if budget is None or needed[-1] <= budget:
                 break
         else:
             raise self._too_small(least, min(needed))
         self._least_budget = needed[-1]
+        if budget is None:
+            self._budget = budget = self._least_budget
         capacities = self._divide(budget - self._least_budget)
         chosen = [
             make_policy(keys, n, np.repeat(np.arange(len(each)), [len(sets[m]) for m in each]))

@@ -85,6 +85,20 @@ def test_any_budget(
     assert report.read_bytes == (report.misses + report.prefetched) * LAYER
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3, 20])
+def test_the_default_budget_holds_what_computes_and_what_is_read_ahead(
+    path: Path, ahead: int
+) -> None:
+    with LayerStream(path, ahead=ahead) as stream:
+        check(stream)
+        check(stream)
+        report = stream.report()
+    most = (min(COUNT, max(2, ahead + 1)) + 1) * LAYER + 700 * 4
+    assert report.peak_bytes <= report.budget_bytes <= most
+    with pytest.raises(errors.MemoryLimitError):
+        LayerStream(path, ahead=ahead, budget=report.budget_bytes - 4096)
+
+
 def test_the_next_layer_is_read_meanwhile(path: Path) -> None:
     """It arrives before it is asked for; the first of the next pass, too."""
     budget = least(lambda budget: LayerStream(path, budget=budget))
