@@ -316,6 +316,42 @@ def test_prose_gives_fields_of_options_as_such(page: Path) -> None:
     assert found <= own.get(page.name, set())
 
 
+# Promises: words that leave no exception, and so need a test that shows it.
+_PROMISE = re.compile(r"\b(?:never|always|at\s+most|once)\b", re.I)
+_NAMED = re.compile(r"<!-- test: ([^>]*?) -->")
+_GUIDES = [*ROOT.glob("[RS]E*.md"), *DOCS.glob("*.md"), *DOCS.glob("how-to/*.md")]
+_GUIDES.remove(DOCS / "street.md")  # It is about the inside.
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Paragraphs, items of lists, and tables of a page, each with its line and its comments."""
+    text = re.sub(r"(?ms)^( *)```.*?^\1```", lambda fence: re.sub(".+", "", fence[0]), text)
+    item = r"(?:[-*]|\d+\.) "
+    for match in re.finditer(rf"^.*\S.*\n(?:(?!{item}).*\S.*\n)*", f"{text}\n", re.M):
+        yield text.count("\n", 0, match.start()) + 1, match[0]
+
+
+@pytest.mark.parametrize("page", _GUIDES, ids=_name)
+def test_promises_of_the_page_name_their_tests(page: Path) -> None:
+    """What says never, always, at most or once has `<!-- test: file::test -->` right behind it."""
+    untested: list[str] = []
+    for line, paragraph in _paragraphs(page.read_text("utf-8")):
+        prose = re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^#.*", "", paragraph, flags=re.M)
+        words = {" ".join(word.split()) for word in _PROMISE.findall(prose)}
+        if words and not _NAMED.search(paragraph):
+            untested.append(f"{_name(page)}:{line}: {', '.join(sorted(words))}")
+    assert not untested, "promises that name no test:\n" + "\n".join(untested)
+
+
+@pytest.mark.parametrize("page", _pages(), ids=_name)
+def test_tests_that_the_page_names_are_there(page: Path) -> None:
+    for named in " ".join(_NAMED.findall(page.read_text("utf-8"))).split():
+        file, _, test = named.partition("::")
+        assert re.match(r"tests/.*/?test_\w+\.py|tests/conformance/\w+\.py", file), named
+        text = (ROOT / file).read_text("utf-8")
+        assert re.search(rf"^\s*def {test}\(", text, re.M), f"{_name(page)} names {named}"
+
+
 def test_index_names_every_page() -> None:
     index = DOCS / "index.md"
     linked = {(DOCS / link.split("#")[0]).resolve() for link in _links(index.read_text("utf-8"))}

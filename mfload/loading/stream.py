@@ -15,7 +15,7 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.load_options import OVERHEAD, LoadOptions
-from mfload.loading.session import Loader, Shared, check, wanted_bytes
+from mfload.loading.session import Loader, Shared, check, let_go, wanted_bytes
 from mfload.planning.request import Request, names
 from mfload.progress import Progress, shown
 from mfload.report import Report
@@ -56,8 +56,9 @@ class Stream(Iterator[tuple[str, Any]]):
         with self._alone():
             try:
                 return next(self._rows)
-            except BaseException:
+            except BaseException as error:
                 self._end(True)
+                let_go(error)
                 raise
 
     def close(self) -> None:

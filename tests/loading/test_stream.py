@@ -343,6 +343,26 @@ def test_a_timeout_is_for_each_batch(large: Path, monkeypatch: pytest.MonkeyPatc
     time.sleep(1.2)
 
 
+def test_a_kept_error_keeps_no_memory(large: Path) -> None:
+    def fails(done: int, total: int) -> None:
+        raise ValueError(f"{done} of {total}")
+
+    for given in ({"progress": fails}, {"dtype": "int8"}):
+        with pytest.raises((ValueError, errors.LossyCastError)) as kept:
+            for _ in map(bool, _stream(large, **given)):
+                pass
+        assert mfload.live_bytes() == 0, kept
+
+
+def test_what_was_read_ahead_stays_with_a_stream_that_is_held(large: Path) -> None:
+    stream = _stream(large, max_host_overhead=4 * MIB)
+    for _ in map(bool, stream):
+        break
+    assert mfload.live_bytes() > 0
+    stream.close()
+    assert mfload.live_bytes() == 0
+
+
 def test_a_report_and_progress(large: Path) -> None:
     report, seen = mfload.Report(), list[tuple[int, int]]()
     given = {"report": report, "progress": lambda done, total: seen.append((done, total))}
