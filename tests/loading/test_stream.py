@@ -278,6 +278,31 @@ def test_a_dropped_stream_waits_for_nothing(large: Path, monkeypatch: pytest.Mon
     _wait_for_threads()
 
 
+def test_close_leaves_a_read_that_hangs(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true, begun, go, hangs = os.preadv, threading.Event(), threading.Event(), list[bool]()
+
+    def preadv(*given: Any) -> int:
+        if hangs:
+            begun.set()
+            assert go.wait(30)
+        return true(*given)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(streaming, "_GRACE", 0.2)
+    stream = _stream(large, engine="pread", max_host_overhead=4 * MIB)
+    next(stream)
+    stream._rows.gi_frame.f_locals["take"].__self__._thread.join()  # The second batch is there.
+    hangs.append(True)
+    for _ in range(4):
+        next(stream)
+    assert begun.wait(30)
+    start = time.monotonic()
+    stream.close()
+    assert 0.2 <= time.monotonic() - start < 2
+    go.set()
+    _wait_for_threads()
+
+
 def test_reading_a_large_tensor_ahead_is_given_up_in_its_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
