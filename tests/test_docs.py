@@ -352,6 +352,33 @@ def test_tests_that_the_page_names_are_there(page: Path) -> None:
         assert re.search(rf"^\s*def {test}\(", text, re.M), f"{_name(page)} names {named}"
 
 
+def test_readme_says_where_mfload_loses_as_it_was_measured() -> None:
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    rows = json.loads((DOCS / "performance/cliffs.json").read_text())
+
+    def times(names: str, peer: str, digits: int) -> str:
+        found = [
+            min(row["ours"]) / min(row["theirs"])
+            for row in rows
+            if row["peer"] == peer and re.search(names, row["name"]) and not row["cold"]
+        ]
+        return f"{min(found):.{digits}f} to {max(found):.{digits}f} times"
+
+    narrow, wide = r"float32 to (float|int)(8|16)", r"to (float32|bfloat16)"
+    assert f"float8, float16 and int8, which take {times(narrow, 'load_file, .to', 1)}" in readme
+    assert f"bfloat16 take {times(wide, 'load_file, .to', 1)}" in readme
+    apart = r"\[:, 8:16\]|\[::-?\d{3,}\]"
+    assert f"far apart, which take {times(apart, 'memmap', 0)}" in readme
+    summary = json.loads((DOCS / "performance/streams.json").read_text())["summary"].values()
+    more = {
+        kind: sorted(100 * each["stream"][kind] / each["load"][kind] - 100 for each in summary)
+        for kind in ("best_seconds", "median_seconds")
+    }
+    (a, b), (c, d) = more.values()
+    assert f"takes {a:.0f} to {b:.0f} % longer" in readme
+    assert f"from {-c:.0f} % less to {d:.0f} % more by the median" in readme
+
+
 def test_index_names_every_page() -> None:
     index = DOCS / "index.md"
     linked = {(DOCS / link.split("#")[0]).resolve() for link in _links(index.read_text("utf-8"))}

@@ -62,7 +62,11 @@ class Stream(Iterator[tuple[str, Any]]):
                 raise
 
     def close(self) -> None:
-        """Ends it; lazy tensors of it can't be read any more."""
+        """Ends it, and waits for a read under way, 5 seconds at most.
+
+        Lazy tensors of it can't be read any more. While another thread takes a tensor it raises
+        UsageError.
+        """
         with self._alone():
             self._rows.close()
             self._end(True)

@@ -81,7 +81,7 @@ def test_bypass_leaves_headers_and_ends_in_the_page_cache(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "_SAMPLES", sys.maxsize)  # All pages are looked at.
-    arrays = {name: LARGE[: (3 << 20) + 28] for name in "abc"}
+    arrays = dict.fromkeys("abc", LARGE[: (3 << 20) + 28])
     several = samples.save(tmp_path / "several.safetensors", arrays)
     for path, engine in ((large, "auto"), (large, "direct"), (several, "auto")):
         _real_disk(path)

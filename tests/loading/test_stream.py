@@ -372,9 +372,9 @@ def test_a_kept_error_keeps_no_memory(large: Path) -> None:
     def fails(done: int, total: int) -> None:
         raise ValueError(f"{done} of {total}")
 
-    for given in ({"progress": fails}, {"dtype": "int8"}):
+    for how in ({"progress": fails}, {"dtype": "int8"}):
         with pytest.raises((ValueError, errors.LossyCastError)) as kept:
-            for _ in map(bool, _stream(large, **given)):
+            for _ in map(bool, _stream(large, **how)):
                 pass
         assert mfload.live_bytes() == 0, kept
 
