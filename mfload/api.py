@@ -228,7 +228,7 @@ def stream(
 
     - `max_host_overhead` bounds what the stream holds: tensors that are not handed out yet, and
       slots of the readers. Tensors are read in batches of at most 64 MiB or a quarter of it, in a
-      buffer that lives as long as any of them; a larger tensor is read alone.
+      buffer that lives as long as any of them; a larger tensor is read alone, beside that bound.
     - `timeout` is for the headers, and for each batch.
     - Several processes agree on each batch, and with `Options(exchange="once")` read it for each
       other when it is asked for. If one leaves before the end, the others raise ProcessError.
@@ -243,8 +243,8 @@ def stream(
             indexing, `read()` and `__array__`. They outlive the iteration, not `close()`.
 
     Returns:
-        An iterator of (name, tensor) with `close()`, and a context manager. Closing or dropping it
-        ends reading at once.
+        An iterator of (name, tensor) with `close()`, and a context manager. Closing it ends what is
+        read ahead, and waits for that, 5 seconds at most; dropping it does not wait.
 
     Raises:
         MfloadError: As `load` does; what comes after the headers, from the iteration.

@@ -6,10 +6,12 @@ tests/test_pages.py runs their code.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -137,6 +139,69 @@ def test_what_the_pages_name_is_reached_from_import_mfload() -> None:
         capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert not done.stdout, done.stdout
+
+
+# Promises: words that leave no exception, and so need a test that shows it.
+_PROMISE = re.compile(r"\b(?:never|always|at\s+most|once)\b", re.I)
+_NAMED = re.compile(r"<!-- test: ([^>]*?) -->")
+_GUIDES = [*ROOT.glob("[RS]E*.md"), *DOCS.glob("*.md"), *DOCS.glob("how-to/*.md")]
+_GUIDES.remove(DOCS / "street.md")  # It is about the inside.
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Paragraphs, items of lists, and tables of a page, each with its line and its comments."""
+    text = re.sub(r"(?ms)^( *)```.*?^\1```", lambda fence: re.sub(".+", "", fence[0]), text)
+    item = r"(?:[-*]|\d+\.) "
+    for match in re.finditer(rf"^.*\S.*\n(?:(?!{item}).*\S.*\n)*", f"{text}\n", re.M):
+        yield text.count("\n", 0, match.start()) + 1, match[0]
+
+
+@pytest.mark.parametrize("page", _GUIDES, ids=name_of)
+def test_promises_of_the_page_name_their_tests(page: Path) -> None:
+    """What says never, always, at most or once has `<!-- test: file::test -->` right behind it."""
+    untested: list[str] = []
+    for line, paragraph in _paragraphs(page.read_text("utf-8")):
+        prose = re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^#.*", "", paragraph, flags=re.M)
+        words = {" ".join(word.split()) for word in _PROMISE.findall(prose)}
+        if words and not _NAMED.search(paragraph):
+            untested.append(f"{name_of(page)}:{line}: {', '.join(sorted(words))}")
+    assert not untested, "promises that name no test:\n" + "\n".join(untested)
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_tests_that_the_page_names_are_there(page: Path) -> None:
+    for named in " ".join(_NAMED.findall(page.read_text("utf-8"))).split():
+        file, _, test = named.partition("::")
+        assert (ROOT / file).is_relative_to(ROOT / "tests"), named
+        text = (ROOT / file).read_text("utf-8")
+        assert re.search(rf"^\s*def {test}\(", text, re.M), f"{name_of(page)} names {named}"
+
+
+def test_readme_says_where_mfload_loses_as_it_was_measured() -> None:
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    rows = json.loads((DOCS / "performance/cliffs.json").read_text())
+
+    def times(names: str, peer: str, digits: int) -> str:
+        found = [
+            min(row["ours"]) / min(row["theirs"])
+            for row in rows
+            if row["peer"] == peer and re.search(names, row["name"]) and not row["cold"]
+        ]
+        return f"{min(found):.{digits}f} to {max(found):.{digits}f} times"
+
+    narrow, wide = r"float32 to (float|int)(8|16)", r"to (float32|bfloat16)"
+    assert f"float8, float16 and int8, which take {times(narrow, 'load_file, .to', 1)}" in readme
+    assert f"bfloat16 take {times(wide, 'load_file, .to', 1)}" in readme
+    apart = r"\[:, 8:16\]|\[::-?\d{3,}\]"
+    assert f"far apart, which take {times(apart, 'memmap', 0)}" in readme
+    summary = json.loads((DOCS / "performance/streams.json").read_text())["summary"].values()
+    more = {
+        kind: sorted(100 * each["stream"][kind] / each["load"][kind] - 100 for each in summary)
+        for kind in ("best_seconds", "median_seconds")
+    }
+    (a, b), (c, d) = more.values()
+    assert f"takes {a:.0f} to {b:.0f} % longer" in readme
+    assert f"from {-c:.0f} % less to {d:.0f} % more by the median" in readme
 
 
 def test_index_names_every_page() -> None:

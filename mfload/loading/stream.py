@@ -15,7 +15,7 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.load_options import OVERHEAD, LoadOptions
-from mfload.loading.session import Loader, Shared, check, wanted_bytes
+from mfload.loading.session import Loader, Shared, check, let_go, wanted_bytes
 from mfload.planning.request import Request, names
 from mfload.progress import Progress, shown
 from mfload.report import Report
@@ -56,12 +56,17 @@ class Stream(Iterator[tuple[str, Any]]):
         with self._alone():
             try:
                 return next(self._rows)
-            except BaseException:
+            except BaseException as error:
                 self._end(True)
+                let_go(error)
                 raise
 
     def close(self) -> None:
-        """Ends it; lazy tensors of it can't be read any more."""
+        """Ends it, and waits for a read under way, 5 seconds at most.
+
+        Lazy tensors of it can't be read any more. While another thread takes a tensor it raises
+        UsageError.
+        """
         with self._alone():
             self._rows.close()
             self._end(True)

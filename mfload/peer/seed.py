@@ -309,9 +309,12 @@ def publish(
 ) -> Seed:
     """Publishes arrays of this process, so that others load them with `peer://`.
 
-    Nothing is copied where the memory can be read in place, and nothing runs in this process while
-    others read but a thread that sends. Of sharded arrays each process publishes what it holds,
-    and readers name all of them: `peer://host:1,host:2/org/name`.
+    Nothing is copied where the memory can be read in place. All of it is hashed, unless `checksums`
+    is False. While others read, a thread of this process answers them: with the manifest, and over
+    HTTP with the bytes; for memfd it copies all of them, for the first reader.
+
+    Of sharded arrays each process publishes what it holds, and readers name all of them:
+    `peer://host:1,host:2/org/name`.
 
     Args:
         arrays: Arrays by name, of any framework, or a module: `torch.nn.Module`,

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import samples
+import watch
 from calls import as_options
 
 import mfload
@@ -328,3 +329,23 @@ def test_ctrl_c_while_readers_wait_for_their_turn(
         child.kill()
         child.communicate()
     assert (child.returncode, out, err) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("engine", ["pread", "direct"])
+def test_the_file_is_read_once(
+    made: tuple[bytes, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    raw, _ = made
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(raw)
+    mfload.verify(path, checksums="write")
+    manifest = path.with_name("m.checksums.json")
+    options, counts = mfload.Options(engine=engine), []
+    for given in (None, manifest):
+        report = mfload.Report()
+        with monkeypatch.context() as patch:
+            reads = watch.spy(patch)
+            mfload.load(path, "numpy", verify=given, options=options, report=report)
+        counts.append((report.read_bytes, sum(read.got for read in reads)))
+    assert counts[0] == counts[1]
+    assert counts[0][0] < len(raw)

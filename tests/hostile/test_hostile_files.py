@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import os
 import pickle
@@ -238,3 +239,19 @@ def test_an_index_may_name_files_that_the_locale_can_not(tmp_path: Path) -> None
         env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     )  # fmt: skip
     assert "ShardNotFoundError" in done.stdout
+
+
+def test_nothing_unpickles() -> None:
+    """No module imports what unpickles, or calls what does so in NumPy and the frameworks."""
+    modules = {"pickle", "_pickle", "dill", "shelve", "marshal", "joblib", "cloudpickle"}
+    calls = r"(torch|paddle|np|numpy)\.load|.*_object(_list)?"
+    for path in Path(mfload.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call):
+                assert not re.fullmatch(calls, ast.unparse(node.func)), (path, node.lineno)
+            assert not modules.intersection(name.partition(".")[0] for name in names), path

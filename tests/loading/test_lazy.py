@@ -424,6 +424,46 @@ def test_a_small_part_takes_one_read_or_one_view(
         del opened, parts
 
 
+def test_small_parts_share_one_map_and_larger_ones_have_their_own(tmp_path: Path) -> None:
+    arrays = {"small": np.zeros(9, np.int32), "large": np.zeros((2, 1 << 20), np.uint8)}
+    path = samples.save(tmp_path / "m", arrays)
+
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count(os.fspath(path))
+
+    with mfload.open(path, options=mfload.Options(engine="mmap")) as opened:
+        parts = [opened.get_tensor("small"), opened.get_tensor("small")]
+        parts += [opened.get_slice("large")[0], opened.get_slice("small")[2:]]
+        assert maps() == 1
+        assert np.shares_memory(parts[0], parts[1])
+        both = opened.get_tensor("large"), opened.get_tensor("large")
+        assert maps() == 3
+        assert not np.shares_memory(*both)
+        assert not any(part.flags.writeable for part in (*parts, *both))
+
+
+@pytest.mark.parametrize(
+    ("width", "index", "count"),
+    [
+        (64, np.s_[:, :16], 1),  # Columns that lie closer than 64 KiB: with what is between.
+        (64, np.s_[::2, ::3], 1),
+        (20_000, np.s_[:50, :16], 50),  # Farther apart.
+        (64, np.s_[::2], 250),  # Rows of which there are up to 256.
+        (64, [5, 0, 7], 3),
+        (64, np.s_[100:300], 1),
+    ],
+)
+def test_parts_take_so_many_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, index: Any, count: int
+) -> None:
+    array = samples.numbers((500, width), np.float32)
+    path = samples.save(tmp_path / "m", {"a": array})
+    with mfload.open(path) as opened, monkeypatch.context() as patch:
+        reads = watch.spy(patch)
+        assert samples.same(opened.get_slice("a")[index], np.asarray(array[index]))
+        assert len(reads) == count
+
+
 def test_what_is_not_aligned_in_the_file_is_not_mapped(tmp_path: Path) -> None:
     """A framework may crash on a float at an odd address."""
     data = np.arange(67, dtype=np.uint8).tobytes()

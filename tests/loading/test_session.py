@@ -21,8 +21,12 @@ import mfload
 from mfload import dtypes, errors, frameworks
 from mfload.frameworks.base import Form
 from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.index import Piece, TensorInfo
 from mfload.io import buffers, probes
-from mfload.load_options import OVERHEAD
+from mfload.load_options import OVERHEAD, LoadOptions
+from mfload.loading import execute
+from mfload.planning.memory import Limits, Readers
+from mfload.planning.request import Allocation, Request
 
 MODEL = samples.model()
 # Two tensors of some blocks each, whose data begin at an odd place.
@@ -416,3 +420,43 @@ def test_limits_of_the_process_are_known(
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (found.stdout, found.stderr) == ("done\n", "")
+
+
+def _sparse(path: Path, sizes: dict[str, int]) -> Path:
+    """A file of tensors of so many bytes, which takes no room on the disk."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, nbytes in sizes.items():
+        span = [end, end := end + nbytes]
+        header[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": span}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
+    return path
+
+
+def test_blocks_and_readers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _sparse(tmp_path / "large.safetensors", {"a": 1 << 30})
+    for engine, most in (("pread", 16 << 20), ("direct", 4 << 20)):
+        options: Any = mfload.Options(engine=engine, threads=2)
+        assert max(b.nbytes for b in mfload.plan(path, options=options).plan.blocks) == most
+    for cores, direct, readers in ((1, False, 1), (5, False, 5), (64, False, 8), (1, True, 8)):
+        monkeypatch.setattr(execute, "share_of_cores", lambda cores=cores: cores)
+        assert execute.reader_threads(direct) == readers
+    # Onto a device: a sixteenth in two slots for each reader, but for what 1 MiB each comes to.
+    for nbytes, most in ((1 << 34, 8 << 20), (1 << 27, 2 << 20), (1 << 20, 1 << 20)):
+        row = TensorInfo("a", dtypes.TABLE["U8"], (nbytes,), (Piece(0, 0, nbytes),))
+        landing = Allocation(0, "mfload", copied=False)
+        how = Readers()
+        how.threads = 2
+        limits = Limits([Request(row, row.dtype)], [landing], LoadOptions(), how)
+        assert limits.costs.block == most
+
+
+@pytest.mark.parametrize(("gap", "reads"), [((64 << 10) - 1, 1), (64 << 10, 2)])
+def test_short_gaps_are_read_over_within_a_block(tmp_path: Path, gap: int, reads: int) -> None:
+    for size, count in ((1000, reads), (100 << 20, 2)):
+        path = _sparse(tmp_path / "gap", {"a": size, "between": gap, "b": size})
+        plan = mfload.plan(path, names=["a", "b"])
+        assert sum(len(block.segments) > 1 for block in plan.plan.blocks) == 2 - count
+        assert plan.as_dict()["over_read_bytes"] == gap * (2 - count)

@@ -278,6 +278,31 @@ def test_a_dropped_stream_waits_for_nothing(large: Path, monkeypatch: pytest.Mon
     _wait_for_threads()
 
 
+def test_close_leaves_a_read_that_hangs(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true, begun, go, hangs = os.preadv, threading.Event(), threading.Event(), list[bool]()
+
+    def preadv(*given: Any) -> int:
+        if hangs:
+            begun.set()
+            assert go.wait(30)
+        return true(*given)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(streaming, "_GRACE", 0.2)
+    stream = _stream(large, engine="pread", max_host_overhead=4 * MIB)
+    next(stream)
+    stream._rows.gi_frame.f_locals["take"].__self__._thread.join()  # The second batch is there.
+    hangs.append(True)
+    for _ in range(4):
+        next(stream)
+    assert begun.wait(30)
+    start = time.monotonic()
+    stream.close()
+    assert 0.2 <= time.monotonic() - start < 2
+    go.set()
+    _wait_for_threads()
+
+
 def test_reading_a_large_tensor_ahead_is_given_up_in_its_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +366,26 @@ def test_a_timeout_is_for_each_batch(large: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(errors.LoadTimeoutError):
         list(stream)
     time.sleep(1.2)
+
+
+def test_a_kept_error_keeps_no_memory(large: Path) -> None:
+    def fails(done: int, total: int) -> None:
+        raise ValueError(f"{done} of {total}")
+
+    for how in ({"progress": fails}, {"dtype": "int8"}):
+        with pytest.raises((ValueError, errors.LossyCastError)) as kept:
+            for _ in map(bool, _stream(large, **how)):
+                pass
+        assert mfload.live_bytes() == 0, kept
+
+
+def test_what_was_read_ahead_stays_with_a_stream_that_is_held(large: Path) -> None:
+    stream = _stream(large, max_host_overhead=4 * MIB)
+    for _ in map(bool, stream):
+        break
+    assert mfload.live_bytes() > 0
+    stream.close()
+    assert mfload.live_bytes() == 0
 
 
 def test_a_report_and_progress(large: Path) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from mfload import dtypes, errors
-from mfload.index import Piece, TensorInfo
+from mfload.index import Index, Piece, TensorInfo
+from mfload.load_options import LoadOptions
+from mfload.mesh import load
 from mfload.mesh.base import Share, TensorShares, requests
 from mfload.planning.slicing import Axis
+from mfload.runtime import Deadline
+from mfload.sources.base import Costs
 
 ROW = dtypes.TABLE["F32"]
 TOP, BOTTOM, ALL = ((0, 2), (0, 6)), ((2, 4), (0, 6)), ((0, 4), (0, 6))
@@ -65,3 +72,23 @@ def test_a_share_through_a_byte_is_refused() -> None:
         requests([wanted])
     assert info.value.tensor == "w"
     assert "[0, 3]" in str(info.value.found)
+
+
+class _File:
+    name, costs, size = "file", Costs(), 1 << 30
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        assert offset + nbytes <= self.size
+        self.read_bytes += nbytes
+        return bytes(nbytes)
+
+
+@pytest.mark.parametrize(("count", "pages"), [(1, 16), (32, 16), (64, 8), (256, 2), (1000, 2)])
+def test_the_sample_of_files_that_processes_compare_is_bounded(count: int, pages: int) -> None:
+    files: list[Any] = [_File() for _ in range(count)]
+    group: Any = SimpleNamespace(deadline=Deadline(None), agree=lambda *_: None)
+    load.agree_on_inputs(group, Index(("file",), {}), files, LoadOptions(), [])
+    assert {file.read_bytes for file in files} == {pages * 4096}
