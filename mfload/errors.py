@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import math
 import os
 import sys
@@ -255,27 +254,15 @@ def _translated(error: OSError, kind: type[_E], action: str, **fields: Any) -> _
     return made
 
 
-# Comparing takes about 50 µs a choice: these limits keep a mistyped name from costing a wait.
-_COMPARED = 5000
-_LONGEST = 300
+def close_names(word: object, choices: Iterable[str], most: int = 3) -> list[str]:
+    """The choices that are near to a word, the nearest first (see `mfload.spelling`)."""
+    from mfload import spelling  # Late: only errors need it.
 
-
-def close_names(
-    word: object, choices: Iterable[str], most: int = 3, cutoff: float = 0.6
-) -> list[str]:
-    """The choices most similar to a word, best first; `cutoff` is the least similarity, 0 to 1."""
-    import difflib  # Late: only errors need it.
-
-    among = {
-        choice[:_LONGEST].lower(): choice[:_LONGEST]
-        for choice in itertools.islice(choices, _COMPARED)
-    }
-    found = difflib.get_close_matches(str(word)[:_LONGEST].lower(), among, n=most, cutoff=cutoff)
-    return [among[each] for each in found]
+    return spelling.close(word, choices, most)
 
 
 def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """`, did you mean 'x'?` for the end of a message, empty if no choice is close.
+    """`, did you mean 'x'?` for the end of a message, empty if no choice is near.
 
     Of a mapping, keys are compared and the value is shown.
     """

@@ -118,8 +118,7 @@ def _near(path: str, asked: str) -> str:
     parent, name = os.path.split(path.rstrip("/" + os.sep))
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)
-    # Names of files have their ends in common, so likeness has to be high.
-    close = errors.close_names(name, listed(parent or "."), cutoff=0.8)
+    close = errors.close_names(name, listed(parent or "."))
     if close:
         return f"; close names: {', '.join(map(errors.printable, close))}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):
