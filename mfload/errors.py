@@ -211,6 +211,13 @@ class DeviceError(MfloadError, RuntimeError):
     """The device does not exist, or it failed: it was lost, or used after a fork."""
 
 
+def missing(message: str, extra: str, **fields: Any) -> FrameworkMissingError:
+    """The error for a package that an extra of mfload brings; it says how to install it."""
+    from mfload import extras  # Late: only errors need it.
+
+    return FrameworkMissingError(f"{message}; {extras.install(extra)}", **fields)
+
+
 _E = TypeVar("_E", SourceError, TargetError)
 _SOURCE_KINDS: dict[int | None, type[SourceError]] = {
     errno.ENOENT: SourceNotFoundError,

@@ -182,7 +182,7 @@ class Report(Printable):
         """Draws the timeline: what each thread did when, and how fast bytes came.
 
         A notebook shows the figure; `report.plot().savefig("load.png")` writes it. It takes
-        matplotlib, the extra `mfload[plot]`.
+        matplotlib, which the extra `plot` brings.
 
         Args:
             ceiling: GiB/s that the machine could read at most, to be drawn beside it.
@@ -201,9 +201,7 @@ class Report(Printable):
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise
-            raise errors.FrameworkMissingError(
-                "the plot needs matplotlib; pip install 'mfload[plot]'"
-            ) from None
+            raise errors.missing("the plot needs matplotlib", "plot") from None
         heading = f"{counted(self.tensors, f'{self.framework} tensor')}, {human(self.result_bytes)}"
         return TimelineFigure(self.timeline, heading, ceiling)
 

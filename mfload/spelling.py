@@ -37,10 +37,10 @@ def likeness(typed: str, choice: str) -> tuple[float, ...]:
     dotted = "." in choice or "/" in choice
     begins = not dotted and len(typed) >= _PREFIX and choice.startswith(typed)
     (numbers, words), (other_numbers, other_words) = _taken_apart(typed), _taken_apart(choice)
-    if numbers != other_numbers and not begins:
-        # 61 for 16 is a slip, and layer 61 is another than layer 16.
-        if dotted or sorted("".join(numbers)) != sorted("".join(other_numbers)):
-            return ()
+    # 61 for 16 is a slip, and layer 61 is another than layer 16.
+    slip = not dotted and sorted("".join(numbers)) == sorted("".join(other_numbers))
+    if not (numbers == other_numbers or begins or slip):
+        return ()
     if begins or "".join(words) == "".join(other_words) != "":
         return 1.0, 1.0
     if dotted and words and other_words and not _agreement(words[-1], other_words[-1]):

@@ -108,7 +108,8 @@ class OndemandPlan(Printable):
         """Draws memory against latency, or against bytes a token if there is no curve.
 
         Args:
-            path: Where to; its suffix says the format. It takes matplotlib: `mfload[plot]`.
+            path: Where to; its suffix says the format. It takes matplotlib, which the
+                extra `plot` brings.
 
         Raises:
             FrameworkMissingError: matplotlib is not installed.
@@ -118,9 +119,7 @@ class OndemandPlan(Printable):
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise errors.FrameworkMissingError(
-                "the plot needs matplotlib; pip install 'mfload[plot]'"
-            ) from error
+            raise errors.missing("the plot needs matplotlib", "plot") from error
         timed = self.budget.io_ms is not None
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         axes = figure.subplots()
