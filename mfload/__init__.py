@@ -63,11 +63,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mfload' has no attribute {name!r}")
     if name in ("errors", "ondemand"):
         return importlib.import_module(f"mfload.{name}")
-    from mfload.runtime import gc_paused
+    from mfload.runtime import explained, gc_paused
 
     # While modules are made, the collector would walk all that a framework holds.
     with gc_paused():
-        value = getattr(importlib.import_module(_WHERE[name]), name)
+        value = explained(getattr(importlib.import_module(_WHERE[name]), name), f"mfload.{name}")
     globals()[name] = value
     return value
 

@@ -103,6 +103,10 @@ class UsageError(MfloadError, ValueError):
     """An argument, or a combination of arguments, that makes no sense."""
 
 
+class ArgumentError(UsageError, TypeError):
+    """A call that does not fit the function: an unknown argument, one too many, one too few."""
+
+
 class SourceError(MfloadError, OSError):
     """The bytes of a source could not be read."""
 

@@ -47,7 +47,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'mfload.ondemand' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_WHERE[name]), name)
+    from mfload.runtime import explained
+
+    found = getattr(importlib.import_module(_WHERE[name]), name)
+    value = globals()[name] = explained(found, f"mfload.ondemand.{name}")
     return value
 
 
