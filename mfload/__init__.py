@@ -6,6 +6,7 @@ The names below are resolved when first used, so importing mfload imports no fra
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module 'mfload' has no attribute {name!r}")
+        text = f"module 'mfload' has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python suggests names.
     if name in ("errors", "ondemand"):
         return importlib.import_module(f"mfload.{name}")
     from mfload.runtime import explained, gc_paused

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Collection, Mapping
 from types import ModuleType
 
-from mfload import errors
+from mfload import dtypes, errors
 from mfload.frameworks.base import Adapter
 
 _ALIASES = {
@@ -19,6 +20,8 @@ _ALIASES = {
     "keras": "tensorflow",
     "paddlepaddle": "paddle",
 }
+
+_DEVICE = re.compile(r"(cpu|cuda|gpu|tpu|xla|mps)(:\d+)?")
 
 NAMES = ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
 """Frameworks by the names of their packages."""
@@ -44,6 +47,9 @@ def resolve(framework: str | ModuleType) -> str:
         hint = errors.did_you_mean(name, {each: each for each in NAMES} | _ALIASES)
         if "/" in name or "\\" in name or ".safetensors" in name:
             hint += "; a path comes first: load(path, framework)"
+        elif _DEVICE.fullmatch(name) or dtypes.is_name(name):
+            argument = "device" if _DEVICE.fullmatch(name) else "dtype"
+            hint = f"; that is a {argument}: {argument}={name!r}, beside framework="
         raise errors.UsageError(f"unknown framework{hint}", expected=" | ".join(NAMES), found=name)
     return found
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
@@ -118,6 +117,8 @@ class OndemandPlan(Printable):
         """
         try:
             from matplotlib.figure import Figure
+
+            from mfload import timeline_figure
         except ImportError as error:
             raise errors.missing("the plot needs matplotlib", "plot") from error
         timed = self.budget.io_ms is not None
@@ -143,12 +144,7 @@ class OndemandPlan(Printable):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
         axes.set_title(f"{self.kind}: what a budget buys", loc="left", fontsize=10)
-        try:
-            figure.savefig(Path(path), dpi=150)
-        except OSError as error:
-            raise errors.from_target(error, path, "write the plot") from error
-        except ValueError as error:  # It names those that it knows.
-            raise errors.UsageError(f"can't write the plot: {error}", file=path) from error
+        timeline_figure.write(figure, path, 150)
 
 
 def _short(value: float) -> str:
