@@ -73,7 +73,7 @@ file.close()
 # ## Save, and be sure of it
 #
 # A file appears under its name when it is whole and on the disk, or not at all. With checksums
-# beside it, a later load refuses what is not what was saved. They take the extra `mfload[verify]`.
+# beside it, a later load refuses what is not what was saved. They take the extra `verify`.
 
 # %%
 mfload.save(params, here / "copy.safetensors")

@@ -7,6 +7,7 @@ imports no framework.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,11 +62,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         return _module(name)
-    from mfload.runtime import gc_paused
+    from mfload.runtime import explained, gc_paused
 
     # While modules are made, the collector would walk all that a framework holds.
     with gc_paused():
-        value = getattr(importlib.import_module(_WHERE[name]), name)
+        value = explained(getattr(importlib.import_module(_WHERE[name]), name), f"mfload.{name}")
     globals()[name] = value
     return value
 
@@ -78,7 +79,8 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != whole:
             raise
-    raise AttributeError(f"module 'mfload' has no attribute {name!r}")
+    text = f"module 'mfload' has no attribute {name!r}"
+    raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python suggests names.
 
 
 def __dir__() -> list[str]:

@@ -500,7 +500,8 @@ def save(
         arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
             strided, share memory (each is written in full), or lie in the very file that is
             replaced. Or a tree: nested dicts, lists and tuples, an nnx.Module, an nnx.State, linen
-            params, a TrainState, any pytree of JAX. Names are then the paths, joined by dots
+            params, a TrainState, any pytree of JAX; or a module of PyTorch, Paddle or Keras, whose
+            names `mfload.load_into` takes. Names of a tree are the paths, joined by dots
             (`params.layers.0.kernel`), and the tree itself, with its numbers, strings and Nones, is
             kept in the metadata, from which `mfload.restore` rebuilds it. Boxes and variables are
             saved as their arrays, typed PRNG keys as their data, shared variables once.
@@ -540,7 +541,7 @@ def save(
     def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
         if checksums:
             checking.check_save_target(path, checksums, overwrite=overwrite)
-        return outline.named(arrays, metadata) if outline.is_tree(arrays) else (arrays, metadata)
+        return outline.by_name(arrays, metadata)
 
     finish = partial(checking.with_manifest, write=checksums)
     given: dict[str, Any] = {"align": align, "overwrite": overwrite}

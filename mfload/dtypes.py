@@ -158,6 +158,11 @@ def lookup(name: str) -> DType:
     return TABLE.get(name) or DType(name, 1, 0, -1, 0, "unknown", None)
 
 
+def is_name(name: str) -> bool:
+    """Whether it is the name of a dtype."""
+    return name.lower() in _BY_ALIAS
+
+
 def resolve(spec: object) -> DType:
     """The row for `dtype=`: a name ("bfloat16", "BF16", "torch.bfloat16") or a dtype object."""
     if spec is int or spec is float or spec is complex:

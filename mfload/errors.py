@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import math
 import os
 import sys
@@ -102,6 +101,10 @@ def about(*, file: str) -> Generator[None]:
 
 class UsageError(MfloadError, ValueError):
     """An argument, or a combination of arguments, that makes no sense."""
+
+
+class ArgumentError(UsageError, TypeError):
+    """A call that does not fit the function: an unknown argument, one too many, one too few."""
 
 
 class SourceError(MfloadError, OSError):
@@ -212,6 +215,13 @@ class DeviceError(MfloadError, RuntimeError):
     """The device does not exist, or it failed: it was lost, or used after a fork."""
 
 
+def missing(message: str, extra: str, **fields: Any) -> FrameworkMissingError:
+    """The error for a package that an extra of mfload brings; it says how to install it."""
+    from mfload import extras  # Late: only errors need it.
+
+    return FrameworkMissingError(f"{message}; {extras.install(extra)}", **fields)
+
+
 _E = TypeVar("_E", SourceError, TargetError)
 _SOURCE_KINDS: dict[int | None, type[SourceError]] = {
     errno.ENOENT: SourceNotFoundError,
@@ -255,27 +265,15 @@ def _translated(error: OSError, kind: type[_E], action: str, **fields: Any) -> _
     return made
 
 
-# Comparing takes about 50 µs a choice: these limits keep a mistyped name from costing a wait.
-_COMPARED = 5000
-_LONGEST = 300
+def close_names(word: object, choices: Iterable[str], most: int = 3) -> list[str]:
+    """The choices that are near to a word, the nearest first (see `mfload.spelling`)."""
+    from mfload import spelling  # Late: only errors need it.
 
-
-def close_names(
-    word: object, choices: Iterable[str], most: int = 3, cutoff: float = 0.6
-) -> list[str]:
-    """The choices most similar to a word, best first; `cutoff` is the least similarity, 0 to 1."""
-    import difflib  # Late: only errors need it.
-
-    among = {
-        choice[:_LONGEST].lower(): choice[:_LONGEST]
-        for choice in itertools.islice(choices, _COMPARED)
-    }
-    found = difflib.get_close_matches(str(word)[:_LONGEST].lower(), among, n=most, cutoff=cutoff)
-    return [among[each] for each in found]
+    return spelling.close(word, choices, most)
 
 
 def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """`, did you mean 'x'?` for the end of a message, empty if no choice is close.
+    """`, did you mean 'x'?` for the end of a message, empty if no choice is near.
 
     Of a mapping, keys are compared and the value is shown.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -274,8 +275,12 @@ class Index:
                 "no such tensor",
                 file=self.files[0] if len(self.files) == 1 else None,
                 tensor=name,
-                expected=f"a name like {', '.join(close)}" if close else None,
+                expected=f"a name like {', '.join(close)}" if close else self._examples(),
             ) from None
+
+    def _examples(self) -> str | None:
+        some = ", ".join(itertools.islice(self.names, 2))
+        return f"one of {len(self)} names, such as {some}" if some else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -28,7 +28,9 @@ def shown(progress: Progress, total: int) -> Generator[Callable[[int], None] | N
             try:
                 from tqdm.auto import tqdm
             except ImportError:
-                log.warning("no progress bar: pip install 'mfload[progress]'")
+                from mfload import extras
+
+                log.warning("no progress bar, for lack of tqdm; %s", extras.install("progress"))
                 yield None
                 return
             bar = stack.enter_context(

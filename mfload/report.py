@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -178,18 +179,21 @@ class Report(Printable):
         self.stages[name] = self.stages.get(name, 0.0) + stop - start
         self.timeline += (Span(LOAD, name, start, stop),)
 
-    def plot(self, *, ceiling: float | None = None) -> TimelineFigure:
+    def plot(
+        self, path: str | os.PathLike[str] | None = None, *, ceiling: float | None = None
+    ) -> TimelineFigure:
         """Draws the timeline: what each thread did when, and how fast bytes came.
 
-        A notebook shows the figure; `report.plot().savefig("load.png")` writes it. It takes
-        matplotlib, the extra `mfload[plot]`.
+        A notebook shows the figure. It takes matplotlib, which the extra `plot` brings.
 
         Args:
+            path: Where to write it, too; its suffix says the format.
             ceiling: GiB/s that the machine could read at most, to be drawn beside it.
 
         Raises:
             UsageError: Nothing was loaded with this report.
             FrameworkMissingError: matplotlib is not installed.
+            TargetError: The file can't be written.
         """
         if not self.timeline:
             raise errors.UsageError(
@@ -197,15 +201,16 @@ class Report(Printable):
                 expected="mfload.load(…, report=report) before it",
             )
         try:
-            from mfload.timeline_figure import TimelineFigure
+            from mfload.timeline_figure import TimelineFigure, write
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise
-            raise errors.FrameworkMissingError(
-                "the plot needs matplotlib; pip install 'mfload[plot]'"
-            ) from None
+            raise errors.missing("the plot needs matplotlib", "plot") from None
         heading = f"{counted(self.tensors, f'{self.framework} tensor')}, {human(self.result_bytes)}"
-        return TimelineFigure(self.timeline, heading, ceiling)
+        figure = TimelineFigure(self.timeline, heading, ceiling)
+        if path is not None:
+            write(figure, path, 150)
+        return figure
 
     @property
     def seconds(self) -> float:

@@ -113,6 +113,36 @@ class Deadline:
             del error  # The error refers to this frame: without this, they form a cycle.
 
 
+def explained(function: Any, label: str) -> Any:
+    """A public function or class that explains calls which do not fit its signature.
+
+    A TypeError that is raised inside of it stays as it is. `label`: its public name, such as
+    "mfload.load", by which the function is pickled.
+    """
+    if isinstance(function, type):
+        made: Any = function
+        if "__init__" in vars(made) and not issubclass(made, Exception):
+            made.__init__ = explained(made.__init__, label)
+        return made
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # It comes from a line of the function.
+            from mfload import misuse
+
+            if (explanation := misuse.error(function, label, args, kwargs)) is None:
+                raise
+        raise explanation
+
+    if call.__name__ != "__init__":
+        call.__module__, _, call.__qualname__ = label.rpartition(".")
+    return call
+
+
 _threshold: tuple[int, int, int] | None = None  # What the last pause replaced.
 
 

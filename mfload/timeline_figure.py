@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from mfload import errors
 from mfload.timeline import LOAD, Span
 
 # Told apart by those who don't see all colours, too.
@@ -30,6 +32,16 @@ _BINS = 120  # Of the curve.
 _APART = 100  # Fewer spans of a lane are drawn apart.
 _NAMED = 0.05  # A stage with less of the width has no room for its name.
 _WIDTH, _LANE, _DPI = 8.0, 0.32, 100
+
+
+def write(figure: Figure, path: str | os.PathLike[str], dpi: int) -> None:
+    """Writes a figure; raises TargetError, or UsageError for a suffix that matplotlib lacks."""
+    try:
+        figure.savefig(os.fspath(path), dpi=dpi)
+    except OSError as error:
+        raise errors.from_target(error, path, "write the plot") from error
+    except ValueError as error:  # It names those that it knows.
+        raise errors.UsageError(f"can't write the plot: {error}", file=path) from error
 
 
 class TimelineFigure(Figure):  # pyright: ignore[reportUntypedBaseClass]

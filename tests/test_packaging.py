@@ -26,6 +26,7 @@ import samples
 import yaml
 
 import mfload
+from mfload import extras
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = mfload.__version__
@@ -148,7 +149,7 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Author"] == "the mfload developers"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    extras = {
+    names = {
         "jax",
         "flax",
         "torch",
@@ -163,17 +164,38 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
         "orbax",
         "plot",
     }
-    assert set(metadata.get_all("Provides-Extra")) == extras | {"bench", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == names | {"bench", "all"}
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(re.split(r"[<>= ]", line)[0] for line in plain) == ["ml_dtypes", "numpy"]
 
 
 def test_all_is_all_extras_that_any_machine_can_have() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    (everything,) = extras["all"]
+    declared = project["optional-dependencies"]
+    (everything,) = declared["all"]
     named = everything.removeprefix("mfload[").removesuffix("]").split(",")
-    assert sorted(named) == sorted(extras.keys() - {"all", "cuda13", "gds"})
+    assert sorted(named) == sorted(declared.keys() - {"all", "cuda13", "gds"})
+
+
+def test_commands_that_install_name_what_the_extras_bring() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = project["optional-dependencies"]
+    del declared["all"]
+    assert {name: [*packages] for name, packages in extras.EXTRAS.items()} == declared
+    assert {*declared["orbax"]} <= {*declared["flax"]}  # By default Flax saves with Orbax.
+
+
+def test_nothing_is_to_be_installed_by_a_name_that_no_index_has() -> None:
+    names = _tree("mfload", "examples", "docs", "README.md", "CONTRIBUTING.md")
+    wrong = re.compile(r"mfload\[[a-z0-9,]+\]|pip install (?:-\S+ )*[\"']?mfload\b")
+    said = [
+        f"{name}: {line}"
+        for name in sorted(names - {"mfload/extras.py", "docs/reference/api.md"})
+        if name.endswith((".py", ".md", ".ipynb", ".toml", ".html"))
+        for line in (ROOT / name).read_text("utf-8").splitlines()
+        if wrong.search(line)
+    ]
+    assert said == []
 
 
 def test_the_citation_follows_its_format() -> None:
@@ -265,14 +287,22 @@ def test_the_wheel_alone_loads_into_numpy(bare: Path, file: Path) -> None:
 def test_the_command_says_which_extra_is_missing(bare: Path, file: Path, how: str) -> None:
     start = [bare / "mfload"] if how == "script" else [bare / "python", "-I", "-m", "mfload"]
     done = _run(*start, "ls", file, code=5)
-    assert "mfload[cli]" in done.stderr
+    assert done.stderr.endswith(f"; {extras.install('cli')}\n")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
-def test_a_missing_framework_says_its_extra(bare: Path, file: Path) -> None:
+def test_what_is_missing_comes_with_a_command_that_works(bare: Path, file: Path) -> None:
+    """Typed as it stands, in the environment that has the wheel, from indexes without mfload."""
     code = "import sys, mfload; mfload.load(sys.argv[1], framework='jax')"
-    assert "mfload[jax]" in _run(bare / "python", "-I", "-c", code, file, code=1).stderr
+    said = _run(bare / "python", "-I", "-c", code, file, code=1).stderr
+    assert f"jax is not installed; {extras.install('jax')} [" in said
+    code = "import sys, mfload; print(mfload.verify(sys.argv[1], checksums='write').ok)"
+    said = _run(bare / "python", "-I", "-c", code, file, code=1).stderr
+    command = said.strip().rpartition("; ")[2]
+    path = f"{bare}{os.pathsep}{os.environ['PATH']}"
+    _run("sh", "-c", command, env={**os.environ, "PATH": path})
+    assert _run(bare / "python", "-I", "-c", code, file).stdout == "True\n"
 
 
 def test_the_command_works_with_its_extra(full: Path, file: Path) -> None:

@@ -37,9 +37,8 @@ def tensor_hash() -> Callable[..., Any]:
     try:
         import xxhash
     except ImportError:
-        raise errors.FrameworkMissingError(
-            "checksums of tensors need the package xxhash: pip install 'mfload[verify]'"
-        ) from None
+        what = "checksums of tensors need the package xxhash"
+        raise errors.missing(what, "verify") from None
     return xxhash.xxh3_128
 
 

@@ -21,8 +21,10 @@ def main() -> int:
         terminal.open_streams()
         for module in ("typer", "tqdm"):
             if importlib.util.find_spec(module) is None:
-                install = "pip install 'mfload[cli]'"
-                terminal.say(f"mfload: error: the command needs {module}: {install}")
+                from mfload import extras
+
+                install = extras.install("cli")
+                terminal.say(f"mfload: error: the command needs {module}; {install}")
                 return 5
         return run(sys.argv[1:])
     except KeyboardInterrupt:  # While it starts; `run` handles a later one.

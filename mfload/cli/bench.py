@@ -182,7 +182,7 @@ def _check_earlier(target: Path) -> None:
 
 def _check_picture(target: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise errors.FrameworkMissingError("the plot needs matplotlib; pip install 'mfload[bench]'")
+        raise errors.missing("the plot needs matplotlib", "bench")
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())

@@ -51,10 +51,8 @@ def find(number: int) -> Device:
             try:
                 cupy: Any = importlib.import_module("cupy")
             except Exception as error:  # A broken package raises what it likes.
-                raise errors.FrameworkMissingError(
-                    "CuPy is needed to land on a GPU: pip install 'mfload[cuda13]'",
-                    found=str(error),
-                ) from error
+                what = "CuPy is needed to land on a GPU"
+                raise errors.missing(what, "cuda13", found=str(error)) from error
             # PyDLL: its calls take less time than giving the GIL away and waiting for it.
             _found[number] = CupyDevice(number, cupy, ctypes.PyDLL(_LIBRARY))
         return _found[number]

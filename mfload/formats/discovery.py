@@ -140,7 +140,7 @@ def find(
     given: Any = path
     files = [_located(each, options) for each in given]
     if not files:
-        raise errors.UsageError("an empty list of files")
+        raise errors.UsageError("an empty list of files", expected="at least one path")
     ((most, count),) = collections.Counter(files).most_common(1)
     if count > 1:
         name = most if isinstance(most, str) else most.name
@@ -213,7 +213,10 @@ def check_path(path: Any) -> None:
     """Raises UsageError for what is neither a path nor a list, such as a tree of arrays."""
     if isinstance(path, _SINGLE) or sources.is_source(path):
         return
-    if isinstance(path, Mapping) or not isinstance(path, Iterable):
+    if hasattr(path, "read"):
+        what, expected = "an open file is not a path", "its path, or the bytes in it: file.read()"
+        raise errors.UsageError(what, expected=expected, found=repr(path))
+    if isinstance(path, Mapping) or not isinstance(path, Iterable) or hasattr(path, "__array__"):
         raise errors.UsageError(
             "not a path: load(path, framework) takes a path; load_into(target, path) fills a tree",
             expected="a path or a list of paths",
@@ -240,8 +243,9 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         from mfload.formats import hints
 
         names = hints.listed(directory)
+        instead = hints.of_directory(directory, names) or hints.beside(names)
         raise errors.SourceNotFoundError(
-            f"nothing to load in the directory{hints.of_directory(directory, names)}",
+            f"nothing to load in the directory{instead}",
             file=directory,
             expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy, *.msgpack, or an Orbax checkpoint",
             found=", ".join(names[:8]) or "an empty directory",

@@ -22,6 +22,7 @@ _SHOWN = 3
 
 _TORCH = "load it with torch.load(path, weights_only=True) and write it with mfload.save"
 _PADDLE = "load it with paddle.load(path) and write it with mfload.save"
+_KERAS = "load them with keras.saving or h5py, and write the model with mfload.save"
 _PICKLE = f"a pickle: if torch.save wrote it, {_TORCH}; if paddle.save, {_PADDLE}"
 _UNPACK = "unpack it first"
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
@@ -56,6 +57,12 @@ _NAMES = (
     (re.compile(r".*\.(incomplete|part|crdownload)"), "an unfinished download: download it again"),
     (re.compile(r".*\.gguf"), "GGUF files: look for the model's safetensors"),
 )
+# Others, which may lie beside weights that mfload loads.
+_BESIDE = (
+    (re.compile(r".*\.(h5|hdf5|keras)"), f"files of Keras or HDF5: {_KERAS}"),
+    (re.compile(r".*\.onnx"), "an ONNX model: look for the model's safetensors"),
+    (re.compile(r"config\.json"), "a model's configuration and no weights: download them, too"),
+)
 _WEIGHTS = (".safetensors", ".index.json", ".npz")
 # Also one without an owner, as gpt2 and bert-base-uncased; a file's name has an ending.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|(?=[a-z]+[\d-])[a-z0-9-]+")
@@ -85,9 +92,8 @@ def seems(head: bytes, size: int) -> str | None:
 
 def of_directory(directory: str, names: Sequence[str]) -> str:
     """What a directory without a checkpoint holds instead, to be put after a message."""
-    for pattern, what in _NAMES:
-        if any(map(pattern.fullmatch, names)):
-            return f"; it holds {what}"
+    if known := _holds(names, _NAMES):
+        return known
     inside = {name: listed(os.path.join(directory, name)) for name in names}
     below = [name for name in names if any(each.endswith(_WEIGHTS) for each in inside[name])]
     if "snapshots" in names:  # A repository of the Hugging Face cache.
@@ -99,18 +105,32 @@ def of_directory(directory: str, names: Sequence[str]) -> str:
     return f"; look in {', '.join(paths)}{' …' if len(below) > _SHOWN else ''}"
 
 
+def beside(names: Sequence[str]) -> str:
+    """The same, for a directory without any weights."""
+    return _holds(names, _BESIDE)
+
+
+def _holds(names: Sequence[str], kinds: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    found = (what for pattern, what in kinds if any(map(pattern.fullmatch, names)))
+    return next((f"; it holds {what}" for what in found), "")
+
+
 def explain_path(error: errors.SourceNotFoundError, asked: object) -> errors.SourceNotFoundError:
     """Adds to the error of a path that does not exist the names that are nearest to it.
 
     `asked` is the path as the caller gave it.
     """
-    if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.file:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.file is not None:
         with contextlib.suppress(OSError, ValueError):
             _add(error, _near(error.file, asked if isinstance(asked, str) else error.file))
     return error
 
 
 def _near(path: str, asked: str) -> str:
+    if not path:
+        return "; the path is empty"
+    if any(each in path for each in "*?["):
+        return "; a pattern is not expanded: give the directory, or sorted(glob.glob(pattern))"
     if asked.startswith("~"):
         return "; only a shell expands ~: use os.path.expanduser"
     if os.path.islink(path):
@@ -118,8 +138,7 @@ def _near(path: str, asked: str) -> str:
     parent, name = os.path.split(path.rstrip("/" + os.sep))
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)
-    # Names of files have their ends in common, so likeness has to be high.
-    close = errors.close_names(name, listed(parent or "."), cutoff=0.8)
+    close = errors.close_names(name, listed(parent or "."))
     if close:
         return f"; close names: {', '.join(map(errors.printable, close))}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):

@@ -312,8 +312,8 @@ def _inflated(file: Source, data: bytes) -> bytes:
     try:
         import zstandard
     except ImportError:
-        what = "the store is compressed; pip install 'mfload[orbax]'"
-        raise errors.FrameworkMissingError(what, file=file.name, expected="zstandard") from None
+        what = "the store is compressed, and the package zstandard is not installed"
+        raise errors.missing(what, "orbax", file=file.name) from None
     parts, left = list[bytes](), MAX_NODE
     try:
         reader = zstandard.ZstdDecompressor().stream_reader(data)

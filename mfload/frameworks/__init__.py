@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Collection, Mapping
 from types import ModuleType
 
-from mfload import errors
+from mfload import dtypes, errors
 from mfload.frameworks.base import Adapter
 
 _ALIASES = {
@@ -20,17 +21,10 @@ _ALIASES = {
     "paddlepaddle": "paddle",
 }
 
-# What installs each framework. Its name is also that of the package to import.
-_INSTALL = {
-    "numpy": "pip install numpy",
-    "jax": "pip install 'mfload[jax]'",
-    "torch": "pip install 'mfload[torch]'",
-    "tensorflow": "pip install 'mfload[tensorflow]'",
-    "paddle": "pip install 'mfload[paddle]'",
-    "cupy": "pip install 'mfload[cuda13]'",
-}
+_DEVICE = re.compile(r"(cpu|cuda|gpu|tpu|xla|mps)(:\d+)?")
 
-NAMES = tuple(_INSTALL)
+NAMES = ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
+"""Frameworks by the names of their packages."""
 ON_MESHES = ("jax", "torch", "paddle", "tensorflow")
 """Frameworks that arrays can be sharded in: `mfload.mesh` has a backend for each."""
 
@@ -49,10 +43,13 @@ def resolve(framework: str | ModuleType) -> str:
             found=type(framework).__name__,
         )
     found = _ALIASES.get(name, name)
-    if found not in _INSTALL:
+    if found not in NAMES:
         hint = errors.did_you_mean(name, {each: each for each in NAMES} | _ALIASES)
         if "/" in name or "\\" in name or ".safetensors" in name:
             hint += "; a path comes first: load(path, framework)"
+        elif _DEVICE.fullmatch(name) or dtypes.is_name(name):
+            argument = "device" if _DEVICE.fullmatch(name) else "dtype"
+            hint = f"; that is a {argument}: {argument}={name!r}, beside framework="
         raise errors.UsageError(f"unknown framework{hint}", expected=" | ".join(NAMES), found=name)
     return found
 
@@ -73,17 +70,14 @@ def get(framework: str | ModuleType, device: object = None, names: Collection[st
 
 def require(framework: str, module: str | None = None) -> ModuleType:
     """Imports a framework, or a module of mfload that needs it, or says how to install it."""
-    command = _INSTALL[framework]
+    extra = "cuda13" if framework == "cupy" else framework
+    fields = {"expected": framework, "found": "no such module"}
     if importlib.util.find_spec(framework) is None:
-        raise errors.FrameworkMissingError(
-            f"{framework} is not installed; {command}", expected=framework, found="no such module"
-        )
+        raise errors.missing(f"{framework} is not installed", extra, **fields)
     try:
         return importlib.import_module(module or framework)
     except (ImportError, OSError, SystemError) as error:
         # A library of its own that is missing, or memory that ran out in the middle of it.
-        raise errors.FrameworkMissingError(
-            f"{framework} is installed but its import fails; {command}",
-            expected=framework,
-            found=str(error),
-        ) from error
+        fields["found"] = str(error)
+        what = f"{framework} is installed but its import fails"
+        raise errors.missing(what, extra, **fields) from error

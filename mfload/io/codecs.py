@@ -45,8 +45,8 @@ def zstd(read: Reader) -> Reader:
     try:
         import zstandard
     except ImportError:
-        what = "the tensor is compressed with zstd; pip install 'mfload[orbax]'"
-        raise errors.FrameworkMissingError(what, expected="zstandard") from None
+        what = "the tensor is compressed, and the package zstandard is not installed"
+        raise errors.missing(what, "orbax") from None
     frames = zstandard.ZstdDecompressor().stream_reader(
         _File(read), read_size=_TAKEN, read_across_frames=True
     )

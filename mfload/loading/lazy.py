@@ -388,6 +388,14 @@ class LazyCheckpoint:
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
         return self._index
 
+    def __getitem__(self, name: str) -> Any:
+        """One tensor, as `get_tensor` gives it."""
+        return self.get_tensor(name)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Names and tensors, each read when its turn comes; `mfload.stream` reads ahead."""
+        return ((name, self.get_tensor(name)) for name in self.keys())
+
     def __len__(self) -> int:
         return len(self._opened())
 

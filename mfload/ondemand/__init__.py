@@ -49,7 +49,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("mfload.ondemand.policies")
     if name not in _WHERE:
         raise AttributeError(f"module 'mfload.ondemand' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_WHERE[name]), name)
+    from mfload.runtime import explained
+
+    found = getattr(importlib.import_module(_WHERE[name]), name)
+    value = globals()[name] = explained(found, f"mfload.ondemand.{name}")
     return value
 
 

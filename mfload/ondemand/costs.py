@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
@@ -108,7 +107,8 @@ class OndemandPlan(Printable):
         """Draws memory against latency, or against bytes a token if there is no curve.
 
         Args:
-            path: Where to; its suffix says the format. It takes matplotlib: `mfload[plot]`.
+            path: Where to; its suffix says the format. It takes matplotlib, which the
+                extra `plot` brings.
 
         Raises:
             FrameworkMissingError: matplotlib is not installed.
@@ -117,10 +117,10 @@ class OndemandPlan(Printable):
         """
         try:
             from matplotlib.figure import Figure
+
+            from mfload import timeline_figure
         except ImportError as error:
-            raise errors.FrameworkMissingError(
-                "the plot needs matplotlib; pip install 'mfload[plot]'"
-            ) from error
+            raise errors.missing("the plot needs matplotlib", "plot") from error
         timed = self.budget.io_ms is not None
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         axes = figure.subplots()
@@ -144,12 +144,7 @@ class OndemandPlan(Printable):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
         axes.set_title(f"{self.kind}: what a budget buys", loc="left", fontsize=10)
-        try:
-            figure.savefig(Path(path), dpi=150)
-        except OSError as error:
-            raise errors.from_target(error, path, "write the plot") from error
-        except ValueError as error:  # It names those that it knows.
-            raise errors.UsageError(f"can't write the plot: {error}", file=path) from error
+        timeline_figure.write(figure, path, 150)
 
 
 def _short(value: float) -> str:

@@ -21,10 +21,11 @@ def hasher() -> Any:
     try:
         return importlib.import_module("xxhash").xxh3_64
     except ImportError:
-        raise errors.FrameworkMissingError(
-            "checksums of a peer need the package xxhash: pip install 'mfload[peer]'",
-            expected="xxhash, or checksums=False on both sides",
-        ) from None
+        what, expected = (
+            "checksums of a peer need the package xxhash",
+            "checksums=False on both sides",
+        )
+        raise errors.missing(what, "peer", expected=f"xxhash, or {expected}") from None
 
 
 class Data:

@@ -16,9 +16,6 @@ from mfload.peer import cuda_ipc
 from mfload.planning import request as requesting
 from mfload.saving.export import export, unboxed
 
-# A layer of Keras may be a module of PyTorch as well.
-_MODULES = {"keras": "Layer", "torch": "nn.Module", "paddle": "nn.Layer"}
-
 
 class Held(NamedTuple):
     """A box of a tensor in this process's memory.
@@ -38,30 +35,6 @@ class Held(NamedTuple):
     memory: Any
     sharding: str = ""
     copied: bool = False
-
-
-def named(arrays: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """Arrays by name, and the metadata that keeps their tree.
-
-    Takes a mapping of names to arrays, a module of PyTorch, Paddle or Keras, or a tree of JAX.
-    Raises as `mfload.save` does.
-    """
-    from mfload.trees import outline
-
-    for package, kind in _MODULES.items():
-        module: Any = sys.modules.get(package)
-        for part in kind.split("."):
-            module = getattr(module, part, None)
-        if module is None or not isinstance(arrays, module):
-            continue
-        if package == "keras":
-            from mfload.trees.keras_modules import KerasModule
-
-            return {each.path: each.value for each in KerasModule(arrays).variables}, {}
-        return dict(arrays.state_dict()), {}
-    if outline.is_tree(arrays):
-        return outline.named(arrays, None)
-    return arrays, {}
 
 
 def held(arrays: Mapping[str, Any], devices: bool = False) -> list[Held]:

@@ -25,6 +25,7 @@ from mfload.peer.planner import Planner, SeedRecord, here
 from mfload.peer.security import Tls, check_exposure, credentials, read_token, resolved
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
+from mfload.trees import outline
 
 MAX_READERS = 3
 """Readers at once that a planner sends to a seed, if nothing else is said."""
@@ -381,8 +382,8 @@ def _version(arrays: Any, metadata: Mapping[str, str], checksums: bool, devices:
     if isinstance(arrays, list) and arrays and isinstance(arrays[0], fragments.Held):
         # Of `mfload serve`.
         return _Version(arrays, metadata, checksums)
-    found, outline = fragments.named(arrays)
-    return _Version(fragments.held(found, devices), {**metadata, **outline}, checksums)
+    found, strings = outline.by_name(arrays, metadata)
+    return _Version(fragments.held(found, devices), strings or {}, checksums)
 
 
 def _check_reached(address: str) -> None:

@@ -42,7 +42,8 @@ def find(where: Location, options: LoadOptions | None = None) -> Source:
             return local_file(os.fspath(where))
         scheme = where.partition("://")[0].lower()
         if scheme not in SCHEMES:
-            how = {"hf": "download it first with `hf download`", "file": "give the path alone"}
+            name = "/".join(where.partition("://")[2].split("/")[:2])
+            how = {"hf": f"run `hf download {name}` first", "file": "give the path alone"}
             raise errors.SourceNotFoundError(
                 f"mfload reads no {scheme}:// URLs: {how.get(scheme, 'download it first')}",
                 file=redacted(where),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,12 +68,6 @@ def take_apart(target: Any, *, numbered: bool = False) -> Tree:
 
 def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
     """The same for a target that is to be filled, which has a place for a tensor."""
-    if isinstance(target, str | os.PathLike):
-        raise errors.UsageError(
-            "the arguments are swapped: load_into(target, path), restore(path, target)",
-            expected="a tree",
-            found=repr(target),
-        )
     made = take_apart(target, numbered=numbered)
     if type(target) is tuple and target and isinstance(target[0], _flax("nnx", "GraphDef")):
         raise errors.UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
+import os
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,12 +21,10 @@ from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.sources import Location
-from mfload.trees import matching
+from mfload.trees import matching, outline
 from mfload.trees.recipe import Leaf, brief
 
 Path = Location | Sequence[Location]
-_MODULES = {"keras": "Layer", "torch": "nn.Module", "paddle": "nn.Layer"}
-"""What a module is in each framework that `mfload.trees` has a `<framework>_modules` for."""
 
 
 def load_into(
@@ -147,7 +145,7 @@ def fill(
     Then nothing of the target may stay as it is but what `names` does not ask for, plain numbers
     and PRNG keys are loaded too, and names match in the ways that Flax and Orbax write them.
     """
-    if (framework := framework_of(target)) is not None:
+    if (framework := outline.framework_of(target)) is not None:
         from mfload.trees import modules
 
         made = importlib.import_module(f"mfload.trees.{framework}_modules").make(target)
@@ -170,7 +168,11 @@ def fill(
             options=options,
         )
         return target
-    frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
+    try:
+        frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
+    except errors.FrameworkMissingError:
+        _check_order(target)
+        raise
     from mfload.frameworks.jax_adapter import JaxAdapter
     from mfload.mesh import load as mesh_load
     from mfload.mesh.jax_backend import JaxBackend
@@ -181,6 +183,7 @@ def fill(
     backend = JaxBackend()
     try:
         with gc_paused():
+            _check_order(target)
             tree = jax_trees.take_apart_target(target, numbered=whole)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
         wrong = error
@@ -251,15 +254,13 @@ def fill(
     return tree.rebuild(values)
 
 
-def framework_of(target: Any) -> str | None:
-    """The framework whose module a target is, if it is one; that has been imported then."""
-    for framework, kind in _MODULES.items():
-        found: Any = sys.modules.get(framework)
-        for name in kind.split("."):
-            found = getattr(found, name, None)
-        if isinstance(found, type) and isinstance(target, found):
-            return framework
-    return None
+def _check_order(target: Any) -> None:
+    if isinstance(target, str | bytes | os.PathLike):
+        raise errors.UsageError(
+            "the arguments are swapped: load_into(target, path), restore(path, target)",
+            expected="a tree",
+            found=repr(target),
+        )
 
 
 def _tell_what_stays(leaves: Sequence[Leaf], filled: Collection[int], notes: list[str]) -> None:

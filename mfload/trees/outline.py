@@ -24,6 +24,39 @@ _BOXED: Any = object()
 """The key of what a box holds."""
 
 
+# A layer of Keras may be a module of PyTorch as well.
+_MODULES = {"keras": "Layer", "torch": "nn.Module", "paddle": "nn.Layer"}
+"""What a module is in each framework that `mfload.trees` has a `<framework>_modules` for."""
+
+
+def framework_of(target: Any) -> str | None:
+    """The framework whose module a target is, if it is one; that has been imported then."""
+    for framework, kind in _MODULES.items():
+        found: Any = sys.modules.get(framework)
+        for name in kind.split("."):
+            found = getattr(found, name, None)
+        if isinstance(found, type) and isinstance(target, found):
+            return framework
+    return None
+
+
+def by_name(
+    state: Any, metadata: Mapping[str, str] | None = None
+) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
+    """The arrays of a state by name, and the metadata, with its tree if it is one.
+
+    A state is a mapping from names to arrays, a tree, or a module of PyTorch, Paddle or Keras,
+    whose names are those of `state_dict` or the paths of its variables. Raises as `named` does.
+    """
+    if (framework := framework_of(state)) == "keras":
+        from mfload.trees.keras_modules import KerasModule
+
+        return {each.path: each.value for each in KerasModule(state).variables}, metadata
+    if framework is not None:
+        return dict(state.state_dict()), metadata
+    return named(state, metadata) if is_tree(state) else (state, metadata)
+
+
 def is_tree(state: Any) -> bool:
     """Whether a state is more than a mapping from names to arrays."""
     if not isinstance(state, Mapping):

@@ -392,7 +392,7 @@ def test_a_plot_needs_matplotlib(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name)
     )
     assert run(["bench", str(model), *QUICK, "--plot", str(tmp_path / "x.png")]) == 5
-    assert "pip install 'mfload[bench]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib>=" in capsys.readouterr().err
 
 
 # What is left behind ----------------------------------------------------------------------------

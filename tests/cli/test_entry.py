@@ -16,6 +16,7 @@ import pytest
 from conftest import SECONDS, Ran, Run, command, environment, process
 
 import mfload
+from mfload import extras
 from mfload.cli import app
 
 FRAMEWORKS = {"jax", "jaxlib", "torch", "tensorflow", "paddle", "cupy", "flax", "keras"}
@@ -45,7 +46,7 @@ real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == {missing!r} else real(name, *rest)
 """
     ran = process("ls", model, code=hide)
-    line = f"mfload: error: the command needs {missing}: pip install 'mfload[cli]'\n"
+    line = f"mfload: error: the command needs {missing}; {extras.install('cli')}\n"
     assert ran == (5, "", line)
 
 

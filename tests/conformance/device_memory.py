@@ -308,7 +308,7 @@ class DeviceMemoryConformance:
         from mfload.frameworks import base
 
         for error in (
-            errors.FrameworkMissingError("no CuPy", expected="pip install 'mfload[cuda13]'"),
+            errors.missing("no CuPy", "cuda13"),
             errors.DeviceError("the driver is too old"),
         ):
 

@@ -141,7 +141,7 @@ def test_cupy_is_missing(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(library())
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: None)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'mfload\[cuda13\]'"):
+    with pytest.raises(errors.FrameworkMissingError, match="pip install 'cupy-cuda13x>="):
         discovery.find(0)
 
 

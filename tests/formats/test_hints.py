@@ -177,6 +177,9 @@ def _model(directory: Path) -> Path:
         ("__0_0.distcp", "torch.distributed"),
         ("pytorch_model.bin", "; it holds PyTorch files"),
         ("model.gguf", "; it holds GGUF files"),
+        ("model.weights.h5", "; it holds files of Keras or HDF5"),
+        ("model.onnx", "; it holds an ONNX model"),
+        ("config.json", "; it holds a model's configuration and no weights"),
         ("README.md", ""),
     ],
 )
@@ -207,8 +210,11 @@ def test_close_names_are_suggested(tmp_path: Path) -> None:
 
 def test_paths_that_are_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for path in ("s3://bucket/x", "hf://org/model"):
-        assert "URLs: download it first" in _missing(path)
+    assert "URLs: download it first" in _missing("s3://bucket/x")
+    assert "URLs: run `hf download org/model` first" in _missing("hf://org/model/x.safetensors")
+    assert _missing("").endswith("; the path is empty")
+    for path in ("*.safetensors", "model-0000?-of-00002.safetensors", "[ab]/"):
+        assert _missing(path).endswith("give the directory, or sorted(glob.glob(pattern))")
     assert "os.path.expanduser" in _missing("~/model.safetensors")
     assert "run `hf download org/model` first" in _missing("org/model")
     for path in ("a/b/c", "org", "./org/model.safetensors", "org/"):

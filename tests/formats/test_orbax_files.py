@@ -471,7 +471,7 @@ def test_without_zstandard(written: Path) -> None:
         )
         command = [sys.executable, "-c", code, str(written / kind)]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "pip install 'mfload[orbax]'" in found.stdout
+        assert "pip install 'zstandard>=" in found.stdout
 
 
 def test_reading_imports_neither_jax_nor_tensorstore(written: Path) -> None:

@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
     "framework unknown": (
         lambda: mfload.load(PATH, "mlx"), errors.UsageError, ("numpy | jax | torch", "mlx")),
     "framework not installed": (
-        _without("tensorflow"), errors.FrameworkMissingError, ("'mfload[tensorflow]'",)),
+        _without("tensorflow"), errors.FrameworkMissingError, ("pip install 'tensorflow>=",)),
     "arguments swapped": (
         lambda: mfload.load("jax", PATH), errors.UsageError, ("load(path, framework)",)),
     "path mistyped": (
@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
     "object store": (
         _load("s3://bucket/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
     "URL of the Hub": (
-        _load("hf://org/model"), errors.SourceNotFoundError, ("with `hf download`",)),
+        _load("hf://org/model"), errors.SourceNotFoundError, ("run `hf download org/model` first",)),
     "config in place of the model": (
         _load("config.json"), errors.HeaderError, ("give the directory of the checkpoint",)),
     "PyTorch file": (
@@ -204,7 +204,8 @@ def test_the_message_tells_the_next_step(case: str) -> None:
 
 
 def test_a_rule_that_matches_nothing_warns_with_names() -> None:
-    with pytest.warns(UserWarning, match="'kernle'; names are such as 'dense.bias'"):
+    text = r"'kernle', did you mean 'dense.kernel'\?; names are such as 'dense.bias'"
+    with pytest.warns(UserWarning, match=text):
         _on_mesh([("kernle", P("data"))])
 
 
@@ -223,10 +224,10 @@ def test_a_bar_without_tqdm_says_what_to_install(
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with caplog.at_level(logging.WARNING, "mfload"):
         assert len(mfload.load(PATH, "numpy", progress=True)) == 2
-    assert "pip install 'mfload[progress]'" in caplog.text
+    assert "pip install 'tqdm>=" in caplog.text
 
 
 def test_checksums_without_xxhash_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'mfload\[verify\]'"):
+    with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'xxhash>="):
         mfload.verify(PATH, checksums="write")

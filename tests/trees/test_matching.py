@@ -309,7 +309,7 @@ def test_a_plain_regex_matches_whole_names(value: Any) -> None:
         part = "matches only part of it, and a key map matches whole names"
         assert _problems(index, {"q": (2,), "q0": (2,), "q.bias": (2,)}, {r"x\.1": value}) == [
             "missing: q0 [2]: nothing in the checkpoint goes there",
-            "missing: q.bias [2]: nothing in the checkpoint goes there, did you mean 'x.1.bias'?",
+            "missing: q.bias [2]: nothing in the checkpoint goes there",
             f"extra: x.10 [2]: no rule matches; 'x\\\\.1' {part}",
             f"extra: x.1.bias [2]: no rule matches; 'x\\\\.1' {part}",
         ]
