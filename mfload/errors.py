@@ -255,6 +255,11 @@ def _translated(error: OSError, kind: type[_E], action: str, **fields: Any) -> _
     return made
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 # Comparing takes about 50 µs a choice: these limits keep a mistyped name from costing a wait.
 _COMPARED = 5000
 _LONGEST = 300

@@ -20,8 +20,8 @@ _HEAD = 512
 _LISTED = 2000  # Names of a directory that are looked at.
 _SHOWN = 3
 
-_TORCH = "load it with torch.load(path, weights_only=True) and write it with mfload.save"
-_PADDLE = "load it with paddle.load(path) and write it with mfload.save"
+_TORCH = "in Python, torch.load(path, weights_only=True) reads it and mfload.save writes it"
+_PADDLE = "in Python, paddle.load(path) reads it and mfload.save writes it"
 _PICKLE = f"a pickle: if torch.save wrote it, {_TORCH}; if paddle.save, {_PADDLE}"
 _UNPACK = "unpack it first"
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (

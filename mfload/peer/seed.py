@@ -360,7 +360,7 @@ def publish(
         raise errors.UsageError("invalid metadata", expected=expected, found=repr(wrong[0]))
     transports = (transports,) if isinstance(transports, str) else transports
     token = None if token_file is None else read_token(token_file)
-    tls = Tls.of_server(cert_file, key_file, ca_file)
+    tls = Tls.of(cert_file, key_file, ca_file)
     version = _version(arrays, own, checksums, "cuda_ipc" in transports)
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
     given |= {"part": part, "generation": generation, "metadata": own}
