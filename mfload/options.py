@@ -218,16 +218,24 @@ def byte_count(name: str, value: Any, least: int) -> int:
     """Bytes that an argument gives, as a whole number or as a size; `least` or more."""
     number = size(value, name) if isinstance(value, str) else value
     _check_count(name, number, least)
-    return int(number)
+    return number if isinstance(number, errors.Size) else int(number)
 
 
 def size(text: str, name: str = "value") -> int:
-    """Bytes of a size such as "4096", "256MiB", "1.5GB" or "64k"; units with an i are binary."""
+    """Bytes of a size such as "4096", "256MiB", "1.5GB" or "64k"; units with an i are binary.
+
+    With a unit it is an `errors.Size`.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise errors.UsageError(
             f"{name} is not a size", expected="bytes, or a size as 256MiB or 1.5GB", found=text
         )
     whole, _, part = match[1].partition(".")
-    unit = _UNITS[match[2].lower()]
-    return int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)
+    prefix = match[2].lower()
+    unit = _UNITS[prefix]
+    nbytes = int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)
+    if not prefix:
+        return nbytes
+    shown = prefix if prefix == "k" else prefix[0].upper() + prefix[1:]
+    return errors.Size(nbytes, f"{shown}B", unit)

@@ -49,7 +49,8 @@ def inspect(path: Path | Sequence[Path], options: LoadOptions | None = None) -> 
         if not (dtype := columns.kinds[kind][0]).known:
             unknown[dtype.name] += count
     for name, count in unknown.items():
-        seen.notes.append(f"{count} tensors have a dtype that mfload does not know: {brief(name)}")
+        of = errors.counted(count, "tensor")
+        seen.notes.append(f"of a dtype that mfload does not know: {of}: {brief(name)}")
     seen.notes += _alignment(seen)
     return seen
 
@@ -65,7 +66,7 @@ def _other_files(seen: Headers) -> list[str]:
     named = {os.path.basename(file) for file in seen.found.names}
     others = sorted({name for name in there if name.endswith(discovery.SUFFIX)} - named)
     some = ", ".join(others[:3])
-    note = f"{len(others)} files beside the index are not named by it: {some}"
+    note = f"beside the index, not named by it: {errors.counted(len(others), 'file')}: {some}"
     return [note] if others else []
 
 

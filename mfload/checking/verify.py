@@ -15,6 +15,7 @@ from mfload.checking.compare import Comparison, Pair, pairs
 from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
 from mfload.checking.scan import Advance, joined, throughput
+from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers, Problem
@@ -24,7 +25,7 @@ from mfload.loading.execute import reader_threads
 from mfload.options import Options
 from mfload.planning.blocks import Block
 from mfload.progress import Progress, shown
-from mfload.report import Printable, counted, human
+from mfload.report import Printable, human
 from mfload.runtime import gc_paused
 from mfload.saving import targets
 from mfload.saving.save import Saved

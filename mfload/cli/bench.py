@@ -15,9 +15,10 @@ from mfload.cli.options import flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.terminal import bar, say
 from mfload.formats import discovery
+from mfload.options import size
 from mfload.report import human
 
-_QUICK_BYTES, _MOST_BYTES = 512 << 20, 4 << 30
+_QUICK_BYTES, _MOST_BYTES = size("512MiB"), size("4GiB")
 _RESERVED = (".safetensors", ".safetensors.index.json")
 _START = b'{\n "schema"'  # Of a result that was written before.
 

@@ -8,6 +8,7 @@ Errors and notes of the library name an argument as `name=`, `name='value'`, or,
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from typing import Any
 
@@ -30,10 +31,12 @@ def spoken(text: str) -> str:
     return _ARGUMENT.sub(_option, _CALL.sub(_command, text))
 
 
-def _command(match: re.Match[str]) -> str:
-    from mfload.cli.app import COMMANDS
+def _app() -> Any:
+    return importlib.import_module("mfload.cli.app")  # It imports this module.
 
-    if match[1] not in COMMANDS:
+
+def _command(match: re.Match[str]) -> str:
+    if match[1] not in _app().COMMANDS:
         return match[0]
     given = _POSITIONAL.sub(lambda name: name[1].upper(), match[2] or "")
     return f"mfload {match[1]} {given.replace(',', '')}".rstrip()
@@ -58,9 +61,7 @@ def _option(match: re.Match[str]) -> str:
 @functools.cache
 def _known() -> dict[str, tuple[str, str | None]]:
     """Options and their metavars by the name of the library's argument."""
-    from mfload.cli import app
-
-    group: Any = app.group()
+    group = _app().group()
     found: dict[str, tuple[str, str | None]] = {}
     for command in group.commands.values():
         for param in command.params:

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from mfload import errors
 from mfload.cuda import discovery
 from mfload.dlpack import View
 from mfload.frameworks import base
@@ -64,7 +65,8 @@ class CupyAdapter(base.Adapter):
         return base.Pool(
             self.devices[number].memory_info().free + kept,
             "cupy.get_default_memory_pool().free_all_blocks() gives back the "
-            f"{kept} bytes that CuPy keeps for itself, and allocator='framework' uses them",
+            f"{errors.amount(kept)} that CuPy keeps for itself, and allocator='framework' uses "
+            "them",
         )
 
 

@@ -109,8 +109,8 @@ class TorchAdapter(base.Adapter):
         kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
         return base.Pool(
             self.devices[number].memory_info().free + kept,
-            f"torch.cuda.empty_cache() gives back the {kept} bytes that torch keeps for itself, "
-            "and allocator='framework' uses them",
+            f"torch.cuda.empty_cache() gives back the {errors.amount(kept)} that torch keeps for "
+            "itself, and allocator='framework' uses them",
         )
 
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from mfload import errors
 from mfload.dlpack import array_at
+from mfload.errors import counted
 from mfload.ondemand.background import Background
 from mfload.ondemand.policies import Lru
 from mfload.ondemand.report import OndemandReport
-from mfload.report import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

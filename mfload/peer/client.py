@@ -109,7 +109,7 @@ class Client:
             text = self._ask(method, path, data, headers, (200, 201, 204), read)
         except BufferError:
             what = "the answer of the peer is over the limit"
-            expected = f"at most {limit} bytes"
+            expected = f"at most {errors.amount(limit)}"
             raise errors.HeaderError(what, file=self.name, expected=expected) from None
         return strict_json.loads(text, self.name, "answer") if text else None
 
@@ -128,8 +128,8 @@ class Client:
             expected = f"bytes {offset}-{offset + wanted - 1}/"
             if response.length != wanted or not told.startswith(expected):
                 what = "the peer sends another range than it was asked for"
-                found = f"{response.length} bytes, {errors.shown(told, 80)}"
-                expected = f"{wanted} bytes, {expected}…"
+                found = f"{errors.amount(response.length)}, {errors.shown(told, 80)}"
+                expected = f"{errors.amount(wanted)}, {expected}…"
                 raise errors.ReadError(what, file=self.name, expected=expected, found=found)
             for view in views:
                 at = 0

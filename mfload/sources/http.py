@@ -78,7 +78,7 @@ class Version(NamedTuple):
     size: int
 
     def __str__(self) -> str:
-        return f"{self.size} bytes, {self.validator}"
+        return f"{errors.amount(self.size)}, {self.validator}"
 
 
 class Target(NamedTuple):
