@@ -15,7 +15,7 @@ from mfload.cli import failures, ls as listing, options
 from mfload.cli.options import argument, command, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.spelling import spoken
-from mfload.cli.terminal import bar
+from mfload.cli.terminal import bar, say
 from mfload.options import Options, PeerOptions
 
 if TYPE_CHECKING:
@@ -470,19 +470,22 @@ def serve(
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress)
     names = [each.strip() for each in transports.split(",") if each.strip()]
-    with seed.publish(
-        held,
-        model=model,
-        revision=revision,
-        address=address,
-        ca_file=ca_file,
-        planner=planner,
-        **own,
-        max_readers=max_readers,
-        checksums=checksums,
-        transports=names,
-        metadata=metadata,
-    ) as made:
+    with (
+        seed.publish(
+            held,
+            model=model,
+            revision=revision,
+            address=address,
+            ca_file=ca_file,
+            planner=planner,
+            **own,
+            max_readers=max_readers,
+            checksums=checksums,
+            transports=names,
+            metadata=metadata,
+        ) as made,
+        serving.told(made, _say),
+    ):
         _started(made.url, as_json)
         serving.wait()
 
@@ -517,6 +520,11 @@ def _started(url: str, as_json: bool) -> None:
         print_json({"url": url})
     else:
         write([url])
+    _say("ready; Ctrl-C ends it")
+
+
+def _say(text: str) -> None:
+    say(f"mfload: {text}")
 
 
 def _print(found: Any, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
-from mfload.cli.output import print_json, print_table, write
+from mfload.cli.output import print_json, print_table, tell, write
 from mfload.errors import counted, printable
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
@@ -273,4 +273,4 @@ def _print_totals(
             lines = [(total["tensors"], shown(total["bytes"]), name) for name, total in found]
             print_table(["tensors", "bytes", of], lines, right=[0, 1])
     if index.notes:
-        write(["", *(f"note: {printable(note)}" for note in index.notes)])
+        tell(["", *(f"note: {printable(note)}" for note in index.notes)])

@@ -14,6 +14,7 @@ from mfload import errors
 from mfload.cuda import discovery
 from mfload.dlpack import View
 from mfload.frameworks import base
+from mfload.frameworks.traits import TRAITS
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
@@ -26,7 +27,7 @@ class CupyAdapter(base.Adapter):
 
     name = "cupy"
     on_host = False
-    forms = base.forms(base.COMMON | {"BF16": "bfloat16"})
+    forms = TRAITS["cupy"].forms
 
     def __init__(self, cupy: Any, number: int, device: Device) -> None:
         super().__init__(number, device)

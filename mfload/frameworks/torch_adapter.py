@@ -16,6 +16,7 @@ from mfload import errors
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
 from mfload.frameworks import base, private_api
+from mfload.frameworks.traits import TRAITS
 from mfload.io import pread
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ OLDEST = "2.4"
 
 # Older versions lack the youngest of these types.
 _OWN = {
-    name: getattr(torch, kind)
-    for name, kind in (base.NAMES | {"F4": "float4_e2m1fn_x2"}).items()
-    if hasattr(torch, kind) and not name.startswith("F6_")
+    name: getattr(torch, kind) for name, kind in TRAITS["torch"].own.items() if hasattr(torch, kind)
 }
 
 

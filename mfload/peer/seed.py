@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import re
@@ -85,6 +86,7 @@ class Seed:
         part: Which part of the model, and of how many.
         generation: Which version of the weights: 0, then one more with each update.
         copied_bytes: Bytes of arrays that can't be read in place, and so were copied.
+        reads: How many times others asked what it holds, as each load, `ls` and the like does.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class Seed:
         self._lock = threading.Lock()
         self._registration: Registration | None = None
         self._max_readers = 1
+        self._asked = itertools.count(1)
+        self.reads = 0
         self._closed = False
         self._begin(version)
         try:
@@ -121,6 +125,11 @@ class Seed:
         self.address = self._server.address
         self._pid = os.getpid()
         _seeds.add(self)
+
+    @property
+    def connections(self) -> int:
+        """How many connections of readers are open; each reader has up to four."""
+        return 0 if self._server is None else self._server.connections
 
     @property
     def url(self) -> str:
@@ -245,11 +254,11 @@ class Seed:
         if request.method != ("POST" if way else "GET"):
             return text(405, '{"error": "another method is needed"}')
         if path == "/v1/manifest":
+            self.reads = next(self._asked)
             return text(200, version.text)
         if path == "/v1/state":
-            readers = 0 if self._server is None else self._server.connections
             state = {"incarnation": self._incarnation, "generation": self.generation}
-            return text(200, json.dumps({**state, "readers": readers}))
+            return text(200, json.dumps({**state, "readers": self.connections}))
         if match is None or way == (match[4] is None):
             return text(404, '{"error": "no such path"}')
         asked, about = (match[2], int(match[3])), version.manifest
