@@ -147,7 +147,6 @@ class Options:
             raise errors.UsageError(
                 f"engine={self.engine!r} reads {past} the page cache",
                 expected=f"another engine, or none, beside page_cache={self.page_cache!r}",
-                found=f"engine={self.engine!r}, page_cache={self.page_cache!r}",
             )
         if self.threads is not None:
             _check_count("threads", self.threads, 1)

@@ -85,10 +85,9 @@ def _alignment(seen: Headers) -> list[str]:
     _, first = np.unique(sources, return_index=True)
     aligned = starts % _ALIGNED == 0
     suited = np.count_nonzero(starts[first] % _DIRECT == 0)
-    note = (
-        f"{np.count_nonzero(aligned)} of {starts.size} tensors begin on a multiple of {_ALIGNED} "
-        f"bytes, and the data of {suited} of {first.size} files on one of {_DIRECT}"
-    )
+    tensors = f"{np.count_nonzero(aligned)} of {errors.counted(starts.size, 'tensor')}"
+    files = f"{suited} of {errors.counted(first.size, 'file')}"
+    note = f"on a multiple of {_ALIGNED} bytes: {tensors}; data on one of {_DIRECT}: {files}"
     # After a tensor whose size is no multiple, no layout can align the next one.
     improvable = np.any(~aligned & (sizes % _ALIGNED == 0))
     if suited < first.size or improvable:

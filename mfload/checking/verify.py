@@ -245,7 +245,7 @@ def verify(
     }
     if checksums == "auto" and not (digests or known or other or seen.problems):
         at = "" if beside is None else f" at {getattr(beside, 'name', beside)}"
-        how_to = 'checksums="write" makes one (--checksums write on the command line)'
+        how_to = "checksums='write' makes one"
         seen.notes.append(f"there is no manifest{at}: {how_to}")
     columns = seen.tensors.columns
     others = columns.others.values()  # Of these, the column has the bytes of the first piece.
@@ -282,7 +282,8 @@ def with_manifest(saved: Saved, *, write: bool | Algorithm) -> Saved:
             raise errors.WriteError(f"what was saved is damaged: {found.problems[0]}", file=path)
         note = f"checksums written to {at}"
     elif os.path.lexists(at):
-        note = f"the manifest {at} was written for other data; save(checksums=True) replaces it"
+        advice = "mfload.verify(path, checksums='write', overwrite=True) replaces it"
+        note = f"the manifest {at} was written for other data; {advice}"
     else:
         return saved
     return replace(saved, notes=(*saved.notes, note))

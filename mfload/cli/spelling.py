@@ -16,7 +16,7 @@ _VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\{[^}]*\}|\d[\w.]*|True\b|False\b|None\
 _OPTIONS = re.compile(
     r"\b(?:options=)?(?:mfload\.)?Options\((?:peer=(?:mfload\.)?PeerOptions\(([^()]*)\)|([^()]*))\)"
 )
-_CALL = re.compile(r"\bmfload\.([a-z]+)\b(?:\(([^()]*)\))?")
+_CALL = re.compile(r"\bmfload\.(?:ondemand\.)?([a-z]+)\b(?:\(([^()]*)\))?")
 # Not in a path or a query: those are the user's.
 _ARGUMENT = re.compile(rf"(?<![\w.?&/-])([a-z][a-z0-9_]*)(=(?:({_VALUE}))?)?(?!=)")
 _POSITIONAL = re.compile(r"(?<![\w'\"-])([a-z]\w*)(?=,|$)")
@@ -63,10 +63,15 @@ def _known() -> dict[str, tuple[str, str | None]]:
     """Options and their metavars by the name of the library's argument."""
     group = _app().group()
     found: dict[str, tuple[str, str | None]] = {}
-    for command in group.commands.values():
-        for param in command.params:
-            if param.param_type_name == "option":
-                option = next(each for each in param.opts if each.startswith("--"))
-                for name in (option[2:].replace("-", "_"), param.name):
-                    found.setdefault(name, (option, param.metavar))
+    options = [
+        (next(each for each in param.opts if each.startswith("--")), param)
+        for command in group.commands.values()
+        for param in command.params
+        if param.param_type_name == "option"
+    ]
+    # Where commands differ in what an option takes, the one that takes most is named.
+    for option, param in sorted(options, key=lambda each: len(each[1].metavar or "")):
+        found |= dict.fromkeys(
+            (option[2:].replace("-", "_"), param.name), (option, param.metavar)
+        )
     return found

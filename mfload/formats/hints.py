@@ -48,8 +48,8 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     *((0, bytes((0x80, n)), _PICKLE) for n in range(2, 6)),
 )
 _NAMES = (
-    (re.compile(r"saved_model\.pb"), "a SavedModel: load it with tf.saved_model.load"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: use tf.train"),
+    (re.compile(r"saved_model\.pb"), "a SavedModel: in Python, tf.saved_model.load reads it"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: in Python, tf.train reads it"),
     (re.compile(r".*\.distcp"), "a checkpoint of torch.distributed.checkpoint"),
     (re.compile(r".*\.(bin|pt|pth|ckpt)"), f"PyTorch files: {_TORCH}"),
     (re.compile(r".*\.pdparams"), f"Paddle files: {_PADDLE}"),

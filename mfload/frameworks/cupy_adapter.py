@@ -65,9 +65,8 @@ class CupyAdapter(base.Adapter):
             kept = self._cupy.get_default_memory_pool().free_bytes()
         return base.Pool(
             self.devices[number].memory_info().free + kept,
-            "cupy.get_default_memory_pool().free_all_blocks() gives back the "
-            f"{errors.amount(kept)} that CuPy keeps for itself, and allocator='framework' uses "
-            "them",
+            f"allocator='framework' uses the {errors.amount(kept)} that CuPy keeps for itself; in "
+            "Python, cupy.get_default_memory_pool().free_all_blocks() gives them back",
         )
 
 

@@ -89,8 +89,8 @@ class TensorflowAdapter(base.Adapter):
     def pool(self, number: int) -> base.Pool | None:
         return base.Pool(
             None,
-            "allocator='framework' lands in what TensorFlow has set aside for itself; before it "
-            "starts, tf.config.experimental.set_memory_growth has it set aside what it needs alone",
+            "allocator='framework' lands in what TensorFlow has set aside for itself; with "
+            "TF_FORCE_GPU_ALLOW_GROWTH=true in the environment it sets aside what it needs alone",
         )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:

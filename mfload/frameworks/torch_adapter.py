@@ -108,8 +108,8 @@ class TorchAdapter(base.Adapter):
         kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
         return base.Pool(
             self.devices[number].memory_info().free + kept,
-            f"torch.cuda.empty_cache() gives back the {errors.amount(kept)} that torch keeps for "
-            "itself, and allocator='framework' uses them",
+            f"allocator='framework' uses the {errors.amount(kept)} that torch keeps for itself; in "
+            "Python, torch.cuda.empty_cache() gives them back",
         )
 
 
