@@ -280,8 +280,8 @@ def amount(nbytes: int | None, like: int | None = None) -> str:
     """Bytes, in the unit that another size was given in; rounded up, so that it is enough."""
     if not isinstance(like, Size) or nbytes is None:
         return counted(nbytes, "byte")
-    hundredths = -(-nbytes * 100 // like.scale)
-    return f"{hundredths / 100:.12g} {like.unit}"
+    whole, part = divmod(-(-nbytes * 100 // like.scale), 100)
+    return f"{whole}{f'.{part:02d}'.rstrip('0').rstrip('.')} {like.unit}"
 
 
 # Comparing takes about 50 µs a choice: these limits keep a mistyped name from costing a wait.

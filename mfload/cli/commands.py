@@ -16,6 +16,7 @@ from mfload.cli.options import argument, command, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.spelling import spoken
 from mfload.cli.terminal import bar, say
+from mfload.errors import check_choice
 from mfload.options import Options, PeerOptions
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def load(
     from mfload import api
     from mfload.report import Report
 
+    check_choice("value of --prefer", prefer, ("path", "fallback"))
     others: Any = {"verify": verify, "fallback": fallback, "prefer": prefer}
     reports: list[Report] = []
     for number in range(repeat):

@@ -71,7 +71,5 @@ def _known() -> dict[str, tuple[str, str | None]]:
     ]
     # Where commands differ in what an option takes, the one that takes most is named.
     for option, param in sorted(options, key=lambda each: len(each[1].metavar or "")):
-        found |= dict.fromkeys(
-            (option[2:].replace("-", "_"), param.name), (option, param.metavar)
-        )
+        found |= dict.fromkeys((option[2:].replace("-", "_"), param.name), (option, param.metavar))
     return found

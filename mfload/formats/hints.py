@@ -49,7 +49,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 )
 _NAMES = (
     (re.compile(r"saved_model\.pb"), "a SavedModel: in Python, tf.saved_model.load reads it"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: in Python, tf.train reads it"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: tf.train reads it"),
     (re.compile(r".*\.distcp"), "a checkpoint of torch.distributed.checkpoint"),
     (re.compile(r".*\.(bin|pt|pth|ckpt)"), f"PyTorch files: {_TORCH}"),
     (re.compile(r".*\.pdparams"), f"Paddle files: {_PADDLE}"),

@@ -181,7 +181,8 @@ def load(
                 raise errors.UsageError(
                     "verify= compares whole tensors, and this process reads parts of them",
                     expected="one process, whose shards make up each tensor; or mfload.verify",
-                    found=f"{len(ranks)} processes; this one wants {errors.amount(wanted)}",
+                    found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
+                    + errors.amount(wanted),
                 )
             checking = check(chosen.index, infos)
         with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:

@@ -194,9 +194,7 @@ def test_a_file_that_suits_needs_no_hint(tmp_path: Path) -> None:
     header = raw[8 : 8 + length].ljust(4088)
     path.write_bytes((4088).to_bytes(8, "little") + header + raw[8 + length :])
     (note,) = headers.inspect(path).notes
-    assert note == (
-        "on a multiple of 64 bytes: 2 of 3 tensors; data on one of 4096: 1 of 1 file"
-    )
+    assert note == ("on a multiple of 64 bytes: 2 of 3 tensors; data on one of 4096: 1 of 1 file")
 
 
 def test_a_problem_reads_like_an_error() -> None:

@@ -86,9 +86,7 @@ def test_another_process_has_the_same_certificates(
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_files_that_hold_no_certificate(
-    secured: serving.Server, tmp_path: Path, name: str
-) -> None:
+def test_files_that_hold_no_certificate(secured: serving.Server, tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").write_text("")
     with pytest.raises(errors.UsageError, match="certificate") as info:
         load(secured.url(), ca_file=tmp_path / name)
@@ -128,8 +126,9 @@ def test_what_breaks_off_is_not_taken_for_tls(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "_PAUSE", 0.001)
-    with serving.serving(files, always=serving.cut(3)) as server, pytest.raises(
-        errors.ReadError, match="ended before"
+    with (
+        serving.serving(files, always=serving.cut(3)) as server,
+        pytest.raises(errors.ReadError, match="ended before"),
     ):
         load(server.url())
 
@@ -156,8 +155,9 @@ def test_a_seed_with_certificates(certificates: Path) -> None:
         with pytest.raises(errors.SourceError, match="no secure connection") as info:
             load(seed.url, ca_file=certificates / "stranger.pem")
         assert "ca_file=" in str(info.value.expected)
-    with mfload.publish(MODEL, model="m") as seed, pytest.raises(
-        errors.SourceError, match="the peer speaks plain HTTP"
-    ) as info:
+    with (
+        mfload.publish(MODEL, model="m") as seed,
+        pytest.raises(errors.SourceError, match="the peer speaks plain HTTP") as info,
+    ):
         load(seed.url, ca_file=certificates / "ca.pem")
     assert info.value.expected == "no ca_file="
