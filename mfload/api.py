@@ -304,7 +304,8 @@ def plan(
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
 
-    `framework` defaults to "numpy", with a mesh or with shardings that are no dims to "jax".
+    `framework` defaults to "numpy", with a mesh or with shardings that are no dims to "jax". It
+    need not be installed for a plan onto the host without a mesh or shardings; a note says so.
 
     Returns:
         The plan and this machine's route; prints well, and has `as_dict()`. Of several processes
@@ -326,7 +327,7 @@ def plan(
         return mesh_load.preview(chosen, backend, mesh, shardings, unmatched)
     with gc_paused():
         index, sources, requests = _choose(path, names, dtype, how)
-        adapter = frameworks.get(framework, device, index.names)
+        adapter = frameworks.planned(framework, device, index.names)
         return Loader(index, sources, adapter, how).preview(requests)
 
 

@@ -265,6 +265,35 @@ def _translated(error: OSError, kind: type[_E], action: str, **fields: Any) -> _
     return made
 
 
+def counted(number: int | None, noun: str, plural: str | None = None) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+class Size(int):
+    """Bytes that were given in a unit, such as "MiB"; messages about them use it too."""
+
+    unit: str
+    scale: int
+
+    def __new__(cls, nbytes: int, unit: str, scale: int) -> Size:
+        """Takes the bytes, the unit and its bytes."""
+        made = super().__new__(cls, nbytes)
+        made.unit, made.scale = unit, scale
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return int(self), self.unit, self.scale
+
+
+def amount(nbytes: int | None, like: int | None = None) -> str:
+    """Bytes, in the unit that another size was given in; rounded up, so that it is enough."""
+    if not isinstance(like, Size) or nbytes is None:
+        return counted(nbytes, "byte")
+    whole, part = divmod(-(-nbytes * 100 // like.scale), 100)
+    return f"{whole}{f'.{part:02d}'.rstrip('0').rstrip('.')} {like.unit}"
+
+
 def close_names(word: object, choices: Iterable[str], most: int = 3) -> list[str]:
     """The choices that are near to a word, the nearest first (see `mfload.spelling`)."""
     from mfload import spelling  # Late: only errors need it.

@@ -12,6 +12,8 @@ from mfload import errors
 from mfload.runtime import Deadline
 
 if TYPE_CHECKING:
+    import os
+
     from mfload.options import Allocator, Engine, Exchange, Options, PageCache, PeerOptions
 
 OVERHEAD = 256 << 20
@@ -40,6 +42,9 @@ class LoadOptions:
     max_host_overhead: int | None = None
     max_device_overhead: int | None = None
     headers: tuple[tuple[str, str], ...] | None = None
+    ca_file: str | os.PathLike[str] | None = None
+    cert_file: str | os.PathLike[str] | None = None
+    key_file: str | os.PathLike[str] | None = None
     peer: PeerOptions | None = None
     deadline: Deadline = Deadline(None)
     by_host: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from mfload import errors
@@ -46,7 +46,7 @@ class PeerOptions:
             `Options.timeout`, or no limit.
         stalled: Seconds without progress after which a peer is given up.
         ca_file: Certificates of the authority that signed those of seeds; with it, connections use
-            TLS.
+            TLS. Default of this and the next two: those of `Options`.
         cert_file: This process's own certificate, for seeds that ask for it, and for its own seed.
         key_file: Its key. Default: in `cert_file`.
 
@@ -75,8 +75,7 @@ class PeerOptions:
             object.__setattr__(self, "transports", (self.transports,))
         elif self.transports is not None:
             object.__setattr__(self, "transports", tuple(self.transports))
-        if self.key_file is not None and self.cert_file is None:
-            raise errors.UsageError("key_file= has no certificate", expected="cert_file=")
+        _check_certificate(self)
         if self.publish and self.ca_file is not None and self.cert_file is None:
             what = "a seed among those with certificates needs its own"
             raise errors.UsageError(what, expected="cert_file= beside publish=True and ca_file=")
@@ -112,6 +111,11 @@ class Options:
         max_device_overhead: The same for the memory of each device.
         headers: Names and values that are sent with each request for a URL, to its own server
             alone, such as `{"Authorization": "Bearer …"}`. Never shown.
+        ca_file: Certificates of the authority that signed those of `https://` servers, in place of
+            the system's, and of seeds, which are then read over TLS. Default: the system's, or
+            those that the environment variables SSL_CERT_FILE and SSL_CERT_DIR name.
+        cert_file: This process's own certificate, for servers and seeds that ask for one.
+        key_file: Its key. Default: in `cert_file`.
         peer: How `peer://` is read.
 
     Raises:
@@ -129,6 +133,9 @@ class Options:
     headers: Mapping[str, str] | tuple[tuple[str, str], ...] | None = field(
         default=None, repr=False
     )
+    ca_file: str | os.PathLike[str] | None = None
+    cert_file: str | os.PathLike[str] | None = None
+    key_file: str | os.PathLike[str] | None = None
     peer: PeerOptions | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +147,6 @@ class Options:
             raise errors.UsageError(
                 f"engine={self.engine!r} reads {past} the page cache",
                 expected=f"another engine, or none, beside page_cache={self.page_cache!r}",
-                found=f"engine={self.engine!r}, page_cache={self.page_cache!r}",
             )
         if self.threads is not None:
             _check_count("threads", self.threads, 1)
@@ -155,6 +161,19 @@ class Options:
         if self.peer is not None and not isinstance(self.peer, PeerOptions):  # pyright: ignore
             what, expected = "peer must be an mfload.PeerOptions", "mfload.PeerOptions(…)"
             raise errors.UsageError(what, expected=expected, found=repr(self.peer))
+        _check_certificate(self)
+        given = {name: getattr(self, name) for name in _CERTIFICATES if getattr(self, name)}
+        peer = self.peer or PeerOptions()
+        if given and not (peer.ca_file or peer.cert_file):
+            object.__setattr__(self, "peer", replace(peer, **given))
+
+
+_CERTIFICATES = ("ca_file", "cert_file", "key_file")
+
+
+def _check_certificate(given: Options | PeerOptions) -> None:
+    if given.key_file is not None and given.cert_file is None:
+        raise errors.UsageError("key_file= has no certificate", expected="cert_file=")
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -198,16 +217,24 @@ def byte_count(name: str, value: Any, least: int) -> int:
     """Bytes that an argument gives, as a whole number or as a size; `least` or more."""
     number = size(value, name) if isinstance(value, str) else value
     _check_count(name, number, least)
-    return int(number)
+    return number if isinstance(number, errors.Size) else int(number)
 
 
 def size(text: str, name: str = "value") -> int:
-    """Bytes of a size such as "4096", "256MiB", "1.5GB" or "64k"; units with an i are binary."""
+    """Bytes of a size such as "4096", "256MiB", "1.5GB" or "64k"; units with an i are binary.
+
+    With a unit it is an `errors.Size`.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise errors.UsageError(
             f"{name} is not a size", expected="bytes, or a size as 256MiB or 1.5GB", found=text
         )
     whole, _, part = match[1].partition(".")
-    unit = _UNITS[match[2].lower()]
-    return int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)
+    prefix = match[2].lower()
+    unit = _UNITS[prefix]
+    nbytes = int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)
+    if not prefix:
+        return nbytes
+    shown = prefix if prefix == "k" else prefix[0].upper() + prefix[1:]
+    return errors.Size(nbytes, f"{shown}B", unit)

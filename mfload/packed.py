@@ -40,8 +40,8 @@ def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any
     if row.size_of(shape) != raw.size:
         raise errors.UsageError(
             "not the bytes of such a tensor",
-            expected=f"{row.size_of(shape)} bytes for {row} {list(shape)}",
-            found=f"{raw.size} bytes",
+            expected=f"{errors.amount(row.size_of(shape))} for {row} {list(shape)}",
+            found=errors.amount(raw.size),
         )
     if row.numpy is not None:
         return raw.view(row.numpy).reshape(shape)

@@ -8,24 +8,23 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mfload import errors
+from mfload.errors import counted
 
 if TYPE_CHECKING:
     from mfload.timeline import Span
     from mfload.timeline_figure import TimelineFigure
 
 
-def human(nbytes: float) -> str:
-    """Bytes in binary units: 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def human(nbytes: float, *, decimal: bool = False) -> str:
+    """Bytes in binary units, 1.5 MiB, or in decimal ones, 1.5 MB."""
+    step, units = (1000, ("kB", "MB", "GB")) if decimal else (1024, ("KiB", "MiB", "GiB"))
+    if abs(nbytes) < step:
+        return f"{nbytes:.0f} B"
+    for unit in units:
+        nbytes /= step
+        if abs(nbytes) < step:
+            return f"{nbytes:.4g} {unit}"
+    return f"{nbytes / step:.4g} {'TB' if decimal else 'TiB'}"
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:
@@ -245,7 +244,9 @@ class Report(Printable):
         if self.whole_reads:
             rows.append(("read whole", counted(self.whole_reads, "operation on lazy tensors")))
         if self.processes > 1:
-            exchanged = f"{human(self.exchanged_bytes)}, {self.processes} processes"
+            exchanged = (
+                f"{human(self.exchanged_bytes)}, {counted(self.processes, 'process', 'processes')}"
+            )
             rows.append(("exchanged", exchanged))
         rows += [
             ("mapped", human(self.mapped_bytes)),

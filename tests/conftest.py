@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -72,3 +75,28 @@ def no_bytes_live() -> Iterator[None]:
     """After every test, none of mfload's memory is left, on the host or on a device."""
     yield
     assert left() == 0
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority with certificates of a seed, a reader and an expired seed; a stranger."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("the openssl command makes the certificates")
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def run(*arguments: str) -> None:
+        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for name in ("ca", "stranger"):
+        subject = ("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
+        run("req", "-x509", "-days", "2", *curve, *subject)
+    names = {"seed": "IP:127.0.0.1", "reader": "DNS:reader", "other": "DNS:elsewhere", "old": ""}
+    for name, other in names.items():
+        run("req", *curve, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", "request")
+        (folder / "extensions").write_text(f"subjectAltName={other or 'IP:127.0.0.1'}\n")
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-out", f"{name}.pem")
+        days = "-1" if name == "old" else "2"
+        run("x509", "-req", "-in", "request", "-days", days, *signed, "-extfile", "extensions")
+    return folder

@@ -11,7 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from mfload.sources.tls import Tls
 
 
 class Asked(NamedTuple):
@@ -40,9 +43,10 @@ class Server:
     chunked: bool = False
     protocol: str = "HTTP/1.1"
     port: int = 0
+    scheme: str = "http"
 
     def url(self, path: str = "/model.safetensors") -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"{self.scheme}://127.0.0.1:{self.port}{path}"
 
     def etag(self, path: str) -> str:
         return self.etags.get(path, f'"{hash(self.files[path]) & 0xFFFFFFFF:x}"')
@@ -177,9 +181,16 @@ def after(count: int, fault: Callable[[Any], bool | None]) -> Callable[[Any], bo
     return later
 
 
+def own(folder: Path, name: str) -> dict[str, Any]:
+    """A certificate of the fixture `certificates` and its key, as options name them."""
+    return {"cert_file": folder / f"{name}.pem", "key_file": folder / f"{name}.key"}
+
+
 @contextlib.contextmanager
-def serving(files: dict[str, bytes], **settings: Any) -> Iterator[Server]:
-    """Serves files by path while it lasts."""
+def serving(
+    files: dict[str, bytes], tls: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[Server]:
+    """Serves files by path while it lasts; over TLS with what `own` gives."""
     served = Server(files, **settings)
 
     class Bound(Handler):
@@ -196,6 +207,10 @@ def serving(files: dict[str, bytes], **settings: Any) -> Iterator[Server]:
 
     with Quiet(("127.0.0.1", 0), Bound) as running:
         served.port = running.server_address[1]
+        if tls is not None:
+            context = Tls(**tls).context(server=True)
+            running.socket = context.wrap_socket(running.socket, server_side=True)
+            served.scheme = "https"
         thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

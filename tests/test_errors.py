@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import errno
+import itertools
 import os
 import pickle
 import re
@@ -286,3 +288,91 @@ def test_odd_questions_to_an_opened_checkpoint(file: Path) -> None:
     for ask in (opened.get_tensor, opened.get_tensors):
         with pytest.raises(errors.UsageError, match="closed"):
             ask(["a"][0])
+
+
+_NOUNS = set(
+    [
+        "tensors",
+        "files",
+        "shards",
+        "bytes",
+        "arrays",
+        "processes",
+        "steps",
+        "pieces",
+        "buffers",
+        "rows",
+        "devices",
+        "readers",
+        "threads",
+        "names",
+        "dims",
+        "elements",
+        "problems",
+        "parts",
+        "blocks",
+        "chunks",
+        "columns",
+        "seeds",
+        "ranks",
+        "values",
+        "entries",
+        "keys",
+        "rounds",
+        "tries",
+        "layers",
+        "neurons",
+        "experts",
+        "cores",
+        "times",
+        "connections",
+        "batches",
+        "operations",
+        "faults",
+        "slots",
+    ]
+)
+# What is there more than once, or is no count.
+_NEVER_ONE = {
+    "bench/random_reads.py: {_ROUNDS} rounds in", "checking/headers.py: {_ALIGNED} bytes",
+    "formats/discovery.py: {n} files", "io/decode.py: {'fewer' if left else 'more'} bytes than",
+    "loading/session.py: {MAX_RANK} dims", "loading/session.py: {len(batches)} batches",
+    "loading/session.py: {name} copies tensors",
+    "mesh/jax_backend.py: {info.dtype.elements} elements in",
+    "ondemand/experts.py: {layer} lacks tensors",
+    "peer/manifest.py: {MAX_RANK} dims and", "peer/source.py: {expected} of bytes",
+    "peer/source.py: {len(names)} tensors have", "planning/slicing.py: {block} elements of",
+    "saving/export.py: {row.elements} elements of", "sources/http.py: {_REDIRECTS} times",
+    "trees/recipe.py: {len(claims)} tensors such",
+}  # fmt: skip
+
+
+def _plurals(path: Path) -> list[str]:
+    """Numbers in messages of a module before a noun that is always in the plural."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            for value, after in itertools.pairwise(node.values):
+                text = after.value if isinstance(after, ast.Constant) else ""
+                words = re.match(r" ([a-z]+)(?: ([a-z]+))?\b", str(text))
+                if isinstance(value, ast.FormattedValue) and words and {*words.groups()} & _NOUNS:
+                    found.append(f"{{{ast.unparse(value.value)}}}{words[0]}")
+    return found
+
+
+def test_one_is_singular() -> None:
+    """Messages count by one helper, which knows the singular."""
+    root = Path(mfload.__file__).parent
+    found = {
+        f"{path.relative_to(root)}: {each}"
+        for path in root.rglob("*.py")
+        for each in _plurals(path)
+    }
+    assert found == _NEVER_ONE
+
+
+def test_counts() -> None:
+    assert errors.counted(1, "file") == "1 file"
+    assert errors.counted(0, "file") == "0 files"
+    assert errors.counted(1, "entry", "entries") == "1 entry"
+    assert errors.counted(2, "entry", "entries") == "2 entries"

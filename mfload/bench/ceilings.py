@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from mfload import errors
 from mfload.index import Index, TensorInfo
 from mfload.io import buffers
 
@@ -71,7 +72,7 @@ class Pattern(NamedTuple):
         """The pattern in words."""
         how = "O_DIRECT" if self.direct else "preadv"
         into = "reused slots" if self.reuse else "fresh 2 MiB pages"
-        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        threads = errors.counted(self.threads, "thread")
         return f"{how}, {threads}, {self.block // MIB} MiB, {into}"
 
 

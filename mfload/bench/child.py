@@ -42,7 +42,7 @@ def measure(job: Job) -> dict[str, Any]:
     touch(spans)
     touch_s, touch_cpu = time.perf_counter() - start, time.process_time() - cpu
     if loader.framework is not None and len(made) != job["tensors"]:
-        raise RuntimeError(f"{len(made)} tensors of {job['tensors']} were loaded")
+        raise RuntimeError(f"{len(made)} of {job['tensors']} were loaded")
     return {
         "load_s": load_s,
         "touch_s": touch_s,

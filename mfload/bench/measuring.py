@@ -18,6 +18,7 @@ import numpy as np
 from mfload import api, errors, frameworks
 from mfload.bench import ceilings, loaders, machine, results
 from mfload.diagnostics import host
+from mfload.errors import counted
 from mfload.formats import checkpoint
 from mfload.index import TensorInfo
 from mfload.io import probes
@@ -141,7 +142,7 @@ def choose(path: str, names: Names, max_bytes: int) -> tuple[dict[str, Any], lis
         raise errors.UsageError(what, expected="a path", found=index.files[0])
     selected = selection.select(index, names)
     room = probes.memory_room()
-    limit, why = max_bytes, f"--max-bytes {human(max_bytes)}"
+    limit, why = max_bytes, f"--max-bytes {errors.amount(max_bytes, max_bytes)}"
     if room is not None and room[0] * _SHARE < max_bytes:
         limit, why = int(room[0] * _SHARE), f"{human(room[0])} are left in the {room[1]}"
     rows: list[TensorInfo] = []
@@ -153,9 +154,15 @@ def choose(path: str, names: Names, max_bytes: int) -> tuple[dict[str, Any], lis
     everything = sum(row.nbytes for row in selected)
     if not nbytes:
         message = "nothing to measure: no tensor of a known dtype has bytes that fit"
-        there = f"{len(selected)} tensors of {everything} bytes"
-        raise errors.UsageError(message, file=path, expected=f"1 to {limit} ({why})", found=there)
-    part = f"{len(rows)} of {len(selected)} tensors, {human(nbytes)} of {human(everything)}"
+        there = f"{counted(len(selected), 'tensor')} of {errors.amount(everything)}"
+        raise errors.UsageError(
+            message,
+            file=path,
+            expected=f"at most {errors.amount(limit, max_bytes)} ({why})",
+            found=there,
+        )
+    part = f"{len(rows)} of {counted(len(selected), 'tensor')}"
+    part += f", {human(nbytes)} of {human(everything)}"
     note = f"Measured: {part}: what fits ({why}) and has a known dtype."
     whole = len(rows) == len(index)
     extents = ceilings.extents_of(index, rows)

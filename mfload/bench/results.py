@@ -11,6 +11,7 @@ from typing import Any
 from mfload.bench import loaders
 from mfload.bench.loaders import BenchLoader
 from mfload.diagnostics import host
+from mfload.errors import counted
 
 CASES = ("warm", "cold")
 _COLOURS = {"ceiling": "#4a4f57", "mfload": "#2a6fb0", "peer": "#b4b8bf"}
@@ -104,7 +105,8 @@ def conditions(found: Found) -> list[str]:
     what, run = found["checkpoint"], found["run"]
     said = [
         "; ".join(f"{what}: {found}" for what, found in found["machine"].items()) + ".",
-        f"{what['nbytes'] / 1e9:.3f} GB in {what['tensors']} tensors of {what['files']} files; "
+        f"{what['nbytes'] / 1e9:.3f} GB in {counted(what['tensors'], 'tensor')} of "
+        f"{counted(what['files'], 'file')}; "
         f"rounds: {run['rounds']}, a fresh process for each sample, imports and a first "
         "tiny load done, every page touched.",
         *what["notes"],
@@ -142,8 +144,9 @@ def draw(found: Found, path: Path) -> bool:
         _panel(axes, case, bars)
     m, what = found["machine"], found["checkpoint"]
     title = (
-        f"{what['nbytes'] / 1e9:.2f} GB in {what['tensors']} tensors; {m['processor']}, "
-        f"{m['file system']}; bar: best of {found['run']['rounds']}, whisker: median"
+        f"{what['nbytes'] / 1e9:.2f} GB in {counted(what['tensors'], 'tensor')}; "
+        f"{m['processor']}, {m['file system']}; "
+        f"bar: best of {found['run']['rounds']}, whisker: median"
     )
     figure.suptitle(textwrap.fill(title, int(size[0] * 13)), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)

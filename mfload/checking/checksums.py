@@ -245,7 +245,9 @@ class ManifestCheck:
                 report.clear()
         refuse(offenders, len(self._tensors), self._files)
         if report is not None:
-            report.notes += (f"{len(self._tensors)} tensors verified against the manifest",)
+            report.notes += (
+                f"{errors.counted(len(self._tensors), 'tensor')} verified against the manifest",
+            )
 
 
 def refuse(
@@ -257,7 +259,7 @@ def refuse(
     named = [files[info.pieces[0].source] for info, *_ in offenders]
     first, expected, found = offenders[0]
     raise errors.ChecksumError(
-        f"{len(offenders)} of {total} tensors differ from the manifest",
+        f"{len(offenders)} of {errors.counted(total, 'tensor')} not as the manifest says",
         file=named[0],
         tensor=first.name,
         expected=expected,

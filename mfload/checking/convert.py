@@ -246,7 +246,9 @@ def rewrite(
         with shown(progress, size + stored) as advance:
             copier = Copier(drafts, layouts, sources, hasher, journal)
             if copier.resumed:
-                notes.append(f"went on after {copier.resumed} bytes that an earlier run wrote")
+                notes.append(
+                    f"went on after {errors.amount(copier.resumed)} that an earlier run wrote"
+                )
             scan(sources, copier.left(advance), copier, how, advance)
             copier.load(index, sources, how, advance)
             for draft in drafts:

@@ -214,8 +214,8 @@ def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Reques
                     raise errors.MemoryLimitError(
                         "a tensor that can't be loaded in parts is larger than max_host_overhead",
                         tensor=row.name,
-                        expected=f"at least {request.nbytes} bytes",
-                        found=f"{limit} bytes",
+                        expected=f"at least {errors.amount(request.nbytes, limit)}",
+                        found=errors.amount(limit, limit),
                     )
                 yield request, Piece(number, start, request.nbytes)
                 start += request.nbytes

@@ -49,7 +49,8 @@ def inspect(path: Path | Sequence[Path], options: LoadOptions | None = None) -> 
         if not (dtype := columns.kinds[kind][0]).known:
             unknown[dtype.name] += count
     for name, count in unknown.items():
-        seen.notes.append(f"{count} tensors have a dtype that mfload does not know: {brief(name)}")
+        of = errors.counted(count, "tensor")
+        seen.notes.append(f"of a dtype that mfload does not know: {of}: {brief(name)}")
     seen.notes += _alignment(seen)
     return seen
 
@@ -65,7 +66,7 @@ def _other_files(seen: Headers) -> list[str]:
     named = {os.path.basename(file) for file in seen.found.names}
     others = sorted({name for name in there if name.endswith(discovery.SUFFIX)} - named)
     some = ", ".join(others[:3])
-    note = f"{len(others)} files beside the index are not named by it: {some}"
+    note = f"beside the index, not named by it: {errors.counted(len(others), 'file')}: {some}"
     return [note] if others else []
 
 
@@ -84,10 +85,9 @@ def _alignment(seen: Headers) -> list[str]:
     _, first = np.unique(sources, return_index=True)
     aligned = starts % _ALIGNED == 0
     suited = np.count_nonzero(starts[first] % _DIRECT == 0)
-    note = (
-        f"{np.count_nonzero(aligned)} of {starts.size} tensors begin on a multiple of {_ALIGNED} "
-        f"bytes, and the data of {suited} of {first.size} files on one of {_DIRECT}"
-    )
+    tensors = f"{np.count_nonzero(aligned)} of {errors.counted(starts.size, 'tensor')}"
+    files = f"{suited} of {errors.counted(first.size, 'file')}"
+    note = f"on a multiple of {_ALIGNED} bytes: {tensors}; data on one of {_DIRECT}: {files}"
     # After a tensor whose size is no multiple, no layout can align the next one.
     improvable = np.any(~aligned & (sizes % _ALIGNED == 0))
     if suited < first.size or improvable:

@@ -105,7 +105,7 @@ class Manifest:
         """
         source = sources.find(path if sources.is_source(path) else text_path(path))
         if source.size > MAX_SIZE:
-            most, size = f"at most {MAX_SIZE} bytes", f"{source.size} bytes"
+            most, size = f"at most {errors.amount(MAX_SIZE)}", errors.amount(source.size)
             what = "the manifest is too long"
             raise errors.HeaderError(what, file=source.name, expected=most, found=size)
         table = strict_json.loads(source.read(0, source.size), source.name, "manifest")
@@ -170,7 +170,8 @@ class Manifest:
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" from {self.path}"
-        return f"<mfload manifest{where}: {len(self.tensors)} tensors, {len(self.files)} files>"
+        tensors = errors.counted(len(self.tensors), "tensor")
+        return f"<mfload manifest{where}: {tensors}, {errors.counted(len(self.files), 'file')}>"
 
 
 def text_path(path: Any) -> str:

@@ -44,7 +44,7 @@ def expected(given: Sums, files: Sequence[str]) -> dict[str, PublishedSum]:
         return {file: known for file in files if (known := _of_hub(file)) is not None}
     if isinstance(given, str) and _HEX.fullmatch(given):
         if len(files) != 1:
-            wanted = f"a list of sums for {len(files)} files"
+            wanted = f"a list of sums for {errors.counted(len(files), 'file')}"
             raise errors.UsageError("one sha256 for several files", expected=wanted, found=given)
         return {files[0]: PublishedSum(given.lower(), "given")}
     path = os.fsdecode(given)
@@ -106,7 +106,7 @@ def _listed(path: str, files: Sequence[str]) -> dict[str, str]:
     """The sums of a list; names are relative to its directory, as for `sha256sum -c` there."""
     source = sources.find(path)
     if source.size > _MAX_LIST:
-        most = f"at most {_MAX_LIST} bytes"
+        most = f"at most {errors.amount(_MAX_LIST)}"
         raise errors.HeaderError(
             "not a list of sums", file=source.name, expected=most, found=source.size
         )

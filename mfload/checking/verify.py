@@ -15,6 +15,7 @@ from mfload.checking.compare import Comparison, Pair, pairs
 from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
 from mfload.checking.scan import Advance, joined, throughput
+from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers, Problem
@@ -24,7 +25,7 @@ from mfload.loading.execute import reader_threads
 from mfload.options import Options
 from mfload.planning.blocks import Block
 from mfload.progress import Progress, shown
-from mfload.report import Printable, counted, human
+from mfload.report import Printable, human
 from mfload.runtime import gc_paused
 from mfload.saving import targets
 from mfload.saving.save import Saved
@@ -244,7 +245,7 @@ def verify(
     }
     if checksums == "auto" and not (digests or known or other or seen.problems):
         at = "" if beside is None else f" at {getattr(beside, 'name', beside)}"
-        how_to = 'checksums="write" makes one (--checksums write on the command line)'
+        how_to = "checksums='write' makes one"
         seen.notes.append(f"there is no manifest{at}: {how_to}")
     columns = seen.tensors.columns
     others = columns.others.values()  # Of these, the column has the bytes of the first piece.
@@ -281,7 +282,8 @@ def with_manifest(saved: Saved, *, write: bool | Algorithm) -> Saved:
             raise errors.WriteError(f"what was saved is damaged: {found.problems[0]}", file=path)
         note = f"checksums written to {at}"
     elif os.path.lexists(at):
-        note = f"the manifest {at} was written for other data; save(checksums=True) replaces it"
+        advice = "mfload.verify(path, checksums='write', overwrite=True) replaces it"
+        note = f"the manifest {at} was written for other data; {advice}"
     else:
         return saved
     return replace(saved, notes=(*saved.notes, note))

@@ -34,7 +34,7 @@ def main() -> int:
 def run(arguments: Sequence[str]) -> int:
     """Runs the command with the arguments after its own name, and gives the exit code."""
     from mfload import errors
-    from mfload.cli import failures
+    from mfload.cli import failures, spelling
 
     if "--traceback" in arguments:
         os.environ[failures.TRACEBACK] = "1"
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: terminal.say(
-                f"mfload: warning: {errors.printable(message)}"
+                f"mfload: warning: {errors.printable(spelling.spoken(str(message)))}"
             )
             code = _dispatch([each for each in arguments if each != "--traceback"])
             sys.stdout.flush()

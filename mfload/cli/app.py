@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Annotated, Any
 
@@ -32,6 +33,9 @@ COMMANDS = {
 }
 """Each command's function, and arguments of an example."""
 
+_UNBROKEN = "\u2011"
+"""A hyphen that no line is broken at."""
+
 # Typer takes its errors from Click, in each generation from another place.
 _ClickException: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
@@ -58,13 +62,38 @@ def _mfload(
 def group(name: str = "") -> Any:
     """The commands as Click knows them; given the name of one, that one, since all take longer."""
     app = typer.Typer(
-        name="mfload", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+        name="mfload",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_mfload)
     for each in [name] if name in COMMANDS else COMMANDS:
         function, example = COMMANDS[each]
         app.command(each, epilog=f"Example: mfload {each} {example}")(function)
-    return typer.main.get_command(app)
+    made: Any = typer.main.get_command(app)
+    for each in (made, *made.commands.values()):
+        each.context_class = _whole_words(each.context_class)
+    return made
+
+
+@functools.cache
+def _whole_words(context: Any) -> Any:
+    """A class of contexts whose help breaks no line within `--max-shard-size`."""
+
+    class Formatter(context.formatter_class):
+        def write_text(self, text: str) -> None:
+            super().write_text(text.replace("-", _UNBROKEN))
+
+        def write_dl(self, rows: Any, *more: Any, **how: Any) -> None:
+            rows = [tuple(each.replace("-", _UNBROKEN) for each in row) for row in rows]
+            super().write_dl(rows, *more, **how)
+
+        def getvalue(self) -> str:
+            return super().getvalue().replace(_UNBROKEN, "-")
+
+    return type("Context", (context,), {"formatter_class": Formatter})
 
 
 def call(arguments: list[str]) -> int:

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 from mfload import errors
 from mfload.cli import failures, options
 from mfload.cli.options import flag, option, sized
-from mfload.cli.output import print_json, print_table, write
+from mfload.cli.output import print_json, print_table, tell, write
 from mfload.cli.terminal import bar, say
 from mfload.formats import discovery
+from mfload.options import size
 from mfload.report import human
 
-_QUICK_BYTES, _MOST_BYTES = 512 << 20, 4 << 30
+_QUICK_BYTES, _MOST_BYTES = size("512MiB"), size("4GiB")
 _RESERVED = (".safetensors", ".safetensors.index.json")
 _START = b'{\n "schema"'  # Of a result that was written before.
 
@@ -78,6 +79,8 @@ def bench(
     cache, by each engine that mfload.ondemand reads with. The scratch file has random bytes and
     no name, and is gone in the end.
     """
+    most = (_QUICK_BYTES if quick else _MOST_BYTES) if max_bytes is None else max_bytes
+    say(f"mfload: {_about(path, random, quick, most, [out, picture])}")
     from mfload.bench import measuring, random_reads, results
 
     if random:
@@ -97,7 +100,6 @@ def bench(
             check(target)
     if out is not None and picture is not None and out.resolve() == picture.resolve():
         raise errors.UsageError("--out and --plot are one file", file=out)
-    most = (_QUICK_BYTES if quick else _MOST_BYTES) if max_bytes is None else max_bytes
     said = ""
     with bar("", unit="it") as advance:
 
@@ -143,6 +145,20 @@ def bench(
         _attempt(lambda: picture and _draw(found, picture, draw)),
     ]
     return max(codes)
+
+
+def _about(path: str, random: bool, quick: bool, most: int, written: list[Path | None]) -> str:
+    """What it is going to do, how long that takes, and what it writes."""
+    much = errors.amount(most, most)
+    if random:
+        what = f"random reads of {path}, or of a scratch file of up to {much} in that directory"
+        lasts = "some seconds" if quick else "half a minute"
+    else:
+        what = f"loads up to {much} of {path} again and again, in fresh processes"
+        lasts = "a minute" if quick else "some minutes"
+    files = ", ".join(errors.printable(each) for each in written if each is not None)
+    ends = f"writes {files or 'no file that stays'}; Ctrl-C ends it"
+    return f"{errors.printable(what)}; takes {lasts} or more; {ends}"
 
 
 def _listed(given: str | None) -> tuple[str, ...]:
@@ -198,11 +214,11 @@ def _print(found: dict[str, Any]) -> None:
     for case in ("warm", "cold"):
         rows = [row for row in found["rows"] if row["case"] == case]
         if rows:
-            heads = [case, "best s", "median s", "÷ ceiling", "GB/s", "CPU s", "MiB beside"]
-            print_table(heads, map(_cells, rows), right=range(1, 7))
+            heads = ["best s", "median s", "÷ ceiling", "GB/s", "CPU s", "MiB beside", case]
+            print_table(heads, map(_cells, rows), right=range(6))
             said = (errors.printable(f"{row['label']}: {row['explanation']}.") for row in rows)
-            write(["", *said, ""])
-    write(map(errors.printable, found["conditions"]))
+            tell(["", *said, ""])
+    tell(map(errors.printable, found["conditions"]))
 
 
 def _print_points(found: dict[str, Any]) -> None:
@@ -215,10 +231,11 @@ def _print_points(found: dict[str, Any]) -> None:
                 [human(block), *(_figure(at.get((block, depth)), digits) for depth in depths)]
                 for block in sorted({block for block, _ in at})
             ]
-            heads = [f"{engine}, {what}", *(f"{depth} at once" for depth in depths)]
+            write([f"{engine}, {what}, by bytes of a read and reads at once"])
+            heads = ["", *map(str, depths)]
             print_table(heads, rows, right=range(1, len(heads)))
             write([""])
-    write(map(errors.printable, found["conditions"]))
+    tell(map(errors.printable, found["conditions"]))
 
 
 def _figure(value: float | None, digits: int) -> str:
@@ -229,4 +246,4 @@ def _cells(row: dict[str, Any]) -> list[str]:
     digits = {"best_s": 4, "median_s": 4, "over_ceiling": 2, "gb_per_s": 2, "cpu_s": 3}
     figures = [_figure(row[key], n) for key, n in digits.items()]
     beside = row["peak_over_bytes"]
-    return [row["label"], *figures, "–" if beside is None else f"{beside / 2**20:.0f}"]
+    return [*figures, "–" if beside is None else f"{beside / 2**20:.0f}", row["label"]]

@@ -14,14 +14,16 @@ import typer
 from mfload.cli import failures, ls as listing, options
 from mfload.cli.options import argument, command, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
-from mfload.cli.terminal import bar
+from mfload.cli.spelling import spoken
+from mfload.cli.terminal import bar, say
+from mfload.errors import check_choice
 from mfload.options import Options, PeerOptions
 
 if TYPE_CHECKING:
     from mfload.report import Report
 
 
-@command(peer=options.peers)
+@command(network=options.network)
 def request(
     path: options.Checkpoint,
     framework: options.Framework = "numpy",
@@ -36,10 +38,11 @@ def request(
     threads: options.Threads = None,
     timeout: options.Timeout = None,
     *,
-    peer: PeerOptions,
+    network: dict[str, Any],
 ) -> dict[str, Any]:
     """What `mfload.plan` and `mfload.load` are called with."""
     given = locals()
+    given |= given.pop("network")
     return {
         **{name: given.pop(name) for name in ("path", "framework", "names")},
         "device": options.by_name("--device", given.pop("device"), several=True),
@@ -48,12 +51,12 @@ def request(
     }
 
 
-@command(peer=options.peers)
+@command(network=options.network)
 def limits(
-    threads: options.Threads = None, timeout: options.Timeout = None, *, peer: PeerOptions
+    threads: options.Threads = None, timeout: options.Timeout = None, *, network: dict[str, Any]
 ) -> Options:
     """How other commands read."""
-    return Options(threads=threads, timeout=timeout, peer=peer)
+    return Options(threads=threads, timeout=timeout, **network)
 
 
 ls = command(how=limits)(listing.ls)
@@ -105,6 +108,7 @@ def load(
     from mfload import api
     from mfload.report import Report
 
+    check_choice("value of --prefer", prefer, ("path", "fallback"))
     others: Any = {"verify": verify, "fallback": fallback, "prefer": prefer}
     reports: list[Report] = []
     for number in range(repeat):
@@ -114,7 +118,7 @@ def load(
     if as_json:
         print_json({"runs": [report.as_dict() for report in reports]})
         return
-    print_table(None, reports[-1].rows())
+    _print_rows(reports[-1])
     if repeat > 1:
         write([""])
         _print_runs(reports)
@@ -228,7 +232,7 @@ def diff(
     if as_json:
         print_json(found.as_dict() | {"tensors": [each._asdict() for each in shown]})
     else:
-        print_table(None, found.rows())
+        _print_rows(found)
         if shown:
             write([""])
             print_table(HEADS, [each.row() for each in shown], right=[0, 1, 2, 3])
@@ -407,7 +411,8 @@ def doctor(path: Look = None, timeout: Patience = 20.0, as_json: options.Json = 
     if as_json:
         print_json(found.as_dict())
     else:
-        print_table(("part", "what", "found"), found.rows())
+        rows = [tuple(map(spoken, map(str, row))) for row in found.rows()]
+        print_table(("part", "what", "found"), rows)
         if found.well:
             write(["nothing stands in the way"])
     return failures.FINE if found.well else failures.DIFFERENT
@@ -467,19 +472,22 @@ def serve(
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress)
     names = [each.strip() for each in transports.split(",") if each.strip()]
-    with seed.publish(
-        held,
-        model=model,
-        revision=revision,
-        address=address,
-        ca_file=ca_file,
-        planner=planner,
-        **own,
-        max_readers=max_readers,
-        checksums=checksums,
-        transports=names,
-        metadata=metadata,
-    ) as made:
+    with (
+        seed.publish(
+            held,
+            model=model,
+            revision=revision,
+            address=address,
+            ca_file=ca_file,
+            planner=planner,
+            **own,
+            max_readers=max_readers,
+            checksums=checksums,
+            transports=names,
+            metadata=metadata,
+        ) as made,
+        serving.told(made, _say),
+    ):
         _started(made.url, as_json)
         serving.wait()
 
@@ -503,7 +511,7 @@ def planner(
     from mfload.peer.planner_http import PlannerServer
 
     token = None if token_file is None else security.read_token(token_file)
-    tls = security.Tls.of_server(cert_file, key_file, ca_file)
+    tls = security.Tls.of(cert_file, key_file, ca_file)
     with PlannerServer(address, token=token, tls=tls) as made:
         _started(made.url, as_json)
         serving.wait()
@@ -514,10 +522,20 @@ def _started(url: str, as_json: bool) -> None:
         print_json({"url": url})
     else:
         write([url])
+    _say("ready; Ctrl-C ends it")
+
+
+def _say(text: str) -> None:
+    say(f"mfload: {text}")
 
 
 def _print(found: Any, as_json: bool) -> None:
     if as_json:
         print_json(found.as_dict())
     else:
-        print_table(None, found.rows())
+        _print_rows(found)
+
+
+def _print_rows(found: Any) -> None:
+    """Names and values, the library's notes among them."""
+    print_table(None, [(name, spoken(str(value))) for name, value in found.rows()])

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import traceback
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from mfload import errors
 from mfload.cli import terminal
 from mfload.cli.output import print_json
+from mfload.cli.spelling import spoken
 
 FINE, DIFFERENT, USAGE = 0, 1, 2
 TRACEBACK = "MFLOAD_TRACEBACK"
@@ -49,10 +49,6 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 _LONG = 1000
 _MOST_PROBLEMS = 50
-# Arguments as the library's errors name them: overwrite=True, checksums="write", max_shard_size.
-_ARGUMENT = re.compile(
-    r"\b(overwrite(?==True)|checksums(?==)|max_shard_size|max_(?:host|device)_overhead)(=True)?"
-)
 
 
 def code_of(error: BaseException) -> int:
@@ -75,7 +71,7 @@ def show(error: BaseException, *, as_json: bool) -> int:
         said[key] = value if isinstance(value, int | float | None) else str(value)
     for key in ("message", "expected"):
         if isinstance(error, errors.MfloadError) and isinstance(said[key], str):
-            said[key] = _ARGUMENT.sub(lambda match: "--" + match[1].replace("_", "-"), said[key])
+            said[key] = spoken(said[key])
     said["problems"] = list(getattr(error, "problems", ()))
     if as_json:
         try:

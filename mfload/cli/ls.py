@@ -15,8 +15,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
-from mfload.cli.output import print_json, print_table, write
-from mfload.errors import printable
+from mfload.cli.output import print_json, print_table, tell, write
+from mfload.errors import counted, printable
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
 from mfload.load_options import started
@@ -91,7 +91,7 @@ def ls(
     errors.check_choice("order", sort, tuple(SORTS))
     least = -1 if larger_than is None else larger_than
     most = math.inf if smaller_than is None else smaller_than
-    shown = functools.cache(str if exact else human)
+    shown = functools.cache(str if exact else _human_like(larger_than, smaller_than))
     with gc_paused():
         index, sources = checkpoint.read(path, started(how))
         dtypes = {_dtype_name(each, index) for each in dtype or ()}
@@ -115,6 +115,13 @@ def ls(
         print_table(None if quiet else ["metadata", "value"], (index.metadata or {}).items())
     if not quiet:
         _print_totals(index, rows, summary, shown, gap=not summary or metadata)
+
+
+def _human_like(*limits: int | None) -> Callable[[int], str]:
+    """Writes sizes in decimal units if all limits that were given are in such."""
+    units = {getattr(each, "unit", "B") for each in limits if each is not None}
+    decimal = bool(units - {"B"}) and not any("i" in unit for unit in units)
+    return functools.partial(human, decimal=decimal)
 
 
 def _dtype_name(name: str, index: Index) -> str:
@@ -200,7 +207,7 @@ def _how(row: TensorInfo) -> str:
         }
         words |= dict.fromkeys(word for word, holds in also.items() if holds)
     if len(row.pieces) > 1:
-        words[f"{len(row.pieces)} pieces"] = None
+        words[counted(len(row.pieces), "piece")] = None
     return ", ".join(words) or "raw"
 
 
@@ -248,12 +255,14 @@ def _print_totals(
     index: Index, rows: Sequence[TensorInfo], summary: bool, shown: Any, gap: bool
 ) -> None:
     files = len(index.files)
+    in_all = counted(files, "file")
     size = shown(sum(row.nbytes for row in rows))
     by_file = sorted(totals(rows, lambda row: row.pieces[0].source).items())
     if len(rows) == len(index):
-        line = f"{len(rows)} tensors, {size}, in {files} file{'s' if files > 1 else ''}"
+        line = f"{counted(len(rows), 'tensor')}, {size}, in {in_all}"
     else:
-        line = f"{len(rows)} of {len(index)} tensors, {size}, in {len(by_file)} of {files} files"
+        of = counted(len(index), "tensor")
+        line = f"{len(rows)} of {of}, {size}, in {len(by_file)} of {in_all}"
     write([*([""] if gap else []), line])
     sums = {"dtype": list(totals(rows, _DTYPE).items())}
     if files > 1 and (summary or files <= _FEW_FILES):
@@ -264,4 +273,4 @@ def _print_totals(
             lines = [(total["tensors"], shown(total["bytes"]), name) for name, total in found]
             print_table(["tensors", "bytes", of], lines, right=[0, 1])
     if index.notes:
-        write(["", *(f"note: {printable(note)}" for note in index.notes)])
+        tell(["", *(f"note: {printable(note)}" for note in index.notes)])

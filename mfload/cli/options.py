@@ -93,6 +93,16 @@ _DTYPE = (
 _ENGINE = "auto, pread, direct or mmap; onto GPUs pinned or gds as well."
 _PAGE_CACHE = "What is read from the disk is kept in the page cache or not: auto, keep or bypass."
 _ALLOCATOR = "Whose memory holds the arrays: auto, mfload or framework."
+_HEADER = (
+    "'Name: value', sent with each request for a URL, to its own server alone; may be given "
+    "several times. Other users of the machine see a command's arguments: @FILE reads a secret, "
+    "one header a line."
+)
+_AUTHORITY = (
+    "Certificates of the authority that signed those of https:// servers, in place of the "
+    "system's, and of seeds, which are then read over TLS."
+)
+_CERTIFICATE = "A certificate of one's own, for servers and seeds that ask for one."
 _HOST = "Host memory beside the result, such as 256MiB."
 _GPU = "Memory of a GPU beside the result, such as 256MiB."
 
@@ -110,10 +120,9 @@ Threads = Annotated[int | None, option("N", "Number of reader threads. Default: 
 Timeout = Annotated[float | None, option("SECONDS", "Give up after that long.")]
 Planner = Annotated[str | None, option("URL", "Who knows the seeds of peer:///MODEL.")]
 Token = Annotated[str | None, option("FILE", "The token for seeds and their planner.")]
-Authority = Annotated[str | None, option("FILE", "Whose certificates seeds have: with TLS.")]
-Certificate = Annotated[
-    str | None, option("FILE", "An own certificate, for seeds that ask for it.")
-]
+Headers = Annotated[list[str] | None, option("HEADER", _HEADER, "--header")]
+Authority = Annotated[str | None, option("FILE", _AUTHORITY)]
+Certificate = Annotated[str | None, option("FILE", _CERTIFICATE)]
 Key = Annotated[str | None, option("FILE", "Its key. Default: in --cert-file.")]
 Overwrite = Annotated[bool, flag("Replace what is there already.", "--overwrite")]
 Json = Annotated[bool, flag("Print JSON for machines.", "--json")]
@@ -137,16 +146,42 @@ Quiet = Annotated[bool, flag("Rows only: no head, no totals.", "--quiet", "-q")]
 Exact = Annotated[bool, flag("Sizes in bytes.", "--bytes", "-b")]
 
 
-def peers(
+def network(
     planner: Planner = None,
     token_file: Token = None,
+    headers: Headers = None,
     ca_file: Authority = None,
     cert_file: Certificate = None,
     key_file: Key = None,
-) -> Any:
-    """How `peer://` is read."""
-    own: Any = {"cert_file": cert_file, "key_file": key_file}
-    return PeerOptions(planner=planner, token_file=token_file, ca_file=ca_file, **own)
+) -> dict[str, Any]:
+    """How URLs and `peer://` are read, as arguments of `Options`."""
+    return {
+        "peer": PeerOptions(planner=planner, token_file=token_file),
+        "headers": by_line(headers),
+        "ca_file": ca_file,
+        "cert_file": cert_file,
+        "key_file": key_file,
+    }
+
+
+def by_line(headers: list[str] | None) -> dict[str, str] | None:
+    """Headers by name, from `Name: value` or the lines of `@FILE`."""
+    lines: list[str] = []
+    for each in headers or ():
+        lines += _lines(each[1:]) if each.startswith("@") else [each]
+    pairs = [line.partition(":") for line in lines]
+    if not all(colon for _, colon, _ in pairs):
+        what = "--header takes a name and a value"
+        raise errors.UsageError(what, expected="'Name: value', or @FILE with such lines")
+    return {name.strip(): value.strip() for name, _, value in pairs} or None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="latin-1") as file:
+            return [line for line in file.read(1 << 16).splitlines() if line.strip()]
+    except OSError as error:
+        raise errors.from_os(error, path, "read") from error
 
 
 def by_name(option: str, given: list[str] | None, *, several: bool = False) -> Any:

@@ -35,24 +35,38 @@ def print_table(
     """Prints aligned columns; on a terminal the heads, or the keys where there are none, in bold.
 
     Cells are made harmless here; nothing is cut short. What may be long, such as names, belongs
-    in the last column. `right` has the numbers of columns that are aligned to the right.
+    in the last column, which goes on below itself where a terminal is too narrow. `right` has the
+    numbers of columns that are aligned to the right.
     """
     rows = [*([headers] if headers else []), *rows]
     fancy = terminal.fancy(sys.stdout)
     columns: list[list[str]] = []
+    before = 0  # The last column.
     for n, column in enumerate(zip(*rows, strict=True)):
         # Most columns hold few different cells.
         texts = list(map(functools.cache(printable), map(str, column)))
         if n < len(rows[0]) - 1 or n in right:
             width = max(map(len, texts))
+            before += width + 2
             texts = [each.rjust(width) if n in right else each.ljust(width) for each in texts]
-        if fancy and not headers and n == 0:
-            texts = list(map(_bold, texts))
         columns.append(texts)
     lines = [line.rstrip() for line in map("  ".join, zip(*columns, strict=True))]
     if fancy and headers:
         width = min(max(map(len, lines)), shutil.get_terminal_size().columns)
-        lines[:1] = [_bold(lines[0]), "─" * width]
+        write([_bold(lines[0]), "─" * width])
+        del lines[0]
+    tell(lines, before, len(columns[0][0]) if fancy and rows and not headers else 0)
+
+
+def tell(lines: Iterable[str], indent: int = 0, bold: int = 0) -> None:
+    """Writes lines of text, broken between words where a terminal is too narrow for them."""
+    if terminal.fancy(sys.stdout):
+        parts = (terminal.wrapped(line, sys.stdout, indent) for line in lines)
+        lines = [
+            _bold(part[:bold]) + part[bold:] if bold and not n else part
+            for broken in parts
+            for n, part in enumerate(broken)
+        ]
     write(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Generator
 from typing import Any, Literal
@@ -11,10 +12,27 @@ from typing import Any, Literal
 _PATIENCE = 0.4
 """Seconds before a bar is shown: shorter work needs none."""
 
+_LEAST = 20
+"""Columns that are worth breaking a text for."""
+
 
 def fancy(stream: Any) -> bool:
     """Whether a stream is a terminal that can more than print."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def wrapped(text: str, stream: Any, indent: int = 0) -> list[str]:
+    """The lines of a text: on a terminal of its width, broken between words; else one.
+
+    Those after the first are indented.
+    """
+    width = shutil.get_terminal_size().columns
+    if len(text) <= width or width - indent < _LEAST or not fancy(stream):
+        return [text]
+    import textwrap  # Late: most lines are short.
+
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, **how)
 
 
 def open_streams() -> None:
@@ -36,8 +54,9 @@ def open_streams() -> None:
 
 def say(text: str) -> None:
     """Prints to stderr; where that can't be written the exit code has to do."""
+    lines = [part for line in text.split("\n") for part in wrapped(line, sys.stderr, 4)]
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def mute(stream: Any) -> None:

@@ -106,8 +106,8 @@ class CufileReader:
                         raise shrunk(self._path, start + needed, size)
                     raise errors.ReadError(
                         "cuFile reads no further",
-                        expected=f"{start + needed} bytes",
-                        found=f"{start + done} bytes",
+                        expected=errors.amount(start + needed),
+                        found=errors.amount(start + done),
                     )
                 done = begin + got
         return first + block.offset - start

@@ -96,12 +96,12 @@ class CupyDevice:
             what += f": {FORKED}"
         elif call == "malloc" and status == _OUT_OF_MEMORY:
             return errors.MemoryLimitError(
-                f"{self.name} refused memory", expected=f"{args[0]} bytes", found=said
+                f"{self.name} refused memory", expected=errors.amount(args[0]), found=said
             )
         elif call == "hostRegister":
             return errors.MemoryLimitError(
                 "the driver refused to lock pages; see `ulimit -l`",
-                expected=f"{args[1]} bytes for {self.name}",
+                expected=f"{errors.amount(args[1])} for {self.name}",
                 found=said,
             )
         return errors.DeviceError(what, found=said)

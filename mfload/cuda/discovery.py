@@ -46,7 +46,7 @@ def find(number: int) -> Device:
                 raise errors.DeviceError(
                     "no such CUDA device here",
                     expected=f"cuda:0 to cuda:{there - 1}" if there else "at least one device",
-                    found=f"cuda:{number}, of {there} devices",
+                    found=f"cuda:{number}, of {errors.counted(there, 'device')}",
                 )
             try:
                 cupy: Any = importlib.import_module("cupy")
@@ -86,6 +86,6 @@ def numbered(pci: str) -> int:
     found = ctypes.c_int()
     there = count()
     if ctypes.CDLL(_LIBRARY).cuDeviceGetByPCIBusId(ctypes.byref(found), pci.encode()):
-        expected = f"one of the {there} devices that this process sees"
+        expected = f"one of what this process sees: {errors.counted(there, 'device')}"
         raise errors.DeviceError("no such CUDA device here", expected=expected, found=pci)
     return found.value

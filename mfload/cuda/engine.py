@@ -173,7 +173,8 @@ def onto_devices(
         parts[chosen].append(block)
     stay = staging.methods.stay_on_devices
     if rest := sum(block.source in gds and not stay(block) for block in blocks):
-        note(f"{rest} blocks are read through the host: devices can't put them in place")
+        blocks_read = errors.counted(rest, "block")
+        note(f"read through the host, since devices can't put them in place: {blocks_read}")
 
     pools: list[Pool] = []
     for number, group in enumerate(groups):

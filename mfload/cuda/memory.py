@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mfload import errors
 from mfload.io import buffers
 
 _counter = buffers.ByteCounter()
@@ -37,7 +38,7 @@ class DeviceBuffer:
         return self.device.place
 
     def __repr__(self) -> str:
-        return f"<{self.nbytes} bytes on {self.device.name} at {self.address:#x}>"
+        return f"<{errors.amount(self.nbytes)} on {self.device.name} at {self.address:#x}>"
 
 
 def live_bytes() -> int:

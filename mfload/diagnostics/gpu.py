@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mfload import errors
 from mfload.cuda import gds, numa
 from mfload.cuda.cufile import MEANINGS, error_code
 from mfload.diagnostics.findings import Finding, number, text
@@ -166,7 +167,9 @@ def _nvidia_fs(root: Path) -> Finding:
     if not users:
         return Finding("nvidia-fs", found)
     advice = "all share each card's BAR1, and get 5016 once it is used up: load in fewer at once"
-    found = f"{found}; {users} processes hold {human(held << 20)} registered"
+    found += (
+        f"; {errors.counted(users, 'process', 'processes')} with {human(held << 20)} registered"
+    )
     return Finding("nvidia-fs", found, advice, {"processes": users, "mib": held})
 
 
@@ -200,7 +203,11 @@ def warm(legs: Sequence[Leg]) -> Iterator[Finding]:
         advice = (
             "cuFile reads the disk, which is slower here: engine='auto' takes it for cold files"
         )
-        yield Finding("page cache", f"holds most of {len(cached)} of {len(legs)} files", advice)
+        yield Finding(
+            "page cache",
+            f"holds most of {len(cached)} of {errors.counted(len(legs), 'file')}",
+            advice,
+        )
 
 
 def _advice(reason: str) -> str:

@@ -264,7 +264,7 @@ def _whole(found: CheckpointFiles) -> Index:
         raise _missing(found.name, found.missing)
     if seen.unnamed:
         count = len(seen.unnamed)
-        seen.notes.append(f"{count} tensors are in the shards but not in the index")
+        seen.notes.append(f"in the shards but not in the index: {errors.counted(count, 'tensor')}")
     kind = Index if found.directory is None else partial(DirectoryIndex, found)
     return kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
 

@@ -338,7 +338,7 @@ def from_index(index: Source, listed: Collection[str] = ()) -> CheckpointFiles:
             return from_index(index)  # Looks at each file, to name all that are missing.
         if problem is not None:
             first = first or {file: name for name, file in reversed(weights.items())}
-            count = f"{held[shard]} tensors, {brief(first[shard])} among them"
+            count = f"{errors.counted(held[shard], 'tensor')}, {brief(first[shard])} among them"
             problems.append(f"{brief(shard)} is named by the index and {problem} ({count})")
     if outside:
         raise errors.CheckpointError(
@@ -366,8 +366,8 @@ def read_index(source: Source) -> dict[str, Any]:
         raise errors.HeaderError(
             "the index is over the limit",
             file=source.name,
-            expected=f"at most {safetensors.MAX_HEADER} bytes",
-            found=f"{source.size} bytes",
+            expected=f"at most {errors.amount(safetensors.MAX_HEADER)}",
+            found=errors.amount(source.size),
         )
     try:
         table: Any = strict_json.loads(source.read(0, source.size), source.name, "index")

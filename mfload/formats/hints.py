@@ -20,9 +20,9 @@ _HEAD = 512
 _LISTED = 2000  # Names of a directory that are looked at.
 _SHOWN = 3
 
-_TORCH = "load it with torch.load(path, weights_only=True) and write it with mfload.save"
-_PADDLE = "load it with paddle.load(path) and write it with mfload.save"
-_KERAS = "load them with keras.saving or h5py, and write the model with mfload.save"
+_TORCH = "in Python, torch.load(path, weights_only=True) reads it and mfload.save writes it"
+_PADDLE = "in Python, paddle.load(path) reads it and mfload.save writes it"
+_KERAS = "in Python, keras.saving or h5py reads them and mfload.save writes them"
 _PICKLE = f"a pickle: if torch.save wrote it, {_TORCH}; if paddle.save, {_PADDLE}"
 _UNPACK = "unpack it first"
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
@@ -49,8 +49,8 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     *((0, bytes((0x80, n)), _PICKLE) for n in range(2, 6)),
 )
 _NAMES = (
-    (re.compile(r"saved_model\.pb"), "a SavedModel: load it with tf.saved_model.load"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: use tf.train"),
+    (re.compile(r"saved_model\.pb"), "a SavedModel: in Python, tf.saved_model.load reads it"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint: tf.train reads it"),
     (re.compile(r".*\.distcp"), "a checkpoint of torch.distributed.checkpoint"),
     (re.compile(r".*\.(bin|pt|pth|ckpt)"), f"PyTorch files: {_TORCH}"),
     (re.compile(r".*\.pdparams"), f"Paddle files: {_PADDLE}"),

@@ -83,7 +83,9 @@ def read(file: Source, source: int = 0) -> tuple[list[TensorInfo], dict[str, str
     try:
         tree = walk.value()
         if walk.at != file.size:
-            raise walk.bad("bytes follow the value", f"{walk.at} bytes", f"{file.size} bytes")
+            raise walk.bad(
+                "bytes follow the value", errors.amount(walk.at), errors.amount(file.size)
+            )
     except errors.HeaderError as error:
         raise hints.explain_file(error, file) from None
     rows: dict[str, TensorInfo] = {}
@@ -140,9 +142,9 @@ class _Walk:
             what = "the file is truncated"
             if self._inside:
                 what = "a value reaches out of its extension"
-            end = f"{self.at + nbytes} bytes"
+            end = errors.amount(self.at + nbytes)
             self.truncated = True
-            raise self.bad(what, end, f"{self._end} bytes")
+            raise self.bad(what, end, errors.amount(self._end))
         self.at += nbytes
         return self.at - nbytes
 
@@ -157,7 +159,7 @@ class _Walk:
         self._bytes += nbytes
         if self._bytes > MAX_BYTES:
             what = "strings and bytes beside the arrays are over the limit"
-            raise self.bad(what, f"at most {MAX_BYTES} bytes", f"{self._bytes} bytes")
+            raise self.bad(what, f"at most {errors.amount(MAX_BYTES)}", errors.amount(self._bytes))
         return self._take(nbytes)
 
     def _head(self) -> tuple[str, Any]:
@@ -246,7 +248,7 @@ class _Walk:
             raise self.bad("an extension that Flax does not write", known, kind)
         if self.at != self._end:
             what = "bytes follow the value in its extension"
-            raise self.bad(what, f"{self.at} bytes", f"{self._end} bytes")
+            raise self.bad(what, errors.amount(self.at), errors.amount(self._end))
         self._inside, self._end = False, self._file.size
         return made
 
@@ -263,8 +265,8 @@ class _Walk:
             raise self.bad("not an array", "bytes behind the shape and the dtype", kind)
         if (dtype.known and dtype.size_of(shape) != nbytes) or (scalar and shape):
             what = "the bytes of the array do not fit its shape"
-            expected = "no dims" if scalar and shape else f"{dtype.size_of(shape)} bytes"
-            raise self.bad(what, expected, f"{nbytes} bytes, {brief(shape)} of {name}")
+            expected = "no dims" if scalar and shape else errors.amount(dtype.size_of(shape))
+            raise self.bad(what, expected, f"{errors.amount(nbytes)}, {brief(shape)} of {name}")
         return _Array(dtype, shape, (Piece(self._source, self._pass(nbytes), nbytes),))
 
     def _shape(self, dims: Any) -> tuple[int, ...]:
@@ -293,7 +295,7 @@ class _Walk:
                 pieces += [piece._replace(stored=flat) for piece in each.pieces]
             start = stop
         if start != math.prod(shape):
-            found = f"{start} elements for shape {brief(shape)}"
+            found = f"{errors.counted(start, 'element')} for shape {brief(shape)}"
             raise self.bad(what, "as many elements as the shape", found)
         return _Array(dtype, shape, tuple(pieces) or chunks[0].pieces)
 

@@ -165,8 +165,11 @@ def _directory(file: Source) -> tuple[int, list[Member]]:
     start = stop - nbytes
     before = start - offset  # Bytes before the archive, which its offsets don't count.
     if disk or first or here != count or before < 0 or not 46 * count <= nbytes <= _MOST:
-        found = f"{count} entries in {nbytes} bytes from {offset} on, part {disk} from {first} on"
-        raise _bad(file, "malformed end of the zip archive", None, f"within {stop} bytes", found)
+        held = f"{errors.counted(count, 'entry', 'entries')} in {errors.amount(nbytes)}"
+        found = f"{held} from {offset} on, part {disk} from {first} on"
+        raise _bad(
+            file, "malformed end of the zip archive", None, f"within {errors.amount(stop)}", found
+        )
     raw, at = part(start, nbytes), 0
     entries: list[Member] = []
     for _ in range(count):
@@ -182,7 +185,7 @@ def _directory(file: Source) -> tuple[int, list[Member]]:
         at += 46 + n + m + k
         entries.append(Member(name, method, flags, crc, packed, size, offset + before))
     if at != nbytes:
-        raise _bad(file, "malformed zip directory", None, f"{nbytes} bytes", at)
+        raise _bad(file, "malformed zip directory", None, errors.amount(nbytes), at)
     return start, entries
 
 

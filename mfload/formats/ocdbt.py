@@ -93,12 +93,12 @@ def read(directory: str) -> tuple[dict[str, Value], list[Source]]:
             raise _bad(file, "two nodes of the B-tree have the same child", None, node.offset)
         seen.add((where, node.offset))
         if node.offset + node.nbytes > file.size:
-            end = f"{node.offset + node.nbytes} bytes"
+            end = errors.amount(node.offset + node.nbytes)
             raise _bad(file, "a node reaches out of the file", end, file.size)
         body = _body(file, file.read(node.offset, node.nbytes), _NODE_MAGIC)
         budget -= len(body.data)
         if budget < 0:
-            raise _bad(file, "the nodes of the store are over the limit", f"{MAX_NODES} bytes")
+            raise _bad(file, "the nodes of the store are over the limit", errors.amount(MAX_NODES))
         height = body.byte()
         if height != node.height:
             raise _bad(file, "a node of the B-tree is at another height", node.height, height)
@@ -128,7 +128,9 @@ def _opened(path: str) -> Source:
 def _root(manifest: Source) -> _Node | None:
     """The root of the newest version; None of an empty store."""
     if manifest.size > MAX_NODE:
-        raise _bad(manifest, "the manifest is over the limit", f"{MAX_NODE} bytes", manifest.size)
+        raise _bad(
+            manifest, "the manifest is over the limit", errors.amount(MAX_NODE), manifest.size
+        )
     body = _body(manifest, manifest.read(0, manifest.size), _MANIFEST_MAGIC)
     body.take(16)  # Of the store, at random.
     if body.varint():
@@ -186,7 +188,7 @@ def _keys(body: _Body, count: int, prefix: bytes, inner: bool) -> tuple[list[byt
         key = key[:keep] + body.take(length)
         left -= len(key) + len(prefix)
         if left < 0:
-            raise _bad(body.file, "the keys of a node are over the limit", f"{limit} bytes")
+            raise _bad(body.file, "the keys of a node are over the limit", errors.amount(limit))
         keys.append(key)
     return [prefix + key for key in keys], common
 
@@ -290,11 +292,13 @@ def _body(file: Source, raw: bytes, magic: int) -> _Body:
     """Checks the frame of a manifest or a node, and decodes the rest."""
     what = "manifest" if magic == _MANIFEST_MAGIC else "node"
     if len(raw) < _HEAD + 4:
-        raise _bad(file, f"the {what} is truncated", f"{_HEAD + 4} bytes or more", len(raw))
+        raise _bad(
+            file, f"the {what} is truncated", f"{errors.amount(_HEAD + 4)} or more", len(raw)
+        )
     given = int.from_bytes(raw[:4], "big"), int.from_bytes(raw[4:12], "little")
     if given != (magic, len(raw)):
         if given[0] == magic:
-            raise _bad(file, f"the {what} has another length", f"{given[1]} bytes", len(raw))
+            raise _bad(file, f"the {what} has another length", errors.amount(given[1]), len(raw))
         raise _bad(file, f"no {what} of an OCDBT store", hex(magic), hex(given[0]))
     (checksum,) = struct.unpack("<L", raw[-4:])
     computed = crc32c(memoryview(raw)[:-4])
@@ -320,7 +324,7 @@ def _inflated(file: Source, data: bytes) -> bytes:
         while part := reader.read(_PART):
             left -= len(part)
             if left < 0:
-                raise _bad(file, "the node is over the limit", f"{MAX_NODE} bytes")
+                raise _bad(file, "the node is over the limit", errors.amount(MAX_NODE))
             parts.append(part)
     except zstandard.ZstdError as error:
         raise _bad(file, "malformed zstd data of a node", None, str(error)) from None

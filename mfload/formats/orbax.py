@@ -263,8 +263,8 @@ def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
 
 def _json(file: Source) -> dict[str, Any]:
     if file.size > MAX_METADATA:
-        what, limit = "the metadata is over the limit", f"at most {MAX_METADATA} bytes"
-        raise _bad(file, what, None, limit, f"{file.size} bytes")
+        what, limit = "the metadata is over the limit", f"at most {errors.amount(MAX_METADATA)}"
+        raise _bad(file, what, None, limit, errors.amount(file.size))
     found: Any = strict_json.loads(file.read(0, file.size), file.name, "metadata")
     if not isinstance(found, dict):
         raise _bad(file, "malformed metadata", None, "an object", brief(found))

@@ -62,10 +62,12 @@ def read(file: Source, source: int = 0) -> tuple[Sequence[TensorInfo], dict[str,
         (length,) = struct.unpack("<Q", head[:8])
         if length > MAX_HEADER:
             what = "the header's length is over the format's limit; not a safetensors file"
-            raise _misfit(file, what, f"at most {MAX_HEADER} bytes", length)
+            raise _misfit(file, what, f"at most {errors.amount(MAX_HEADER)}", length)
         if length > file.size - 8:
             most = file.size - 8
-            raise _misfit(file, "the file ends within its header", f"at most {most} bytes", length)
+            raise _misfit(
+                file, "the file ends within its header", f"at most {errors.amount(most)}", length
+            )
         raw = head[8 : 8 + length]
         if len(raw) < length:
             raw = file.read(8, length)
@@ -77,7 +79,7 @@ def read(file: Source, source: int = 0) -> tuple[Sequence[TensorInfo], dict[str,
 
 
 def _misfit(file: Source, what: str, expected: str, found: int) -> errors.HeaderError:
-    return errors.HeaderError(what, file=file.name, expected=expected, found=f"{found} bytes")
+    return errors.HeaderError(what, file=file.name, expected=expected, found=errors.amount(found))
 
 
 def parse(
@@ -227,10 +229,10 @@ def _row_by_row(
         offsets.append(offset)
         sizes.append(nbytes)
     if cursor != size:
-        missing = f"is truncated: {cursor - size} bytes of {cursor} are missing"
+        missing = f"is truncated: {errors.amount(cursor - size)} of {cursor} are missing"
         what = missing if cursor > size else "has bytes past its last tensor"
         raise errors.HeaderError(
-            f"the file {what}", file=path, expected=f"{cursor} bytes", found=f"{size} bytes"
+            f"the file {what}", file=path, expected=errors.amount(cursor), found=errors.amount(size)
         )
     # All within the file, so they fit 64 bits.
     places = array("q", [source]) * len(names), array("q", offsets), array("q", sizes)
@@ -284,8 +286,10 @@ def _row(
     # An unknown dtype has elements of no bytes: whatever it holds is taken on trust.
     if dtype.nbytes * count != nbytes * dtype.elements and dtype.known:
         whole, rest = divmod(dtype.nbytes * count, dtype.elements)
-        wanted = f"a whole number of bytes of {dtype}" if rest else f"{whole} bytes for {dtype}"
-        raise _bad(path, name, wanted, f"{brief(shape)} in {nbytes} bytes")
+        wanted = (
+            f"a whole number of bytes of {dtype}" if rest else f"{errors.amount(whole)} for {dtype}"
+        )
+        raise _bad(path, name, wanted, f"{brief(shape)} in {errors.amount(nbytes)}")
     return data_start + begin, nbytes, name, dtype, tuple(shape)
 
 

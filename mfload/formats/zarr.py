@@ -101,8 +101,8 @@ class Store:
         size = self.sources[number].size
         if value.offset + value.nbytes > size:
             what = "a chunk reaches out of its file: the file is truncated"
-            end = f"{value.offset + value.nbytes} bytes"
-            raise bad(what, value.file, name, end, f"{size} bytes")
+            end = errors.amount(value.offset + value.nbytes)
+            raise bad(what, value.file, name, end, errors.amount(size))
         return number
 
 
@@ -167,13 +167,15 @@ def _chunk(
     for step in codecs.steps:
         made.append(made[-1] + 4 if step == "crc32c" else -1)
     if -1 not in made and made[-1] != value.nbytes:
-        raise array.bad("a chunk has another size", f"{made[-1]} bytes", f"{value.nbytes} bytes")
+        raise array.bad(
+            "a chunk has another size", errors.amount(made[-1]), errors.amount(value.nbytes)
+        )
     made[-1] = value.nbytes
     for at in reversed(range(1, len(made) - 1)):
         if made[at] == -1:
             made[at] = made[at + 1] - 4
     if min(made) < 0:
-        raise array.bad("a chunk is truncated", "4 bytes or more", f"{value.nbytes} bytes")
+        raise array.bad("a chunk is truncated", "4 bytes or more", errors.amount(value.nbytes))
     pairs = zip(codecs.steps, made, strict=False)
     encodings = tuple(Encoding(step, nbytes) for step, nbytes in reversed([*pairs]))
     strides = None
@@ -203,7 +205,9 @@ def _shard(
     tail = 4 if sharding.checked else 0
     if length + tail > value.nbytes:
         what = "a shard is shorter than its index"
-        raise array.bad(what, f"{length + tail} bytes or more", f"{value.nbytes} bytes")
+        raise array.bad(
+            what, f"{errors.amount(length + tail)} or more", errors.amount(value.nbytes)
+        )
     start = value.nbytes - length - tail if sharding.at_end else 0
     index = store.fetch(value, start, start + length + tail, array.name)
     if tail and crc32c(index[:length]).to_bytes(4, "little") != index[length:]:
@@ -222,7 +226,7 @@ def _shard(
         present.append(at)
         if offset + nbytes > value.nbytes:
             what = "an inner chunk reaches out of its shard"
-            raise array.bad(what, f"{value.nbytes} bytes", f"{offset + nbytes} bytes")
+            raise array.bad(what, errors.amount(value.nbytes), errors.amount(offset + nbytes))
         part = value._replace(offset=value.offset + offset, nbytes=nbytes)
         if value.inline is not None:
             part = part._replace(inline=value.inline[offset : offset + nbytes])
@@ -274,6 +278,6 @@ def _metadata(store: Store, name: str) -> Array:
     value = store.values[keys[version]]
     if value.nbytes > MAX_METADATA:
         what = "the metadata of an array is over the limit"
-        raise bad(what, value.file, name, f"{MAX_METADATA} bytes", f"{value.nbytes} bytes")
+        raise bad(what, value.file, name, errors.amount(MAX_METADATA), errors.amount(value.nbytes))
     text = store.fetch(value, 0, value.nbytes, name)
     return parse(text, version, value.file, name)

@@ -68,6 +68,20 @@ def get(framework: str | ModuleType, device: object = None, names: Collection[st
     return make(device)
 
 
+def planned(framework: str | ModuleType, device: object, names: Collection[str]) -> Adapter:
+    """The adapter to plan with: that of `get`, or what stands in for one that is not installed.
+
+    What stands in knows the host alone: of other devices FrameworkMissingError is raised.
+    """
+    name = resolve(framework)
+    host = device is None or str(device).lower().partition(":")[0] == "cpu"
+    if not host or importlib.util.find_spec(name) is not None:
+        return get(framework, device, names)
+    from mfload.frameworks.traits import Absent
+
+    return Absent(name)
+
+
 def require(framework: str, module: str | None = None) -> ModuleType:
     """Imports a framework, or a module of mfload that needs it, or says how to install it."""
     extra = "cuda13" if framework == "cupy" else framework

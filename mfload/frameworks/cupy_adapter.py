@@ -10,9 +10,11 @@ import importlib
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from mfload import errors
 from mfload.cuda import discovery
 from mfload.dlpack import View
 from mfload.frameworks import base
+from mfload.frameworks.traits import TRAITS
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
@@ -25,7 +27,7 @@ class CupyAdapter(base.Adapter):
 
     name = "cupy"
     on_host = False
-    forms = base.forms(base.COMMON | {"BF16": "bfloat16"})
+    forms = TRAITS["cupy"].forms
 
     def __init__(self, cupy: Any, number: int, device: Device) -> None:
         super().__init__(number, device)
@@ -63,8 +65,8 @@ class CupyAdapter(base.Adapter):
             kept = self._cupy.get_default_memory_pool().free_bytes()
         return base.Pool(
             self.devices[number].memory_info().free + kept,
-            "cupy.get_default_memory_pool().free_all_blocks() gives back the "
-            f"{kept} bytes that CuPy keeps for itself, and allocator='framework' uses them",
+            f"allocator='framework' uses the {errors.amount(kept)} that CuPy keeps for itself; in "
+            "Python, cupy.get_default_memory_pool().free_all_blocks() gives them back",
         )
 
 

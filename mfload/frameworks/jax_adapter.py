@@ -24,6 +24,7 @@ from mfload import errors
 from mfload.dlpack import View, capsule
 from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_memory import NewArray, undisturbed
+from mfload.frameworks.traits import TRAITS
 from mfload.planning.request import Owner, Request
 
 if TYPE_CHECKING:
@@ -37,14 +38,10 @@ class JaxAdapter(base.Adapter):
     """Arrays on the `jax.Device` of `place` (see `base.Adapter`)."""
 
     name = "jax"
-    alignment = 64
+    alignment = TRAITS["jax"].alignment
     forms = base.forms(
-        {
-            name: kind
-            for name, kind in base.NAMES.items()
-            if hasattr(jnp, kind) and not name.startswith("F6_")
-        },
-        copied=("F4",),
+        {name: kind for name, kind in TRAITS["jax"].own.items() if hasattr(jnp, kind)},
+        TRAITS["jax"].copied,
     )
 
     def __init__(

@@ -19,6 +19,7 @@ from paddle.utils import dlpack
 
 from mfload.dlpack import View
 from mfload.frameworks import base, private_api
+from mfload.frameworks.traits import TRAITS
 from mfload.planning.request import Owner
 
 if TYPE_CHECKING:
@@ -34,15 +35,12 @@ class PaddleAdapter(base.Adapter):
     """Tensors at one place (see `base.Adapter`)."""
 
     name = "paddle"
-    alignment = 64
+    alignment = TRAITS["paddle"].alignment
     forms = base.forms(
-        {name: kind for name, kind in base.COMMON.items() if name not in ("U16", "U32", "U64")}
-        | {"BF16": "bfloat16"}
-        # Older versions lack some of these.
-        | {
+        {
             name: kind
-            for name, kind in base.NAMES.items()
-            if kind in _VIEWED and hasattr(paddle, kind)
+            for name, kind in TRAITS["paddle"].own.items()
+            if kind not in _VIEWED or hasattr(paddle, kind)  # Older versions lack some.
         }
     )
 

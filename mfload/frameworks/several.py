@@ -57,7 +57,7 @@ class SeveralAdapter(Adapter):
                 assigned.append(request._replace(devices=(number,)))
         if missing:
             raise errors.DeviceError(
-                f"device= says nothing about {len(missing)} tensors",
+                f"device= says nothing about {errors.counted(len(missing), 'tensor')}",
                 expected="a device for each name; of a list of (regex, device) pairs, "
                 "a last ('.*', device) is for the rest",
                 found=", ".join(missing[:10]) + (", …" if len(missing) > 10 else ""),

@@ -18,6 +18,7 @@ import tensorflow as tf
 from mfload import errors
 from mfload.dlpack import View, capsule, data_address
 from mfload.frameworks import base
+from mfload.frameworks.traits import TRAITS
 from mfload.load_options import LoadOptions
 from mfload.planning.request import Allocation, Owner, Request
 
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 OLDEST = "2.19"
 
 # `tf.bitcast` and the DLPack import know none of these; the import of NumPy arrays does.
-_COPIED = {
-    name: base.NAMES[name]
-    for name in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_COPIED = [
+    name
+    for name in TRAITS["tensorflow"].copied
     if hasattr(tf.dtypes.experimental, base.NAMES[name])
-}
+]
 
 
 class TensorflowAdapter(base.Adapter):
@@ -42,8 +43,15 @@ class TensorflowAdapter(base.Adapter):
     """
 
     name = "tensorflow"
-    alignment = 64
-    forms = base.forms(base.COMMON | {"BF16": "bfloat16"} | _COPIED, copied=_COPIED)
+    alignment = TRAITS["tensorflow"].alignment
+    forms = base.forms(
+        {
+            name: kind
+            for name, kind in TRAITS["tensorflow"].own.items()
+            if name in _COPIED or name not in TRAITS["tensorflow"].copied
+        },
+        _COPIED,
+    )
 
     def __init__(
         self,
@@ -81,8 +89,8 @@ class TensorflowAdapter(base.Adapter):
     def pool(self, number: int) -> base.Pool | None:
         return base.Pool(
             None,
-            "allocator='framework' lands in what TensorFlow has set aside for itself; before it "
-            "starts, tf.config.experimental.set_memory_growth has it set aside what it needs alone",
+            "allocator='framework' lands in what TensorFlow has set aside for itself; with "
+            "TF_FORCE_GPU_ALLOW_GROWTH=true in the environment it sets aside what it needs alone",
         )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:

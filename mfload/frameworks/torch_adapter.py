@@ -16,6 +16,7 @@ from mfload import errors
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
 from mfload.frameworks import base, private_api
+from mfload.frameworks.traits import TRAITS
 from mfload.io import pread
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ OLDEST = "2.4"
 
 # Older versions lack the youngest of these types.
 _OWN = {
-    name: getattr(torch, kind)
-    for name, kind in (base.NAMES | {"F4": "float4_e2m1fn_x2"}).items()
-    if hasattr(torch, kind) and not name.startswith("F6_")
+    name: getattr(torch, kind) for name, kind in TRAITS["torch"].own.items() if hasattr(torch, kind)
 }
 
 
@@ -109,8 +108,8 @@ class TorchAdapter(base.Adapter):
         kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
         return base.Pool(
             self.devices[number].memory_info().free + kept,
-            f"torch.cuda.empty_cache() gives back the {kept} bytes that torch keeps for itself, "
-            "and allocator='framework' uses them",
+            f"allocator='framework' uses the {errors.amount(kept)} that torch keeps for itself; in "
+            "Python, torch.cuda.empty_cache() gives them back",
         )
 
 

@@ -87,7 +87,7 @@ class _Map:
                 self._map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             raise errors.MemoryLimitError(
-                "the system refused memory", expected=f"{nbytes} bytes", found=str(error)
+                "the system refused memory", expected=errors.amount(nbytes), found=str(error)
             ) from error
         address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
         start = -(address + lead) % HUGE if length >= HUGE else 0

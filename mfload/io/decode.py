@@ -48,7 +48,7 @@ def decoded(read: Reader, encoding: Encoding) -> Reader:
         if bool(left) != bool(len(part)):
             raise errors.FormatError(
                 f"{encoding.codec} makes {'fewer' if left else 'more'} bytes than declared",
-                expected=f"{encoding.nbytes} bytes",
+                expected=errors.amount(encoding.nbytes),
             )
         left -= len(part)
         return part

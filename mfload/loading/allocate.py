@@ -49,8 +49,8 @@ def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> int:
     if room is not None and needed > room[0]:
         raise errors.MemoryLimitError(
             f"the load does not fit in the {room[1]}",
-            expected=f"{needed} bytes",
-            found=f"{room[0]} bytes free",
+            expected=errors.amount(needed),
+            found=f"{errors.amount(room[0])} free",
         )
     return 0 if room is None else min([room[0] - needed, *left])
 
@@ -65,14 +65,14 @@ def check_device(adapter: Adapter, number: int, own: int, lent: int) -> None:
     if own > room.free:
         raise errors.MemoryLimitError(
             f"the load does not fit on {device.name}{advice}",
-            expected=f"{own} bytes ({human(own)}) beside what {adapter.name} holds",
-            found=f"{room.free} bytes free of {room.total}",
+            expected=f"{errors.amount(own)} ({human(own)}) beside what {adapter.name} holds",
+            found=f"{errors.amount(room.free)} free of {room.total}",
         )
     if lent and pool is not None and pool.free is not None and lent > pool.free:
         raise errors.MemoryLimitError(
             f"the load does not fit in the memory that {adapter.name} has on {device.name}{advice}",
-            expected=f"{lent} bytes ({human(lent)})",
-            found=f"{pool.free} bytes free",
+            expected=f"{errors.amount(lent)} ({human(lent)})",
+            found=f"{errors.amount(pool.free)} free",
         )
 
 

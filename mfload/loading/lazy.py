@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mfload import errors, frameworks
 from mfload.dlpack import View
+from mfload.errors import counted
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
 from mfload.index import Columns, Index, TensorInfo
@@ -426,9 +427,9 @@ class LazyCheckpoint:
 
     def __repr__(self) -> str:
         files = self._index.files
-        where = files[0] if len(files) == 1 else f"{len(files)} files"
+        where = files[0] if len(files) == 1 else counted(len(files), "file")
         count, framework = len(self._index), self._adapter.name
-        return f"<mfload checkpoint: {count} tensors in {where}, for {framework}>"
+        return f"<mfload checkpoint: {counted(count, 'tensor')} in {where}, for {framework}>"
 
     def _repr_html_(self) -> str:
         from mfload.report import html_table, human  # Late: scripts do without.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mfload.errors import counted
 from mfload.io.route import Leg
 from mfload.planning.plan import Plan
 from mfload.planning.request import names
-from mfload.report import Printable, counted, human
+from mfload.report import Printable, human
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -82,14 +83,14 @@ class Preview(Printable):
         plan, devices = self.plan, self.plan.device_bytes
         tensors = f"{counted(self.tensors, f'{self.framework} tensor')}, {human(plan.result_bytes)}"
         if len(plan.places) > self.tensors:
-            tensors += f" in {len(plan.places)} parts"
+            tensors += f" in {counted(len(plan.places), 'part')}"
         blocks, over = counted(len(plan.blocks), "block"), human(self.over_read_bytes)
         rows = [
             ("result", tensors),
             ("read", f"{human(self.read_bytes)} in {blocks}, {over} unwanted"),
         ]
         if self.processes > 1:
-            others = f"{self.processes - 1} other processes"
+            others = counted(self.processes - 1, "other process", "other processes")
             rows.append(("exchanged", f"{human(self.exchanged_bytes)} from {others}"))
         rows += [
             ("copied", f"at most {human(self.copied_bytes)} in memory, once they are read"),
@@ -105,10 +106,11 @@ class Preview(Printable):
         rows.append(("threads", str(self.threads)))
         rows += [("route", f"{leg.file}: {leg.engine} ({leg.why})") for leg in self.route[:16]]
         if len(self.route) > 16:
-            rows.append(("route", f"… and {len(self.route) - 16} more files"))
+            rows.append(("route", f"… and {counted(len(self.route) - 16, 'more file')}"))
         return rows + [("note", note) for note in self.notes]
 
     def __repr__(self) -> str:
         engines = ", ".join(dict.fromkeys(leg.engine for leg in self.route)) or "none"
         size = human(self.plan.result_bytes)
-        return f"<mfload plan: {self.tensors} {self.framework} tensors, {size}, engine {engines}>"
+        tensors = counted(self.tensors, f"{self.framework} tensor")
+        return f"<mfload plan: {tensors}, {size}, engine {engines}>"

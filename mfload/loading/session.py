@@ -304,8 +304,8 @@ class Session:
         self.notes = (*index.notes, *adapter.notes)
         if apart and adapter.devices:
             self.notes += (
-                f"{len(apart)} tensors are put together in host memory: "
-                "they are encoded, or not in C order",
+                "put together in host memory, since encoded or not in C order: "
+                + errors.counted(len(apart), "tensor"),
             )
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
@@ -381,14 +381,15 @@ class Session:
             )
             if split := limits.split_tensors(self.requests, batches):
                 yield (
-                    f"{split} tensors are read once a batch, since their parts together exceed the "
-                    "overhead; a larger max_host_overhead= reads them once"
+                    f"read once a batch, since parts together exceed the overhead: "
+                    f"{errors.counted(split, 'tensor')}; a larger max_host_overhead= reads once"
                 )
         where = self.allocations or itertools.repeat(HOST)
         pairs = list(zip(self.requests, where, strict=False))
         rest = {request.info.name for request, each in pairs if each.owner == "mfload"}
         if asked == "framework" and rest and (self.adapter.on_host or self._devices):
-            yield f"{len(rest)} tensors land in mfload's memory: {name} can't allocate their dtypes"
+            count = errors.counted(len(rest), "tensor")
+            yield f"in mfload's memory, since {name} can't allocate such dtypes: {count}"
         if asked == "mfload" and any(
             each.owner == "framework" and each.device is not None for _, each in pairs
         ):

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mfload import errors
+from mfload.errors import counted
 from mfload.index import Box
 from mfload.mesh import specs
 
@@ -127,8 +128,9 @@ def _misfits(
     if any(str(kind).endswith("Manual") for kind in getattr(mesh, "axis_types", None) or ()):
         yield "no array can live on a mesh with manual axes", "the mesh outside shard_map"
     if len(spec) > len(shape):
-        message = f"the spec has {len(spec)} entries and the tensor {len(shape)} dims"
-        yield message, f"at most {len(shape)} entries"
+        entries = counted(len(spec), "entry", "entries")
+        message = f"the spec has {entries} and the tensor {counted(len(shape), 'dim')}"
+        yield message, f"at most {counted(len(shape), 'entry', 'entries')}"
     used: set[str] = set()
     for dim, part in enumerate(spec):
         if part is PartitionSpec.UNCONSTRAINED:

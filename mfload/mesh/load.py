@@ -181,7 +181,8 @@ def load(
                 raise errors.UsageError(
                     "verify= compares whole tensors, and this process reads parts of them",
                     expected="one process, whose shards make up each tensor; or mfload.verify",
-                    found=f"{len(ranks)} processes; this one wants {wanted} bytes",
+                    found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
+                    + errors.amount(wanted),
                 )
             checking = check(chosen.index, infos)
         with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
@@ -249,7 +250,7 @@ def _sample(source: Source, count: int) -> str:
     digest = hashlib.sha256()
     for at in sorted({last * n // (count - 1) for n in range(count)}):
         digest.update(source.read(at, min(_PAGE, source.size - at)))
-    return f"{name}: {source.size} bytes, sampled {digest.hexdigest()[:16]}"
+    return f"{name}: {errors.amount(source.size)}, sampled {digest.hexdigest()[:16]}"
 
 
 def fetch(
@@ -365,10 +366,10 @@ def exchanged(
         if not asked:
             return None, f"{own}: {base.SMALL}"
         enough = max(session.least_overhead(options), 2 * held * _NARROWEST)
-        expected = f"{enough} bytes or more, or exchange='never'"
-        raise errors.MemoryLimitError(
-            base.SMALL, expected=expected, found=options.max_host_overhead
-        )
+        given = options.max_host_overhead
+        expected = f"{errors.amount(enough, given)} or more, or exchange='never'"
+        found = None if given is None else errors.amount(given, given)
+        raise errors.MemoryLimitError(base.SMALL, expected=expected, found=found)
     return width, f"every byte is read by one process: {why}"
 
 

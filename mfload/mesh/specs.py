@@ -7,6 +7,7 @@ from typing import Any
 
 from mfload import errors
 from mfload.dtypes import DType
+from mfload.errors import counted
 from mfload.load_options import UNMATCHED
 from mfload.planning.request import Request
 from mfload.planning.selection import Rules
@@ -68,7 +69,7 @@ def resolve(
             misfits.append(error)
     if missed and unmatched == "error":
         raise errors.ShardingError(
-            f"no sharding for {len(missed)} of {len(rows)} tensors",
+            f"no sharding for {len(missed)} of {counted(len(rows), 'tensor')}",
             tensor=missed[0],
             expected="a rule for each, or unmatched='replicate'",
             problems=tuple(missed) if len(missed) > 1 else (),
@@ -130,7 +131,10 @@ def placements(
         return errors.ShardingError(message, tensor=name, expected=expected, found=found)
 
     if len(given) > len(sizes):
-        raise misfit(f"{len(given)} placements for {len(sizes)} dims of the mesh", "one for each")
+        raise misfit(
+            f"{counted(len(given), 'placement')} for {counted(len(sizes), 'dim')} of the mesh",
+            "one for each",
+        )
     return given, misfit
 
 

@@ -18,6 +18,7 @@ from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingImpo
 from mfload import errors
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE, DType
+from mfload.errors import counted
 from mfload.frameworks import tensorflow_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.io import buffers
@@ -183,7 +184,7 @@ def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sh
     if isinstance(spec, dtensor.Layout) and spec.mesh != mesh:
         raise misfit("the layout is one of another mesh", f"a Layout of {mesh!r}")
     if len(given) != len(shape):
-        message = f"{len(given)} specs for a tensor of {len(shape)} dims"
+        message = f"{counted(len(given), 'spec')} for a tensor of {counted(len(shape), 'dim')}"
         raise misfit(message, "one for each dim, or None")
     for dim, (length, axis) in enumerate(zip(shape, given, strict=True)):
         if axis == dtensor.UNSHARDED:
@@ -194,7 +195,9 @@ def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sh
         unit = sizes[axis] * (dtype.elements if dim == len(shape) - 1 else 1)
         if length % unit:
             why = f", and elements of {dtype} share a byte" if unit > sizes[axis] else ""
-            message = f"dim {dim} of {length} does not divide into {sizes[axis]} shards{why}"
+            message = (
+                f"dim {dim} of {length} does not divide into {counted(sizes[axis], 'shard')}{why}"
+            )
             raise misfit(message, f"a multiple of {unit}")
     return given
 

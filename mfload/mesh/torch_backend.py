@@ -185,7 +185,8 @@ def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sh
         for size, each in zip(sizes, made, strict=True):
             count *= size if getattr(each, "dim", None) == len(shape) - 1 else 1
         if shape[-1] % (dtype.elements * count):
-            message = f"elements of {dtype} share a byte, and {count} shards would cut through them"
+            shards = errors.counted(count, "shard")
+            message = f"elements of {dtype} share a byte, and {shards} would cut through them"
             raise misfit(message, f"a multiple of {dtype.elements * count} in the last dim")
     strided = any(_factor(each) not in (None, 1) for each in made)
     if strided and any(_box(shape, sizes, at, made) is None for at in np.ndindex(*sizes)):

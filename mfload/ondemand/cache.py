@@ -22,10 +22,10 @@ import numpy as np
 
 from mfload import errors
 from mfload.dlpack import array_at
+from mfload.errors import counted
 from mfload.ondemand.background import Background
 from mfload.ondemand.policies import Lru
 from mfload.ondemand.report import OndemandReport
-from mfload.report import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -331,7 +331,7 @@ class SlotCache:
             f"no room for {counted(missing, self._what)}: slots are pinned by arrays that "
             "still live; let go of views once they are used (del), or give a larger budget",
             expected=f"slots for them within {self.wait:g} s",
-            found=f"{held} of {self.capacity} slots pinned",
+            found=f"{held} of {counted(self.capacity, 'slot')} pinned",
         )
 
     def _settle(self) -> None:

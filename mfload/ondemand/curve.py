@@ -56,7 +56,7 @@ class Curve:
             raise errors.UsageError(
                 "the curve has a hole",
                 expected="each size of a read at each depth",
-                found=f"no point for {block} bytes, {depth} at once, of {self.engine}",
+                found=f"no point for {errors.amount(block)}, {depth} at once, of {self.engine}",
             )
         grid = [[own[int(b), int(d)] for d in self._depths] for b in self._blocks]
         self._speeds = np.log2(np.array(grid) * 1e9)

@@ -229,8 +229,8 @@ class NeuronCache(ClosedAtEnd):
         if least > self._budget:
             raise errors.MemoryLimitError(
                 "the budget has no room for what stays in memory, and a neuron of each layer",
-                expected=f"at least {least} bytes",
-                found=f"{self._budget} bytes",
+                expected=f"at least {errors.amount(least, self._budget)}",
+                found=errors.amount(self._budget, self._budget),
             )
         left, total = self._budget - least, sum(part.nbytes for part in parts)
         return [min(part.shape[0], 1 + left * part.shape[0] // total) for part in parts]
@@ -352,8 +352,8 @@ def _unaligned(store: Store, parts: Iterable[Part]) -> str | None:
         nbytes, *others = _slots(store, part)
         if part.offset % unit or nbytes % unit:
             return (
-                f"a {'row' if others else 'neuron'} of {part.name!r} has {nbytes} bytes, its file "
-                f"begins it at byte {part.offset}, and O_DIRECT takes multiples of {unit}"
+                f"a {'row' if others else 'neuron'} of {part.name!r} has {errors.amount(nbytes)}, "
+                f"its file begins it at byte {part.offset}, and O_DIRECT takes multiples of {unit}"
             )
     return None
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mfload import errors
+from mfload.errors import counted
 from mfload.io import buffers
 from mfload.ondemand.cache import SlotCache, checked_wait
 from mfload.ondemand.store import Part, Slots, Store
-from mfload.report import counted
 from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
 
@@ -167,6 +167,6 @@ class Pools(ClosedAtEnd):
     def _too_small(self, count: int, least: int) -> errors.MemoryLimitError:
         return errors.MemoryLimitError(
             f"the budget is too small for {counted(count, self._what)} at once",
-            expected=f"at least {least} bytes",
-            found=f"{self._budget} bytes",
+            expected=f"at least {errors.amount(least, self._budget)}",
+            found=errors.amount(self._budget, self._budget),
         )

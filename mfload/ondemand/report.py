@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mfload.report import Printable, counted, human
+from mfload.errors import counted
+from mfload.report import Printable, human
 
 
 @dataclass

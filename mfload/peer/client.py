@@ -23,10 +23,12 @@ from mfload.formats import strict_json
 from mfload.peer import forks
 from mfload.peer.security import Tls, split_address
 from mfload.peer.timed import Timed
+from mfload.sources.tls import speaks
 
 T = TypeVar("T")
 
 _BROKEN = (OSError, http.client.HTTPException)
+_OTHER = (ConnectionError, http.client.BadStatusLine, ssl.SSLError)
 _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
@@ -107,7 +109,7 @@ class Client:
             text = self._ask(method, path, data, headers, (200, 201, 204), read)
         except BufferError:
             what = "the answer of the peer is over the limit"
-            expected = f"at most {limit} bytes"
+            expected = f"at most {errors.amount(limit)}"
             raise errors.HeaderError(what, file=self.name, expected=expected) from None
         return strict_json.loads(text, self.name, "answer") if text else None
 
@@ -126,8 +128,8 @@ class Client:
             expected = f"bytes {offset}-{offset + wanted - 1}/"
             if response.length != wanted or not told.startswith(expected):
                 what = "the peer sends another range than it was asked for"
-                found = f"{response.length} bytes, {errors.shown(told, 80)}"
-                expected = f"{wanted} bytes, {expected}…"
+                found = f"{errors.amount(response.length)}, {errors.shown(told, 80)}"
+                expected = f"{errors.amount(wanted)}, {expected}…"
                 raise errors.ReadError(what, file=self.name, expected=expected, found=found)
             for view in views:
                 at = 0
@@ -171,7 +173,7 @@ class Client:
         except BaseException as error:
             connection.close()
             if isinstance(error, _BROKEN) and not isinstance(error, errors.MfloadError):
-                raise self._broken(error) from error
+                raise self._broken(error, kept) from error
             raise
         whole = response.isclosed() or not response.length
         response.close()
@@ -219,7 +221,10 @@ class Client:
         found = f"{response.status} {errors.shown(said, 160)}".strip()
         raise kind(what, file=self.name, found=found)
 
-    def _broken(self, error: Exception) -> errors.SourceError:
+    def _broken(self, error: Exception, kept: bool) -> errors.SourceError:
+        if not kept and (other := self._other_scheme(error)):
+            return other
+        expected = None
         if isinstance(error, TimeoutError):
             what, found = "the peer stalls", f"no progress for {self.stalled:g} s"
         elif isinstance(error, ConnectionRefusedError | socket.gaierror):
@@ -227,9 +232,21 @@ class Client:
             return errors.SourceNotFoundError(what, file=self.name, found=errors.shown(found, 160))
         elif isinstance(error, ssl.SSLError):
             what, found = "no secure connection to the peer", str(error)
+            if isinstance(error, ssl.SSLCertVerificationError):
+                expected = "ca_file=, the certificates of the authority that signed the peer's"
         else:
             what, found = "the connection to the peer broke off", str(error) or type(error).__name__
-        return errors.ReadError(what, file=self.name, found=errors.shown(found, 160))
+        found = errors.shown(found, 160)
+        return errors.ReadError(what, file=self.name, expected=expected, found=found)
+
+    def _other_scheme(self, error: Exception) -> errors.SourceError | None:
+        """The error of a peer that speaks TLS and was asked without it, or the reverse."""
+        plain = self._context is None
+        if not isinstance(error, _OTHER) or not speaks(*self._host, tls=plain):
+            return None
+        what = "the peer speaks TLS" if plain else "the peer speaks plain HTTP, without TLS"
+        expected = "ca_file=, the certificates of its authority" if plain else "no ca_file="
+        return errors.SourceError(what, file=self.name, expected=expected)
 
 
 def _close(idle: deque[http.client.HTTPConnection]) -> None:

@@ -156,7 +156,7 @@ class CudaIpcWay:
                 self._opened[key] = device, base, _allocation(device, base)[1]
             device, base, size = self._opened[key]
             if row.at + row.nbytes > size:
-                what, expected = "an array of the seed ends beyond its memory", f"{size} bytes"
+                what, expected = "an array of the seed ends beyond its memory", errors.amount(size)
                 found = f"bytes {row.at} to {row.at + row.nbytes}"
                 raise errors.HeaderError(
                     what, file=self._remote.name, expected=expected, found=found

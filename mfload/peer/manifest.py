@@ -125,7 +125,7 @@ def from_json(data: Any, name: str) -> Manifest:
     entries = tuple(_entry(row, check) for row in rows)
     check.tensor = None
     if len(names := {each.name for each in entries}) < len(entries):
-        check.fail("tensors share a name", f"{len(entries)} names", len(names))
+        check.fail("tensors share a name", errors.counted(len(entries), "name"), len(names))
     _check_places(entries, size, check)
     return Manifest(
         model,
@@ -232,11 +232,13 @@ def _check_places(entries: Sequence[Entry], size: int, check: _Checked) -> None:
     places = sorted((each.offset, each.nbytes, row.name) for row in entries for each in row[-1])
     total = sum(nbytes for _, nbytes, _ in places)
     if total > MAX_SIZE:
-        check.fail("it promises too much", f"at most {MAX_SIZE} bytes", total)
+        check.fail("it promises too much", f"at most {errors.amount(MAX_SIZE)}", total)
     end, last = 0, (-1, -1)
     for offset, nbytes, check.tensor in places:
         if offset + nbytes > size:
-            check.fail("a fragment lies outside the data", f"within {size} bytes", offset + nbytes)
+            check.fail(
+                "a fragment lies outside the data", f"within {errors.amount(size)}", offset + nbytes
+            )
         if nbytes and offset < end and (offset, nbytes) != last:
             check.fail("fragments overlap", f"from byte {end} on", offset)
         if nbytes:

@@ -6,11 +6,10 @@ import ipaddress
 import os
 import re
 import socket
-import ssl
-from dataclasses import dataclass
 
 from mfload import errors
 from mfload.options import PeerOptions
+from mfload.sources.tls import Tls
 
 _TOKEN = re.compile(r"[!-~]{8,512}")
 _LABEL = "[A-Za-z0-9_-]{1,63}"  # Longer ones Python does not look up.
@@ -20,9 +19,7 @@ _ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]+)\]|({_LABEL}(?:\.{_LABEL})*\.?)):(
 def credentials(given: PeerOptions) -> tuple[str | None, Tls | None]:
     """The token and the certificates that options name; raises UsageError as `read_token`."""
     token = None if given.token_file is None else read_token(given.token_file)
-    if given.ca_file is None and given.cert_file is None:
-        return token, None
-    return token, Tls(given.cert_file, given.key_file, given.ca_file)
+    return token, Tls.of(given.cert_file, given.key_file, given.ca_file)
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
@@ -39,45 +36,6 @@ def read_token(path: str | os.PathLike[str]) -> str:
         expected = "one line of 8 to 512 printable ASCII characters"
         raise errors.UsageError(what, file=path, expected=expected)
     return token
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Certificates by file: one's own, its key, and those of the authority that others need."""
-
-    cert_file: str | os.PathLike[str] | None = None
-    key_file: str | os.PathLike[str] | None = None
-    ca_file: str | os.PathLike[str] | None = None
-
-    @staticmethod
-    def of_server(*files: str | os.PathLike[str] | None) -> Tls | None:
-        """That of a server with these files, in their order; None if none is given."""
-        return Tls(*files) if any(each is not None for each in files) else None
-
-    def context(self, server: bool) -> ssl.SSLContext:
-        """The context of a server, which asks for certificates if `ca_file` is set; or a client's.
-
-        Raises UsageError for files that hold no certificate.
-        """
-        if server and self.cert_file is None:
-            raise errors.UsageError("TLS needs a certificate", expected="cert_file=")
-        try:
-            purpose = ssl.Purpose.CLIENT_AUTH if server else ssl.Purpose.SERVER_AUTH
-            context = ssl.create_default_context(purpose, cafile=self.ca_file)
-            if self.cert_file is not None:
-                context.load_cert_chain(self.cert_file, self.key_file)
-        except (ssl.SSLError, OSError) as error:
-            files = ", ".join(str(each) for each in (self.cert_file, self.ca_file) if each)
-            what = "a certificate can't be used"
-            raise errors.UsageError(what, file=files, found=str(error)) from error
-        if server and self.ca_file is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    @property
-    def mutual(self) -> bool:
-        """Whether a server asks clients for certificates."""
-        return self.cert_file is not None and self.ca_file is not None
 
 
 def split_address(address: str) -> tuple[str, int]:

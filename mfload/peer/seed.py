@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import re
@@ -86,6 +87,7 @@ class Seed:
         part: Which part of the model, and of how many.
         generation: Which version of the weights: 0, then one more with each update.
         copied_bytes: Bytes of arrays that can't be read in place, and so were copied.
+        reads: How many times others asked what it holds, as each load, `ls` and the like does.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class Seed:
         self._lock = threading.Lock()
         self._registration: Registration | None = None
         self._max_readers = 1
+        self._asked = itertools.count(1)
+        self.reads = 0
         self._closed = False
         self._begin(version)
         try:
@@ -122,6 +126,11 @@ class Seed:
         self.address = self._server.address
         self._pid = os.getpid()
         _seeds.add(self)
+
+    @property
+    def connections(self) -> int:
+        """How many connections of readers are open; each reader has up to four."""
+        return 0 if self._server is None else self._server.connections
 
     @property
     def url(self) -> str:
@@ -246,11 +255,11 @@ class Seed:
         if request.method != ("POST" if way else "GET"):
             return text(405, '{"error": "another method is needed"}')
         if path == "/v1/manifest":
+            self.reads = next(self._asked)
             return text(200, version.text)
         if path == "/v1/state":
-            readers = 0 if self._server is None else self._server.connections
             state = {"incarnation": self._incarnation, "generation": self.generation}
-            return text(200, json.dumps({**state, "readers": readers}))
+            return text(200, json.dumps({**state, "readers": self.connections}))
         if match is None or way == (match[4] is None):
             return text(404, '{"error": "no such path"}')
         asked, about = (match[2], int(match[3])), version.manifest
@@ -269,8 +278,11 @@ class Seed:
 def _check_readable(manifest: bytes) -> None:
     """Raises UsageError for a manifest that readers would refuse."""
     if len(manifest) > manifests.MAX_MANIFEST:
-        what, expected = "the manifest is too long", f"at most {manifests.MAX_MANIFEST} bytes"
-        raise errors.UsageError(what, expected=expected, found=f"{len(manifest)} bytes")
+        what, expected = (
+            "the manifest is too long",
+            f"at most {errors.amount(manifests.MAX_MANIFEST)}",
+        )
+        raise errors.UsageError(what, expected=expected, found=errors.amount(len(manifest)))
     try:
         manifests.from_json(strict_json.loads(manifest, "the seed"), "the seed")
     except errors.HeaderError as error:
@@ -364,7 +376,7 @@ def publish(
         raise errors.UsageError("invalid metadata", expected=expected, found=repr(wrong[0]))
     transports = (transports,) if isinstance(transports, str) else transports
     token = None if token_file is None else read_token(token_file)
-    tls = Tls.of_server(cert_file, key_file, ca_file)
+    tls = Tls.of(cert_file, key_file, ca_file)
     version = _version(arrays, own, checksums, "cuda_ipc" in transports)
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
     given |= {"part": part, "generation": generation, "metadata": own}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Callable, Generator
 from typing import Any
 
+from mfload.errors import counted
 from mfload.formats import checkpoint
 from mfload.frameworks import numpy_adapter
 from mfload.load_options import started
@@ -13,8 +16,11 @@ from mfload.loading.session import Loader
 from mfload.loading.stream import Unwrapped
 from mfload.options import Options
 from mfload.peer.fragments import Held
+from mfload.peer.seed import Seed
 from mfload.planning import request as requesting
 from mfload.progress import Progress, shown
+
+_FIRST, _PERIOD = 0.5, 5.0  # Seconds until it is first looked whether someone reads, and then.
 
 
 def stored(
@@ -41,6 +47,29 @@ def stored(
         for info, view in zip(index.columns, views, strict=True)
     ]
     return found, dict(index.metadata or {})
+
+
+@contextlib.contextmanager
+def told(seed: Seed, say: Callable[[str], object]) -> Generator[None]:
+    """A context in which it is said how often a seed was read, as that changes, and at its end."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        said = 0
+        while not ended.wait(_PERIOD if said else _FIRST):
+            if seed.reads != said:
+                said = seed.reads
+                now = counted(seed.connections, "connection")
+                say(f"read {counted(said, 'time')} so far, {now} open now")
+
+    teller = threading.Thread(target=tell, name="mfload-told", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
+        say(f"read {counted(seed.reads, 'time')} in all")
 
 
 def wait() -> None:

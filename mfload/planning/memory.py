@@ -221,10 +221,9 @@ def least_past_host(threads: int, depth: int, gds: int) -> int:
 
 
 def _too_small(name: str, least: int, limit: int) -> errors.UsageError:
-    expected = f"{least} bytes or more, or fewer threads"
-    return errors.UsageError(
-        f"{name} is too small for one slot for each reader", expected=expected, found=limit
-    )
+    expected = f"{errors.amount(least, limit)} or more, or fewer threads"
+    what, found = f"{name} is too small for one slot for each reader", errors.amount(limit, limit)
+    return errors.UsageError(what, expected=expected, found=found)
 
 
 def _limit(device: int | None, largest: Request, options: LoadOptions) -> int:
@@ -236,8 +235,8 @@ def _limit(device: int | None, largest: Request, options: LoadOptions) -> int:
         raise errors.MemoryLimitError(
             "the framework must copy the tensor, which is larger than the overhead",
             tensor=largest.info.name,
-            expected=f"{name} of {largest.nbytes} bytes or more",
-            found=limit,
+            expected=f"{name} of {errors.amount(largest.nbytes, limit)} or more",
+            found=errors.amount(limit, limit),
         )
     return limit
 

@@ -121,7 +121,7 @@ def ordered(requests: Sequence[Request], order: Iterable[str]) -> list[Request]:
     except (KeyError, TypeError) as error:
         rows, found = {str(error): None}, "unknown or repeated: "
     if rows:
-        expected = f"the names of the {count} selected tensors, each once"
+        expected = f"the names of the {errors.counted(count, 'selected tensor')}, each once"
         found += ", ".join([*rows][:10])
         raise errors.UsageError("order= does not fit the tensors", expected=expected, found=found)
     return made

@@ -222,8 +222,8 @@ class Draft:
             raise errors.WriteError(
                 "the file is not whole",
                 file=self.shown,
-                expected=f"{self.size} bytes",
-                found=f"{self._written} bytes",
+                expected=errors.amount(self.size),
+                found=errors.amount(self._written),
             )
         self._slots.clear()
         try:
@@ -294,14 +294,14 @@ class Draft:
         self._fd = self._direct = -1
 
     def _failed(self, error: OSError, action: str) -> errors.TargetError:
-        found = f"{self._written} bytes written"
+        found = f"{errors.amount(self._written)} written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with contextlib.suppress(OSError, AttributeError):
                 disk = os.statvfs(os.path.dirname(self.hidden))
-                found += f", {disk.f_bavail * disk.f_frsize} bytes free"
+                found += f", {errors.amount(disk.f_bavail * disk.f_frsize)} free"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             found += "; each shard needs an open file: raise `ulimit -n`, or max_shard_size"
-        expected = f"{self.size} bytes"
+        expected = errors.amount(self.size)
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
 
 

@@ -216,7 +216,7 @@ def _export_unknown(array: Any) -> Exported:
         raise errors.UnsupportedArrayError(
             "the mapping is nested; flatten it: {f'{outer}.{inner}': array, …}",
             expected="an array",
-            found=f"{kind} with {len(array)} entries",
+            found=f"{kind} with {errors.counted(len(array), 'entry', 'entries')}",
         )
     if not isinstance(array, type):  # A class has the methods and no array.
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):

@@ -193,6 +193,6 @@ def _check_size(what: str, nbytes: int, most: int, advice: str = "") -> None:
     if nbytes > most:
         raise errors.UsageError(
             f"the {what} would be too large{advice}",
-            expected=f"at most {most} bytes",
-            found=f"{nbytes} bytes",
+            expected=f"at most {errors.amount(most)}",
+            found=errors.amount(nbytes),
         )

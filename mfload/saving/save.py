@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
+from mfload.errors import counted
 from mfload.progress import Progress, shown
-from mfload.report import Printable, counted, human
+from mfload.report import Printable, human
 from mfload.runtime import cores, gc_paused
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
@@ -152,8 +153,8 @@ def fetched(tensor: TensorToSave) -> Any:
         raise errors.UnsupportedArrayError(
             "the array gave other bytes than it said it would",
             tensor=tensor.name,
-            expected=f"{tensor.nbytes} bytes",
-            found=f"{data.nbytes} bytes",
+            expected=errors.amount(tensor.nbytes),
+            found=errors.amount(data.nbytes),
         )
     return data
 

@@ -108,7 +108,7 @@ def save(
             raise errors.WriteError(
                 "the processes did not write the whole of the files",
                 file=os.fspath(path),
-                expected=f"{size} bytes",
+                expected=errors.amount(size),
                 found=str(counts),
             )
         done: Any = None

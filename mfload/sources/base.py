@@ -166,7 +166,7 @@ class Identity(NamedTuple):
         return Identity, (*self[:3], None)
 
     def __str__(self) -> str:
-        return f"{self.size} bytes, inode {self.inode}, mtime {self.mtime_ns} ns"
+        return f"{errors.amount(self.size)}, inode {self.inode}, mtime {self.mtime_ns} ns"
 
 
 def shrunk(name: str, expected: int, found: int) -> errors.SourceChangedError:
@@ -174,8 +174,8 @@ def shrunk(name: str, expected: int, found: int) -> errors.SourceChangedError:
     return errors.SourceChangedError(
         "the file ended before its data: it shrank under the read",
         file=name,
-        expected=f"at least {expected} bytes",
-        found=f"{found} bytes",
+        expected=f"at least {errors.amount(expected)}",
+        found=errors.amount(found),
     )
 
 

@@ -8,7 +8,6 @@ size. Whatever breaks off is taken up again at the byte, a few times and after a
 from __future__ import annotations
 
 import base64
-import functools
 import http.client
 import netrc
 import os
@@ -28,6 +27,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from mfload import errors
 from mfload.load_options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
+from mfload.sources.tls import Tls, speaks
 
 T = TypeVar("T")
 
@@ -57,6 +57,7 @@ _PLAIN_BODY = ("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")
 _PORTS = {"http": 80, "https": 443}
 _NO_RANGES = "the server does not answer requests for ranges: download the file first"
 _NO_ACCESS = "the server refuses access; credentials go into Options(headers=…) or ~/.netrc"
+_TRUSTED = "ca_file=, the certificates of its authority; or SSL_CERT_FILE in the environment"
 _NO_FILE = "no such file on the server"
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     200: (errors.SourceError, _NO_RANGES),
@@ -67,6 +68,9 @@ _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
 }
 
 
+_SYSTEM = Tls()
+
+
 class Version(NamedTuple):
     """What tells one version of the file from the next."""
 
@@ -74,7 +78,7 @@ class Version(NamedTuple):
     size: int
 
     def __str__(self) -> str:
-        return f"{self.size} bytes, {self.validator}"
+        return f"{errors.amount(self.size)}, {self.validator}"
 
 
 class Target(NamedTuple):
@@ -132,7 +136,8 @@ def open_url(url: str, options: LoadOptions) -> HttpSource:
             found=redacted(url),
         )
     stalled = STALLED if options.timeout is None else min(STALLED, options.timeout)
-    return HttpSource(url, options.headers or (), stalled)
+    tls = Tls(options.cert_file, options.key_file, options.ca_file)
+    return HttpSource(url, options.headers or (), stalled, tls)
 
 
 class HttpSource:
@@ -141,6 +146,7 @@ class HttpSource:
     Args:
         headers: Names and values that are sent to this server alone.
         stalled: Seconds without a byte after which a connection is given up.
+        tls: Certificates of `https://` connections. Default: the system's.
         version: The one that was seen before. Default: the one that the first answer has.
     """
 
@@ -151,6 +157,7 @@ class HttpSource:
         url: str,
         headers: tuple[tuple[str, str], ...] = (),
         stalled: float = STALLED,
+        tls: Tls = _SYSTEM,
         version: Version | None = None,
     ) -> None:
         self.name, self.stalled = redacted(url), stalled
@@ -158,8 +165,8 @@ class HttpSource:
         self.headers = {name.title(): value for name, value in headers}
         if "Authorization" not in self.headers:
             self.headers |= _from_netrc(self.first.host)
-        self.pool = _pools.setdefault(self.first[:3], _Pool())
-        self._given, self._version, self._head = (url, headers, stalled), version, b""
+        self.pool = _pools.setdefault((*self.first[:3], tls), _Pool(tls))
+        self._given, self._version, self._head = (url, headers, stalled, tls), version, b""
         self.keeps = True
         self.unchecked = False  # Whether the file may have changed within an answer.
 
@@ -311,20 +318,37 @@ class HttpHandle(ClosedAtEnd):
             except _BROKEN as error:
                 self._drop()
                 tries = 1 if self._came - came >= _PROGRESS else tries + 1
+                if tries == 1 and not self._came:
+                    self._check_scheme(error)
                 final = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL)
                 if isinstance(error, socket.gaierror):
                     final = error.errno != socket.EAI_AGAIN
                 if tries >= TRIES or final:
+                    unknown = isinstance(error, ssl.SSLCertVerificationError)
                     raise errors.ReadError(
                         f"could not read from the server: {self._reason(error)}",
                         file=self._source.name,
-                        found=f"given up after {tries} tries",
+                        expected=_TRUSTED if unknown else None,
+                        found=f"given up after {errors.counted(tries, 'try', 'tries')}",
                     ) from error
                 pause = _PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5)
                 time.sleep(min(max(pause, getattr(error, "after", 0)), _LONGEST_PAUSE))
             except BaseException:
                 self._drop()
                 raise
+
+    def _check_scheme(self, error: Exception) -> None:
+        """Raises SourceError if the server speaks TLS and the URL does not, or the reverse."""
+        target = self._source.target
+        plain = target.scheme == "http"
+        broken = (http.client.BadStatusLine, ssl.SSLError, ConnectionError)
+        if isinstance(error, broken) and speaks(target.host, target.port, tls=plain):
+            what = "the server speaks TLS" if plain else "the server speaks plain HTTP, without TLS"
+            expected = f"{'https' if plain else 'http'}://{target.host}…"
+            found = f"{target.scheme}://{target.host}…"
+            raise errors.SourceError(
+                what, file=self._source.name, expected=expected, found=found
+            ) from error
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -365,7 +389,7 @@ class HttpHandle(ClosedAtEnd):
         source, server = self._source, target[:3]
         if self._connection is not None and self._server != server:
             self._drop()
-        connection = self._connection or source.pool.take(server) or _connection(target)
+        connection = self._connection or source.pool.take(server) or source.pool.connect(target)
         self._connection, self._server = connection, server
         connection.timeout = source.stalled  # Another source may have made it.
         if connection.sock is not None:
@@ -422,6 +446,9 @@ class HttpHandle(ClosedAtEnd):
     def _refuse(self, response: http.client.HTTPResponse, opening: bool) -> NoReturn:
         """Raises the error of an answer without the bytes."""
         status = response.status
+        if status == 400 and self._source.target.scheme == "http":  # So nginx answers to no TLS.
+            self._drop()
+            self._check_scheme(ConnectionResetError())
         found = f"{status} {http.client.responses.get(status, '')}".rstrip()
         if status in _BUSY:
             raise _BusyError(found, response.getheader("Retry-After", ""))
@@ -465,9 +492,19 @@ class _BusyError(http.client.HTTPException):
 class _Pool:
     """Connections to a server, and to those it redirects to, that wait to be used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls) -> None:
+        self._tls, self._context = tls, None
         self._idle: deque[tuple[tuple[Any, ...], http.client.HTTPConnection]] = deque()
         self._process = os.getpid()
+
+    def connect(self, target: Target) -> http.client.HTTPConnection:
+        """A new connection, not yet opened; raises UsageError as `Tls.context`."""
+        scheme, host, port, _ = target
+        if scheme == "http":
+            return http.client.HTTPConnection(host, port)
+        if self._context is None:
+            self._context = self._tls.context(server=False)
+        return http.client.HTTPSConnection(host, port, context=self._context)
 
     def take(self, server: tuple[Any, ...]) -> http.client.HTTPConnection | None:
         """A connection to a server; None if there is none."""
@@ -501,16 +538,6 @@ class _Pool:
 
 # A pool lives as long as a source of its server does.
 _pools: weakref.WeakValueDictionary[tuple[Any, ...], _Pool] = weakref.WeakValueDictionary()
-
-
-def _connection(target: Target) -> http.client.HTTPConnection:
-    scheme, host, port, _ = target
-    if scheme == "http":
-        return http.client.HTTPConnection(host, port)
-    return http.client.HTTPSConnection(host, port, context=_tls())
-
-
-_tls = functools.cache(ssl.create_default_context)
 
 
 def _validator(response: http.client.HTTPResponse) -> str | None:

@@ -25,8 +25,8 @@ class MemorySource:
             raise errors.UsageError(what, expected="a memoryview in C order")
         self.size = memoryview(data).nbytes
         self.bytes: Any = np.frombuffer(data, np.uint8) if self.size else np.empty(0, np.uint8)
-        self.name = f"<{self.size} bytes in memory>"
-        self.identity = f"{self.size} bytes in memory"
+        self.name = f"<{errors.amount(self.size)} in memory>"
+        self.identity = f"{errors.amount(self.size)} in memory"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MemorySource, (self.bytes.tobytes(),)

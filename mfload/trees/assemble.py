@@ -249,8 +249,8 @@ class Assembly:
                 wanted.append((moved, "a shard that is moved exceeds the overhead", recipe.name))
         least, message, tensor = max(wanted, key=lambda each: each[0])
         if least > given:
-            expected = f"{least} bytes or more"
-            raise errors.MemoryLimitError(message, tensor=tensor, expected=expected, found=given)
+            expected, found = f"{errors.amount(least, given)} or more", errors.amount(given, given)
+            raise errors.MemoryLimitError(message, tensor=tensor, expected=expected, found=found)
 
     @property
     def stored_bytes(self) -> int:

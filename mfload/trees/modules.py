@@ -21,6 +21,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.dtypes import DType
+from mfload.errors import counted
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
 from mfload.frameworks.numpy_adapter import NumpyAdapter
@@ -39,7 +40,7 @@ from mfload.planning.memory import grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
-from mfload.report import Report, cleared, counted
+from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.trees import batches, matching
 from mfload.trees.batches import BatchItem, LeafPart
@@ -451,8 +452,8 @@ class _Filling:
                 raise errors.MemoryLimitError(
                     "max_host_overhead is too small for what the tensor is made of",
                     tensor=recipe.name,
-                    expected=f"{least} bytes or more",
-                    found=given,
+                    expected=f"{errors.amount(least, given)} or more",
+                    found=errors.amount(given, given),
                 )
 
         if given is not None and self._module.replaces and leaves:

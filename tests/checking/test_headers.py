@@ -181,7 +181,7 @@ def test_what_is_worth_a_note(shards: Path) -> None:
     others, unknown, alignment = seen.notes
     assert "other.safetensors" in others
     assert "'F5'" in unknown
-    assert " of 4 tensors begin on a multiple of 64 bytes, and the data of 0 of 3" in alignment
+    assert " of 4 tensors; data on one of 4096: 0 of 3 files" in alignment
     assert "mfload align" in alignment
 
 
@@ -194,10 +194,7 @@ def test_a_file_that_suits_needs_no_hint(tmp_path: Path) -> None:
     header = raw[8 : 8 + length].ljust(4088)
     path.write_bytes((4088).to_bytes(8, "little") + header + raw[8 + length :])
     (note,) = headers.inspect(path).notes
-    assert note == (
-        "2 of 3 tensors begin on a multiple of 64 bytes, "
-        "and the data of 1 of 1 files on one of 4096"
-    )
+    assert note == ("on a multiple of 64 bytes: 2 of 3 tensors; data on one of 4096: 1 of 1 file")
 
 
 def test_a_problem_reads_like_an_error() -> None:

@@ -153,7 +153,7 @@ def test_a_warning_is_one_line(model: Path) -> None:
     ran = process("plan", model, "--dtype", "no such name=bfloat16")
     assert ran.code == 0
     said = (
-        "mfload: warning: dtype= has rules that match no tensor: 'no such name'; names are such as"
+        "mfload: warning: --dtype has rules that match no tensor: 'no such name'; names are such as"
     )
     assert ran.err.startswith(said)
     assert ran.err.count("\n") == 1

@@ -160,25 +160,13 @@ def test_a_fault_has_no_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert '"type": "KeyError"' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("there already; overwrite=True replaces it", "there already; --overwrite replaces it"),
-        ("invalid max_shard_size", "invalid --max-shard-size"),
-        ("checksums=... is for checkpoints", "--checksums=... is for checkpoints"),
-        ("two threads met", "two threads met"),
-    ],
-)
-def test_arguments_are_spelled_as_on_a_command_line(
-    said: str, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_are_spelled_as_on_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = errors.UsageError("overwrite=True replaces it", expected="threads=")
     for as_json in (False, True):
-        failures.show(errors.UsageError(said), as_json=as_json)
-        assert shown in "".join(capsys.readouterr())
-    failures.show(errors.UsageError(said), as_json=False)
-    assert capsys.readouterr().err == f"mfload: error: {shown}\n"
-    failures.show(errors.UsageError("x", expected=said, found=said), as_json=False)
-    assert f"  found: {said}\n" in capsys.readouterr().err
+        failures.show(error, as_json=as_json)
+        said = "".join(capsys.readouterr())
+        assert "--overwrite replaces it" in said
+        assert "--threads" in said
 
 
 def test_what_is_there_is_replaced_with_an_option(run: Run, model: Path) -> None:

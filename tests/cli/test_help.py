@@ -43,6 +43,23 @@ def test_help_of_every_command(run: Run, name: str) -> None:
     for line in ran.out.splitlines():
         assert not re.fullmatch(r"  (-\w, )?--[\w-]+( [A-Z]+)?", line) or "--" in line
     assert "\x1b" not in ran.out
+    assert run(name, "-h") == ran
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_no_word_of_the_help_is_cut(
+    run: Run, name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [name, "-h"] if name else ["-h"]
+    monkeypatch.setenv("COLUMNS", "1000")
+    whole = set(run(*arguments).out.split())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run(*arguments).out
+    assert max(map(len, out.splitlines())) <= columns
+    cut = set(out.split()) - whole - {"..."}
+    # What is too long for the list of commands ends with dots, after a word.
+    assert not {word for word in cut if not word.endswith("...") or word[:-3] not in whole}
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in {"doctor", "planner"}])

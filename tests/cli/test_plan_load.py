@@ -175,14 +175,13 @@ def test_names_of_options_are_those_of_the_library() -> None:
     from mfload.cli import options
     from mfload.cli.commands import load, plan
 
-    # Meshes are objects of a program, and shards are for its processes. A command's arguments are
-    # seen by other users, so secrets are in .netrc.
+    # Meshes are objects of a program, and shards are for its processes.
     meshes = {"mesh", "shardings", "shard", "unmatched"}
-    fields = {*mfload.Options.__dataclass_fields__} - {"exchange", "headers", "peer"}
-    peers = {*inspect.signature(options.peers).parameters}
-    assert peers <= {*mfload.PeerOptions.__dataclass_fields__}
+    fields = {*mfload.Options.__dataclass_fields__} - {"exchange", "peer"}
+    network = {*inspect.signature(options.network).parameters}
+    assert network <= {*mfload.PeerOptions.__dataclass_fields__} | fields
     ours = {*inspect.signature(load).parameters}
-    assert fields | peers <= ours
+    assert fields | network <= ours
     rest = {"progress", "report", "options"} | meshes
     assert {*inspect.signature(mfload.load).parameters} - ours <= rest
     planned = {*inspect.signature(mfload.plan).parameters} - meshes - {"options"} | fields

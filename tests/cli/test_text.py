@@ -136,3 +136,52 @@ def test_numbers_that_json_lacks_are_strings(capsys: pytest.CaptureFixture[str])
     assert json.loads(out, parse_constant=lambda x: pytest.fail(x)) == {
         "nan": "nan", "x": ["-inf", 1.5], "name": "NaN",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"), [("1KiB", "1 KiB"), ("1kB", "1 kB"), ("1000", "1000 bytes")]
+)
+def test_messages_use_the_unit_that_was_typed(
+    typed: str, shown: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--engine", "direct", "--threads", "2", "--max-host-overhead", typed]
+    assert cli.run(["plan", str(model), *more]) == 2
+    said = capsys.readouterr().err
+    assert f"  found: {shown}\n" in said
+    assert re.search(r"  expected: [\d.]+ (KiB|kB|bytes) or more", said)
+    unit = shown.partition(" ")[2]
+    assert f" {unit} or more" in said
+    # What is said to be enough is enough, typed as it was said.
+    enough = re.search(r"expected: ([\d.]+) ", said)
+    assert enough
+    more[-1] = enough[1] + ("" if unit == "bytes" else unit)
+    assert cli.run(["plan", str(model), *more]) == 0
+
+
+@given(st.integers(1, 10**18), st.sampled_from(["kB", "KiB", "MB", "MiB", "GB", "GiB", "TB"]))
+def test_an_amount_is_enough(nbytes: int, unit: str) -> None:
+    said = errors.amount(nbytes, options.size(f"3{unit}"))
+    assert said.endswith(f" {unit}")
+    enough = options.size(said)
+    assert nbytes <= enough
+    assert enough - nbytes <= options.size(f"0.01{unit}") + 1
+
+
+def test_sizes_keep_their_unit() -> None:
+    import pickle
+
+    made = options.Options(max_host_overhead="1.5GB")
+    assert made.max_host_overhead == 1_500_000_000
+    again = pickle.loads(pickle.dumps(made))
+    assert again == made
+    assert errors.amount(10**9, again.max_host_overhead) == "1 GB"
+    assert errors.amount(1) == "1 byte"
+    assert errors.amount(2, 5) == "2 bytes"
+
+
+def test_a_listing_is_in_the_units_of_its_limits(model: Path) -> None:
+    assert "2 KiB" in _run("ls", model)
+    assert "2 KiB" in _run("ls", model, "--larger-than", "1KiB")
+    listed = _run("ls", model, "--larger-than", "1kB")
+    assert "2.048 kB" in listed
+    assert "KiB" not in listed

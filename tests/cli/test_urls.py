@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ SECRET = "s3cr3t"
 
 @pytest.fixture
 def url() -> Iterator[str]:
+    with serving.serving(_files()) as served:
+        yield served.url()
+
+
+def _files() -> dict[str, bytes]:
     from safetensors.numpy import save
 
-    raw = save({"w": np.arange(6, dtype=np.float32)})
-    with serving.serving({"/model.safetensors": raw}) as served:
-        yield served.url()
+    return {"/model.safetensors": save({"w": np.arange(6, dtype=np.float32)})}
 
 
 @pytest.mark.parametrize("command", ["ls", "plan", "load", "verify"])
@@ -45,3 +49,49 @@ def test_what_reads_local_files_alone(run: Run, url: str) -> None:
     ran = run("doctor", url)
     assert ran.code in (0, 1)
     assert "please report" not in ran.out
+
+
+def _guarded(handler: serving.Handler) -> bool:
+    if handler.headers.get("Authorization") == f"Bearer {SECRET}":
+        return False
+    handler.plain(401)
+    return True
+
+
+@pytest.mark.parametrize("command", ["ls", "plan", "load", "verify"])
+def test_headers(run: Run, tmp_path: Path, command: str) -> None:
+    secret = tmp_path / "headers"
+    secret.write_text(f"Authorization: Bearer {SECRET}\nX-Other: 1\n\n")
+    with serving.serving(_files(), always=_guarded) as served:
+        ran = run(command, served.url())
+        assert ran.code == (1 if command == "verify" else 3)
+        assert "--header HEADER or ~/.netrc" in ran.out + ran.err
+        for given in (f"Authorization: Bearer {SECRET}", f"@{secret}"):
+            ran = run(command, served.url(), "--header", given, "--header", "X-More: 2")
+            assert ran.code == 0, ran.err
+            assert SECRET not in ran.out + ran.err
+
+
+@pytest.mark.parametrize("wrong", ["Authorization", f"Range: {SECRET}", f"A: {SECRET}\nb", "@no"])
+def test_headers_that_are_none(run: Run, url: str, wrong: str) -> None:
+    ran = run("ls", url, "--header", wrong)
+    assert ran.code in (2, 3)
+    assert SECRET not in ran.err
+
+
+def test_a_private_authority(run: Run, certificates: Path) -> None:
+    with serving.serving(_files(), serving.own(certificates, "seed")) as served:
+        ca = certificates / "ca.pem"
+        assert run("ls", served.url(), "--ca-file", ca).code == 0
+        ran = run("ls", served.url())
+        assert ran.code == 3
+        assert "--ca-file" in ran.err
+        ran = run("ls", served.url().replace("https", "http"))
+        assert ran.code == 3
+        assert "the server speaks TLS" in ran.err
+        both = serving.own(certificates, "seed") | {"ca_file": ca}
+    with serving.serving(_files(), both) as served:
+        given = serving.own(certificates, "reader")
+        more = ("--cert-file", given["cert_file"], "--key-file", given["key_file"])
+        assert run("ls", served.url(), "--ca-file", ca, *more).code == 0
+        assert run("ls", served.url(), "--ca-file", ca).code == 3

@@ -133,7 +133,7 @@ def test_tensors_that_the_index_leaves_out_are_noted(tmp_path: Path) -> None:
     hostile_layouts.shard(tmp_path / "1.safetensors", a=1, b=2, c=3)
     index, _ = checkpoint.read(hostile_layouts.index(tmp_path, {"a": "1.safetensors"}))
     assert sorted(index.tensors) == ["a", "b", "c"]
-    assert index.notes == ("2 tensors are in the shards but not in the index",)
+    assert index.notes == ("in the shards but not in the index: 2 tensors",)
 
 
 def test_huge_directory(tmp_path: Path) -> None:

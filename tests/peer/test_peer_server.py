@@ -23,6 +23,7 @@ import pytest
 import samples
 import seeding
 from seeding import MODEL, SeedProcess, options, publish, wait_until, weights
+from serving import own
 
 import mfload
 from mfload import errors
@@ -524,35 +525,6 @@ class TestTokens:
         assert content.decode("latin-1") not in str(info.value) or not content
         with pytest.raises(errors.SourceError):
             publish(ARRAYS, token_file=tmp_path / "missing")
-
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority with certificates of a seed, a reader and an expired seed; a stranger."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("the openssl command makes the certificates")
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def run(*arguments: str) -> None:
-        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    for name in ("ca", "stranger"):
-        subject = ("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
-        run("req", "-x509", "-days", "2", *curve, *subject)
-    names = {"seed": "IP:127.0.0.1", "reader": "DNS:reader", "other": "DNS:elsewhere", "old": ""}
-    for name, other in names.items():
-        run("req", *curve, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", "request")
-        (folder / "extensions").write_text(f"subjectAltName={other or 'IP:127.0.0.1'}\n")
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-out", f"{name}.pem")
-        days = "-1" if name == "old" else "2"
-        run("x509", "-req", "-in", "request", "-days", days, *signed, "-extfile", "extensions")
-    return folder
-
-
-def own(folder: Path, name: str) -> dict[str, Any]:
-    return {"cert_file": folder / f"{name}.pem", "key_file": folder / f"{name}.key"}
 
 
 class TestCertificates:

@@ -1,0 +1,70 @@
+"""Certificates of connections, and what to say of a server that speaks TLS, or none."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from dataclasses import dataclass
+
+from mfload import errors
+
+_PROBE = 1.0  # Seconds for finding out what a server speaks.
+_TALK = b"OPTIONS * HTTP/1.0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Certificates by file: one's own, its key, and those of the authority that others need."""
+
+    cert_file: str | os.PathLike[str] | None = None
+    key_file: str | os.PathLike[str] | None = None
+    ca_file: str | os.PathLike[str] | None = None
+
+    @staticmethod
+    def of(*files: str | os.PathLike[str] | None) -> Tls | None:
+        """That with these files, in their order; None if none is given."""
+        return Tls(*files) if any(each is not None for each in files) else None
+
+    def context(self, server: bool) -> ssl.SSLContext:
+        """The context of a server, which asks for certificates if `ca_file` is set; or a client's.
+
+        Raises UsageError for files that hold no certificate.
+        """
+        if server and self.cert_file is None:
+            raise errors.UsageError("TLS needs a certificate", expected="cert_file=")
+        try:
+            purpose = ssl.Purpose.CLIENT_AUTH if server else ssl.Purpose.SERVER_AUTH
+            context = ssl.create_default_context(purpose, cafile=self.ca_file)
+            if self.cert_file is not None:
+                context.load_cert_chain(self.cert_file, self.key_file)
+        except (ssl.SSLError, OSError) as error:
+            files = ", ".join(str(each) for each in (self.cert_file, self.ca_file) if each)
+            what = "a certificate can't be used"
+            raise errors.UsageError(what, file=files, found=str(error)) from error
+        if server and self.ca_file is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    @property
+    def mutual(self) -> bool:
+        """Whether a server asks clients for certificates."""
+        return self.cert_file is not None and self.ca_file is not None
+
+
+def speaks(host: str, port: int, *, tls: bool) -> bool:
+    """Whether a server answers to TLS, or else to plain HTTP; asked once a connection broke off."""
+    try:
+        with socket.create_connection((host, port), _PROBE) as plain:
+            plain.settimeout(_PROBE)
+            if not tls:
+                plain.sendall(_TALK)
+                return plain.recv(5) == b"HTTP/"
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            with context.wrap_socket(plain, server_hostname=host):
+                return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # Only TLS refuses so.
+    except (OSError, ValueError):
+        return False
