@@ -178,10 +178,8 @@ def draw(results: Results, path: Path) -> None:
     cases = timings.cases(results)
     if not cases:
         return
-    # A bar is as high in one panel as in another.
-    heights = [1.2 + 0.27 * len(results.names(case)) for case in cases]
-    drawn, grid = plot.figure((12.0, sum(heights)), 1, len(cases), heights)
-    for (axes,), case in zip(grid, cases, strict=True):
+    drawn, panels = plot.figure([len(results.names(case)) for case in cases])
+    for axes, case in zip(panels, cases, strict=True):
         labels = {name: gpu_tasks.label(name) for name in _names(results, case)}
         least = floor(results, case)
         ceilings = [name for name in labels if is_ceiling(name)]
@@ -190,7 +188,7 @@ def draw(results: Results, path: Path) -> None:
         limit = max(bar.middle for bar in bars) * 1.05
         if len(bars) > 2:  # The one that takes longest would leave the others no room.
             limit = min(limit, 3 * sorted(bar.middle for bar in bars)[-2])
-        plot.panel(axes, bars, title=TITLES[case], unit="seconds", limit=limit, room=0.42)
+        plot.panel(axes, bars, title=TITLES[case], unit="seconds", limit=limit)
     m, found = results.machine, results.checkpoints["large"]
     onto = gpu_facts.sentence(results.run["gpu"]) if real(results) else "host arrays"
     title = (

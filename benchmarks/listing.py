@@ -148,16 +148,12 @@ def page(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     """Draw a panel a case: seconds, commands first."""
     cases = timings.cases(results)
-    rows = -(-len(cases) // 2)
-    drawn, grid = plot.figure((15.5, 0.7 + 3.7 * rows), min(2, len(cases)), rows)
-    panels = list(grid.flat)
-    for axes, case in zip(panels, cases, strict=False):
+    drawn, panels = plot.figure([len(timings.measured(results, case, _LABELS)) for case in cases])
+    for axes, case in zip(panels, cases, strict=True):
         bars = timings.bars(results, case, _LABELS, ("python", "headers"))
         title = _heading(results, case, "short")
         limit = max(bar.middle for bar in bars) * 1.05
         plot.panel(axes, bars, title=title, unit="seconds", limit=limit)
-    for axes in panels[len(cases) :]:
-        axes.set_visible(False)
     m = results.machine
     title = (
         f"Listing a checkpoint on {m['cpu']}, {m['cores']} cores, {m['file_system']}; bar: best of "

@@ -135,7 +135,8 @@ def _write(results: Results, out: Path, *, keep_json: bool) -> None:
         f"{m['cores']} cores, {m['file_system']}; bar: best of {results.run['rounds']} rounds, "
         "tick: median; pages touched"
     )
-    plot.draw(results, title, out / "loading.png")
+    if plot.draw(results, title, out / "loading.png"):
+        plot.draw_front(results, out / "loading-front.png")
     print("\n" + tables.targets(judged))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,9 @@ def _pairs(results: Results) -> str:
                     str(len(found)),
                 ]
             )
-    head = ("sharding", "`exchange=`", "share of the bytes each reads", "MB exchanged by each",
-            "best s", "median s", "CPU s", "MiB beside the shards", "rounds")  # fmt: skip
+    head = ("sharding", "`Options(exchange=…)`", "share of the bytes each reads",
+            "MB exchanged by each", "best s", "median s", "CPU s", "MiB beside the shards",
+            "rounds")  # fmt: skip
     return markdown.table(head, rows)
 
 
@@ -160,16 +161,19 @@ def page(results: Results) -> str:
     return "\n\n".join([*parts, *timings.skipped(results)])
 
 
-def _panel(axes: Any, results: Results, case: str) -> None:
+def _bars(results: Results, case: str) -> list[Bar]:
     unit = next((name for name in CEILINGS if results.best(case, name) is not None), None)
-    bars = timings.bars(results, case, LABELS, CEILINGS, unit)
+    return timings.bars(results, case, LABELS, CEILINGS, unit)
+
+
+def _panel(axes: Any, bars: Sequence[Bar], case: str) -> None:
     # The one that takes longest would leave the others no room.
     second = sorted(bar.middle for bar in bars)[-2:][0]
     limit = min(max(bar.middle for bar in bars), 3 * second) * 1.05
-    plot.panel(axes, bars, title=TITLES[case], unit="seconds", limit=limit, room=0.42)
+    plot.panel(axes, bars, title=TITLES[case], unit="seconds", limit=limit)
 
 
-def _shares(axes: Any, results: Results) -> None:
+def _shares(results: Results) -> list[Bar]:
     bars: list[Bar] = []
     for case in _OVER_CEILING:
         for how in EXCHANGES:
@@ -181,24 +185,21 @@ def _shares(axes: Any, results: Results) -> None:
             text = f"{share:.2f}  {best:.3f} s"
             label = f"{TITLES[case]}, {how}"
             bars.append(Bar(label, share, share, text, colour, bold=how == "auto"))
-    unit = "share of the bytes that each process reads; dashed: 1 in 2"
-    plot.panel(axes, bars, title=TITLES[PAIR], unit=unit, limit=1.1, line=1 / PROCESSES, room=0.42)
+    return bars
 
 
 def draw(results: Results, path: Path) -> None:
     """Draw a panel a case: seconds, and what two processes read."""
     cases = timings.cases(results)
-    columns = min(2, len(cases))
-    rows = -(-len(cases) // columns)
-    drawn, grid = plot.figure((7.4 * columns, 0.6 + 2.3 * rows), columns, rows)
-    panels = [axes for line in grid for axes in line]
-    for axes, case in zip(panels, cases, strict=False):
+    every = [_shares(results) if case == PAIR else _bars(results, case) for case in cases]
+    drawn, panels = plot.figure([*map(len, every)])
+    for axes, case, bars in zip(panels, cases, every, strict=True):
         if case == PAIR:
-            _shares(axes, results)
+            unit = f"share of the bytes that each process reads; dashed: 1 in {PROCESSES}"
+            line = 1 / PROCESSES
+            plot.panel(axes, bars, title=TITLES[case], unit=unit, limit=1.1, line=line)
         else:
-            _panel(axes, results, case)
-    for axes in panels[len(cases) :]:
-        axes.set_visible(False)
+            _panel(axes, bars, case)
     m, found = results.machine, results.checkpoints["large"]
     title = (
         f"{found['nbytes'] / 1e9:.2f} GB of bf16 onto eight CPU devices of {m['cpu']}, "

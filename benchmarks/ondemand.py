@@ -327,14 +327,12 @@ def draw(results: Results, path: Path) -> None:
     some = timings.cases(results)
     if not some:
         return
-    counts = [len(timings.measured(results, case, LABELS)) for case in some]
-    size = 8.6, 0.5 + sum(0.9 + 0.3 * count for count in counts)
-    drawn, grid = plot.figure(size, 1, len(some), counts)
-    for (axes,), case in zip(grid, some, strict=True):
+    drawn, panels = plot.figure([len(timings.measured(results, case, LABELS)) for case in some])
+    for axes, case in zip(panels, some, strict=True):
         bars = timings.bars(results, case, LABELS, (), _WAYS[case][0])
         limit = max(max(bar.best, bar.middle) for bar in bars) * 1.05
         unit = f"seconds a {'token' if case == 'experts' else 'pass'}"
-        plot.panel(axes, bars, title=case, unit=unit, limit=limit, room=0.35)
+        plot.panel(axes, bars, title=case, unit=unit, limit=limit)
     m = results.machine
     title = (
         f"A quarter of the model in memory, {m['cpu']}, {m['cores']} cores; bar: best, tick: median"
@@ -343,8 +341,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _draw_rates(rates: dict[str, list[float]], path: Path) -> None:
-    drawn, grid = plot.figure((6.4, 4.0), 1)
-    axes = grid[0][0]
+    drawn, (axes,) = plot.figure([11])
     for name, of in rates.items():
         style = {"color": plot.CEILING, "ls": "--"} if name == "optimum" else {"marker": "o"}
         axes.plot([100 * share for share in shares()], [100 * rate for rate in of], ms=3.5,

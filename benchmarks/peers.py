@@ -215,16 +215,14 @@ def page(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     """Draws a panel a case."""
     some = timings.cases(results)
-    counts = [len(timings.measured(results, case, LABELS)) for case in some]
-    size = 8.6, 0.5 + sum(0.8 + 0.3 * count for count in counts)
-    drawn, grid = plot.figure(size, 1, len(some), counts)
-    for (axes,), case in zip(grid, some, strict=True):
+    drawn, panels = plot.figure([len(timings.measured(results, case, LABELS)) for case in some])
+    for axes, case in zip(panels, some, strict=True):
         base = _BASES.get(case)
         bars = timings.bars(results, case, LABELS, _BASES.values(), base)
         if base is None:
             bars = [bar._replace(colour=plot.OURS) for bar in bars]
         limit = max(max(bar.best, bar.middle) for bar in bars) * 1.05
-        plot.panel(axes, bars, title=CASES[case], unit="seconds", limit=limit, room=0.35)
+        plot.panel(axes, bars, title=CASES[case], unit="seconds", limit=limit)
     about, m = results.checkpoints["large"], results.machine
     title = (
         f"{about['nbytes'] / 1e9:.2f} GB of bf16 from a running process into NumPy, {m['cpu']}, "

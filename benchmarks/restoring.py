@@ -202,15 +202,18 @@ def page(results: Results) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Draws a panel a case."""
-    from matplotlib.figure import Figure
-
     some = timings.cases(results)
-    figure = Figure(figsize=(9, 1.1 * len(some) + 0.6), layout="constrained")
+    drawn, panels = plot.figure([len(timings.measured(results, case, LABELS)) for case in some])
     longest = max(results.median(case, name) or 0 for case in some for name in LABELS)
-    for axes, case in zip(figure.subplots(len(some), squeeze=False)[:, 0], some, strict=True):
+    for axes, case in zip(panels, some, strict=True):
         bars = timings.bars(results, case, LABELS, ())
         plot.panel(axes, bars, title=CASES[case], unit="seconds", limit=longest * 1.05)
-    figure.savefig(path, dpi=110)
+    found, m = results.checkpoints["large"], results.machine
+    title = (
+        f"{found['nbytes'] / 1e9:.2f} GB on {m['cpu']}, {m['cores']} cores, {m['file_system']}; "
+        "bar: best, tick: median"
+    )
+    plot.finish(drawn, title, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -106,13 +106,13 @@ def page(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     """Draw a panel a case: seconds."""
     cases = timings.cases(results)
-    drawn, grid = plot.figure((7.8 * len(cases), 4.2), len(cases))
-    for axes, case in zip(grid[0], cases, strict=True):
+    drawn, panels = plot.figure([len(timings.measured(results, case, LABELS)) for case in cases])
+    for axes, case in zip(panels, cases, strict=True):
         bars = timings.bars(results, case, LABELS, FLOORS, "direct-fsync")
         limit = max(bar.middle for bar in bars) * 1.05
         found = results.checkpoints[case]
         title = f"{found['tensors']} tensors, {found['nbytes'] / 1e9:.3g} GB"
-        plot.panel(axes, bars, title=title, unit="seconds", limit=limit, room=0.38)
+        plot.panel(axes, bars, title=title, unit="seconds", limit=limit)
     m = results.machine
     title = (
         f"Saving on {m['cpu']}, {m['cores']} cores, {m['file_system']}; bar: best of "

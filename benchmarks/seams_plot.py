@@ -8,9 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.plot import OURS, PEER, TEXT, WIDTH
+
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers", "dcp": "torch's DCP"}
-CELLS = ("1 warm", "2 warm", "1 cold", "2 cold")
-COLOURS = {"theirs": "#b4b9c1", "mfload": "#2a6fb4"}
+CELLS = ("1 warm", "1 cold", "2 warm", "2 cold")
+COLOURS = {"theirs": PEER, "mfload": OURS}
 
 Found = dict[str, dict[str, list[float]]]
 """Seconds of each round, by cell ("2 cold": processes and page cache) and loader."""
@@ -32,7 +34,10 @@ def draw(every: dict[str, Any], path: Path) -> None:
     """Draws the best of all rounds as bars, and the medians as ticks."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(CELLS), figsize=(11, 3.2), sharey=True)
+    figure, grid = pyplot.subplots(
+        2, 2, figsize=(WIDTH, 6.4), sharey=True, sharex=True, layout="constrained"
+    )
+    axes = [*grid.flat]
     seams = [seam for seam in NAMES if seam in every]
     for axis, cell in zip(axes, CELLS, strict=True):
         for row, seam in enumerate(seams):
@@ -42,18 +47,18 @@ def draw(every: dict[str, Any], path: Path) -> None:
                     continue
                 at, best = row + shift, min(seconds)
                 axis.barh(at, best, 0.36, color=colour, label=loader if not row else None)
-                axis.plot([median(seconds)] * 2, [at - 0.18, at + 0.18], color="black", lw=1)
-                shade = "black" if loader == "theirs" else "white"
-                axis.text(0, at, f" {best:.2f}", va="center", fontsize=7, color=shade)
+                middle = median(seconds)
+                axis.plot([middle] * 2, [at - 0.18, at + 0.18], color="black", lw=1)
+                axis.text(middle, at, f" {best:.2f}", va="center", fontsize=TEXT)
         ranks, cache = cell.split()
-        axis.set_title(f"{ranks} process{'es' if ranks != '1' else ''}, {cache}", fontsize=9)
-        axis.set_xlabel("seconds", fontsize=8)
+        axis.set_title(f"{ranks} process{'es' if ranks != '1' else ''}, {cache}", fontsize=TEXT)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=8)
+        axis.tick_params(labelsize=TEXT)
+    for axis in grid[-1]:
+        axis.set_xlabel("seconds", fontsize=TEXT)
     axes[0].set_yticks(range(len(seams)), [NAMES[seam] for seam in seams])
     axes[0].invert_yaxis()
-    axes[0].legend(fontsize=7, frameon=False, loc="center right", bbox_to_anchor=(1, 0.42))
-    figure.tight_layout()
+    axes[0].legend(fontsize=TEXT, frameon=False, loc="lower right")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

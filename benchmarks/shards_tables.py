@@ -109,13 +109,10 @@ def page(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draws a panel a case, and beside them what the plan chooses."""
+    """Draws a panel a case, and in a picture of its own what the plan chooses."""
     cases = timings.cases(results)
-    columns = min(2, len(cases))
-    rows = -(-len(cases) // columns)
-    drawn, grid = plot.figure((7.4 * columns, 0.6 + 2.1 * rows), columns, rows)
-    panels = [axes for line in grid for axes in line]
-    for axes, case in zip(panels, cases, strict=False):
+    drawn, panels = plot.figure([len(timings.measured(results, case, LABELS)) for case in cases])
+    for axes, case in zip(panels, cases, strict=True):
         bars = timings.bars(results, case, LABELS, BARE)
         read = {s["name"]: max(s["read"]) for s in results.samples if s["case"] == case}
         kept = timings.measured(results, case, LABELS)
@@ -124,9 +121,7 @@ def draw(results: Results, path: Path) -> None:
             for name, bar in zip(kept, bars, strict=True)
         ]
         limit = max(bar.middle for bar in bars) * 1.05
-        plot.panel(axes, bars, title=TITLES[case], unit="seconds", limit=limit, room=0.5)
-    for axes in panels[len(cases) :]:
-        axes.set_visible(False)
+        plot.panel(axes, bars, title=TITLES[case], unit="seconds", limit=limit)
     m, found = results.machine, results.checkpoints["large"]
     title = (
         f"{found['nbytes'] / 1e9:.2f} GB of bf16 into {PROCESSES} processes of PyTorch, "
@@ -164,27 +159,27 @@ def draw_choice(path: Path) -> None:
         "PyTorch, behind a URL": ("cpu", SimpleNamespace(costs=Costs(concurrency=8))),
         "JAX, onto accelerators": ("cuda", None),
     }
-    drawn, grid = plot.figure((8.4, 0.6 + 2.3 * len(kinds)), 1, len(kinds))
-    for (axes,), (title, (platform, source)) in zip(grid, kinds.items(), strict=True):
+    layouts, ways = ("rows", "columns", "replicated"), ("never", "once")
+    drawn, panels = plot.figure([len(layouts) * len(ways)] * len(kinds))
+    for axes, (title, (platform, source)) in zip(panels, kinds.items(), strict=True):
         backend: Any = SimpleNamespace(platform=lambda p=platform: p)
         backend.transport = TorchBackend.transport if platform == "cpu" else base.GLOO
+        price, _ = mesh_load.price(backend, [source] if source else [])
         bars: list[Bar] = []
-        for layout in ("rows", "columns", "replicated"):
+        for layout in layouts:
             requests, sources = _requests(layout), [source] if source else []
             width, _ = mesh_load.exchanged(requests, LoadOptions(), backend, sources)
-            price, _ = mesh_load.price(backend, sources)
             rows = bool(source) or platform != "cpu"
             own, share, came = mesh_load.amounts(requests, rows=rows)
-            for how, cost, text in (
-                ("never", own, f"{human(own)} read"),
-                ("once", share + price * came, f"{human(share)} read, {human(came)} moved"),
-            ):
+            costs = own, share + price * came
+            texts = f"{human(own)} read", f"{human(share)} read, {human(came)} moved"
+            for how, cost, text in zip(ways, costs, texts, strict=True):
                 chosen = (how == "once") == (width is not None)
                 colour = OURS if chosen else PEER
                 label = f"{layout}, {how}"
                 bars.append(Bar(label, cost / MIB, cost / MIB, text, colour, bold=chosen))
         limit = max(bar.best for bar in bars) * 1.05
         unit = f"MiB read, at most a process; a moved byte counts {price:g}"
-        plot.panel(axes, bars, title=title, unit=unit, limit=limit, room=0.6)
+        plot.panel(axes, bars, title=title, unit=unit, limit=limit)
     title = f"What {_RANKS} processes read and move of 1 GiB; blue: chosen by auto"
     plot.finish(drawn, title, path)

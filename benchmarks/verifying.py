@@ -124,13 +124,13 @@ def page(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     """Draw a panel a case: seconds."""
     cases = timings.cases(results)
-    drawn, grid = plot.figure((7.4 * len(cases), 5.4), len(cases))
-    for axes, case in zip(grid[0], cases, strict=True):
+    drawn, panels = plot.figure([len(timings.measured(results, case, _LABELS)) for case in cases])
+    for axes, case in zip(panels, cases, strict=True):
         bars = timings.bars(results, case, _LABELS, _FLOOR, "mfload-load")
         # The one that takes longest would leave the others no room.
         second = sorted(bar.middle for bar in bars)[-2:][0]
         limit = min(max(bar.middle for bar in bars), 2 * second) * 1.05
-        plot.panel(axes, bars, title=case, unit="seconds", limit=limit, room=0.38)
+        plot.panel(axes, bars, title=case, unit="seconds", limit=limit)
     m, found = results.machine, results.checkpoints["large"]
     title = (
         f"{found['nbytes'] / 1e9:.2f} GB of bf16 on {m['cpu']}, {m['cores']} cores, "

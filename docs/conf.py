@@ -29,6 +29,7 @@ extensions = [
     "myst_nb",
     "sphinx_copybutton",
     "navigation",
+    "notebooks",
     "sources",
 ]
 

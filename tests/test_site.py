@@ -110,6 +110,17 @@ def test_every_page_is_in_the_menu(pages: dict[str, _Page]) -> None:
             assert target in listed, f"{path.name} is not in the menu"
 
 
+def test_the_menu_has_the_groups_of_the_how_tos(pages: dict[str, _Page]) -> None:
+    start = pages["docs/index.html"].text
+    captions = re.findall(r'class="caption-text">([^<]+)<', start)
+    index = (ROOT / "docs/index.md").read_text("utf-8")
+    groups = re.findall(r"^### (.+)$", index, re.M)
+    assert len(groups) == 5
+    at = captions.index(groups[0])
+    assert captions[at : at + 5] == groups
+    assert captions[:2] == ["Install", "Start here"]
+
+
 def test_every_link_and_anchor_leads_somewhere(pages: dict[str, _Page], site: Path) -> None:
     broken: list[str] = []
     for name, page in pages.items():
@@ -200,6 +211,20 @@ def test_examples_are_shown_with_what_they_print(pages: dict[str, _Page]) -> Non
         shown = re.findall(r'class="output [^"]*stream', page)
         assert shown, f"{script.name} prints nothing"
         assert "Traceback" not in page, script.name
+
+
+def test_every_example_is_a_notebook_to_download(pages: dict[str, _Page], site: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    for script in sorted((ROOT / "examples").glob("*.py")):
+        page = pages[_built(script)]
+        name = f"{script.stem}.ipynb"
+        assert name in page.links, f"{script.name} has no link to its notebook"
+        assert page.text.index(f'href="{name}" download') < page.text.index("<pre>")
+        notebook = nbformat.read(site / _built(script).replace(".html", ".ipynb"), as_version=4)
+        nbformat.validate(notebook)
+        assert notebook.metadata.kernelspec.name == "python3"
+        for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+            assert cell.source in script.read_text("utf-8")
 
 
 # How it looks ---------------------------------------------------------------------------------

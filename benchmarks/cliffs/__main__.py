@@ -108,19 +108,16 @@ def table(results: Sequence[Result]) -> str:
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """Draws the ratios, each with a mark where its limit is."""
-    drawn, grid = plot.figure((9.5, 1.4 + 0.3 * len(results)), 1)
-    axes, bars = grid[0][0], []
+    drawn, (axes,) = plot.figure([len(results)])
+    bars: list[plot.Bar] = []
     for each in results:
         text = f"{ratio(each):.2f}×  {min(each['ours']) * 1e3:.3g} ms"
         colour = plot.OURS if reached(each) else "#c2554d"
         middle = ratio(each, statistics.median)
-        bars.append(plot.Bar(each["name"], ratio(each), middle, text, colour))
+        goal = each["limit"] + each["allowance"] / min(each["theirs"])
+        bars.append(plot.Bar(each["name"], ratio(each), middle, text, colour, goal=goal))
     most = min(12.0, max(2.0, *(bar.best for bar in bars)) * 1.05)
     plot.panel(axes, bars, title="", unit="time ÷ alternative", limit=most, line=1)
-    for at, each in enumerate(results):
-        goal = each["limit"] + each["allowance"] / min(each["theirs"])
-        if goal <= most:
-            axes.plot([goal] * 2, [at - 0.4, at + 0.4], color=plot.CEILING, lw=1.6, zorder=5)
     axes.set_ylim(len(results) - 0.4, -0.6)
     title = "Time of mfload divided by the alternative's: bars are the best, ticks the median"
     plot.finish(drawn, f"{title}; a grey line is what is to be reached", path)

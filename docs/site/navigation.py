@@ -1,7 +1,7 @@
 """Sphinx extension: the lists of docs/index.md are the site's navigation.
 
-Each section with links to pages becomes a part of the menu, in the order of the page. So the
-start page is plain Markdown, and there is one place to enter a new page.
+Each heading with a list of links to pages becomes a part of the menu, in the order of the page.
+So the start page is plain Markdown, and there is one place to enter a new page.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def menus(text: str) -> list[tuple[str, list[str]]]:
     """Sections and the pages that their lists link to.
 
     Args:
-        text: Markdown; a section begins with `## `.
+        text: Markdown; a section begins with `## ` or `### `.
 
     Returns:
         Title and targets of each section that has any, targets as written.
     """
     found: list[tuple[str, list[str]]] = []
-    for section in re.split(r"^## ", text, flags=re.M)[1:]:
+    for section in re.split(r"^###? ", text, flags=re.M)[1:]:
         title, _, body = section.partition("\n")
         items = re.findall(r"^- .*(?:\n  .*)*", body, re.M)
         links = [link for item in items for link in re.findall(r"\]\(([^)#]+)\)", item)]

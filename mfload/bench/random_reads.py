@@ -229,9 +229,9 @@ def draw(found: Found, path: Path) -> bool:
     engines = list(dict.fromkeys(point["engine"] for point in points))
     if not engines:
         return False
-    figure = Figure(figsize=(4.6 * len(engines) + 0.6, 4.2), layout="constrained")
+    figure = Figure(figsize=(8, 0.5 + 2.8 * len(engines)), layout="constrained")
     depths = sorted({point["depth"] for point in points})
-    panels = figure.subplots(1, len(engines), squeeze=False, sharey=True)[0]
+    panels = figure.subplots(len(engines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for axes, engine in zip(panels, engines, strict=True):
         for number, depth in enumerate(depths):
             own = [p for p in points if (p["engine"], p["depth"]) == (engine, depth)]
@@ -241,13 +241,13 @@ def draw(found: Found, path: Path) -> bool:
         blocks = sorted({point["block"] // 1024 for point in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(blocks, [f"{block}" if block < 1024 else "1M" for block in blocks])
-        axes.set_xlabel("KiB a read")
+        axes.set_ylabel("GB/s")
         axes.set_title(engine, loc="left", fontweight="bold")
         axes.grid(color="#e4e6ea")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("GB/s")
+    panels[-1].set_xlabel("KiB a read")
     panels[0].set_ylim(bottom=0)
-    panels[0].legend(title="at once", fontsize=8, title_fontsize=8)
+    panels[0].legend(title="at once")
     m = found["machine"]
     figure.suptitle(f"Random reads; {m['processor']}, {m['file system']}", fontsize=10)
     figure.savefig(path, dpi=150)

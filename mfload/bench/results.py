@@ -137,10 +137,10 @@ def draw(found: Found, path: Path) -> bool:
             panels[case] = [*best, *(row for row in shown if row not in ceilings)]
     if not panels:
         return False
-    size = (7.2 * len(panels), 1.6 + 0.34 * max(map(len, panels.values())))
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(1, len(panels), squeeze=False)
-    for axes, (case, bars) in zip(grid[0], panels.items(), strict=True):
+    heights = [1.1 + 0.34 * len(bars) for bars in panels.values()]
+    figure = Figure(figsize=(8, 0.5 + sum(heights)), layout="constrained")
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    for axes, (case, bars) in zip(grid[:, 0], panels.items(), strict=True):
         _panel(axes, case, bars)
     m, what = found["machine"], found["checkpoint"]
     title = (
@@ -148,7 +148,7 @@ def draw(found: Found, path: Path) -> bool:
         f"{m['processor']}, {m['file system']}; "
         f"bar: best of {found['run']['rounds']}, whisker: median"
     )
-    figure.suptitle(textwrap.fill(title, int(size[0] * 13)), fontsize=10, x=0.01, ha="left")
+    figure.suptitle(textwrap.fill(title, 100), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
     return True
 

@@ -122,7 +122,7 @@ class OndemandPlan(Printable):
         except ImportError as error:
             raise errors.missing("the plot needs matplotlib", "plot") from error
         timed = self.budget.io_ms is not None
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        figure = Figure(figsize=(8, 4.4), layout="constrained")
         axes = figure.subplots()
 
         def height(cost: BudgetCost) -> float:

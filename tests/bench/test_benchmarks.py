@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib import image
+from matplotlib import image, pyplot, text
+from PIL import Image
 
 from benchmarks import (
     ROOT,
@@ -24,6 +25,7 @@ from benchmarks import (
     ondemand,
     pages,
     peers,
+    plot,
     saving,
     shards,
     streams,
@@ -31,6 +33,7 @@ from benchmarks import (
 )
 from benchmarks.checkpoint import write_divisible
 from benchmarks.process import ChildError
+from benchmarks.results import Results
 from benchmarks.runner import Case
 from mfload.bench import machine, random_reads
 from mfload.bench.machine import MEMORY_FILE_SYSTEMS, file_system
@@ -163,6 +166,36 @@ def test_the_loading_table_follows_from_its_samples(tmp_path: Path, folder: Path
     assert load.main(["--redraw", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "loading_table.md").read_text()
     assert written == (folder / "loading_table.md").read_text()
+
+
+PAGE = 700
+"""Pixels that a page of the site has for a plot on a desk; a phone scrolls one as wide."""
+
+
+@pytest.mark.parametrize("path", sorted(PERFORMANCE.rglob("*.png")), ids=lambda path: path.stem)
+def test_plots_are_no_wider_than_a_page_can_show(path: Path) -> None:
+    with Image.open(path) as picture:
+        inches = picture.width / picture.info["dpi"][0]
+    assert inches <= plot.WIDTH + 0.01
+
+
+@pytest.mark.parametrize("draw", ["draw", "draw_front"])
+def test_text_of_plots_is_read_on_a_page(
+    draw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results = Results.read(PERFORMANCE / "loading.json")
+    monkeypatch.setattr(pyplot, "close", lambda _: None)
+    extra = () if draw == "draw_front" else ("title",)
+    getattr(plot, draw)(results, *extra, tmp_path / "x.png")
+    drawn = pyplot.gcf()
+    monkeypatch.undo()
+    shown = [each for each in drawn.findobj(text.Text) if each.get_text() and each.get_visible()]
+    pixels = min(each.get_fontsize() for each in shown) * PAGE / (72 * drawn.get_figwidth())
+    edges = [each.get_window_extent().x1 for each in shown]
+    width = drawn.bbox.x1
+    pyplot.close(drawn)
+    assert pixels >= 12
+    assert max(edges) <= width, "text is cut off"
 
 
 def test_shards(

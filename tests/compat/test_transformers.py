@@ -6,6 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -414,3 +418,33 @@ def test_models_on_a_gpu(saved: Any, name: str, devices: Any, given: dict[str, A
     for each, wanted in zip(state.values(), expected.values(), strict=True):
         assert (each.dtype, each.device) == (wanted.dtype, wanted.device)
         assert torch.equal(each, wanted)
+
+
+CHECK = """
+whole = AutoModelForCausalLM.from_pretrained("llama/").eval()
+ids = torch.arange(8)[None]
+assert torch.equal(model(ids).logits, whole(ids).logits)
+tied = config.tie_word_embeddings
+assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_recipe_for_fsdp_runs_on_two_processes(tmp_path: Path, tied: bool) -> None:
+    given = {**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    config = transformers.LlamaConfig(**given)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    page = Path(mfload.__file__).parent.parent / "docs/how-to/fsdp.md"
+    recipe = re.search(r"^```python\n(# torchrun.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    assert recipe is not None
+    (tmp_path / "recipe.py").write_text(recipe[1] + CHECK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc-per-node", "2", "recipe.py"]  # fmt: skip
+    root = str(page.parent.parent.parent)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "model.rotary_emb.inv_freq" in done.stderr
