@@ -59,7 +59,7 @@ def _pattern(module: str, *aliases: str) -> str:
 FRAMEWORKS = {
     "jax": _pattern("jax", "flax") + r"|^\s*(import|from) flax\b",
     "torch": _pattern("torch", "pt", "pytorch"),
-    "tensorflow": _pattern("tensorflow", "tf", "keras"),
+    "tensorflow": _pattern("tensorflow", "tf", "keras") + r"|^\s*import keras\b",
     "paddle": _pattern("paddle", "paddlepaddle"),
     "cupy": _pattern("cupy"),
 }

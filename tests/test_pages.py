@@ -35,7 +35,7 @@ from pages import (
 )
 
 SECONDS = 240
-EXAMPLES = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "examples/seams").glob("*"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 README = ROOT / "README.md"
 QUIET = ("--quiet", "--disable-pip-version-check")
 PINS = [f"--constraint={ROOT}/requirements/{name}.txt" for name in ("test", "transformers")]
