@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         JaxArray,
         NumpyArray,
         PaddleTensor,
+        ShapeDtypeStruct,
         TensorflowTensor,
         TorchTensor,
     )
@@ -495,7 +496,7 @@ def abstract(
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
     dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
     options: Options | None = None,
-) -> dict[str, Any]:
+) -> dict[str, ShapeDtypeStruct]:
     """Says what arrays `load` would make for JAX with the same arguments; reads headers only.
 
     The result can be given to `jax.eval_shape`, `jax.jit(...).lower` and the like.
