@@ -72,6 +72,8 @@ lint: .venv/test/.ready
 	$(TEST)/ruff check .
 	$(TEST)/ruff format --check .
 	$(TEST)/basedpyright
+	$(TEST)/basedpyright --project tests/typing --pythonpath $(TEST)/python
+	$(TEST)/mypy
 	$(TEST)/lint-imports --no-logo
 
 core: .venv/test/.ready
@@ -165,4 +167,4 @@ package: .venv/test/.ready
 	MFLOAD_DIST=dist $(TEST)/python -m pytest tests/test_packaging.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -23,6 +23,7 @@ from benchmarks.gpu_given import (
     wrong,
 )
 from mfload import dtypes, errors
+from mfload.frameworks import resolve
 
 _PADS = (0, 1, 7, 8, 24, 31, 32, 40, 63, 100, 255)
 """Spaces behind the header."""
@@ -189,7 +190,7 @@ def several(given: Given, framework: str) -> str:
     path = given.folder / "several.safetensors"
     values = floats(path, 2 * count, 10_007, 4)
     where = {rf"^w\.{i}$": f"cuda:{i % count}" for i in range(2 * count)}
-    found = doubled(framework, mfload.load(path, framework=framework, device=where))
+    found = doubled(framework, mfload.load(path, resolve(framework), device=where))
     bad = wrong(found, {name: value + value for name, value in values.items()})
     if bad:
         raise AssertionError(f"wrong sums of {', '.join(bad)}")

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import gpu_memory
 from benchmarks.calls import as_options
 from benchmarks.gpu_memory import HOST
-from mfload import dtypes
+from mfload import dtypes, frameworks
 
 
 def landings(framework: str) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class Given(NamedTuple):
 
         if framework != "numpy":
             options["device"] = self.device
-        return mfload.load(path, framework=framework, **as_options(options))
+        return mfload.load(path, frameworks.resolve(framework), **as_options(options))
 
     def try_engine(self, framework: str, engine: str) -> None:
         """Skips the trial where mfload takes another engine than the one asked for."""

@@ -37,7 +37,7 @@ def seed(job: dict[str, Any]) -> None:
             offers[f"{scheme}-{name}"] = mfload.publish(each, model=name, **more).url
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(job["cert"], job["key"])
-    memory = [memoryview(each.reshape(-1).view(np.uint8)) for each in arrays.values()]
+    memory = [each.reshape(-1).view(np.uint8).data for each in arrays.values()]
     for name, tls in (("socket", None), ("tls", context)):
         listener = socket.create_server(("127.0.0.1", 0))
         offers[name] = listener.getsockname()[1]

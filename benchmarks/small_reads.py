@@ -53,9 +53,10 @@ def subject(name: str, path: str, framework: str) -> Callable[[int], Any]:
         opened: Any = safetensors.safe_open(path, framework)
     else:
         import mfload
+        from mfload.frameworks import resolve
 
         options = mfload.Options(engine="mmap" if "mmap" in name else "auto")
-        opened = mfload.open(path, framework, options=options)
+        opened = mfload.open(path, resolve(framework), options=options)
     if "tensor" in name:
         return lambda row: opened.get_tensor(f"small.{row % 2000}")
     if "handle" in name:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mfload.diagnostics.doctor import doctor
     from mfload.diagnostics.findings import Diagnosis
     from mfload.errors import MfloadError
+    from mfload.frameworks import Framework
     from mfload.options import Options, PeerOptions
     from mfload.packed import unpack
     from mfload.peer.seed import Seed, publish, seeds
@@ -41,6 +42,7 @@ _NAMES = {
     "diagnostics.doctor": "doctor",
     "diagnostics.findings": "Diagnosis",
     "errors": "MfloadError",
+    "frameworks": "Framework",
     "options": "Options PeerOptions",
     "packed": "unpack",
     "peer.seed": "Seed publish seeds",
@@ -52,10 +54,10 @@ _NAMES = {
 _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "Aligned", "Converted", "Diagnosis", "Difference", "Manifest", "MfloadError", "Options",
-    "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align", "compat",
-    "convert", "diff", "doctor", "errors", "live_bytes", "load", "load_into", "ondemand", "open",
-    "plan", "publish", "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
+    "Aligned", "Converted", "Diagnosis", "Difference", "Framework", "Manifest", "MfloadError",
+    "Options", "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align",
+    "compat", "convert", "diff", "doctor", "errors", "live_bytes", "load", "load_into", "ondemand",
+    "open", "plan", "publish", "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
 ]  # fmt: skip
 
 

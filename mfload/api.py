@@ -1,16 +1,19 @@
 """What users call. Wiring only: every decision is made further down the street."""
 
+# Arrays of a framework that is not installed have no known type.
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
@@ -20,14 +23,24 @@ from mfload.loading.session import Loader
 from mfload.planning import request as requesting
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, gc_paused
-from mfload.sources import Location
 from mfload.sources.base import Source
 
 # What only some calls need is imported where it is used: or else the first load of a process would
 # spend most of its time on imports.
 if TYPE_CHECKING:
     from mfload.checking.checksums import ManifestCheck
-    from mfload.checking.manifest import Algorithm, Manifest
+    from mfload.checking.manifest import Manifest
+    from mfload.dtypes import DTypeLike
+    from mfload.frameworks import Cupy, Framework, Jax, Numpy, Paddle, Tensorflow, Torch
+    from mfload.frameworks.arrays import (
+        CupyArray,
+        JaxArray,
+        NumpyArray,
+        PaddleTensor,
+        ShapeDtypeStruct,
+        TensorflowTensor,
+        TorchTensor,
+    )
     from mfload.loading.attempts import Prefer
     from mfload.loading.lazy import LazyCheckpoint
     from mfload.loading.preview import Preview
@@ -35,30 +48,110 @@ if TYPE_CHECKING:
     from mfload.mesh.base import MeshBackend
     from mfload.mesh.load import Chosen
     from mfload.options import Options
-    from mfload.planning.selection import Dtypes, Names
+    from mfload.planning.selection import Dtypes, Names, Regex
     from mfload.progress import Progress
     from mfload.report import Report
     from mfload.saving.save import Saved
+    from mfload.sources import PathOrBytes
+    from mfload.trees.load_into import IntoArguments, Structs
 
-Path = Location | Sequence[Location]
+    Paths = PathOrBytes | Sequence[PathOrBytes]
+    Named = Framework | ModuleType
+    Device = Hashable | Mapping[str, object]
+    """One device, or those of exact names: no list, since a list can't be hashed."""
+    Rules = Device | Sequence[tuple[Regex, object]]
+
+    class Arguments(TypedDict, total=False):
+        """What `load` and `stream` have in common, beside path, framework and device."""
+
+        names: Names
+        dtype: Dtypes
+        mesh: Any
+        shardings: Any
+        shard: tuple[int, int] | None
+        unmatched: Unmatched
+        progress: Progress
+        report: Report | None
+        options: Options | None
+
+    class LoadArguments(Arguments, total=False):
+        """Those of `load`."""
+
+        verify: str | os.PathLike[str] | Manifest | None
+        fallback: Paths | None
+        prefer: Prefer
+
+    class StreamArguments(Arguments, total=False):
+        """Those of `stream`, of which lazy tensors are no arrays except for PyTorch."""
+
+        order: Sequence[str] | None
+        lazy: bool
+
+    class EagerArguments(Arguments, total=False):
+        """The same for tensors that are arrays."""
+
+        order: Sequence[str] | None
+        lazy: Literal[False]
+
+    class RestoreArguments(IntoArguments, total=False):
+        """Those of `restore`."""
+
+        step: int | None
+        names: Names
+        framework: Named
 
 
+T = TypeVar("T")
+
+
+@overload
 def load(
-    path: Path,
-    framework: str | ModuleType,
+    path: Paths, framework: Numpy, *, device: Device = ..., **more: Unpack[LoadArguments]
+) -> dict[str, NumpyArray]: ...
+@overload
+def load(
+    path: Paths, framework: Jax, *, device: Device = ..., **more: Unpack[LoadArguments]
+) -> dict[str, JaxArray]: ...
+@overload
+def load(
+    path: Paths, framework: Torch, *, device: Device = ..., **more: Unpack[LoadArguments]
+) -> dict[str, TorchTensor]: ...
+@overload
+def load(
+    path: Paths, framework: Tensorflow, *, device: Device = ..., **more: Unpack[LoadArguments]
+) -> dict[str, TensorflowTensor]: ...
+@overload
+def load(
+    path: Paths, framework: Paddle, *, device: Device = ..., **more: Unpack[LoadArguments]
+) -> dict[str, PaddleTensor]: ...
+@overload
+def load(
+    path: Paths, framework: Cupy, *, device: Device = ..., **more: Unpack[LoadArguments]
+) -> dict[str, CupyArray]: ...
+@overload
+def load(
+    path: Paths, framework: Named, *, device: Rules = ..., **more: Unpack[LoadArguments]
+) -> dict[str, Any]: ...
+@overload
+def load(
+    path: Paths, framework: Named, *, device: list[T], **more: Unpack[LoadArguments]
+) -> dict[str, list[Any]]: ...
+def load(
+    path: PathOrBytes | Sequence[PathOrBytes],
+    framework: Framework | ModuleType,
     *,
     device: object = None,
-    names: Names = None,
-    dtype: Dtypes = None,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
     mesh: Any = None,
     shardings: Any = None,
     shard: tuple[int, int] | None = None,
-    unmatched: Unmatched = "replicate",
+    unmatched: Literal["replicate", "error"] = "replicate",
     verify: str | os.PathLike[str] | Manifest | None = None,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
-    fallback: Path | None = None,
-    prefer: Prefer = "path",
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
     options: Options | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint into arrays of a framework.
@@ -175,13 +268,45 @@ def load(
     return dict(zip(requesting.names(requests), arrays, strict=True))
 
 
+@overload
 def open(
-    path: Path,
-    framework: str | ModuleType = "numpy",
+    path: Paths, framework: Numpy = ..., device: Device = ..., *, options: Options | None = ...
+) -> LazyCheckpoint[NumpyArray]: ...
+@overload
+def open(
+    path: Paths, framework: Jax, device: Device = ..., *, options: Options | None = ...
+) -> LazyCheckpoint[JaxArray]: ...
+@overload
+def open(
+    path: Paths, framework: Torch, device: Device = ..., *, options: Options | None = ...
+) -> LazyCheckpoint[TorchTensor]: ...
+@overload
+def open(
+    path: Paths, framework: Tensorflow, device: Device = ..., *, options: Options | None = ...
+) -> LazyCheckpoint[TensorflowTensor]: ...
+@overload
+def open(
+    path: Paths, framework: Paddle, device: Device = ..., *, options: Options | None = ...
+) -> LazyCheckpoint[PaddleTensor]: ...
+@overload
+def open(
+    path: Paths, framework: Cupy, device: Device = ..., *, options: Options | None = ...
+) -> LazyCheckpoint[CupyArray]: ...
+@overload
+def open(
+    path: Paths, framework: Named = ..., device: Rules = ..., *, options: Options | None = ...
+) -> LazyCheckpoint[Any]: ...
+@overload
+def open(
+    path: Paths, framework: Named = ..., *, device: list[T], options: Options | None = ...
+) -> LazyCheckpoint[list[Any]]: ...
+def open(
+    path: PathOrBytes | Sequence[PathOrBytes],
+    framework: Framework | ModuleType = "numpy",
     device: object = None,
     *,
     options: Options | None = None,
-) -> LazyCheckpoint:
+) -> LazyCheckpoint[Any]:
     """Opens a checkpoint to take tensors and slices from; reads headers only.
 
     If an index file says which shard holds each tensor, a shard's header is read when it is needed,
@@ -205,23 +330,55 @@ def open(
     return LazyCheckpoint(index, sources, adapter, device=device, options=options)
 
 
+@overload
 def stream(
-    path: Path,
-    framework: str | ModuleType,
+    path: Paths, framework: Numpy, *, device: Device = ..., **more: Unpack[EagerArguments]
+) -> Stream[NumpyArray]: ...
+@overload
+def stream(
+    path: Paths, framework: Jax, *, device: Device = ..., **more: Unpack[EagerArguments]
+) -> Stream[JaxArray]: ...
+@overload
+def stream(
+    path: Paths, framework: Torch, *, device: Device = ..., **more: Unpack[StreamArguments]
+) -> Stream[TorchTensor]: ...
+@overload
+def stream(
+    path: Paths, framework: Tensorflow, *, device: Device = ..., **more: Unpack[EagerArguments]
+) -> Stream[TensorflowTensor]: ...
+@overload
+def stream(
+    path: Paths, framework: Paddle, *, device: Device = ..., **more: Unpack[EagerArguments]
+) -> Stream[PaddleTensor]: ...
+@overload
+def stream(
+    path: Paths, framework: Cupy, *, device: Device = ..., **more: Unpack[EagerArguments]
+) -> Stream[CupyArray]: ...
+@overload
+def stream(
+    path: Paths, framework: Named, *, device: Rules = ..., **more: Unpack[StreamArguments]
+) -> Stream[Any]: ...
+@overload
+def stream(
+    path: Paths, framework: Named, *, device: list[T], **more: Unpack[StreamArguments]
+) -> Stream[list[Any]]: ...
+def stream(
+    path: PathOrBytes | Sequence[PathOrBytes],
+    framework: Framework | ModuleType,
     *,
     device: object = None,
-    names: Names = None,
-    dtype: Dtypes = None,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
     mesh: Any = None,
     shardings: Any = None,
     shard: tuple[int, int] | None = None,
-    unmatched: Unmatched = "replicate",
+    unmatched: Literal["replicate", "error"] = "replicate",
     order: Sequence[str] | None = None,
     lazy: bool = False,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
     options: Options | None = None,
-) -> Stream:
+) -> Stream[Any]:
     """Iterates over the tensors of a checkpoint, in bounded memory; reads ahead in a thread.
 
     The arguments are those of `load`; these mean more here:
@@ -290,16 +447,16 @@ def stream(
 
 
 def plan(
-    path: Path,
-    framework: str | ModuleType | None = None,
+    path: PathOrBytes | Sequence[PathOrBytes],
+    framework: Framework | ModuleType | None = None,
     *,
     device: object = None,
-    names: Names = None,
-    dtype: Dtypes = None,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
     mesh: Any = None,
     shardings: Any = None,
     shard: tuple[int, int] | None = None,
-    unmatched: Unmatched = "replicate",
+    unmatched: Literal["replicate", "error"] = "replicate",
     options: Options | None = None,
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
@@ -332,15 +489,15 @@ def plan(
 
 
 def abstract(
-    path: Path,
+    path: PathOrBytes | Sequence[PathOrBytes],
     *,
     mesh: Any = None,
     shardings: Any = None,
-    unmatched: Unmatched = "replicate",
-    names: Names = None,
-    dtype: Dtypes = None,
+    unmatched: Literal["replicate", "error"] = "replicate",
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
     options: Options | None = None,
-) -> dict[str, Any]:
+) -> dict[str, ShapeDtypeStruct]:
     """Says what arrays `load` would make for JAX with the same arguments; reads headers only.
 
     The result can be given to `jax.eval_shape`, `jax.jit(...).lower` and the like.
@@ -360,21 +517,27 @@ def abstract(
     return mesh_load.abstract(chosen, name, mesh, shardings, unmatched)
 
 
+@overload
+def restore(path: Paths, target: None = None, **more: Unpack[RestoreArguments]) -> Any: ...
+@overload
+def restore(path: Paths, target: Structs, **more: Unpack[RestoreArguments]) -> dict[str, Any]: ...
+@overload
+def restore(path: Paths, target: T, **more: Unpack[RestoreArguments]) -> T: ...
 def restore(
-    path: Path,
+    path: PathOrBytes | Sequence[PathOrBytes],
     target: Any = None,
     *,
     mesh: Any = None,
     shardings: Any = None,
     mapping: Any = None,
     step: int | None = None,
-    names: Names = None,
-    dtype: Any = "target",
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
     strict: bool = True,
-    framework: str | ModuleType = "jax",
-    unmatched: Unmatched = "replicate",
+    framework: Framework | ModuleType = "jax",
+    unmatched: Literal["replicate", "error"] = "replicate",
     logical_axis_rules: Any = None,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
     options: Options | None = None,
 ) -> Any:
@@ -480,9 +643,9 @@ def save(
     metadata: Mapping[str, str] | None = None,
     align: int | str = 4096,
     max_shard_size: int | str | None = None,
-    checksums: bool | Algorithm = False,
+    checksums: bool | Literal["xxh3", "sha256", "both"] = False,
     overwrite: bool = False,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     timeout: float | None = None,
 ) -> Saved:
     """Saves arrays as a safetensors checkpoint, all of it or nothing.
@@ -556,7 +719,7 @@ def save(
 
 
 def _together(
-    path: Path,
+    path: PathOrBytes | Sequence[PathOrBytes],
     framework: str | ModuleType,
     device: object,
     names: Names,
@@ -652,7 +815,7 @@ def _owner(mesh: Any) -> str:
 
 
 def _choose(
-    path: Path,
+    path: PathOrBytes | Sequence[PathOrBytes],
     names: Names,
     dtype: Dtypes,
     options: LoadOptions,

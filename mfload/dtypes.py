@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 if sys.byteorder != "little":
     raise ImportError("mfload reads little-endian weights on little-endian machines only")
 
+DTypeLike = Any
+"""A dtype of NumPy, ml_dtypes or a framework, or its name, such as "bfloat16" or "BF16"."""
+
 Kind = Literal["bool", "uint", "int", "float", "complex", "scale", "packed", "unknown"]
 
 

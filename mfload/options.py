@@ -122,10 +122,10 @@ class Options:
         UsageError: A value is invalid.
     """
 
-    engine: Engine = "auto"
-    allocator: Allocator = "auto"
-    exchange: Exchange = "auto"
-    page_cache: PageCache = "auto"
+    engine: Literal["auto", "mmap", "pread", "direct", "pinned", "gds"] = "auto"
+    allocator: Literal["auto", "mfload", "framework"] = "auto"
+    exchange: Literal["auto", "never", "once"] = "auto"
+    page_cache: Literal["auto", "keep", "bypass"] = "auto"
     threads: int | None = None
     timeout: float | None = None
     max_host_overhead: int | str | None = None

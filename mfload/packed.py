@@ -6,12 +6,15 @@ four in three bytes, a little-endian stream of bits; the safetensors format does
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from mfload import dtypes, errors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _PACKED = {
     "F4": ml_dtypes.float4_e2m1fn,
@@ -20,7 +23,7 @@ _PACKED = {
 }
 
 
-def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> Any:
+def unpack(array: Any, dtype: object, shape: tuple[int, ...] | list[int]) -> NDArray[Any]:
     """Turns the bytes of a tensor into a NumPy array of its numbers.
 
     Args:

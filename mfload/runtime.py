@@ -11,6 +11,7 @@ from _thread import TIMEOUT_MAX
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from numbers import Real
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mfload import errors
@@ -124,6 +125,8 @@ def explained(function: Any, label: str) -> Any:
         if "__init__" in vars(made) and not issubclass(made, Exception):
             made.__init__ = explained(made.__init__, label)
         return made
+    if not isinstance(function, FunctionType):
+        return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -223,9 +223,8 @@ def _documented() -> list[Any]:
     found: list[Any] = []
     for name in mfload.__all__:
         thing = getattr(mfload, name)
-        if inspect.ismodule(thing):
-            continue
-        found.append(pytest.param(thing, id=name))
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            found.append(pytest.param(thing, id=name))
     opened = importlib.import_module("mfload.loading.lazy")
     for kind in (opened.LazyCheckpoint, opened.TensorSlice):
         for name, method in vars(kind).items():

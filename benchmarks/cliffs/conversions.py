@@ -47,7 +47,7 @@ def rows(folder: Path, scale: float) -> Iterator[Row]:
         # NumPy's are measured as in a process that never loads into torch.
         pread.CONVERTER = lent if framework == "torch" else None
         path = folder / f"{stored}.safetensors"
-        return mfload.load(path, framework, dtype={"w": wanted})["w"]
+        return mfload.load(path, frameworks.resolve(framework), dtype={"w": wanted})["w"]
 
     def theirs(stored: str, wanted: str) -> Any:
         path = folder / f"{stored}.safetensors"

@@ -98,7 +98,8 @@ def _mfload(framework: str, engine: Any, job: Job, report: Report | None) -> Arr
     from mfload.options import Options
 
     how = Options(engine=engine, threads=job["threads"])
-    return api.load(job["path"], framework, names=job["names"], report=report, options=how)
+    name = frameworks.resolve(framework)
+    return api.load(job["path"], name, names=job["names"], report=report, options=how)
 
 
 def _safetensors(module: str, job: Job, _: object, **options: Any) -> Arrays:

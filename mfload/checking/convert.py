@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,12 @@ from mfload.checking.manifest import Algorithm, FileEntry, Manifest
 from mfload.checking.scan import scan
 from mfload.checking.verify import verify, with_manifest
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
-from mfload.formats.discovery import CheckpointFiles, Path
+from mfload.formats.discovery import CheckpointFiles
 from mfload.index import Index, Table, TensorInfo
 from mfload.load_options import started
 from mfload.options import Options
 from mfload.planning import selection
-from mfload.planning.selection import Names
+from mfload.planning.selection import Names, Regex
 from mfload.progress import Progress, shown
 from mfload.saving import layout, targets
 from mfload.saving.drafts import BLOCK, Draft
@@ -36,6 +36,7 @@ from mfload.saving.journal import Journal
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.save import Saved
+from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 from mfload.sources.memory import MemorySource
 from mfload.trees import nested
@@ -67,14 +68,14 @@ class Aligned(Converted):
 
 
 def convert(
-    source: Path | Sequence[Path],
+    source: PathOrBytes | Sequence[PathOrBytes],
     target: str | os.PathLike[str],
     *,
-    names: Names = None,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
     align: int | str = layout.ALIGN,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Converted:
     """Turns a checkpoint of any format into safetensors, in bounded memory.
@@ -121,13 +122,13 @@ def convert(
 
 
 def align(
-    source: Path | Sequence[Path],
+    source: PathOrBytes | Sequence[PathOrBytes],
     target: str | os.PathLike[str] | None = None,
     *,
     align: int | str = layout.ALIGN,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Aligned:
     """Rewrites a safetensors checkpoint so that it suits zero-copy and direct reads.
@@ -166,7 +167,7 @@ def align(
 
 
 def rewrite(
-    source: Path | Sequence[Path],
+    source: PathOrBytes | Sequence[PathOrBytes],
     target: str | os.PathLike[str] | None,
     limit: int | None,
     begin: int,

@@ -109,7 +109,7 @@ class Copier:
     def _take(
         self,
         numbers: Iterator[int],
-        opened: stream.Stream,
+        opened: stream.Stream[Any],
         slabs: Sequence[tuple[Request, Piece]],
         parts: Sequence[tuple[int, Piece]],
         blocks: Sequence[tuple[Block, list[int]]],

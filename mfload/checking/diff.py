@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,15 +11,15 @@ from mfload.checking.compare import Comparison, Pair, pairs, place_of
 from mfload.checking.numeric_diff import SAME
 from mfload.checking.scan import throughput
 from mfload.formats import checkpoint
-from mfload.formats.discovery import Path
 from mfload.index import Index, Table
 from mfload.load_options import started
 from mfload.options import Options
 from mfload.planning import selection
-from mfload.planning.selection import Names
-from mfload.progress import Progress, shown
+from mfload.planning.selection import Regex
+from mfload.progress import shown
 from mfload.report import Printable, html_table, table
 from mfload.runtime import gc_paused
+from mfload.sources import PathOrBytes
 
 HEADS = ["max abs", "max rel", "differing", "nan", "dtype", "shape", "name"]
 
@@ -136,11 +136,11 @@ def _cell(number: float | None) -> str:
 
 
 def diff(
-    a: Path | Sequence[Path],
-    b: Path | Sequence[Path],
+    a: PathOrBytes | Sequence[PathOrBytes],
+    b: PathOrBytes | Sequence[PathOrBytes],
     *,
-    names: Names = None,
-    progress: Progress = False,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Difference:
     """Compares two checkpoints by value.

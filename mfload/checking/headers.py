@@ -11,15 +11,18 @@ import numpy as np
 from mfload import errors
 from mfload.formats import base, checkpoint, discovery, hints, safetensors
 from mfload.formats.checkpoint import Headers, Problem
-from mfload.formats.discovery import CheckpointFiles, Path
+from mfload.formats.discovery import CheckpointFiles
 from mfload.formats.strict_json import brief
 from mfload.load_options import LoadOptions
+from mfload.sources import PathOrBytes
 
 _ALIGNED = 64  # Bytes that every framework takes without a copy.
 _DIRECT = 4096  # Bytes that suit O_DIRECT everywhere.
 
 
-def inspect(path: Path | Sequence[Path], options: LoadOptions | None = None) -> Headers:
+def inspect(
+    path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None = None
+) -> Headers:
     """Reads the headers of a checkpoint and checks them, and the index against them.
 
     Raises if there is nothing at the path, or several checkpoints lie side by side.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -19,17 +19,16 @@ from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers, Problem
-from mfload.formats.discovery import Path
 from mfload.load_options import LoadOptions, started
 from mfload.loading.execute import reader_threads
 from mfload.options import Options
 from mfload.planning.blocks import Block
-from mfload.progress import Progress, shown
+from mfload.progress import shown
 from mfload.report import Printable, human
 from mfload.runtime import gc_paused
 from mfload.saving import targets
 from mfload.saving.save import Saved
-from mfload.sources import is_source
+from mfload.sources import PathOrBytes, is_source
 from mfload.sources.base import Source
 
 Checksums = Literal["auto", "write", "check", "never"]
@@ -100,15 +99,15 @@ class Verification(Printable):
 
 
 def verify(
-    path: Path | Sequence[Path],
+    path: PathOrBytes | Sequence[PathOrBytes],
     *,
-    against: Path | Sequence[Path] | None = None,
-    checksums: Checksums = "auto",
-    algorithm: Algorithm = "both",
+    against: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    checksums: Literal["auto", "write", "check", "never"] = "auto",
+    algorithm: Literal["xxh3", "sha256", "both"] = "both",
     manifest: str | os.PathLike[str] | Manifest | None = None,
-    sha256: Sums = None,
+    sha256: str | os.PathLike[str] | Mapping[str, str] | None = None,
     overwrite: bool = False,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Verification:
     """Checks a checkpoint.

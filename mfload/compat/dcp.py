@@ -37,7 +37,7 @@ from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, intersection, shape_of
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
-from mfload.sources import Location
+from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 from mfload.trees.modules import gather_rows
 
@@ -74,7 +74,7 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
 
     def __init__(
         self,
-        path: Location | Sequence[Location],
+        path: PathOrBytes | Sequence[PathOrBytes],
         *,
         options: Options | None = None,
         report: Report | None = None,

@@ -167,7 +167,7 @@ def _one_device(devices: Any, path: str, config: Any, given: dict[str, Any]) -> 
     return str(device) if device.type == "cuda" and device.index is not None else None
 
 
-def _open_there(first: str, place: str | None, options: Options) -> LazyCheckpoint | None:
+def _open_there(first: str, place: str | None, options: Options) -> LazyCheckpoint[Any] | None:
     """The weights on a device; None if there is no such one, or nothing can land on it."""
     if place is None:
         return None
@@ -180,12 +180,14 @@ def _open_there(first: str, place: str | None, options: Options) -> LazyCheckpoi
     return api.open(first, "torch", place, options=options)
 
 
-class _Weight(TensorSlice):
+class _Weight(TensorSlice[Any]):
     """A tensor that is read when transformers has a place for it, perhaps with others."""
 
     __slots__ = ("_groups",)
 
-    def __init__(self, opened: LazyCheckpoint, name: str, groups: _Groups | None = None) -> None:
+    def __init__(
+        self, opened: LazyCheckpoint[Any], name: str, groups: _Groups | None = None
+    ) -> None:
         super().__init__(opened, opened.get_slice(name)._info)  # pyright: ignore
         self._groups = groups
 
@@ -212,7 +214,7 @@ class _Groups:
     handed out once, and two groups are held at most: what transformers leaves out goes soon.
     """
 
-    def __init__(self, opened: LazyCheckpoint) -> None:
+    def __init__(self, opened: LazyCheckpoint[Any]) -> None:
         self._opened = opened
         self._lock = threading.Lock()  # Transformers has several threads.
         self._error: BaseException | None = None

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from mfload import errors, sources
 from mfload.formats import discovery, safetensors, strict_json
-from mfload.formats.discovery import CheckpointFiles, Opening, Path
+from mfload.formats.discovery import CheckpointFiles, Opening
 from mfload.index import Columns, Index, Table, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.runtime import Deadline, NamedTuple, gc_paused
+from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 
 T = TypeVar("T")
@@ -179,7 +180,7 @@ class DirectoryIndex(Index):
 
 
 def read(
-    path: Path | Sequence[Path], options: LoadOptions | None = None
+    path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None = None
 ) -> tuple[Index, list[Source]]:
     """Reads the headers of a checkpoint; returns the index, and the source of each of its files.
 
@@ -190,7 +191,9 @@ def read(
 
 
 def choose(
-    path: Path | Sequence[Path], options: LoadOptions | None, ask: Callable[[Index], T]
+    path: PathOrBytes | Sequence[PathOrBytes],
+    options: LoadOptions | None,
+    ask: Callable[[Index], T],
 ) -> tuple[T, Index, list[Source]]:
     """Opens a checkpoint, and asks its index for something, for which it may read headers.
 

@@ -14,12 +14,12 @@ from mfload import errors, sources
 from mfload.formats import safetensors, strict_json
 from mfload.formats.strict_json import brief
 from mfload.load_options import LoadOptions
+from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.index import Index
 
-Path = sources.Location
 State = tuple[list[str], list[Any]]
 
 _BYTES = (bytes, bytearray, memoryview)
@@ -88,13 +88,13 @@ class Opening(os.PathLike[str]):
 
     def __init__(
         self,
-        path: Path | Sequence[Path],
+        path: PathOrBytes | Sequence[PathOrBytes],
         locate: Callable[[Any], Any],
         accept: Callable[[Index], object] | None = None,
     ) -> None:
         self._path, self._locate, self.accept = path, locate, accept
 
-    def located(self) -> Path | Sequence[Path]:
+    def located(self) -> PathOrBytes | Sequence[PathOrBytes]:
         """The path to open; raises as `locate` does, and UsageError for what is not a path."""
         check_path(self._path)
         return self._locate(self._path)
@@ -104,7 +104,9 @@ class Opening(os.PathLike[str]):
 
 
 def find(
-    path: Path | Sequence[Path], options: LoadOptions | None = None, seen: State | None = None
+    path: PathOrBytes | Sequence[PathOrBytes],
+    options: LoadOptions | None = None,
+    seen: State | None = None,
 ) -> CheckpointFiles:
     """Names the files of a checkpoint without reading their headers.
 
@@ -148,7 +150,7 @@ def find(
     return CheckpointFiles(files)
 
 
-def state(path: Path | Sequence[Path]) -> State | None:
+def state(path: PathOrBytes | Sequence[PathOrBytes]) -> State | None:
     """What changes when the files of a checkpoint are replaced: its index, or their names.
 
     Returns:

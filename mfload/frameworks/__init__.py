@@ -7,19 +7,23 @@ import importlib.util
 import re
 from collections.abc import Collection, Mapping
 from types import ModuleType
+from typing import Literal, get_args
 
 from mfload import dtypes, errors
 from mfload.frameworks.base import Adapter
 
-_ALIASES = {
-    "np": "numpy",
-    "flax": "jax",
-    "pt": "torch",
-    "pytorch": "torch",
-    "tf": "tensorflow",
-    "keras": "tensorflow",
-    "paddlepaddle": "paddle",
-}
+# Each framework by its name and its aliases. `arrays` has the type of its arrays.
+Numpy = Literal["numpy", "np"]
+Jax = Literal["jax", "flax"]
+Torch = Literal["torch", "pytorch", "pt"]
+Tensorflow = Literal["tensorflow", "tf", "keras"]
+Paddle = Literal["paddle", "paddlepaddle"]
+Cupy = Literal["cupy"]
+Framework = Literal[Numpy, Jax, Torch, Tensorflow, Paddle, Cupy]
+"""A framework by name: what type checkers take for `framework=`, beside its module."""
+
+_EVERY = tuple(map(get_args, (Numpy, Jax, Torch, Tensorflow, Paddle, Cupy)))
+_ALIASES = {alias: name for name, *aliases in _EVERY for alias in aliases}
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu|xla|mps)(:\d+)?")
 
@@ -29,7 +33,7 @@ ON_MESHES = ("jax", "torch", "paddle", "tensorflow")
 """Frameworks that arrays can be sharded in: `mfload.mesh` has a backend for each."""
 
 
-def resolve(framework: str | ModuleType) -> str:
+def resolve(framework: str | ModuleType) -> Framework:
     """The name of a framework, from a name, an alias or a module such as `torch` or `jax.numpy`."""
     if isinstance(framework, ModuleType):
         name = framework.__name__.partition(".")[0]

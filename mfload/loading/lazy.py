@@ -7,7 +7,7 @@ import math
 from _thread import get_ident
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mfload import errors, frameworks
 from mfload.dlpack import View
@@ -41,11 +41,14 @@ _KINDS = 64  # Shapes and selections whose cells are kept: layers of a model are
 _SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
+A = TypeVar("A")
+"""Arrays of the framework, or lists of them."""
+
 Span = tuple[Usage, Usage]
 """What a thread has used before and after some work."""
 
 
-class LazyCheckpoint:
+class LazyCheckpoint(Generic[A]):
     """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
 
     It may be shared between threads, inherited by a fork and pickled (with a device given by name).
@@ -139,7 +142,7 @@ class LazyCheckpoint:
         file = self._sources[row.pieces[0].source].file
         return self._in_pieces and row.simple and file is not None
 
-    def get_tensor(self, name: str) -> Any:
+    def get_tensor(self, name: str) -> A:
         """One tensor.
 
         Raises:
@@ -153,7 +156,7 @@ class LazyCheckpoint:
             return self._read_small(row, row.shape, ((0,), row.nbytes))
         return self.load([Request(row, row.dtype)])[0]
 
-    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, A]:
         """Several tensors, read together. Default: all.
 
         Raises:
@@ -171,7 +174,7 @@ class LazyCheckpoint:
         arrays = self.load(whole(columns))
         return dict(zip(columns.names, arrays, strict=True))
 
-    def get_slice(self, name: str) -> TensorSlice:
+    def get_slice(self, name: str) -> TensorSlice[A]:
         """A tensor to be indexed: only the bytes that the index needs are read.
 
         Raises:
@@ -418,7 +421,7 @@ class LazyCheckpoint:
         self.kept = {}
         self._map = None
 
-    def __enter__(self) -> LazyCheckpoint:
+    def __enter__(self) -> LazyCheckpoint[A]:
         self._opened()
         return self
 
@@ -450,22 +453,22 @@ class LazyCheckpoint:
 
 def _reopen(
     origin: Any, framework: str, arguments: tuple[Any, Options], closed: bool
-) -> LazyCheckpoint:
+) -> LazyCheckpoint[Any]:
     device, options = arguments
     _, index, sources = checkpoint.choose(origin, started(options), attrgetter("names"))
     adapter = frameworks.get(framework, device)
-    opened = LazyCheckpoint(index, sources, adapter, device=device, options=options)
+    opened = LazyCheckpoint[Any](index, sources, adapter, device=device, options=options)
     if closed:
         opened.close()
     return opened
 
 
-class TensorSlice:
+class TensorSlice(Generic[A]):
     """A tensor that has not been read. Made by `LazyCheckpoint.get_slice`."""
 
     __slots__ = ("_info", "_opened")
 
-    def __init__(self, opened: LazyCheckpoint, info: TensorInfo) -> None:
+    def __init__(self, opened: LazyCheckpoint[A], info: TensorInfo) -> None:
         self._opened = opened
         self._info = info
 
@@ -477,7 +480,7 @@ class TensorSlice:
         """Its dtype by the format's name, such as "BF16"."""
         return self._info.dtype.name
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> A:
         """Reads a part.
 
         Args:

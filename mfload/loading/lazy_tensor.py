@@ -44,7 +44,7 @@ class LazyTensor:
 
     def __init__(
         self,
-        opened: LazyCheckpoint,
+        opened: LazyCheckpoint[Any],
         file: str,
         request: Request,
         like: Any,

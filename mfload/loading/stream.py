@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mfload import errors
 from mfload.dlpack import View
@@ -36,7 +36,10 @@ _TOGETHER = 1 << 20  # Bytes of a small tensor.
 _GRACE = 5.0  # Seconds that the end of a stream waits for reads under way.
 
 
-class Stream(Iterator[tuple[str, Any]]):
+A = TypeVar("A")
+
+
+class Stream(Iterator[tuple[str, A]]):
     """Names and tensors, one after the other. Made by `mfload.stream`.
 
     What was handed out stays as it is. A stream ends with its last tensor, an error, `close()`, the
@@ -45,14 +48,14 @@ class Stream(Iterator[tuple[str, Any]]):
 
     def __init__(
         self,
-        rows: Generator[tuple[str, Any]],
+        rows: Generator[tuple[str, A]],
         end: Callable[[bool], object] = bool,
         close: Callable[[], object] = bool,
     ) -> None:
         self._rows, self._end, self._close = rows, end, close
         self._lock = threading.Lock()
 
-    def __next__(self) -> tuple[str, Any]:
+    def __next__(self) -> tuple[str, A]:
         with self._alone():
             try:
                 return next(self._rows)
@@ -83,7 +86,7 @@ class Stream(Iterator[tuple[str, Any]]):
         finally:
             self._lock.release()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Stream[A]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -264,7 +267,7 @@ class _Ahead:
                 self._outcome.append(([], error))
 
 
-def stream(tensors: Tensors, progress: Progress) -> Stream:
+def stream(tensors: Tensors, progress: Progress) -> Stream[Any]:
     """The stream of some tensors."""
     ahead = _Ahead(tensors)
 
@@ -315,13 +318,13 @@ def ahead(sources: Sequence[Source], requests: Sequence[Request], limit: int | N
 
 
 def lazily(
-    opened: LazyCheckpoint,
+    opened: LazyCheckpoint[Any],
     index: Index,
     sources: Sequence[Any],
     adapter: Adapter,
     requests: Sequence[Request],
     report: Report | None,
-) -> Stream:
+) -> Stream[Any]:
     """The stream of some tensors that are read when they are used, of one device."""
     from mfload.loading import lazy_tensor  # Other streams do without.
 

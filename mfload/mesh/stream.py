@@ -101,7 +101,7 @@ def stream(
     deadline: Deadline,
     report: Report | None,
     progress: Progress,
-) -> Stream:
+) -> Stream[Any]:
     """A stream onto the devices of this process, together with the other processes.
 
     `choose` is that of `mesh.load.load`; the deadline is for headers and agreement.

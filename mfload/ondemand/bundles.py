@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from mfload import errors
 from mfload.checking.convert import Converted, rewrite
 from mfload.formats import strict_json
-from mfload.formats.discovery import Path
 from mfload.index import Index, Piece, TensorInfo
 from mfload.options import Options
 from mfload.planning import selection
 from mfload.progress import Progress
 from mfload.saving import layout, targets
+from mfload.sources import PathOrBytes
 from mfload.stored import Stored
 
 KEY = "mfload.bundles"
@@ -84,7 +84,7 @@ class Unbundled(Converted):
 
 
 def bundle(
-    source: Path | Sequence[Path],
+    source: PathOrBytes | Sequence[PathOrBytes],
     target: str | os.PathLike[str],
     *,
     up: str | re.Pattern[str],
@@ -92,7 +92,7 @@ def bundle(
     gate: str | re.Pattern[str] | None = None,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Bundled:
     r"""Writes a checkpoint in which each neuron of the feed-forward layers is one range of bytes.
@@ -142,12 +142,12 @@ def bundle(
 
 
 def unbundle(
-    source: Path | Sequence[Path],
+    source: PathOrBytes | Sequence[PathOrBytes],
     target: str | os.PathLike[str],
     *,
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Unbundled:
     """Writes the tensors that `bundle` took, in their order, from a file that it wrote.

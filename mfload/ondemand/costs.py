@@ -19,9 +19,9 @@ from mfload.report import Printable, human
 from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
-    from mfload.formats import discovery
-    from mfload.ondemand.policies import Policy
+    from mfload.ondemand.policies import Lru, Policy
     from mfload.options import Options
+    from mfload.sources import PathOrBytes
 
 _SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 _UNBOUND = 1 << 62
@@ -152,13 +152,13 @@ def _short(value: float) -> str:
 
 
 def plan(
-    path: discovery.Path | Sequence[discovery.Path],
+    path: PathOrBytes | Sequence[PathOrBytes],
     pattern: str | re.Pattern[str] | None = None,
     *,
     budget: int | str,
     trace: Any = None,
     curve: Curve | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    policy: Policy = "lru",
+    policy: str | Callable[[int, int], Lru] = "lru",
     window: int | None = 5,
     ahead: int = 1,
     resident: str | re.Pattern[str] | None = None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mfload import errors
 from mfload.index import TensorInfo
@@ -18,12 +18,15 @@ from mfload.options import byte_count
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
-    from mfload.formats.discovery import Path
-    from mfload.io.gather import Engine
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mfload.frameworks import Framework
     from mfload.ondemand.cache import Numbers
-    from mfload.ondemand.policies import Policy
+    from mfload.ondemand.policies import Lru
     from mfload.ondemand.report import OndemandReport
     from mfload.options import Options
+    from mfload.sources import PathOrBytes
 
 PATTERN = r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight"
 _GROUPS = "(layer)(expert)(name), or (layer)(name) for stacked experts; or these names of groups"
@@ -117,14 +120,14 @@ class ExpertCache(ClosedAtEnd):
 
     def __init__(
         self,
-        path: Path | Sequence[Path],
+        path: PathOrBytes | Sequence[PathOrBytes],
         pattern: str | re.Pattern[str] = PATTERN,
         budget: int | str = 2 << 30,
-        framework: str | ModuleType = "numpy",
-        policy: Policy = "lru",
+        framework: Framework | ModuleType = "numpy",
+        policy: str | Callable[[int, int], Lru] = "lru",
         *,
         options: Options | None = None,
-        gather: Engine = "auto",
+        gather: Literal["auto", "io_uring", "aio", "threads"] = "auto",
         wait: float = 10.0,
     ) -> None:
         limit, match = byte_count("budget", budget, 1), _Pattern(pattern)
@@ -145,7 +148,7 @@ class ExpertCache(ClosedAtEnd):
         self.experts = {layer: len(keys) for layer, keys in layers.items()}
         self._numbers = {layer: number for number, layer in enumerate(layers)}
 
-    def use(self, layer: int, experts: Iterable[int] | Numbers) -> Experts:
+    def use(self, layer: int, experts: Iterable[int] | NDArray[np.int64]) -> Experts:
         """Experts of a layer, for a `with` block; those that are not there are read.
 
         Args:
@@ -166,7 +169,7 @@ class ExpertCache(ClosedAtEnd):
         number, asked = self._known(layer, experts)
         return Experts(self._pools, number, self._pools.use(number, asked))
 
-    def prefetch(self, layer: int, experts: Iterable[int] | Numbers) -> None:
+    def prefetch(self, layer: int, experts: Iterable[int] | NDArray[np.int64]) -> None:
         """Has a thread read experts ahead, the first of them first, into slots that are not pinned.
 
         What was asked for before, and is not begun, is dropped. What fails is read again when it is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from mfload.options import byte_count
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
-    from mfload.formats.discovery import Path
-    from mfload.io.gather import Engine
+    from mfload.frameworks import Framework
     from mfload.ondemand.report import OndemandReport
     from mfload.options import Options
+    from mfload.sources import PathOrBytes
 
 PATTERN = r"layers\.(\d+)\."
 _FIRST = np.zeros(1, np.int64)
@@ -77,15 +77,15 @@ class LayerStream(ClosedAtEnd):
 
     def __init__(
         self,
-        path: Path | Sequence[Path],
+        path: PathOrBytes | Sequence[PathOrBytes],
         pattern: str | re.Pattern[str] = PATTERN,
         budget: int | str | None = None,
         ahead: int = 1,
-        framework: str | ModuleType = "numpy",
+        framework: Framework | ModuleType = "numpy",
         *,
         resident: str | re.Pattern[str] | None = None,
         options: Options | None = None,
-        gather: Engine = "auto",
+        gather: Literal["auto", "io_uring", "aio", "threads"] = "auto",
         wait: float = 10.0,
     ) -> None:
         limit = None if budget is None else byte_count("budget", budget, 1)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,11 +30,12 @@ from mfload.sources.base import ClosedAtEnd
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mfload.formats.discovery import Path
-    from mfload.io.gather import Engine, Gather
+    from mfload.frameworks import Framework
+    from mfload.io.gather import Gather
     from mfload.ondemand.cache import Fill, Lease, Numbers
-    from mfload.ondemand.policies import Policy
+    from mfload.ondemand.policies import Lru
     from mfload.ondemand.report import OndemandReport
+    from mfload.sources import PathOrBytes
 
 
 class Matrices(NamedTuple):
@@ -163,15 +164,15 @@ class NeuronCache(ClosedAtEnd):
 
     def __init__(
         self,
-        path: Path | Sequence[Path],
+        path: PathOrBytes | Sequence[PathOrBytes],
         budget: int | str = 2 << 30,
         window: int | None = 5,
-        framework: str | ModuleType = "numpy",
-        policy: Policy = "lru",
+        framework: Framework | ModuleType = "numpy",
+        policy: str | Callable[[int, int], Lru] = "lru",
         *,
         resident: str | re.Pattern[str] | None = None,
         options: Options | None = None,
-        gather: Engine = "auto",
+        gather: Literal["auto", "io_uring", "aio", "threads"] = "auto",
         wait: float = 10.0,
     ) -> None:
         wait = checked_wait(wait)
@@ -235,7 +236,7 @@ class NeuronCache(ClosedAtEnd):
         left, total = self._budget - least, sum(part.nbytes for part in parts)
         return [min(part.shape[0], 1 + left * part.shape[0] // total) for part in parts]
 
-    def use(self, layer: int, rows: Iterable[int] | Numbers) -> Neurons:
+    def use(self, layer: int, rows: Iterable[int] | NDArray[np.int64]) -> Neurons:
         """Neurons of a layer, for a `with` block; those that are not there are read.
 
         Args:
@@ -254,7 +255,7 @@ class NeuronCache(ClosedAtEnd):
         return Neurons(self._store, part, cache.use(rows))
 
     def use_drafts(
-        self, layer: int, drafts: Sequence[Iterable[int] | Numbers], acceptance: float
+        self, layer: int, drafts: Sequence[Iterable[int] | NDArray[np.int64]], acceptance: float
     ) -> Neurons:
         """The same for λ + 1 tokens that speculative decoding verifies at once.
 
@@ -279,7 +280,7 @@ class NeuronCache(ClosedAtEnd):
         counted = np.unique(np.concatenate([none, *each[first:]]))
         return Neurons(self._store, part, cache.use(np.concatenate([none, *each]), counted))
 
-    def prefetch(self, layer: int, rows: Iterable[int] | Numbers) -> None:
+    def prefetch(self, layer: int, rows: Iterable[int] | NDArray[np.int64]) -> None:
         """Has a thread read neurons ahead, the first of them first, as far as there is room now.
 
         What was asked for before of that layer, and is not begun, is dropped. What fails is read

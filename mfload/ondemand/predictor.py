@@ -20,8 +20,8 @@ from mfload.options import byte_count
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mfload.formats.discovery import Path
     from mfload.saving.save import Saved
+    from mfload.sources import PathOrBytes
 
     Floats = NDArray[np.float32]
 
@@ -47,14 +47,14 @@ class Predictor:
         over_prediction: How many it names for each that fired.
     """
 
-    first: Floats
-    second: Floats
-    bias: Floats
+    first: NDArray[np.float32]
+    second: NDArray[np.float32]
+    bias: NDArray[np.float32]
     threshold: float
     recall: float
     over_prediction: float
 
-    def scores(self, x: Any) -> Floats:
+    def scores(self, x: Any) -> NDArray[np.float32]:
         """A number for each neuron, float32[..., neurons], of inputs [..., width].
 
         Raises UsageError if the last dim is not the width, or a score is NaN or infinite.
@@ -167,7 +167,7 @@ def save_predictors(
     return api.save(arrays, path, overwrite=overwrite)
 
 
-def load_predictors(path: Path) -> dict[int, Predictor]:
+def load_predictors(path: PathOrBytes) -> dict[int, Predictor]:
     """Loads what `save_predictors` saved: predictors by layer.
 
     Raises:

@@ -42,10 +42,10 @@ from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
-    from mfload.formats.discovery import Path
     from mfload.io.buffers import Bytes
     from mfload.ondemand.cache import Numbers
     from mfload.options import Options
+    from mfload.sources import PathOrBytes
 
 _ENGINES = ("auto", "pread", "direct")
 _LINE = 64  # Bytes.
@@ -91,7 +91,7 @@ class Store(ClosedAtEnd):
 
     def __init__(
         self,
-        path: Path | Sequence[Path],
+        path: PathOrBytes | Sequence[PathOrBytes],
         wanted: Callable[[str], object],
         framework: str | ModuleType = "numpy",
         *,

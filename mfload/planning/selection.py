@@ -11,7 +11,8 @@ from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.index import Columns, Index, TensorInfo
 
-Names = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None
+Regex = str | re.Pattern[str]
+Names = Regex | Iterable[str] | Callable[[str], bool] | None
 _UNCONVERTED = {"scale", "packed", "unknown"}  # Kinds of dtypes.
 _GLOB = "; what a shell writes * is .* here"
 

@@ -14,7 +14,7 @@ from mfload.load_options import LoadOptions
 from mfload.sources.base import Source, redacted
 from mfload.sources.local import LocalFile
 
-Location = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
+PathOrBytes = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 """A path, a URL, bytes in memory, or a source."""
 
 SCHEMES = {"http": "mfload.sources.http", "https": "mfload.sources.http"}
@@ -30,7 +30,7 @@ local_file: Callable[..., Source] = LocalFile
 _NEED_FILES = ("mmap", "direct", "gds")
 
 
-def find(where: Location, options: LoadOptions | None = None) -> Source:
+def find(where: PathOrBytes, options: LoadOptions | None = None) -> Source:
     """The source of a path, a URL, or bytes.
 
     Raises:

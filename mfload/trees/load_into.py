@@ -1,47 +1,82 @@
 """`mfload.load_into`: a checkpoint into a tree of the user's own."""
 
+# Arrays of a framework that is not installed have no known type.
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import functools
 import importlib
 import os
 import time
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from mfload import errors, frameworks
+from mfload.dtypes import DTypeLike
 from mfload.formats import checkpoint
 from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading import attempts
-from mfload.loading.attempts import Prefer
 from mfload.loading.session import let_go
 from mfload.options import Options
-from mfload.planning.selection import Names
+from mfload.planning.selection import Names, Regex
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
-from mfload.sources import Location
+from mfload.sources import PathOrBytes
 from mfload.trees import matching, outline
 from mfload.trees.recipe import Leaf, brief
 
-Path = Location | Sequence[Location]
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from mfload.frameworks.arrays import ShapeDtypeStruct
+    from mfload.loading.attempts import Prefer
+
+    Paths = PathOrBytes | Sequence[PathOrBytes]
+    Structs: TypeAlias = Mapping[str, "ShapeDtypeStruct | Structs"]
+    """A target without arrays, which come back in it."""
+
+    class IntoArguments(TypedDict, total=False):
+        """What `load_into` and `restore` have in common, beside path and target."""
+
+        mapping: Any
+        mesh: Any
+        shardings: Any
+        unmatched: Unmatched
+        logical_axis_rules: Any
+        dtype: DTypeLike
+        strict: bool
+        progress: Progress
+        report: Report | None
+        options: Options | None
+
+    class FillArguments(IntoArguments, total=False):
+        """Those of `load_into` alone."""
+
+        fallback: Paths | None
+        prefer: Prefer
 
 
+@overload
+def load_into(target: Structs, path: Paths, **more: Unpack[FillArguments]) -> dict[str, Any]: ...
+@overload
+def load_into(target: T, path: Paths, **more: Unpack[FillArguments]) -> T: ...
 def load_into(
     target: Any,
-    path: Path,
+    path: PathOrBytes | Sequence[PathOrBytes],
     *,
     mapping: Any = None,
     mesh: Any = None,
     shardings: Any = None,
-    unmatched: Unmatched = "replicate",
+    unmatched: Literal["replicate", "error"] = "replicate",
     logical_axis_rules: Any = None,
-    dtype: Any = "target",
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
     strict: bool = True,
-    progress: Progress = False,
+    progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
-    fallback: Path | None = None,
-    prefer: Prefer = "path",
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
     options: Options | None = None,
 ) -> Any:
     r"""Loads a checkpoint into a module or a tree of JAX: its names, shapes and dtypes.
@@ -125,7 +160,7 @@ def load_into(
 
 def fill(
     target: Any,
-    path: Path,
+    path: PathOrBytes | Sequence[PathOrBytes],
     *,
     mapping: Any,
     mesh: Any,

@@ -82,7 +82,7 @@ class _Opened(NamedTuple):
     """A file; with `source` and `memory`, a private map of it for PyTorch and NumPy."""
 
     adapter: Any
-    checkpoint: LazyCheckpoint
+    checkpoint: LazyCheckpoint[Any]
     source: Any = None
     memory: Any = None
 
@@ -270,7 +270,7 @@ class _safe_open_handle(safe_open):  # pyright: ignore[reportUnusedClass]
         super().__init__(f.fileno and f.name, framework, device, backend=backend)
 
 
-class _Slice(TensorSlice):
+class _Slice(TensorSlice[Any]):
     """A tensor that has not been read; made by `safe_open.get_slice`."""
 
     def __reduce__(self) -> Any:
