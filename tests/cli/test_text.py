@@ -196,7 +196,11 @@ def test_a_terminal_breaks_lines_between_words(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     long = "/a-path/that-has/many-parts/" + "x" * 50
-    rows = [("route", f"pread because it is a small read of {long} and so on"), ("threads", "2")]
+    rows = [
+        ("route", f"pread because it is a small read of {long} and so on"),
+        ("threads", "2"),
+        ("name", long),
+    ]
     screen = _Screen()
     with redirect_stdout(screen):
         output.print_table(None, rows)
@@ -207,6 +211,7 @@ def test_a_terminal_breaks_lines_between_words(monkeypatch: pytest.MonkeyPatch) 
         f"         {long}",
         "         and so on",
         "threads  2",
+        f"name     {long}",
     ]
     assert screen.getvalue().startswith("\x1b[1mroute  \x1b[0m  pread")
     for stream in (StringIO(), _Screen()):
