@@ -290,47 +290,10 @@ def test_odd_questions_to_an_opened_checkpoint(file: Path) -> None:
             ask(["a"][0])
 
 
-_NOUNS = set(
-    [
-        "tensors",
-        "files",
-        "shards",
-        "bytes",
-        "arrays",
-        "processes",
-        "steps",
-        "pieces",
-        "buffers",
-        "rows",
-        "devices",
-        "readers",
-        "threads",
-        "names",
-        "dims",
-        "elements",
-        "problems",
-        "parts",
-        "blocks",
-        "chunks",
-        "columns",
-        "seeds",
-        "ranks",
-        "values",
-        "entries",
-        "keys",
-        "rounds",
-        "tries",
-        "layers",
-        "neurons",
-        "experts",
-        "cores",
-        "times",
-        "connections",
-        "batches",
-        "operations",
-        "faults",
-        "slots",
-    ]
+_NOUNS = re.compile(
+    "tensors|files|shards|bytes|arrays|processes|steps|pieces|buffers|rows|devices|readers|threads|"
+    "names|dims|elements|problems|parts|blocks|chunks|columns|seeds|ranks|values|entries|keys|"
+    "rounds|tries|layers|neurons|experts|cores|times|connections|batches|operations|faults|slots"
 )
 # What is there more than once, or is no count.
 _NEVER_ONE = {
@@ -355,7 +318,8 @@ def _plurals(path: Path) -> list[str]:
             for value, after in itertools.pairwise(node.values):
                 text = after.value if isinstance(after, ast.Constant) else ""
                 words = re.match(r" ([a-z]+)(?: ([a-z]+))?\b", str(text))
-                if isinstance(value, ast.FormattedValue) and words and {*words.groups()} & _NOUNS:
+                named = words and any(_NOUNS.fullmatch(each or "") for each in words.groups())
+                if isinstance(value, ast.FormattedValue) and words and named:
                     found.append(f"{{{ast.unparse(value.value)}}}{words[0]}")
     return found
 

@@ -50,7 +50,10 @@ def _version(wanted: bool) -> None:
 
 def _mfload(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show the full trace of an error.")
@@ -98,12 +101,14 @@ def _whole_words(context: Any) -> Any:
 
 def call(arguments: list[str]) -> int:
     """Runs a command by typer, and gives the exit code."""
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     if "_MFLOAD_COMPLETE" in os.environ:  # A shell asks what the tab key may complete.
         group().main(args=arguments, prog_name="mfload")
     command = group(*arguments[:1])
     try:
         # main() would turn a closed pipe into exit code 1, which says "different" here.
-        with command.make_context("mfload", arguments) as context:
+        with command.make_context("mfload", [*arguments]) as context:
             code = command.invoke(context)
         return code if isinstance(code, int) else failures.FINE
     except typer.Exit as end:
@@ -113,6 +118,17 @@ def call(arguments: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             terminal.say(message)
             return failures.USAGE
-        path = error.ctx.command_path if error.ctx else "mfload"
-        stop = "" if message.endswith((".", "?")) else "."
-        raise errors.UsageError(f"{message}{stop} See {path} --help") from None
+        raise _wrong(message, arguments) from None
+
+
+def _wrong(message: str, arguments: list[str]) -> errors.UsageError:
+    """The error for arguments that no command takes."""
+    first, stop = arguments[0], "" if message.endswith((".", "?")) else "."
+    if first in COMMANDS:
+        return errors.UsageError(f"{message}{stop} See mfload {first} --help")
+    expected = None
+    if arguments[1:2] and arguments[1] in COMMANDS:
+        expected = f"the command first: mfload {arguments[1]} {errors.shown(first, 80)} …"
+    elif not first.startswith("-"):
+        expected = " | ".join(COMMANDS)
+    return errors.UsageError(f"{message}{stop} See mfload --help", expected=expected)

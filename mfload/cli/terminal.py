@@ -27,7 +27,8 @@ def wrapped(text: str, stream: Any, indent: int = 0) -> list[str]:
     Those after the first are indented.
     """
     width = shutil.get_terminal_size().columns
-    if len(text) <= width or width - indent < _LEAST or not fancy(stream):
+    fits = len(text) <= width or " " not in text[indent:]  # A name stays beside its figures.
+    if fits or width - indent < _LEAST or not fancy(stream):
         return [text]
     import textwrap  # Late: most lines are short.
 

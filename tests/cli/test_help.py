@@ -102,6 +102,26 @@ def test_wrong_usage(run: Run, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["model/", "ls"], "the command first: mfload ls model/ …"),
+        (["show", "x"], "expected: ls | plan | load"),
+        (["load", "x", "-f"], "See mfload load --help"),
+    ],
+)
+def test_what_to_type_instead(run: Run, arguments: list[str], said: str) -> None:
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_help_as_a_word(run: Run) -> None:
+    assert run("help") == run("--help") == run("-h")
+    assert run("help", "ls") == run("ls", "--help")
+    assert run("-V") == run("--version")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["--framework", "pytroch"], "unknown framework, did you mean 'torch'?"),
         (["--framework", "Tensorflw"], "did you mean 'tensorflow'?"),
         (["--engine", "dierct"], "unknown engine, did you mean 'direct'?"),

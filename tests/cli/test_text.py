@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import samples
 from hypothesis import example, given, strategies as st
 
 from mfload import cli, errors, options
-from mfload.cli import output
+from mfload.cli import failures, output
 
 NASTY = st.one_of(
     st.text(max_size=40),
@@ -185,3 +185,46 @@ def test_a_listing_is_in_the_units_of_its_limits(model: Path) -> None:
     listed = _run("ls", model, "--larger-than", "1kB")
     assert "2.048 kB" in listed
     assert "KiB" not in listed
+
+
+class _Screen(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_breaks_lines_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    long = "/a-path/that-has/many-parts/" + "x" * 50
+    rows = [
+        ("route", f"pread because it is a small read of {long} and so on"),
+        ("threads", "2"),
+        ("name", long),
+    ]
+    screen = _Screen()
+    with redirect_stdout(screen):
+        output.print_table(None, rows)
+    drawn = re.sub(r"\x1b\[\d*m", "", screen.getvalue())
+    assert drawn.splitlines() == [
+        "route    pread because it is a small",
+        "         read of",
+        f"         {long}",
+        "         and so on",
+        "threads  2",
+        f"name     {long}",
+    ]
+    assert screen.getvalue().startswith("\x1b[1mroute  \x1b[0m  pread")
+    for stream in (StringIO(), _Screen()):
+        with redirect_stderr(stream):
+            failures.show(errors.UsageError("words " * 20, expected="more words"), as_json=False)
+        lines = stream.getvalue().splitlines()
+        assert len(lines) == (2 if type(stream) is StringIO else 5)
+        assert "words" in lines[1]
+
+
+def test_a_pipe_has_whole_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    row = ("a", "word " * 40)
+    assert _lines(capsys, [list(row)]) == [f"a  {'word ' * 40}".rstrip()]

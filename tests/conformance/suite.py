@@ -31,6 +31,7 @@ from leaks import left
 
 import mfload
 from mfload import errors, frameworks
+from mfload.frameworks.traits import TRAITS
 from mfload.io import buffers
 
 ENGINES = ("pread", "direct", "mmap", "auto")
@@ -344,6 +345,25 @@ class Conformance:
             del array
         gc.collect()
         assert mfload.live_bytes() == 0
+
+    def test_a_plan_without_the_framework_is_the_same(
+        self, aligned: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        traits = TRAITS.get(self.framework)
+        adapter = frameworks.get(self.framework)
+        if traits is None or adapter.devices:
+            pytest.skip("NumPy is always there; and onto devices a plan needs the framework")
+        assert (adapter.alignment, adapter.on_host) == (traits.alignment, traits.on_host)
+        # What the newest version has, this one has too, or hands out as bytes.
+        differs = {n for n, form in adapter.forms.items() if form != traits.forms[n]}
+        assert {adapter.forms[name].how for name in differs} <= {"bytes"}
+        path, _ = aligned
+        found = mfload.plan(path, self.framework).as_dict()
+        monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+        made = mfload.plan(path, self.framework).as_dict()
+        assert f"{self.framework} is not installed" in made.pop("notes")[-1]
+        assert not found.pop("notes") or differs
+        assert made == found or differs
 
     @pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
     @pytest.mark.parametrize("allocator", ALLOCATORS)
