@@ -36,7 +36,7 @@ mfload.save(written, path)
 # %% [markdown]
 # ## The mesh and the rules
 #
-# The mesh is yours; mfload never makes one. A rule is a regex and a `PartitionSpec`, the first that
+# The mesh is yours; mfload makes none. A rule is a regex and a `PartitionSpec`, the first that
 # is found in a name counts, and what matches none lies whole on every device.
 
 # %%
@@ -50,7 +50,7 @@ shardings = [
 # %% [markdown]
 # ## What it is going to cost
 #
-# A plan reads headers alone. However a tensor is cut, its bytes are read once.
+# A plan reads headers alone. However a tensor is cut, its bytes are read for all devices together.
 
 # %%
 plan = mfload.plan(path, framework="jax", mesh=mesh, shardings=shardings)

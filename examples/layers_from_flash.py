@@ -75,8 +75,8 @@ with torch.no_grad():
 #
 # One block on `meta` has the code, and `functional_call` gives it the weights of each layer. What
 # belongs to no layer, the embedding and the head, is in `stream.resident`. One pass serves a whole
-# batch of prompts, so prompts are read fast: the weights come from the disk once for all of their
-# tokens.
+# batch of prompts, so prompts are read fast: the weights come from the disk for all of their
+# tokens together.
 
 # %%
 with torch.device("meta"):

@@ -5,7 +5,7 @@
 #
 # A run saved by Orbax on one mesh goes on another. `mfload.restore` reads Orbax's checkpoints
 # itself, gives the state back in the type of the target, and takes the sharding from `mesh=` and
-# rules, never from the devices of the run that saved it.
+# rules, not from the devices of the run that saved it.
 
 # %%
 import os
@@ -115,7 +115,7 @@ print(list(mfload.restore(file)["params"]))
 # %% [markdown]
 # ## The wrong model
 #
-# All that does not fit is said at once, before anything is read.
+# All that does not fit is said in one error, before anything is read.
 
 # %%
 wrong = {"params": {"hidden": {"weight": jax.ShapeDtypeStruct((16, 64), np.float32)}}}

@@ -582,9 +582,9 @@ def restore(
         options: As for `mfload.load`.
 
     Returns:
-        A tree of the target's type; the target itself is left as it is. Without a target: the tree
-        that was saved, as dicts, lists and plain values with arrays in them. Of a checkpoint that
-        holds no tree the names are split at dots.
+        A tree of the target's type; the target itself is left as it is, but for a module that is
+        filled in place. Without a target: the tree that was saved, as dicts, lists and plain values
+        with arrays in them. Of a checkpoint that holds no tree the names are split at dots.
 
     Raises:
         MappingError: Checkpoint and target do not fit: wrong shapes, wrong dtypes, missing and
@@ -592,7 +592,8 @@ def restore(
         SourceNotFoundError: There is no checkpoint, or no such step.
         CheckpointError: The checkpoint is unfinished, or without a target its names are no tree.
         ShardingError: A sharding does not fit its leaf.
-        MfloadError: Any other of the tree in `mfload.errors`; nothing is left half restored.
+        MfloadError: Any other of the tree in `mfload.errors`. No tree is half restored; of a module
+            that is filled in place a note of the error says so.
     """
     from mfload.formats import steps
     from mfload.trees import load_into as filling, nested

@@ -448,6 +448,7 @@ def test_small_parts_share_one_map_and_larger_ones_have_their_own(tmp_path: Path
         (64, np.s_[:, :16], 1),  # Columns that lie closer than 64 KiB: with what is between.
         (64, np.s_[::2, ::3], 1),
         (20_000, np.s_[:50, :16], 50),  # Farther apart.
+        (50_000, np.s_[:4, :40_000], 1),  # Long ones.
         (64, np.s_[::2], 250),  # Rows of which there are up to 256.
         (64, [5, 0, 7], 3),
         (64, np.s_[100:300], 1),
