@@ -280,7 +280,7 @@ class Index:
 
     def _examples(self) -> str | None:
         some = ", ".join(itertools.islice(self.names, 2))
-        return f"one of {len(self)} names, such as {some}" if some else None
+        return f"a name such as {some}" if some else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

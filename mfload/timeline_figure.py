@@ -34,7 +34,7 @@ _NAMED = 0.05  # A stage with less of the width has no room for its name.
 _WIDTH, _LANE, _DPI = 8.0, 0.32, 100
 
 
-def write(figure: Figure, path: str | os.PathLike[str], dpi: int) -> None:
+def write(figure: Any, path: str | os.PathLike[str], dpi: int) -> None:
     """Writes a figure; raises TargetError, or UsageError for a suffix that matplotlib lacks."""
     try:
         figure.savefig(os.fspath(path), dpi=dpi)

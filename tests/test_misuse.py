@@ -49,7 +49,7 @@ KEYWORDS = {
     # Arguments of other functions.
     "mapping": ({}, ": it is an argument of mfload.load_into(), mfload.restore()"),
     "strict": (False, ": it is an argument of mfload.load_into(), mfload.restore()"),
-    "overwrite": (True, "mfload.convert(), mfload.save(), mfload.verify()"),
+    "overwrite": (True, ": it is an argument of mfload."),
     # Slips.
     "name": ("q", ", did you mean names=?"),
     "dtypes": ("F16", ", did you mean dtype=?"),
@@ -67,10 +67,7 @@ KEYWORDS = {
     "mmap": (True, ": use options=mfload.Options(engine='mmap')"),
     "checksums": (True, ", did you mean verify=?"),
     # Nothing near.
-    "xyzzy": (
-        1,
-        "mfload.load() has no argument xyzzy=1 [expected: mfload.load(path, framework, *, ",
-    ),
+    "xyzzy": (1, "xyzzy=1 [expected: mfload.load(path, framework, *, device, "),
 }
 
 
@@ -200,16 +197,16 @@ def test_another_argument_in_the_place_of_the_framework(path: Path, given: str) 
     assert FRAMEWORK_SLIPS[given] in str(caught.value)
 
 
-@pytest.mark.parametrize("call", ["load", "open", "plan", "stream", "verify", "load_into"])
+@pytest.mark.parametrize("call", ["load", "open", "plan", "stream", "verify"])
 @pytest.mark.parametrize("how", ["rb", "r", "bytes"])
 def test_an_open_file_is_not_a_list_of_paths(path: Path, call: str, how: str) -> None:
     opened: Any = io.BytesIO(path.read_bytes()) if how == "bytes" else path.open(how)
-    with opened, pytest.raises(errors.UsageError, match=r"its path, or the bytes in it: file.read"):
-        if call == "load_into":
-            pytest.importorskip("jax")
-            mfload.load_into(MODEL, opened)
-        else:
-            getattr(mfload, call)(opened, *["numpy"] * (call in ("load", "stream")))
+    framework = {"framework": "numpy"} if call in ("load", "stream") else {}
+    with (
+        opened,
+        pytest.raises(errors.UsageError, match=r"the bytes in it: file\.read"),
+    ):
+        getattr(mfload, call)(opened, **framework)
 
 
 def test_what_is_no_path(path: Path) -> None:
@@ -242,7 +239,7 @@ def test_an_opened_checkpoint_is_read_like_a_mapping(path: Path) -> None:
         assert "layers.0.q.bias" in opened
         with pytest.raises(KeyError, match=r"a name like layers\.0\.q\.weight"):
             opened["layers.0.q.wieght"]
-        with pytest.raises(KeyError, match="one of 2 names, such as layers"):
+        with pytest.raises(KeyError, match="a name such as layers"):
             opened["else"]
     with pytest.raises(errors.UsageError, match="closed"):
         opened["layers.0.q.bias"]

@@ -78,7 +78,9 @@ def export(arrays: Mapping[str, Any]) -> list[TensorToSave]:
     """What is to be written of each array, in the order of the mapping."""
     if not isinstance(arrays, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.UsageError(
-            "arrays are saved by name", expected="a dict of arrays", found=type(arrays).__name__
+            "arrays are saved by name",
+            expected="{name: array}, a tree of arrays, or a module",
+            found=type(arrays).__name__,
         )
     exporters: dict[type, _Exporter] = {np.ndarray: _exporter(np.empty(0))}
     return [_native(name, array) or _any(name, array, exporters) for name, array in arrays.items()]

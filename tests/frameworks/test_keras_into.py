@@ -381,3 +381,12 @@ def test_what_is_for_jax_is_refused(stored: Any, argument: str) -> None:
 def test_an_exchange_is_refused(stored: Any) -> None:
     with pytest.raises(errors.UsageError, match="exchange='once'"):
         mfload.load_into(network(), stored[0], options=mfload.Options(exchange="once"))
+
+
+def test_a_model_is_saved_by_its_paths_and_comes_back(tmp_path: Path) -> None:
+    net, other = network(), network()
+    mfload.save(net, tmp_path / "net.safetensors")
+    mfload.load_into(other, tmp_path / "net.safetensors")
+    assert set(mfload.load(tmp_path / "net.safetensors", "numpy")) == {v.path for v in net.weights}
+    for ours, theirs in zip(net.get_weights(), other.get_weights(), strict=True):
+        assert np.array_equal(ours, theirs)

@@ -375,3 +375,11 @@ def test_what_is_for_jax_is_refused(stored: Any, argument: str) -> None:
 def test_an_exchange_of_one_process_is_refused(stored: Any) -> None:
     with pytest.raises(errors.UsageError, match="exchange='once' needs other processes"):
         mfload.load_into(Net(), stored[0], options=mfload.Options(exchange="once"))
+
+
+def test_a_layer_is_saved_as_its_state_and_comes_back(tmp_path: Path) -> None:
+    net, other = Net(), Net()
+    mfload.save(net, tmp_path / "net.safetensors")
+    mfload.load_into(other, tmp_path / "net.safetensors")
+    for name, tensor in net.state_dict().items():
+        assert np.array_equal(tensor.numpy(), other.state_dict()[name].numpy()), name

@@ -643,3 +643,16 @@ def test_a_module_on_a_gpu(tmp_path: Path) -> None:
     path = write(tmp_path / "m.safetensors", like, "head.weight")
     mfload.load_into(net, path)
     check(net.cpu(), like)
+
+
+def test_a_module_is_saved_as_its_state_and_comes_back(tmp_path: Path) -> None:
+    net, other = make(1), make(2)
+    saved = mfload.save(net, tmp_path / "net.safetensors")
+    assert any("embed.weight, head.weight" in note for note in saved.notes)
+    loaded = mfload.load(tmp_path / "net.safetensors", "torch")
+    assert loaded.keys() == net.state_dict().keys()
+    del loaded
+    mfload.load_into(other, tmp_path / "net.safetensors")
+    assert other.head.weight is other.embed.weight
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name

@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
     "object store": (
         _load("s3://bucket/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
     "URL of the Hub": (
-        _load("hf://org/model"), errors.SourceNotFoundError, ("run `hf download org/model` first",)),
+        _load("hf://org/model"), errors.SourceNotFoundError, ("`hf download org/model` first",)),
     "config in place of the model": (
         _load("config.json"), errors.HeaderError, ("give the directory of the checkpoint",)),
     "PyTorch file": (
