@@ -467,7 +467,7 @@ def serve(
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress)
     names = [each.strip() for each in transports.split(",") if each.strip()]
-    with seed.publish(
+    made = seed.publish(
         held,
         model=model,
         revision=revision,
@@ -479,9 +479,8 @@ def serve(
         checksums=checksums,
         transports=names,
         metadata=metadata,
-    ) as made:
-        _started(made.url, as_json)
-        serving.wait()
+    )
+    serving.run(made, lambda: _started(made.url, as_json))
 
 
 @command()
@@ -504,9 +503,8 @@ def planner(
 
     token = None if token_file is None else security.read_token(token_file)
     tls = security.Tls.of_server(cert_file, key_file, ca_file)
-    with PlannerServer(address, token=token, tls=tls) as made:
-        _started(made.url, as_json)
-        serving.wait()
+    made = PlannerServer(address, token=token, tls=tls)
+    serving.run(made, lambda: _started(made.url, as_json))
 
 
 def _started(url: str, as_json: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from mfload.formats import checkpoint
@@ -15,6 +17,8 @@ from mfload.options import Options
 from mfload.peer.fragments import Held
 from mfload.planning import request as requesting
 from mfload.progress import Progress, shown
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stored(
@@ -43,9 +47,33 @@ def stored(
     return found, dict(index.metadata or {})
 
 
-def wait() -> None:
-    """Waits until the process is interrupted or asked to end."""
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    ended.wait()
+def run(server: AbstractContextManager[object], started: Callable[[], None]) -> None:
+    """Calls `started`, waits for a signal that asks the process to end, and closes the server.
+
+    SIGINT, SIGTERM and SIGHUP ask so, each unless the process was started with it ignored, as
+    under nohup. All are heard before `started` is called, and none ends the process while the
+    server closes, but a further SIGINT is a KeyboardInterrupt.
+    """
+    # Python runs handlers in the main thread alone, and the kernel may wake another for a signal:
+    # only the pipe tells the main thread for certain.
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    awake = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    before = {
+        number: signal.signal(number, lambda *_: None)
+        for number in _ENDING
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        with server:
+            started()
+            while os.read(heard, 1)[0] not in before:
+                pass
+            if signal.SIGINT in before:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(awake)
+        os.close(heard)
+        os.close(told)
