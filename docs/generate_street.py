@@ -39,14 +39,14 @@ ROOMS = (
     ("bench", "mfload bench"),
 )
 TRACE = """
-import json, sys
+import json, os, sys
 import numpy, mfload
 mfload.load(sys.argv[1], framework="numpy")
-found = {}
+found, package = {}, os.path.dirname(mfload.__file__) + os.sep
 def enter(frame, event, argument):
-    path, _, name = frame.f_code.co_filename.rpartition("/mfload/")
-    if event == "call" and path:
-        function = frame.f_code.co_qualname
+    path = frame.f_code.co_filename
+    if event == "call" and path.startswith(package):
+        name, function = path.removeprefix(package), frame.f_code.co_qualname
         if "<" not in function.replace("<locals>", ""):
             found.setdefault(name, {}).setdefault(function.replace(".<locals>", ""))
 sys.setprofile(enter)
@@ -80,7 +80,7 @@ def trace() -> str:
         path = Path(folder) / "w.safetensors"
         path.write_bytes(len(padded).to_bytes(8, "little") + padded + bytes(256))
         done = subprocess.run(
-            [sys.executable, "-c", TRACE, str(path)],
+            [sys.executable, "-P", "-c", TRACE, str(path)],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,

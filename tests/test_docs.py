@@ -9,12 +9,14 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from pages import DOCS, ROOT, name_of, pages
 
@@ -267,6 +269,25 @@ def test_street_places_every_module() -> None:
     }
     missing = sorted(name_of(path) for path in modules - linked)
     assert not missing, f"docs/street.md does not link to {', '.join(missing)}"
+
+
+def test_the_trace_is_the_same_wherever_the_checkout_lies(tmp_path: Path) -> None:
+    """NumPy below a folder that is called mfload, as in an environment in a clone."""
+    root = tmp_path / "mfload" / "über links"
+    shutil.copytree(ROOT / "mfload", root / "mfload", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "docs").mkdir()
+    shutil.copy(DOCS / "generate_street.py", root / "docs")
+    for each in Path(np.__file__).parents[1].glob("numpy*"):
+        (root / each.name).symlink_to(each)
+    code = "import generate_street; print(generate_street.trace())"
+    here, there = (
+        subprocess.run(
+            [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True,
+            check=True, env=os.environ | {"PYTHONPATH": str(each / "docs")},
+        ).stdout
+        for each in (ROOT, root)
+    )  # fmt: skip
+    assert there == here
 
 
 _ELSEWHERE = """

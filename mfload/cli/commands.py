@@ -472,24 +472,20 @@ def serve(
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress)
     names = [each.strip() for each in transports.split(",") if each.strip()]
-    with (
-        seed.publish(
-            held,
-            model=model,
-            revision=revision,
-            address=address,
-            ca_file=ca_file,
-            planner=planner,
-            **own,
-            max_readers=max_readers,
-            checksums=checksums,
-            transports=names,
-            metadata=metadata,
-        ) as made,
-        serving.told(made, _say),
-    ):
-        _started(made.url, as_json)
-        serving.wait()
+    made = seed.publish(
+        held,
+        model=model,
+        revision=revision,
+        address=address,
+        ca_file=ca_file,
+        planner=planner,
+        **own,
+        max_readers=max_readers,
+        checksums=checksums,
+        transports=names,
+        metadata=metadata,
+    )
+    serving.run(serving.told(made, _say), lambda: _started(made.url, as_json))
 
 
 @command()
@@ -512,9 +508,8 @@ def planner(
 
     token = None if token_file is None else security.read_token(token_file)
     tls = security.Tls.of(cert_file, key_file, ca_file)
-    with PlannerServer(address, token=token, tls=tls) as made:
-        _started(made.url, as_json)
-        serving.wait()
+    made = PlannerServer(address, token=token, tls=tls)
+    serving.run(made, lambda: _started(made.url, as_json))
 
 
 def _started(url: str, as_json: bool) -> None:

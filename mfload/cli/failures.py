@@ -8,7 +8,7 @@
 5    can't be done here: framework, dtype, device, memory
 70   a fault in mfload itself
 124  `--timeout` ran out
-130  interrupted
+130  interrupted; not `serve` and `planner`, which run until they are
 141  the reader of the output closed it
 """
 

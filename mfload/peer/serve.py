@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from mfload.errors import counted
@@ -21,6 +23,7 @@ from mfload.planning import request as requesting
 from mfload.progress import Progress, shown
 
 _FIRST, _PERIOD = 0.5, 5.0  # Seconds until it is first looked whether someone reads, and then.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stored(
@@ -51,7 +54,7 @@ def stored(
 
 @contextlib.contextmanager
 def told(seed: Seed, say: Callable[[str], object]) -> Generator[None]:
-    """A context in which it is said how often a seed was read, as that changes, and at its end."""
+    """A context that says how often a seed is read, as that changes and at its end, and closes it."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -64,17 +67,42 @@ def told(seed: Seed, say: Callable[[str], object]) -> Generator[None]:
 
     teller = threading.Thread(target=tell, name="mfload-told", daemon=True)
     teller.start()
+    with seed:
+        try:
+            yield
+        finally:
+            ended.set()
+            teller.join()
+            say(f"read {counted(seed.reads, 'time')} in all")
+
+
+def run(server: AbstractContextManager[object], started: Callable[[], None]) -> None:
+    """Calls `started`, waits for a signal that asks the process to end, and closes the server.
+
+    SIGINT, SIGTERM and SIGHUP ask so, each unless the process was started with it ignored, as
+    under nohup. All are heard before `started` is called, and none ends the process while the
+    server closes, but a further SIGINT is a KeyboardInterrupt.
+    """
+    # Python runs handlers in the main thread alone, and the kernel may wake another for a signal:
+    # only the pipe tells the main thread for certain.
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    awake = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    before = {
+        number: signal.signal(number, lambda *_: None)
+        for number in _ENDING
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
-        yield
+        with server:
+            started()
+            while os.read(heard, 1)[0] not in before:
+                pass
+            if signal.SIGINT in before:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
     finally:
-        ended.set()
-        teller.join()
-        say(f"read {counted(seed.reads, 'time')} in all")
-
-
-def wait() -> None:
-    """Waits until the process is interrupted or asked to end."""
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    ended.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(awake)
+        os.close(heard)
+        os.close(told)
