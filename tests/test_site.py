@@ -36,7 +36,7 @@ FIRST_HOUR = (
     "restore_and_resume",
     "where_time_goes",
 )
-PHONE = 390
+PHONE, DESK = 390, 1280
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-# One page measures all: each in a frame as wide as a phone. The theme lets the content scroll
+# One page measures all: each in a frame of that width. The theme lets the content scroll
 # sideways before the page does, so that is looked at too.
 _MEASURE = """<!doctype html><title>measuring</title><iframe width="{width}" height="800"></iframe>
 <pre></pre><script>
@@ -253,22 +253,27 @@ const pages = {pages}, found = {{}}, frame = document.querySelector("iframe");
     const seen = frame.contentDocument;
     const parts = [seen.documentElement, ...seen.querySelectorAll(".main, .content")];
     const over = parts.map(part => part.scrollWidth - part.clientWidth);
-    found[page] = [Math.max(...over), seen.documentElement.clientWidth];
+    const tables = [...seen.querySelectorAll("article table")].filter(table => {{
+      const box = table.closest(".table-wrapper, .output") || table.parentElement;
+      return box.scrollWidth > box.clientWidth && getComputedStyle(box).overflowX != "auto";
+    }});
+    found[page] = [Math.max(...over), seen.documentElement.clientWidth, tables.length];
   }}
   document.querySelector("pre").textContent = JSON.stringify(found);
 }})();
 </script>"""
 
 
-def test_no_page_is_wider_than_a_phone(
-    pages: dict[str, _Page], site: Path, address: str, tmp_path: Path
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_no_page_is_wider_than_its_window_and_no_table_is_cut_off(
+    width: int, pages: dict[str, _Page], site: Path, address: str, tmp_path: Path
 ) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
     if browser is None:
         pytest.skip("no Chromium here to look at the pages with")
     names = sorted(name for name in pages if name != "index.html" and not name.startswith("_"))
     measuring = site / "_measuring.html"
-    measuring.write_text(_MEASURE.format(width=PHONE, pages=json.dumps(names)), "utf-8")
+    measuring.write_text(_MEASURE.format(width=width, pages=json.dumps(names)), "utf-8")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                f"--user-data-dir={tmp_path}", "--virtual-time-budget=120000", "--dump-dom",
                f"{address}/{measuring.name}"]  # fmt: skip
@@ -280,6 +285,8 @@ def test_no_page_is_wider_than_a_phone(
     assert found is not None, done.stdout[-2000:] + done.stderr[-2000:]
     widths = json.loads(found[1])
     assert sorted(widths) == names
-    assert all(seen == PHONE for _, seen in widths.values())
-    wide = [f"{name}: {over} px" for name, (over, _) in widths.items() if over > 0]
-    assert not wide, "wider than a phone by: " + ", ".join(wide)
+    assert all(seen == width for _, seen, _ in widths.values())
+    wide = [f"{name}: {over} px" for name, (over, _, _) in widths.items() if over > 0]
+    assert not wide, "wider than the window by: " + ", ".join(wide)
+    cut = [name for name, (_, _, tables) in widths.items() if tables]
+    assert not cut, "tables that are cut off: " + ", ".join(cut)
