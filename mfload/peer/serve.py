@@ -54,7 +54,7 @@ def stored(
 
 @contextlib.contextmanager
 def told(seed: Seed, say: Callable[[str], object]) -> Generator[None]:
-    """A context that says how often a seed is read, as that changes and at its end, and closes it."""
+    """A context that says how often a seed is read, and closes it in the end."""
     ended = threading.Event()
 
     def tell() -> None:
