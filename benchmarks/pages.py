@@ -14,7 +14,7 @@ def put(page: Path, figures: str) -> None:
         page: The page; where there is none, one with nothing but the figures is written.
         figures: Markdown.
     """
-    text = page.read_text() if page.exists() else f"{BEGIN}\n{END}\n"
+    text = page.read_text("utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{figures.strip()}\n\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{figures.strip()}\n\n{END}{after}", "utf-8")

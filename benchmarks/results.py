@@ -108,7 +108,7 @@ class Results:
     @classmethod
     def read(cls, path: Path) -> Results:
         """Read what `save` wrote."""
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text("utf-8"))
         skipped = [(case, name, why) for case, name, why in found["skipped"]]
         parts = {key: found[key] for key in ("machine", "run", "checkpoints", "samples")}
         return cls(**parts, skipped=skipped)
@@ -116,7 +116,7 @@ class Results:
 
 def write_json(path: Path, data: object) -> None:
     """Writes figures as JSON, to be read by people as well."""
-    path.write_text(json.dumps(rounded(data), indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(rounded(data), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def rounded(value: Any) -> Any:

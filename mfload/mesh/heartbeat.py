@@ -19,7 +19,7 @@ def identity(pid: int | None = None) -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text("latin-1")
     except OSError:
         return ""
     # The name in parentheses may hold anything (proc_pid_stat(5)); the state follows it.

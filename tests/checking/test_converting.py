@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -433,7 +434,8 @@ def test_the_time_runs_out(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Draft, "write", write)
     with pytest.raises(errors.LoadTimeoutError):
         mfload.convert(source, tmp_path / "out.safetensors", options=mfload.Options(timeout=0.12))
-    time.sleep(0.3)  # Writes under way end.
+    while any(each.name.startswith("mfload") for each in threading.enumerate()):
+        time.sleep(0.01)  # Writes under way end.
     monkeypatch.undo()
     monkeypatch.setattr(copying, "BLOCK", 64 << 10)
     mfload.convert(source, tmp_path / "out.safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -483,10 +484,8 @@ def test_lazy_tensors_outlive_the_iteration(path: Path) -> None:
 @given(st.data())
 def test_parts_of_parts(data: st.DataObject) -> None:
     whole = samples.numbers((5, 6, 7), np.int16)
-    folder = Path(os.environ.get("TMPDIR", "/tmp"))
-    path = folder / f"parts-{os.getpid()}.safetensors"
-    samples.save(path, {"w": whole})
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = samples.save(Path(folder) / "model.safetensors", {"w": whole})
         lazy, like = next(_stream(path, lazy=True))[1], whole
         for _ in range(3):
             items = [
@@ -499,8 +498,6 @@ def test_parts_of_parts(data: st.DataObject) -> None:
             lazy, like = lazy[index], like[index]
         assert lazy.shape == like.shape
         assert samples.same(lazy.read(), np.asarray(like))
-    finally:
-        path.unlink()
 
 
 def test_what_lazy_tensors_refuse(path: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -483,3 +484,19 @@ def test_a_zombie_has_ended() -> None:
         while not heartbeat.ended(who) and time.monotonic() < end:
             time.sleep(0.01)
         assert heartbeat.ended(who)  # Its exit status was not asked for yet.
+
+
+def test_a_process_may_have_any_name() -> None:
+    """The kernel cuts it after 15 bytes, in the middle of a character too."""
+    code = """
+        import ctypes
+        ctypes.CDLL(None).prctl(15, b") \\xff\\n\\xc3", 0, 0, 0)  # PR_SET_NAME
+        print(flush=True)
+        input()
+    """
+    command, pipe = [sys.executable, "-c", textwrap.dedent(code)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout
+        child.stdout.readline()
+        assert not heartbeat.ended(heartbeat.identity(child.pid))
+        child.communicate(b"\n")
