@@ -456,6 +456,7 @@ def serve(
     max_readers: Readers = 3,
     checksums: Compared = True,
     transports: Transports = "memory,memfd,http",
+    headers: options.Headers = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -468,7 +469,8 @@ def serve(
     from mfload.peer import seed, serve as serving
 
     own: Any = {"token_file": token_file, "cert_file": cert_file, "key_file": key_file}
-    how = Options(threads=threads, peer=PeerOptions(planner=planner, ca_file=ca_file, **own))
+    peer = PeerOptions(planner=planner, ca_file=ca_file, **own)
+    how = Options(threads=threads, headers=options.by_line(headers), peer=peer)
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress)
     names = [each.strip() for each in transports.split(",") if each.strip()]
