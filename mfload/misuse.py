@@ -64,7 +64,7 @@ def error(
 ) -> errors.ArgumentError | None:
     """What is wrong with a call of a public function; None if the call fits its signature."""
     parameters = inspect.signature(function).parameters
-    if function.__name__ == "__init__":  # Nobody gives `self`.
+    if function.__name__ == "__init__":  # `self` is not given by the caller.
         parameters, args = dict(itertools.islice(parameters.items(), 1, None)), args[1:]
     faults: list[str] = []
     meant: set[str] = set()

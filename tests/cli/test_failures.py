@@ -23,6 +23,7 @@ KINDS = {
 CODES = {
     "MfloadError": 5,
     "UsageError": 2,
+    "ArgumentError": 2,
     "SourceError": 3,
     "SourceNotFoundError": 3,
     "SourcePermissionError": 3,
