@@ -47,13 +47,8 @@ Span = tuple[Usage, Usage]
 """What a thread has used before and after some work."""
 
 
-class LazyCheckpoint(Generic[A]):
-    """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
-
-    It may be shared between threads, inherited by a fork and pickled (with a device given by name).
-    Each request checks that the files are still those whose headers were read. They stay open from
-    their first use until it is closed; a request that is under way then still gets its result.
-    """
+class _Reader:
+    """What reads for an opened checkpoint and its lazy tensors."""
 
     def __init__(
         self,
@@ -106,28 +101,6 @@ class LazyCheckpoint(Generic[A]):
         for source in sources:
             source.keep(True)
 
-    def keys(self) -> list[str]:
-        """Names of the tensors, sorted."""
-        return sorted(self._opened().names)
-
-    def offset_keys(self) -> list[str]:
-        """Names of the tensors in the order in which the files hold them."""
-        index = self._opened()
-        return [name for name in index.tensors if name in index.names]
-
-    def metadata(self) -> dict[str, str] | None:
-        """The free-form strings of the headers; None if there are none."""
-        strings = self._opened().metadata
-        return None if strings is None else dict(strings)
-
-    def info(self, name: str) -> TensorInfo:
-        """Name, dtype, shape and whereabouts of a tensor.
-
-        Raises:
-            TensorNotFoundError: There is none of that name.
-        """
-        return self._opened()[name]
-
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
         return self._opened().files[info.pieces[0].source]
@@ -141,49 +114,11 @@ class LazyCheckpoint(Generic[A]):
         file = self._sources[row.pieces[0].source].file
         return self._in_pieces and row.simple and file is not None
 
-    def get_tensor(self, name: str) -> A:
-        """One tensor.
-
-        Raises:
-            TensorNotFoundError: There is none of that name.
-        """
-        return self.read(self.info(name))
-
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
         if self._reads_small and self._is_small(row, row.nbytes):
             return self._read_small(row, row.shape, ((0,), row.nbytes))
         return self.load([Request(row, row.dtype)])[0]
-
-    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, A]:
-        """Several tensors, read together. Default: all.
-
-        Raises:
-            TensorNotFoundError: A name is missing.
-        """
-        index = self._opened()
-        if names is None:
-            columns = index.columns
-            if len(columns) > len(index):  # The index file leaves some out.
-                columns = index.take(self.offset_keys())
-        else:
-            names = list(dict.fromkeys(names))
-            index.take([name for name in names if name in index.names])  # Reads headers together.
-            columns = Columns.of(map(self.info, names))
-        arrays = self.load(whole(columns))
-        return dict(zip(columns.names, arrays, strict=True))
-
-    def get_slice(self, name: str) -> TensorSlice[A]:
-        """A tensor to be indexed: only the bytes that the index needs are read.
-
-        Raises:
-            TensorNotFoundError: There is none of that name.
-        """
-        self._opened()
-        try:
-            return TensorSlice(self, self._sliced(name))
-        except TypeError:  # Such as a list: not a name, which the index says.
-            return TensorSlice(self, self.info(name))
 
     def read_part(self, row: TensorInfo, index: Any) -> Any:
         """The part of a tensor that an index takes (see `TensorSlice`)."""
@@ -390,6 +325,75 @@ class LazyCheckpoint(Generic[A]):
         if self.closed:
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
         return self._index
+
+
+class LazyCheckpoint(_Reader, Generic[A]):
+    """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
+
+    It may be shared between threads, inherited by a fork and pickled (with a device given by name).
+    Each request checks that the files are still those whose headers were read. They stay open from
+    their first use until it is closed; a request that is under way then still gets its result.
+    """
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        return sorted(self._opened().names)
+
+    def offset_keys(self) -> list[str]:
+        """Names of the tensors in the order in which the files hold them."""
+        index = self._opened()
+        return [name for name in index.tensors if name in index.names]
+
+    def metadata(self) -> dict[str, str] | None:
+        """The free-form strings of the headers; None if there are none."""
+        strings = self._opened().metadata
+        return None if strings is None else dict(strings)
+
+    def info(self, name: str) -> TensorInfo:
+        """Name, dtype, shape and whereabouts of a tensor.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        return self._opened()[name]
+
+    def get_tensor(self, name: str) -> A:
+        """One tensor.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        return self.read(self.info(name))
+
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, A]:
+        """Several tensors, read together. Default: all.
+
+        Raises:
+            TensorNotFoundError: A name is missing.
+        """
+        index = self._opened()
+        if names is None:
+            columns = index.columns
+            if len(columns) > len(index):  # The index file leaves some out.
+                columns = index.take(self.offset_keys())
+        else:
+            names = list(dict.fromkeys(names))
+            index.take([name for name in names if name in index.names])  # Reads headers together.
+            columns = Columns.of(map(self.info, names))
+        arrays = self.load(whole(columns))
+        return dict(zip(columns.names, arrays, strict=True))
+
+    def get_slice(self, name: str) -> TensorSlice[A]:
+        """A tensor to be indexed: only the bytes that the index needs are read.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        self._opened()
+        try:
+            return TensorSlice(self, self._sliced(name))
+        except TypeError:  # Such as a list: not a name, which the index says.
+            return TensorSlice(self, self.info(name))
 
     def __len__(self) -> int:
         return len(self._opened())
