@@ -40,7 +40,7 @@ _KINDS = 64  # Shapes and selections whose cells are kept: layers of a model are
 _SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
-A = TypeVar("A")
+Array = TypeVar("Array")
 """Arrays of the framework, or lists of them."""
 
 Span = tuple[Usage, Usage]
@@ -327,7 +327,7 @@ class _Reader:
         return self._index
 
 
-class LazyCheckpoint(_Reader, Generic[A]):
+class LazyCheckpoint(_Reader, Generic[Array]):
     """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
 
     It may be shared between threads, inherited by a fork and pickled (with a device given by name).
@@ -357,7 +357,7 @@ class LazyCheckpoint(_Reader, Generic[A]):
         """
         return self._opened()[name]
 
-    def get_tensor(self, name: str) -> A:
+    def get_tensor(self, name: str) -> Array:
         """One tensor.
 
         Raises:
@@ -365,7 +365,7 @@ class LazyCheckpoint(_Reader, Generic[A]):
         """
         return self.read(self.info(name))
 
-    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, A]:
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Array]:
         """Several tensors, read together. Default: all.
 
         Raises:
@@ -383,7 +383,7 @@ class LazyCheckpoint(_Reader, Generic[A]):
         arrays = self.load(whole(columns))
         return dict(zip(columns.names, arrays, strict=True))
 
-    def get_slice(self, name: str) -> TensorSlice[A]:
+    def get_slice(self, name: str) -> TensorSlice[Array]:
         """A tensor to be indexed: only the bytes that the index needs are read.
 
         Raises:
@@ -416,7 +416,7 @@ class LazyCheckpoint(_Reader, Generic[A]):
         self.kept = {}
         self._map = None
 
-    def __enter__(self) -> LazyCheckpoint[A]:
+    def __enter__(self) -> LazyCheckpoint[Array]:
         self._opened()
         return self
 
@@ -458,12 +458,12 @@ def _reopen(
     return opened
 
 
-class TensorSlice(Generic[A]):
+class TensorSlice(Generic[Array]):
     """A tensor that has not been read. Made by `LazyCheckpoint.get_slice`."""
 
     __slots__ = ("_info", "_opened")
 
-    def __init__(self, opened: LazyCheckpoint[A], info: TensorInfo) -> None:
+    def __init__(self, opened: LazyCheckpoint[Array], info: TensorInfo) -> None:
         self._opened = opened
         self._info = info
 
@@ -475,7 +475,7 @@ class TensorSlice(Generic[A]):
         """Its dtype by the format's name, such as "BF16"."""
         return self._info.dtype.name
 
-    def __getitem__(self, index: Any) -> A:
+    def __getitem__(self, index: Any) -> Array:
         """Reads a part.
 
         Args:
