@@ -142,7 +142,7 @@ def load(
     *,
     device: object = None,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
-    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] | None = None,
     mesh: Any = None,
     shardings: Any = None,
     shard: tuple[int, int] | None = None,
@@ -205,8 +205,9 @@ def load(
             `mfload.Options`.
 
     Returns:
-        The arrays by name, in the order of the files. A dtype that the framework lacks
-        arrives as uint8 bytes (see `mfload.unpack` and the dtype table).
+        The arrays by name, in the order of the files: to a type checker `dict[str, jax.Array]`,
+        `dict[str, torch.Tensor]` and so on, of a framework that is given by name. A dtype that the
+        framework lacks arrives as uint8 bytes (see `mfload.unpack` and the dtype table).
 
     Raises:
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
@@ -368,7 +369,7 @@ def stream(
     *,
     device: object = None,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
-    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] | None = None,
     mesh: Any = None,
     shardings: Any = None,
     shard: tuple[int, int] | None = None,
@@ -452,7 +453,7 @@ def plan(
     *,
     device: object = None,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
-    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] | None = None,
     mesh: Any = None,
     shardings: Any = None,
     shard: tuple[int, int] | None = None,
@@ -495,7 +496,7 @@ def abstract(
     shardings: Any = None,
     unmatched: Literal["replicate", "error"] = "replicate",
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
-    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] | None = None,
     options: Options | None = None,
 ) -> dict[str, ShapeDtypeStruct]:
     """Says what arrays `load` would make for JAX with the same arguments; reads headers only.

@@ -25,8 +25,6 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-import mfload
-
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_HOUR = (
     "quickstart",
@@ -166,19 +164,6 @@ def test_search_works_without_a_server(site: Path) -> None:
 
 
 # What is documented ---------------------------------------------------------------------------
-
-
-def test_every_public_name_is_in_the_reference() -> None:
-    page = (ROOT / "docs/reference/api.md").read_text("utf-8")
-    kinds = [
-        kind.__name__
-        for kind in vars(mfload.errors).values()
-        if isinstance(kind, type) and issubclass(kind, mfload.MfloadError)
-    ]
-    public = set(mfload.__all__) - {"compat", "errors", "ondemand", "MfloadError"}
-    ondemand = (f"ondemand.{name}" for name in mfload.ondemand.__all__)
-    for name in (*public, *ondemand, *(f"errors.{kind}" for kind in kinds)):
-        assert f"`mfload.{name}`" in page, name
 
 
 SCRIPTS = ("generate_api.py", "generate_commands.py", "generate_street.py")

@@ -20,7 +20,7 @@ Tensorflow = Literal["tensorflow", "tf", "keras"]
 Paddle = Literal["paddle", "paddlepaddle"]
 Cupy = Literal["cupy"]
 Framework = Literal[Numpy, Jax, Torch, Tensorflow, Paddle, Cupy]
-"""A framework by name: what type checkers take for `framework=`, beside its module."""
+"""The name of a framework, or an alias: for annotations of what becomes `framework=`."""
 
 _EVERY = tuple(map(get_args, (Numpy, Jax, Torch, Tensorflow, Paddle, Cupy)))
 _ALIASES = {alias: name for name, *aliases in _EVERY for alias in aliases}

@@ -41,20 +41,15 @@ _KINDS = 64  # Shapes and selections whose cells are kept: layers of a model are
 _SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
-A = TypeVar("A")
+Array = TypeVar("Array")
 """Arrays of the framework, or lists of them."""
 
 Span = tuple[Usage, Usage]
 """What a thread has used before and after some work."""
 
 
-class LazyCheckpoint(Generic[A]):
-    """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
-
-    It may be shared between threads, inherited by a fork and pickled (with a device given by name).
-    Each request checks that the files are still those whose headers were read. They stay open from
-    their first use until it is closed; a request that is under way then still gets its result.
-    """
+class _Reader:
+    """What reads for an opened checkpoint and its lazy tensors."""
 
     def __init__(
         self,
@@ -107,28 +102,6 @@ class LazyCheckpoint(Generic[A]):
         for source in sources:
             source.keep(True)
 
-    def keys(self) -> list[str]:
-        """Names of the tensors, sorted."""
-        return sorted(self._opened().names)
-
-    def offset_keys(self) -> list[str]:
-        """Names of the tensors in the order in which the files hold them."""
-        index = self._opened()
-        return [name for name in index.tensors if name in index.names]
-
-    def metadata(self) -> dict[str, str] | None:
-        """The free-form strings of the headers; None if there are none."""
-        strings = self._opened().metadata
-        return None if strings is None else dict(strings)
-
-    def info(self, name: str) -> TensorInfo:
-        """Name, dtype, shape and whereabouts of a tensor.
-
-        Raises:
-            TensorNotFoundError: There is none of that name.
-        """
-        return self._opened()[name]
-
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
         return self._opened().files[info.pieces[0].source]
@@ -142,49 +115,11 @@ class LazyCheckpoint(Generic[A]):
         file = self._sources[row.pieces[0].source].file
         return self._in_pieces and row.simple and file is not None
 
-    def get_tensor(self, name: str) -> A:
-        """One tensor.
-
-        Raises:
-            TensorNotFoundError: There is none of that name.
-        """
-        return self.read(self.info(name))
-
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
         if self._reads_small and self._is_small(row, row.nbytes):
             return self._read_small(row, row.shape, ((0,), row.nbytes))
         return self.load([Request(row, row.dtype)])[0]
-
-    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, A]:
-        """Several tensors, read together. Default: all.
-
-        Raises:
-            TensorNotFoundError: A name is missing.
-        """
-        index = self._opened()
-        if names is None:
-            columns = index.columns
-            if len(columns) > len(index):  # The index file leaves some out.
-                columns = index.take(self.offset_keys())
-        else:
-            names = list(dict.fromkeys(names))
-            index.take([name for name in names if name in index.names])  # Reads headers together.
-            columns = Columns.of(map(self.info, names))
-        arrays = self.load(whole(columns))
-        return dict(zip(columns.names, arrays, strict=True))
-
-    def get_slice(self, name: str) -> TensorSlice[A]:
-        """A tensor to be indexed: only the bytes that the index needs are read.
-
-        Raises:
-            TensorNotFoundError: There is none of that name.
-        """
-        self._opened()
-        try:
-            return TensorSlice(self, self._sliced(name))
-        except TypeError:  # Such as a list: not a name, which the index says.
-            return TensorSlice(self, self.info(name))
 
     def read_part(self, row: TensorInfo, index: Any) -> Any:
         """The part of a tensor that an index takes (see `TensorSlice`)."""
@@ -392,11 +327,80 @@ class LazyCheckpoint(Generic[A]):
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
         return self._index
 
-    def __getitem__(self, name: str) -> Any:
+
+class LazyCheckpoint(_Reader, Generic[Array]):
+    """The headers of a checkpoint, and the way to its data. Made by `mfload.open`.
+
+    It may be shared between threads, inherited by a fork and pickled (with a device given by name).
+    Each request checks that the files are still those whose headers were read. They stay open from
+    their first use until it is closed; a request that is under way then still gets its result.
+    """
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, sorted."""
+        return sorted(self._opened().names)
+
+    def offset_keys(self) -> list[str]:
+        """Names of the tensors in the order in which the files hold them."""
+        index = self._opened()
+        return [name for name in index.tensors if name in index.names]
+
+    def metadata(self) -> dict[str, str] | None:
+        """The free-form strings of the headers; None if there are none."""
+        strings = self._opened().metadata
+        return None if strings is None else dict(strings)
+
+    def info(self, name: str) -> TensorInfo:
+        """Name, dtype, shape and whereabouts of a tensor.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        return self._opened()[name]
+
+    def get_tensor(self, name: str) -> Array:
+        """One tensor.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        return self.read(self.info(name))
+
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Array]:
+        """Several tensors, read together. Default: all.
+
+        Raises:
+            TensorNotFoundError: A name is missing.
+        """
+        index = self._opened()
+        if names is None:
+            columns = index.columns
+            if len(columns) > len(index):  # The index file leaves some out.
+                columns = index.take(self.offset_keys())
+        else:
+            names = list(dict.fromkeys(names))
+            index.take([name for name in names if name in index.names])  # Reads headers together.
+            columns = Columns.of(map(self.info, names))
+        arrays = self.load(whole(columns))
+        return dict(zip(columns.names, arrays, strict=True))
+
+    def get_slice(self, name: str) -> TensorSlice[Array]:
+        """A tensor to be indexed: only the bytes that the index needs are read.
+
+        Raises:
+            TensorNotFoundError: There is none of that name.
+        """
+        self._opened()
+        try:
+            return TensorSlice(self, self._sliced(name))
+        except TypeError:  # Such as a list: not a name, which the index says.
+            return TensorSlice(self, self.info(name))
+
+    def __getitem__(self, name: str) -> Array:
         """One tensor, as `get_tensor` gives it."""
         return self.get_tensor(name)
 
-    def items(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Iterator[tuple[str, Array]]:
         """Names and tensors, each read when its turn comes; `mfload.stream` reads ahead."""
         return ((name, self.get_tensor(name)) for name in self.keys())
 
@@ -421,7 +425,7 @@ class LazyCheckpoint(Generic[A]):
         self.kept = {}
         self._map = None
 
-    def __enter__(self) -> LazyCheckpoint[A]:
+    def __enter__(self) -> LazyCheckpoint[Array]:
         self._opened()
         return self
 
@@ -463,12 +467,12 @@ def _reopen(
     return opened
 
 
-class TensorSlice(Generic[A]):
+class TensorSlice(Generic[Array]):
     """A tensor that has not been read. Made by `LazyCheckpoint.get_slice`."""
 
     __slots__ = ("_info", "_opened")
 
-    def __init__(self, opened: LazyCheckpoint[A], info: TensorInfo) -> None:
+    def __init__(self, opened: LazyCheckpoint[Array], info: TensorInfo) -> None:
         self._opened = opened
         self._info = info
 
@@ -480,7 +484,7 @@ class TensorSlice(Generic[A]):
         """Its dtype by the format's name, such as "BF16"."""
         return self._info.dtype.name
 
-    def __getitem__(self, index: Any) -> A:
+    def __getitem__(self, index: Any) -> Array:
         """Reads a part.
 
         Args:

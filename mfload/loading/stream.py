@@ -36,10 +36,10 @@ _TOGETHER = 1 << 20  # Bytes of a small tensor.
 _GRACE = 5.0  # Seconds that the end of a stream waits for reads under way.
 
 
-A = TypeVar("A")
+Array = TypeVar("Array")
 
 
-class Stream(Iterator[tuple[str, A]]):
+class Stream(Iterator[tuple[str, Array]]):
     """Names and tensors, one after the other. Made by `mfload.stream`.
 
     What was handed out stays as it is. A stream ends with its last tensor, an error, `close()`, the
@@ -48,14 +48,14 @@ class Stream(Iterator[tuple[str, A]]):
 
     def __init__(
         self,
-        rows: Generator[tuple[str, A]],
+        rows: Generator[tuple[str, Array]],
         end: Callable[[bool], object] = bool,
         close: Callable[[], object] = bool,
     ) -> None:
         self._rows, self._end, self._close = rows, end, close
         self._lock = threading.Lock()
 
-    def __next__(self) -> tuple[str, A]:
+    def __next__(self) -> tuple[str, Array]:
         with self._alone():
             try:
                 return next(self._rows)
@@ -86,7 +86,7 @@ class Stream(Iterator[tuple[str, A]]):
         finally:
             self._lock.release()
 
-    def __enter__(self) -> Stream[A]:
+    def __enter__(self) -> Stream[Array]:
         return self
 
     def __exit__(self, *_: object) -> None:

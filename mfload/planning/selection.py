@@ -12,6 +12,8 @@ from mfload.dtypes import DType
 from mfload.index import Columns, Index, TensorInfo
 
 Regex = str | re.Pattern[str]
+"""A regular expression, which is searched for in names."""
+
 Names = Regex | Iterable[str] | Callable[[str], bool] | None
 _UNCONVERTED = {"scale", "packed", "unknown"}  # Kinds of dtypes.
 _GLOB = "; what a shell writes * is .* here"

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from numpy.typing import NDArray
 
 import mfload
+import mfload.compat
 from mfload.loading.lazy import LazyCheckpoint, TensorSlice
 from mfload.loading.stream import Stream
 
@@ -155,6 +156,11 @@ def saved_and_published(arrays: dict[str, jax.Array], tensors: dict[str, torch.T
         loaded = mfload.load(seed.url, framework="jax", fallback="model/")
         assert_type(loaded, dict[str, jax.Array])
     assert_type(mfload.unpack(arrays["a"], "F4", (2, 8)), Array)
+
+
+def in_the_place_of_others() -> None:
+    with mfload.compat.patch():
+        pass
 
 
 def larger_than_memory() -> None:
