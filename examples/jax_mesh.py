@@ -1,6 +1,8 @@
 # %% [markdown]
 # # JAX: load a checkpoint onto a mesh
 #
+# Install: `pip install '.[jax]'`.
+#
 # Eight CPU devices stand for eight accelerators: the code is the same. The number of CPU devices
 # has to be said before JAX starts.
 
@@ -16,7 +18,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from safetensors.numpy import save_file
 
 import mfload
 
@@ -30,7 +31,7 @@ shapes = {
     "layers.0.norm.weight": (512,),
 }
 written = {name: random.random(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
-save_file(written, path)
+mfload.save(written, path)
 
 # %% [markdown]
 # ## The mesh and the rules
@@ -108,7 +109,7 @@ print(step(params, tokens).shape)
 
 # %%
 narrow = Path(folder.name) / "narrow.safetensors"
-save_file({"head.weight": np.zeros((10, 4), np.float32)}, narrow)
+mfload.save({"head.weight": np.zeros((10, 4), np.float32)}, narrow)
 try:
     mfload.load(narrow, framework="jax", mesh=mesh, shardings=P("model"))
 except mfload.errors.ShardingError as error:

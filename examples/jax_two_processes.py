@@ -1,6 +1,8 @@
 # %% [markdown]
 # # JAX: two processes, one mesh
 #
+# Install: `pip install '.[jax]'`.
+#
 # On a cluster each process holds some of the devices, and all of them call `mfload.load` with the
 # same arguments. Here one command starts two processes with four CPU devices each.
 
@@ -14,14 +16,15 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+
+import mfload
 
 folder = tempfile.TemporaryDirectory()
 path = Path(folder.name) / "model.safetensors"
 random = np.random.default_rng(0)
 shapes = {"up_proj.weight": (2048, 2048), "down_proj.weight": (2048, 2048), "norm.weight": (2048,)}
 written = {name: random.random(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
-save_file(written, path)
+mfload.save(written, path)
 print(path.stat().st_size, "bytes on disk")
 
 # %% [markdown]

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Layers from flash
 #
+# Install: `pip install '.[torch]'`.
+#
 # A dense model uses all of its layers for each token, one after the other.
 # `mfload.ondemand.LayerStream` leaves them on the disk and reads the next one while one computes.
 # Here a model of 24 layers runs in PyTorch, in a tenth and in half of its size, and computes the

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Neurons from flash
 #
+# Install: `pip install '.[jax]' '.[cli,verify]'`.
+#
 # Of a feed-forward layer with ReLU, a token uses the neurons that fire, and most do not. Here a
 # small transformer is trained to be sparse; its neurons are bundled, so that each is one read; and
 # it runs with a part of them in memory, as "LLM in a flash" (Alizadeh et al., 2024) has it. A

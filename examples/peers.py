@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Peers: from a running JAX job into PyTorch
 #
+# Install: `pip install '.[jax,torch,peer]'`.
+#
 # One process holds weights on eight devices and computes with them. Two others want them in
 # PyTorch, cut another way. They read them from its memory while it goes on computing.
 

@@ -1,9 +1,11 @@
 # %% [markdown]
 # # Quickstart: load, look, take a part, save
 #
+# Install: `pip install '.[verify]'`.
+#
 # With NumPy, which every installation has. Another framework is another word: `framework="jax"`,
-# `"torch"`, `"tensorflow"`, `"paddle"`, `"cupy"`. The checkpoint is a small one, written by
-# safetensors itself; put the path of your own in its place.
+# `"torch"`, `"tensorflow"`, `"paddle"`, `"cupy"`. The checkpoint is a small one; put the
+# path of your own in its place.
 
 # %%
 import tempfile
@@ -11,19 +13,18 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 import mfload
 
 folder = tempfile.TemporaryDirectory()
 here = Path(folder.name)
 written = {
-    "embed.weight": np.arange(64 * 32).reshape(64, 32).astype(ml_dtypes.bfloat16),
-    "layers.0.q.weight": np.ones((32, 32), np.float16),
-    "layers.0.norm.weight": np.ones(32, np.float32),
+    "model.embed_tokens.weight": np.arange(64 * 32).reshape(64, 32).astype(ml_dtypes.bfloat16),
+    "model.layers.0.self_attn.q_proj.weight": np.ones((32, 32), np.float16),
+    "model.layers.0.input_layernorm.weight": np.ones(32, np.float32),
 }
 path = here / "model.safetensors"
-save_file(written, path)
+mfload.save(written, path)
 
 # %% [markdown]
 # ## Load
@@ -31,7 +32,7 @@ save_file(written, path)
 # %%
 params = mfload.load(path, framework="numpy")
 for name, array in params.items():
-    print(f"{name:21} {array.dtype!s:9} {array.shape}")
+    print(f"{name:38} {array.dtype!s:9} {array.shape}")
     assert np.array_equal(array, written[name])
 
 # %% [markdown]
@@ -41,7 +42,7 @@ for name, array in params.items():
 # bytes land.
 
 # %%
-layer = mfload.load(path, framework="numpy", names=r"^layers\.0\.", dtype="float32")
+layer = mfload.load(path, framework="numpy", names=r"^model\.layers\.0\.", dtype="float32")
 print({name: str(array.dtype) for name, array in layer.items()})
 assert {array.dtype for array in layer.values()} == {np.dtype(np.float32)}
 
@@ -63,10 +64,10 @@ file = mfload.open(path)
 file
 
 # %%
-columns = file.get_slice("embed.weight")[:, 8:16]
-last = file.get_slice("embed.weight")[-1]
+columns = file.get_slice("model.embed_tokens.weight")[:, 8:16]
+last = file.get_slice("model.embed_tokens.weight")[-1]
 print(columns.shape, last.shape)
-assert np.array_equal(columns, written["embed.weight"][:, 8:16])
+assert np.array_equal(columns, written["model.embed_tokens.weight"][:, 8:16])
 file.close()
 
 # %% [markdown]

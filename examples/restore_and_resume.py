@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Flax: restore a train state, and resume
 #
+# Install: `pip install '.[flax,orbax]' orbax-checkpoint`.
+#
 # A run saved by Orbax on one mesh goes on another. `mfload.restore` reads Orbax's checkpoints
 # itself, gives the state back in the type of the target, and takes the sharding from `mesh=` and
 # rules, never from the devices of the run that saved it.

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # The same file into six frameworks
 #
+# Install: `pip install '.[jax,torch]'`, or those that you want to see.
+#
 # One checkpoint, six kinds of arrays. Each framework has a process of its own, since TensorFlow and
 # Paddle don't live in one; what is not installed is left out, with the reason.
 
@@ -13,7 +15,8 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+
+import mfload
 
 folder = tempfile.TemporaryDirectory()
 path = Path(folder.name) / "model.safetensors"
@@ -21,7 +24,7 @@ written = {
     "dense.weight": np.arange(32).reshape(8, 4).astype(ml_dtypes.bfloat16),
     "dense.bias": np.arange(8, dtype=np.float32),
 }
-save_file(written, path)
+mfload.save(written, path)
 
 # %% [markdown]
 # ## What each does with it

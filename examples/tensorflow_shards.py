@@ -1,6 +1,8 @@
 # %% [markdown]
 # # TensorFlow: two clients, DTensors
 #
+# Install: `pip install . tensorflow-cpu`.
+#
 # DTensor takes a cluster from the environment of each process. Here one command starts two clients,
 # which read their own parts of a checkpoint, and then read for each other.
 
@@ -13,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+
+import mfload
 
 folder = tempfile.TemporaryDirectory()
 path = Path(folder.name) / "model.safetensors"
 shapes = {"up_proj.weight": (4096, 1024), "down_proj.weight": (1024, 4096), "norm.weight": (1024,)}
-save_file({name: np.ones(shape, np.float16) for name, shape in shapes.items()}, path)
+mfload.save({name: np.ones(shape, np.float16) for name, shape in shapes.items()}, path)
 print(path.stat().st_size, "bytes on disk")
 
 # %% [markdown]

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # PyTorch: a fast start of a model
 #
+# Install: `pip install '.[torch]' safetensors`.
+#
 # The usual way makes a model with random weights, reads a state dict beside it, and copies the one
 # into the other. A model on the `meta` device has no memory: `mfload.load_into` gives it the
 # loaded tensors as they are.

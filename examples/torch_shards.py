@@ -1,6 +1,8 @@
 # %% [markdown]
 # # PyTorch: two processes, DTensors and plain shards
 #
+# Install: `pip install '.[torch]'`.
+#
 # On a cluster `torchrun` starts the processes. Here one command starts two of them, which read
 # their own parts of a checkpoint, and then read for each other.
 
@@ -13,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+
+import mfload
 
 folder = tempfile.TemporaryDirectory()
 path = Path(folder.name) / "model.safetensors"
 shapes = {"up_proj.weight": (2049, 2048), "down_proj.weight": (2048, 2048), "norm.weight": (2048,)}
-save_file({name: torch.rand(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, path)
+mfload.save({name: torch.rand(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, path)
 print(path.stat().st_size, "bytes on disk")
 
 # %% [markdown]

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Where the time goes
 #
+# Install: `pip install '.[plot]'`.
+#
 # Three looks at one load: the plan before it, the timeline after it, and what the machine could
 # have done at most. 192 MiB in three files stand for a model; a path of your own gives figures that
 # mean more.
@@ -13,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 import mfload
 
@@ -22,7 +23,7 @@ path = Path(folder.name)
 random = np.random.default_rng(0)
 for number in range(3):
     layers = {f"layers.{number}.{n}": random.random((1024, 2048), np.float32) for n in range(8)}
-    save_file(layers, path / f"model-{number + 1:05}-of-00003.safetensors")
+    mfload.save(layers, path / f"model-{number + 1:05}-of-00003.safetensors")
 
 # %% [markdown]
 # ## Before: the plan
