@@ -53,7 +53,7 @@ def _calls(path: Path, **options: Any) -> list[Any]:
         ("w", P("x", None, None), ["3 entries", "2 dims"]),
         ("w", P("model"), ["no axis 'model'", "'x' (2), 'y' (4)"]),
         ("w", P(P.UNCONSTRAINED), ["unconstrained"]),
-        ("b", P("x", None), ["2 entries", "1 dims"]),
+        ("b", P("x", None), ["2 entries", "1 dim"]),
         ("s", P("x"), ["1 entries", "0 dims"]),
         ("s", P(None), ["1 entries", "0 dims"]),
     ],
