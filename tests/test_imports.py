@@ -98,8 +98,8 @@ PLAIN = {"mfload", *(f"mfload.{name}" for name in (*ROOT, *ROOMS))} | {
 }
 ADAPTERS = {
     "numpy": ("numpy_adapter",),
-    "torch": ("torch_adapter", "private_api"),
-    "jax": ("jax_adapter", "jax_memory", "private_api"),
+    "torch": ("torch_adapter", "private_api", "traits"),
+    "jax": ("jax_adapter", "jax_memory", "private_api", "traits"),
 }
 
 

@@ -235,7 +235,7 @@ class Ondemand:
             kept = [cache.use(3, [expert])[expert]["up"] for expert in range(slots)]
             with pytest.raises(errors.MemoryLimitError, match="let go of views") as caught:
                 cache.use(4, [0])
-            assert caught.value.found == f"{slots} of {slots} slots pinned"
+            assert caught.value.found == f"{slots} of {errors.counted(slots, 'slot')} pinned"
             cache.use(3, [0]).close()  # What is there needs no slot.
             del kept
             with cache.use(4, [0]) as experts:

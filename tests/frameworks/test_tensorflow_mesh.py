@@ -188,7 +188,7 @@ def test_what_becomes_bytes_is_cut_between_blocks(tmp_path: Path) -> None:
         ([WHOLE, "no"], "'no' is not a dim of the mesh"),
         ([dtensor.MATCH, WHOLE], "'match' is not a dim of the mesh"),
         (["y", "y"], "'y' cuts two dims"),
-        (["x"], "1 specs for a tensor of 2 dims"),
+        (["x"], "1 spec for a tensor of 2 dims"),
         ([], "0 specs for a tensor of 2 dims"),
     ],
 )

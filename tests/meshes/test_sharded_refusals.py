@@ -53,9 +53,9 @@ def _calls(path: Path, **options: Any) -> list[Any]:
         ("w", P("x", None, None), ["3 entries", "2 dims"]),
         ("w", P("model"), ["no axis 'model'", "'x' (2), 'y' (4)"]),
         ("w", P(P.UNCONSTRAINED), ["unconstrained"]),
-        ("b", P("x", None), ["2 entries", "1 dims"]),
-        ("s", P("x"), ["1 entries", "0 dims"]),
-        ("s", P(None), ["1 entries", "0 dims"]),
+        ("b", P("x", None), ["2 entries", "1 dim"]),
+        ("s", P("x"), ["1 entry", "0 dims"]),
+        ("s", P(None), ["1 entry", "0 dims"]),
     ],
 )
 def test_a_spec_that_does_not_fit(path: Path, tensor: str, spec: P, words: list[str]) -> None:

@@ -63,7 +63,7 @@ class TestMapping:
     def test_nested(self, inner: Any) -> None:
         error = refused(inner)
         assert "flatten" in str(error)
-        assert f"with {len(inner)} entries" in str(error)
+        assert f"with {errors.counted(len(inner), 'entry', 'entries')}" in str(error)
 
 
 class TestNoArrays:
