@@ -201,6 +201,10 @@ def verify(
 
 Other = Annotated[str, argument("OTHER", "The checkpoint to compare with.")]
 Every = Annotated[bool, flag("Show the tensors that are the same, too.", "--all")]
+_RELATIVE = "With --atol: elements are equal up to ATOL + RTOL * |b|, whatever the dtypes."
+_ABSOLUTE = "See --rtol. Default: every bit counts, or 0 beside --rtol."
+Relative = Annotated[float | None, option("RTOL", _RELATIVE)]
+Absolute = Annotated[float | None, option("ATOL", _ABSOLUTE)]
 
 
 @command(how=limits)
@@ -209,6 +213,8 @@ def diff(
     other: Other,
     *,
     names: options.Names = None,
+    rtol: Relative = None,
+    atol: Absolute = None,
     every: Every = False,
     how: Options,
     as_json: options.Json = False,
@@ -223,7 +229,8 @@ def diff(
     from mfload.checking.diff import HEADS, diff
 
     with bar("comparing") as progress:
-        found = diff(path, other, names=names, progress=progress, options=how)
+        given: dict[str, Any] = {"names": names, "rtol": rtol, "atol": atol}
+        found = diff(path, other, **given, progress=progress, options=how)
     shown = found.tensors if every else found.changed
     if as_json:
         print_json(found.as_dict() | {"tensors": [each._asdict() for each in shown]})
@@ -232,7 +239,7 @@ def diff(
         if shown:
             write([""])
             print_table(HEADS, [each.row() for each in shown], right=[0, 1, 2, 3])
-    return failures.FINE if found.same else failures.DIFFERENT
+    return failures.FINE if found.equal else failures.DIFFERENT
 
 
 _TARGET = "A file or a directory. Default: the source is replaced, which takes --overwrite."
