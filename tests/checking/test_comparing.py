@@ -107,7 +107,7 @@ def test_tolerances_look_past_dtypes_and_not_past_shapes() -> None:
     big = {"x": np.array([2**53, 2**63 - 1])}
     assert not mfload.diff(big, {"x": np.array([2**53 + 1, 2**63 - 1])}, atol=0)
     for wrong in (-1, float("nan"), float("inf"), "1", True):
-        with pytest.raises(errors.UsageError, match="invalid [ra]tol"):
+        with pytest.raises(errors.UsageError, match=r"invalid [ra]tol"):
             mfload.diff(a, b, rtol=wrong)  # type: ignore[arg-type]
 
 
