@@ -243,10 +243,15 @@ def diff(
 
 
 _TARGET = "A file or a directory. Default: the source is replaced, which takes --overwrite."
-_SHARD = "Bytes of tensors a file, such as 5GB. Default: files stay as they are."
+_SHARD = (
+    "Bytes of tensors a file, such as 5GB. Default: one file for a target that is one, else as many "
+    "as there are."
+)
+_ALONE = "Leave config, tokenizer and the like behind."
 
 Target = Annotated[str | None, argument("TARGET", _TARGET)]
 Align = Annotated[int, sized("--align", "The data of each file begins on a multiple of this.")]
+OnlyWeights = Annotated[bool, flag(_ALONE, "--only-weights")]
 ShardSize = Annotated[int | None, sized("--max-shard-size", _SHARD)]
 
 
@@ -257,6 +262,7 @@ def align(
     *,
     alignment: Align = 4096,
     max_shard_size: ShardSize = None,
+    only_weights: OnlyWeights = False,
     overwrite: options.Overwrite = False,
     how: Options,
     as_json: options.Json = False,
@@ -274,6 +280,7 @@ def align(
             target,
             align=alignment,
             max_shard_size=max_shard_size,
+            only_weights=only_weights,
             overwrite=overwrite,
             progress=progress,
             options=how,
@@ -283,12 +290,17 @@ def align(
 
 _INTO = "A file, or a directory: one that exists, or with a slash at its end."
 _PARTS = (
-    "Bytes of tensors a file, such as 5GB. Default: one file, or without --names as many as a "
-    "safetensors source has."
+    "Bytes of tensors a file, such as 5GB. Default: one file; in a directory, without --names, as "
+    "many as a safetensors source has."
+)
+_RENAME = (
+    "New names for tensors whose whole name matches, with \\1 for groups; may be given several "
+    "times."
 )
 
 Into = Annotated[str, argument("TARGET", _INTO)]
 PartSize = Annotated[int | None, sized("--max-shard-size", _PARTS)]
+Renames = Annotated[list[str] | None, option("REGEX=NAME", _RENAME, "--rename")]
 
 
 @command(how=bounds)
@@ -297,8 +309,11 @@ def convert(
     target: Into,
     *,
     names: options.Names = None,
+    dtype: options.Dtypes = None,
+    rename: Renames = None,
     alignment: Align = 4096,
     max_shard_size: PartSize = None,
+    only_weights: OnlyWeights = False,
     overwrite: options.Overwrite = False,
     how: Options,
     as_json: options.Json = False,
@@ -306,7 +321,8 @@ def convert(
     """Turn a checkpoint of any format into safetensors.
 
     Streams in bounded memory, and reads the new files back from the disk before they take their
-    names. After a kill or Ctrl-C, the same command goes on where it ended.
+    names. After a kill or Ctrl-C, the same command goes on where it ended. Config, tokenizer and
+    the like of a Hugging Face model go to a directory as well.
     """
     from mfload.checking.convert import convert
 
@@ -315,8 +331,11 @@ def convert(
             source,
             target,
             names=names,
+            dtype=options.by_name("--dtype", dtype),
+            mapping=options.pairs("--rename", rename),
             align=alignment,
             max_shard_size=max_shard_size,
+            only_weights=only_weights,
             overwrite=overwrite,
             progress=progress,
             options=how,

@@ -51,7 +51,7 @@ _LONG = 1000
 _MOST_PROBLEMS = 50
 # Arguments as the library's errors name them: overwrite=True, checksums="write", max_shard_size.
 _ARGUMENT = re.compile(
-    r"\b(overwrite(?==True)|checksums(?==)|max_shard_size|max_(?:host|device)_overhead)(=True)?"
+    r"\b((?:overwrite|only_weights)(?==True)|checksums(?==)|max_shard_size|max_(?:host|device)_overhead)(=True)?"
 )
 
 
