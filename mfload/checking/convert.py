@@ -91,9 +91,9 @@ def convert(
     and compared before they get their names, all of them at once. If a manifest lies beside the
     source, the source is compared with it, and one is written for the new files.
 
-    To a directory, the files that lie beside the weights of a Hugging Face model go as well: config,
-    tokenizer, chat template, the code of the model (which is not run), licence and README, up to
-    64 MiB each, as they are. Other weights, indexes, manifests and folders do not.
+    To a directory, the files that lie beside the weights of a Hugging Face model go as well:
+    config, tokenizer, chat template, the code of the model (which is not run), licence and README,
+    up to 64 MiB each, as they are. Other weights, indexes, manifests and folders do not.
 
     After a kill, Ctrl-C, a timeout or an error of the source, hidden files stay beside the target;
     the same call goes on with them if the source is the same, and a note says so. Any other
@@ -107,9 +107,9 @@ def convert(
             tree becomes that of these tensors.
         dtype: As for `load`: a dtype for all floating tensors, or rules for names of the source.
         mapping: New names, in the forms of `load_into`: `{regex: name}` or a list of pairs, where
-            the regex has to match all of a name and the new one may have `\1` for its groups; a list
-            of names writes the tensor under each, and None leaves it out; or a function of the name.
-            What no rule matches keeps its name. A tree in the metadata is left out.
+            the regex has to match all of a name and the new one may have `\1` for its groups; or a
+            function of the name. A list of names writes the tensor under each, and None leaves it
+            out. What no rule matches keeps its name. A tree in the metadata is left out.
         align: Multiple of which the data begins, in bytes: a power of two.
         max_shard_size: Bytes of tensors a file, as for `save`. Default: one file. In a directory,
             each safetensors file of the source becomes one, unless `names` takes a part.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from mfload import errors
@@ -82,14 +82,11 @@ def renamed(index: Index, mapping: Any) -> list[tuple[TensorInfo, str]]:
     if mapping is None:
         return [(info, info.name) for info in index.columns]
     problems: list[str] = []
-    by_rules: Callable[[str], Iterable[str | None]]
-    if callable(mapping):
-        by_rules = lambda name: [mapping(name)]  # noqa: E731
-    else:
-        by_rules = _Rules(mapping, problems)
+    rules = None if callable(mapping) else _Rules(mapping, problems)
     made: list[tuple[TensorInfo, str]] = []
     for info in index.columns:
-        for name in by_rules(info.name):
+        names: Iterable[Any] = [mapping(info.name)] if rules is None else rules.names(info.name)
+        for name in names:
             if name is not None and not isinstance(name, str):
                 expected = "a string, or None to leave the tensor out"
                 raise errors.UsageError(
@@ -97,8 +94,8 @@ def renamed(index: Index, mapping: Any) -> list[tuple[TensorInfo, str]]:
                 )
             if name is not None:
                 made.append((info, name))
-    if isinstance(by_rules, _Rules):
-        problems += by_rules.unused()
+    if rules is not None:
+        problems += rules.unused()
     counts = collections.Counter(name for _, name in made)
     for twice in [name for name, count in counts.items() if count > 1]:
         olds = [info.name for info, name in made if name == twice]
@@ -123,7 +120,8 @@ class _Rules:
                         f"mapping[{entry}] does more than rename", expected=expected
                     )
 
-    def __call__(self, name: str) -> Iterator[str]:
+    def names(self, name: str) -> Iterator[str]:
+        """The new names of a tensor."""
         found = [
             (number, match)
             for number, entry in enumerate(self._entries)

@@ -244,8 +244,8 @@ def diff(
 
 _TARGET = "A file or a directory. Default: the source is replaced, which takes --overwrite."
 _SHARD = (
-    "Bytes of tensors a file, such as 5GB. Default: one file for a target that is one, else as many "
-    "as there are."
+    "Bytes of tensors a file, such as 5GB. Default: one file for a target that is one, else as "
+    "many as there are."
 )
 _ALONE = "Leave config, tokenizer and the like behind."
 
