@@ -80,7 +80,7 @@ file.close()
 mfload.save(params, here / "copy.safetensors")
 manifest = mfload.verify(here / "copy.safetensors", checksums="write").manifest
 again = mfload.load(here / "copy.safetensors", framework="numpy", verify=manifest)
-print(mfload.diff(path, here / "copy.safetensors").same, len(again), "arrays, verified")
+print(mfload.diff(path, here / "copy.safetensors").equal, len(again), "arrays, verified")
 
 # %%
 with open(here / "copy.safetensors", "r+b") as damaged:

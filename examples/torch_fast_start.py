@@ -102,5 +102,5 @@ assert torch.equal(half["0.up.weight"], trained[0].up.weight.bfloat16())
 # %%
 saved = mfload.save(again.state_dict(), Path(folder.name) / "trained.safetensors")
 print(saved.tensors, "tensors saved")
-assert mfload.diff(path, saved.files[0]).same
+assert mfload.diff(path, saved.files[0]).equal
 folder.cleanup()

@@ -462,6 +462,9 @@ def plan(
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
 
+    If shards are missing and no names are given, it is the plan for those that exist, and the notes
+    name the others.
+
     `framework` defaults to "numpy", with a mesh or with shardings that are no dims to "jax". It
     need not be installed for a plan onto the host without a mesh or shardings; a note says so.
 
@@ -481,10 +484,10 @@ def plan(
         from mfload.mesh import load as mesh_load
 
         backend = mesh_load.backend(name, device, shard, how.exchange)
-        chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
+        chosen = mesh_load.Chosen(*_choose(path, names, dtype, how, known=names is None), how)
         return mesh_load.preview(chosen, backend, mesh, shardings, unmatched)
     with gc_paused():
-        index, sources, requests = _choose(path, names, dtype, how)
+        index, sources, requests = _choose(path, names, dtype, how, known=names is None)
         adapter = frameworks.planned(framework, device, index.names)
         return Loader(index, sources, adapter, how).preview(requests)
 
@@ -822,8 +825,13 @@ def _choose(
     dtype: Dtypes,
     options: LoadOptions,
     order: Sequence[str] | None = None,
+    *,
+    known: bool = False,
 ) -> tuple[Index, list[Source], Sequence[Request]]:
-    """The index, its sources, and what is requested; reads the headers that it takes."""
+    """The index, its sources, and what is requested; reads the headers that it takes.
+
+    `known`: see `checkpoint.choose`.
+    """
     select: Callable[[Index], Columns] = attrgetter("columns")
     if names is not None:
         from mfload.planning import selection
@@ -832,7 +840,7 @@ def _choose(
             names = list(names)  # They may be gone through again.
         select = partial(selection.select, names=names)
     with gc_paused():
-        infos, index, sources = checkpoint.choose(path, options, select)
+        infos, index, sources = checkpoint.choose(path, options, select, known=known)
         if dtype is None:
             rows = requesting.whole(infos)
             return index, sources, rows if order is None else requesting.ordered(rows, order)

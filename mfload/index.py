@@ -261,6 +261,11 @@ class Index:
         self.names: Collection[str] = table
         self.metadata, self.notes = metadata, notes
 
+    @property
+    def searched(self) -> Collection[str]:
+        """The names that are searched for a pattern."""
+        return self.names
+
     def take(self, names: Collection[str]) -> Columns:
         """Some of the tensors, in the index's order."""
         return self.columns.take(sorted(map(self.tensors.numbers.__getitem__, names)))

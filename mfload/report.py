@@ -47,6 +47,10 @@ def html_table(rows: Iterable[Sequence[object]], *, head: bool = False) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
+FAILED = "failed attempt"
+"""The stage of what was tried at another place, and failed."""
+
+
 class Printable:
     """A result that is shown as the table of its `rows()`, in a terminal and in a notebook.
 
@@ -106,7 +110,9 @@ class Report(Printable):
             Python, its threads and the framework.
         device_peak_bytes: The most that mfload's buffers held on each device, added up.
         stages: Seconds of each stage: headers, import (of the framework, the first time), plan,
-            allocate, transfer, arrays.
+            allocate, transfer, arrays. "failed attempt" is what was spent on places and seeds that
+            failed, before others were asked; the notes say why, and what was read there counts as
+            over-read. "publish" is for `PeerOptions(publish=True)`.
         user_seconds: CPU seconds of the process in its own code, without headers and import.
         system_seconds: The same in the kernel: copying from the page cache, and providing pages.
         page_faults: Page faults meanwhile. Many system seconds a fault: the kernel is slow to
@@ -171,12 +177,29 @@ class Report(Printable):
 
             self.timeline = bounded(self.timeline)
 
-    def add_stage(self, name: str, start: float, stop: float) -> None:
+    def add_stage(
+        self, name: str, start: float, stop: float, nbytes: int = 0, file: str = ""
+    ) -> None:
         """Counts a stage of the load, from and to seconds of `time.perf_counter()`."""
         from mfload.timeline import LOAD, Span
 
         self.stages[name] = self.stages.get(name, 0.0) + stop - start
-        self.timeline += (Span(LOAD, name, start, stop),)
+        self.timeline += (Span(LOAD, name, start, stop, nbytes, file),)
+
+    def leave_read(self) -> None:
+        """Empties it but for what a load that fails has read, and what that cost."""
+        kept = ("read_bytes", "user_seconds", "system_seconds", "page_faults", "timeline")
+        vars(self).update(vars(Report(**{name: getattr(self, name) for name in kept})))
+        self.over_read_bytes = self.read_bytes
+
+    def add_failed(self, other: Report, start: float, stop: float, place: str) -> None:
+        """Adds an attempt at another place, which failed, as a stage."""
+        from mfload.timeline import LOAD
+
+        other.leave_read()
+        other.timeline = tuple(span for span in other.timeline if span.thread != LOAD)
+        self.add(other)
+        self.add_stage(FAILED, start, stop, other.read_bytes, place)
 
     def plot(
         self, path: str | os.PathLike[str] | None = None, *, ceiling: float | None = None

@@ -38,7 +38,7 @@ def _many(folder: Path, count: int) -> Iterator[Row]:
     out = folder / "out.safetensors"
     _write(one, tensors)
     _write(other, {name: tensors[name] for name in shuffled})
-    assert mfload.diff(one, other).same
+    assert mfload.diff(one, other).equal
     for path, what in ((one, "in one order"), (other, "in another")):
         theirs = partial(_two_loads, one, path)
         ours = partial(mfload.diff, one, path)
@@ -47,7 +47,7 @@ def _many(folder: Path, count: int) -> Iterator[Row]:
     theirs = partial(_two_loads, one, other)
     yield Row(f"verify against, {count} x 256 B", ours, "2 loads, comparison", theirs, 1.5)
     mfload.align(one, out, overwrite=True)
-    assert mfload.diff(out, one).same
+    assert mfload.diff(out, one).equal
     for path, what in ((one, "moved"), (out, "as they lie")):
         name, new = f"align, {count} x 256 B, {what}", folder / "new.safetensors"
         ours, theirs = (

@@ -236,13 +236,13 @@ class ManifestCheck:
         self.observer = Hasher(tensors)
 
     def settle(self, arrays: list[Any], report: Report | None) -> None:
-        """Compares the digests of what was loaded; if any differ, clears arrays and report."""
+        """Compares the digests of what was loaded; if any differ, arrays and report are emptied."""
         offenders = list(self._manifest.differences(self._tensors, self.observer.digests()))
         if offenders:
             # An error that is kept keeps this frame, and the caller's.
             arrays.clear()
             if report is not None:
-                report.clear()
+                report.leave_read()
         refuse(offenders, len(self._tensors), self._files)
         if report is not None:
             report.notes += (

@@ -18,7 +18,7 @@ import numpy as np
 
 from mfload import errors, packed
 from mfload.checking import numeric_diff, scan as scanning
-from mfload.checking.numeric_diff import SAME, NumericDiff
+from mfload.checking.numeric_diff import SAME, NumericDiff, Tolerance
 from mfload.checking.scan import (
     Advance,
     check_unchanged,
@@ -116,12 +116,14 @@ class Comparison:
         pairs: Iterable[Pair],
         *,
         values: bool,
+        tolerance: Tolerance = (0.0, 0.0),
     ) -> None:
         self.pairs = [pair for pair in pairs if pair.comparable]
         self.first: dict[str, tuple[int, bytes, bytes]] = {}
         self.values: dict[str, NumericDiff] = {}
         self.nbytes = self.read_bytes = 0
         self._left, self._right, self._by_value = left, right, values
+        self._tolerance = tolerance
         self._lock, self._mine = threading.Lock(), threading.local()
         self._parts: list[Part] = []
         self._apart: list[Pair] = []
@@ -203,7 +205,8 @@ class Comparison:
             first = (before + start) // width, *sides
             found = NumericDiff(int(differ.sum()), at=before + at)
         if self._by_value and dtype.known:
-            found = numeric_diff.between(dtype, data, pair.right.dtype, other, element)
+            given = dtype, data, pair.right.dtype, other, element
+            found = numeric_diff.between(*given, self._tolerance)
         with self._lock:
             self.values[name] = self.values.get(name, SAME).joined(found)
             if first is not None:

@@ -11,24 +11,27 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mfload import dtypes, errors
-from mfload.checking import manifest, published
+from mfload.checking import beside, manifest, published, renaming
+from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
 from mfload.checking.copying import Copier, read_back
 from mfload.checking.manifest import Algorithm, FileEntry, Manifest
+from mfload.checking.renaming import Row
 from mfload.checking.scan import scan
 from mfload.checking.verify import verify, with_manifest
+from mfload.dtypes import DTypeLike
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
 from mfload.formats.discovery import CheckpointFiles
-from mfload.index import Index, Table, TensorInfo
-from mfload.load_options import started
+from mfload.index import Index, Table
+from mfload.load_options import LoadOptions, started
 from mfload.options import Options
 from mfload.planning import selection
-from mfload.planning.selection import Names, Regex
+from mfload.planning.selection import Dtypes, Names, Regex
 from mfload.progress import Progress, shown
 from mfload.saving import layout, targets
 from mfload.saving.drafts import BLOCK, Draft
@@ -37,12 +40,14 @@ from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.save import Saved
 from mfload.sources import PathOrBytes
-from mfload.sources.base import Source
 from mfload.sources.memory import MemorySource
 from mfload.trees import nested
 
 # What a second run can go on after, so that drafts and journal stay.
 _CONTINUES = (KeyboardInterrupt, errors.LoadTimeoutError, errors.SourceError)
+
+# Names by which adapters and models of diffusers are found in a directory.
+_NAMED = frozenset({"adapter_model", "diffusion_pytorch_model"})
 
 # Of the ranges in which drafts are written: other ones are not gone on with.
 _VERSION = 2
@@ -72,18 +77,25 @@ def convert(
     target: str | os.PathLike[str],
     *,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = None,
+    mapping: Any = None,
     align: int | str = layout.ALIGN,
     max_shard_size: int | str | None = None,
+    only_weights: bool = False,
     overwrite: bool = False,
     progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Converted:
-    """Turns a checkpoint of any format into safetensors, in bounded memory.
+    r"""Turns a checkpoint of any format into safetensors, in bounded memory.
 
-    Tensors keep their names, dtypes and bytes, and the metadata is kept, also the tree that
-    `mfload.restore` rebuilds. The new files are read back from the disk and compared before they
-    get their names, all of them at once. If a manifest lies beside the source, the source is
-    compared with it, and one is written for the new files.
+    Tensors keep their names, dtypes and bytes unless others are asked for, and the metadata is
+    kept, also the tree that `mfload.restore` rebuilds. The new files are read back from the disk
+    and compared before they get their names, all of them at once. If a manifest lies beside the
+    source, the source is compared with it, and one is written for the new files.
+
+    To a directory, the files that lie beside the weights of a Hugging Face model go as well:
+    config, tokenizer, chat template, the code of the model (which is not run), licence and README,
+    up to 64 MiB each, as they are. Other weights, indexes, manifests and folders do not.
 
     After a kill, Ctrl-C, a timeout or an error of the source, hidden files stay beside the target;
     the same call goes on with them if the source is the same, and a note says so. Any other
@@ -92,24 +104,32 @@ def convert(
 
     Args:
         source: As for `load`.
-        target: Where to, as for `save`.
+        target: Where to, as for `save`: a file, or a directory, which exists or ends with a slash.
         names: Which tensors, as for `load`: "^params" takes the parameters of a train state. The
             tree becomes that of these tensors.
+        dtype: As for `load`: a dtype for all floating tensors, or rules for names of the source.
+        mapping: New names, in the forms of `load_into`: `{regex: name}` or a list of pairs, where
+            the regex has to match all of a name and the new one may have `\1` for its groups; or a
+            function of the name. A list of names writes the tensor under each, and None leaves it
+            out. What no rule matches keeps its name. A tree in the metadata is left out.
         align: Multiple of which the data begins, in bytes: a power of two.
-        max_shard_size: Bytes of tensors a file, as for `save`. Default: each safetensors file of
-            the source becomes one; other formats, and a choice of names, become a single file.
+        max_shard_size: Bytes of tensors a file, as for `save`. Default: one file. In a directory,
+            each safetensors file of the source becomes one, unless `names` takes a part.
+        only_weights: Whether what lies beside the weights stays behind.
         overwrite: Whether what is there may be replaced.
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes count twice,
             once written and once read back.
         options: Threads, timeout and `max_host_overhead`, which bounds the memory of tensors that
-            are not one raw range of their file; see `mfload.Options`.
+            are converted or not one raw range of their file; see `mfload.Options`.
 
     Raises:
         UsageError: An argument is invalid, or the source can't be replaced as a whole.
         TensorNotFoundError: No tensor has one of the names, or matches.
+        MappingError: Two tensors get one name, or a rule matches none.
+        LossyCastError: A conversion would lose values, and was not asked for by name.
         SourceError: The source can't be read.
         FormatError: The source is malformed.
-        UnsupportedDtypeError: Safetensors has no dtype for a tensor.
+        UnsupportedDtypeError: Safetensors has no dtype for a tensor, or no conversion exists.
         ChecksumError: The source differs from the manifest beside it.
         TargetError: The target is there already, is being written, or can't be written.
         FrameworkMissingError: Hashing needs the package xxhash, or decoding another one.
@@ -117,8 +137,9 @@ def convert(
     """
     targets.resolve(target)  # None is for align.
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
-    given = *made, overwrite, progress, options
-    return Converted(*rewrite(source, target, *given, names=names, resume=True))
+    wishes = Wishes(*made, overwrite, progress, options, names=names, dtype=dtype, mapping=mapping,
+                    beside=not only_weights, resume=True)  # fmt: skip
+    return Converted(*rewrite(source, target, wishes))
 
 
 def align(
@@ -127,6 +148,7 @@ def align(
     *,
     align: int | str = layout.ALIGN,
     max_shard_size: int | str | None = None,
+    only_weights: bool = False,
     overwrite: bool = False,
     progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
@@ -137,7 +159,7 @@ def align(
     bytes where their sizes allow it. The new files are read back from the disk and compared
     before they get their names. Metadata is kept, and so are tensors of unknown dtypes. If a
     manifest lies beside the source, the source is compared with it, and one is written for the
-    new files.
+    new files. What lies beside the weights goes to another directory as with `convert`.
 
     Unlike `convert`, it can replace the source, and leaves nothing if it is killed.
 
@@ -146,8 +168,9 @@ def align(
         target: Where to, as for `save`. Default: the place of the source, which takes
             `overwrite=True`.
         align: Multiple of which the data begins, in bytes: a power of two.
-        max_shard_size: Bytes of tensors a file, as for `save`. Default: each file of the source
-            becomes one.
+        max_shard_size: Bytes of tensors a file, as for `save`. Default: one file for a target that
+            is one; in place and in a directory, each file of the source becomes one.
+        only_weights: Whether what lies beside the weights stays behind.
         overwrite: Whether what is there may be replaced.
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes are read
             twice.
@@ -163,89 +186,154 @@ def align(
         LoadTimeoutError: The timeout passed.
     """
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
-    return Aligned(*rewrite(source, target, *made, overwrite, progress, options, resume=False))
+    wishes = Wishes(*made, overwrite, progress, options, beside=not only_weights)
+    return Aligned(*rewrite(source, target, wishes))
 
 
-def rewrite(
-    source: PathOrBytes | Sequence[PathOrBytes],
-    target: str | os.PathLike[str] | None,
-    limit: int | None,
-    begin: int,
-    overwrite: bool,
-    progress: Progress,
-    options: Options | None,
-    *,
-    names: Names = None,
-    change: Callable[[Index], Index] | None = None,
-    resume: bool,
-) -> tuple[Any, ...]:
-    """Rewrites a checkpoint; returns the values of `Saved`.
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a checkpoint is rewritten.
 
-    Only if it may `resume` are other formats than safetensors taken, and drafts kept. `change`
-    makes other tensors of those of the source, which then lie in the order in which it gives them.
+    Attributes:
+        limit: Bytes of tensors a file; None for one file, or those of the source.
+        align: Multiple of which the data begins.
+        change: Makes other tensors of those of the source, which then lie in the order in which it
+            gives them.
+        beside: Whether what lies beside the weights goes to another directory as well.
+        resume: Whether drafts are kept. Only then are other formats than safetensors taken.
     """
-    start = time.perf_counter()
-    how = started(options)
-    index, sources = checkpoint.read(source, how)
-    found = discovery.find(source, how)
-    directory = found.directory is not None
-    foreign = [each for each in sources if directory or base.find(each) is not safetensors]
-    if foreign and not resume:
-        raise errors.UsageError(
-            "align rewrites safetensors files; mfload.convert takes other formats",
-            file=foreign[0].name,
-        )
-    if names is not None:
-        index = _part(index, names)
-    if change is not None:
-        index = change(index)
-    rows = index.tensors
-    place = SaveTarget(_own_place(index.files, found) if target is None else target, overwrite)
-    in_place = [f for f in index.files if target is None or os.path.realpath(f) == place.path]
-    for file, recorded in published.expected("auto", in_place).items():
-        raise errors.UsageError(
-            "the Hugging Face client keeps the SHA-256 of the file; name another target",
-            file=file,
-            found=recorded.origin,
-        )
-    if foreign:
-        for info in rows.values():
-            if not info.dtype.known:
+
+    limit: int | None
+    align: int
+    overwrite: bool
+    progress: Progress
+    options: Options | None
+    names: Names = None
+    dtype: Dtypes = None
+    mapping: Any = None
+    change: Callable[[Index], Index] | None = None
+    beside: bool = False
+    resume: bool = False
+
+
+class _Rewrite:
+    """A checkpoint that is rewritten, and where to.
+
+    Attributes:
+        index: The source, with the metadata to write.
+        rows: What is written.
+        others: Whether names differ from those of the source.
+        place: The target.
+        old: Where the manifest of the source lies, if it has one; `new` is the one of the target.
+    """
+
+    def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
+        self.wishes, self._how = wishes, how
+        self.index, self.sources = checkpoint.read(source, how)
+        self.found = found = discovery.find(source, how)
+        directory = found.directory is not None
+        foreign = [s for s in self.sources if directory or base.find(s) is not safetensors]
+        if foreign and not wishes.resume:
+            raise errors.UsageError(
+                "align rewrites safetensors files; mfload.convert takes other formats",
+                file=foreign[0].name,
+            )
+        if wishes.names is not None:
+            self.index = _part(self.index, wishes.names)
+        if wishes.change is not None:
+            self.index = wishes.change(self.index)
+        self.rows, self.others = renaming.entries(self.index, wishes.dtype, wishes.mapping)
+        if self.others:
+            self.index = renaming.without_tree(self.index)
+        in_files = not foreign and wishes.names is None and wishes.change is None
+        name = _named(self.index.files) if in_files else None
+        where = _own_place(self.index.files, found) if target is None else target
+        self.place = SaveTarget(where, wishes.overwrite, name)
+        self._check_place(target is None)
+        if foreign:
+            self._check_dtypes()
+        in_files &= target is None or self.place.place.whole
+        self.layouts = self._layouts(each_file=in_files)
+        self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
+        self.old = manifest.beside(self.index.files, found.index_file)
+        self.new = manifest.beside([self.place.path])
+        self.same = os.path.realpath(self.new) == os.path.realpath(self.old)
+
+    def _check_place(self, own: bool) -> None:
+        """Refuses to replace files whose checksums the client of Hugging Face keeps."""
+        path, files = self.place.path, self.index.files
+        in_place = [file for file in files if own or os.path.realpath(file) == path]
+        for file, recorded in published.expected("auto", in_place).items():
+            raise errors.UsageError(
+                "the Hugging Face client keeps the SHA-256 of the file; name another target",
+                file=file,
+                found=recorded.origin,
+            )
+
+    def _check_dtypes(self) -> None:
+        for row in self.rows:
+            if not row.dtype.known:
                 raise errors.UnsupportedDtypeError(
                     "safetensors has no such dtype",
-                    file=index.files[info.pieces[0].source],
-                    tensor=info.name,
-                    expected=dtypes.INSTEAD.get(info.dtype.name),
-                    found=info.dtype.name,
+                    file=self.index.files[row.pieces[0].source],
+                    tensor=row.name,
+                    expected=dtypes.INSTEAD.get(row.dtype.name),
+                    found=row.dtype.name,
                 )
-    kept = not foreign and names is None and change is None
-    layouts = _layouts(index, sources, limit, begin, each_file=kept, ranked=change is None)
-    loaded = [info for info in rows.values() if not info.simple and info.nbytes]
-    old = manifest.beside(index.files, found.index_file)
-    new = manifest.beside([place.path])
-    same = os.path.realpath(new) == os.path.realpath(old)
-    known = Manifest.read(old) if os.path.exists(old) else None
-    if known is not None:
-        manifest.check_target(new, overwrite=overwrite or same)
-    if known is not None and (loaded or not known.hashed):
-        for problem in verify(source, manifest=known, options=options).problems:
+
+    def _layouts(self, *, each_file: bool) -> list[Layout]:
+        wishes, rows, ranked = self.wishes, self.rows, self.wishes.change is None
+        if wishes.limit is not None or len(self.sources) == 1 or not each_file:
+            parts = layout.split(rows, wishes.limit, ranked=ranked)
+            given = self.index.metadata, wishes.align
+            return [layout.lay_out(part, *given, ranked=ranked) for part in parts]
+        files: list[list[Row]] = [[] for _ in self.sources]
+        for row in rows:
+            files[row.pieces[0].source].append(row)
+        # Each file keeps metadata of its own.
+        metadata = [safetensors.read(file, n)[1] for n, file in enumerate(self.sources)]
+        if self.others and metadata:
+            tree = structure.KEY
+            metadata = [m and {key: m[key] for key in m if key != tree} for m in metadata]
+        return [layout.lay_out(*each, wishes.align) for each in zip(files, metadata, strict=True)]
+
+    def known(self) -> tuple[Manifest | None, Manifest | None]:
+        """The manifest of the source if it holds for the target too, or else one to make anew."""
+        if not os.path.exists(self.old):
+            return None, None
+        known = Manifest.read(self.old)
+        manifest.check_target(self.new, overwrite=self.wishes.overwrite or self.same)
+        if not (self.loaded or self.others) and known.hashed:
+            return known, None
+        for problem in verify(self.found, manifest=known, options=self.wishes.options).problems:
             given = problem._asdict()
             raise errors.ChecksumError(given.pop("what"), **given)
-    # Bytes of tensors that are stored in another way have other sums when they are raw.
-    anew, known = (known, None) if loaded else (None, known)
-    size = sum(made.size for made in layouts)
-    hasher = Hasher(rows.values() if known is not None and known.hashed else ())
-    notes = list(index.notes)
-    # Sums of the source are of all its bytes, read in one go. Bytes in memory have no identity.
-    resume = resume and known is None and not any(isinstance(s, MemorySource) for s in sources)
-    key = _key(sources, layouts, loaded) if resume else None
-    with place.drafts(layouts, key) as drafts, contextlib.ExitStack() as stack:
-        journal = stack.enter_context(Journal(drafts, key)) if key else None
-        stack.enter_context(_kept(drafts))
+        # Bytes of tensors that are stored in another way have other sums when they are raw.
+        return (None, known) if self.loaded or self.others else (known, None)
+
+    def key(self) -> str:
+        """Tells conversions apart: what is read, and what is written where."""
+        key = hashlib.sha256(f"{_VERSION} {BLOCK}".encode())
+        for each in self.sources:
+            key.update(f"\n{each.name}\n{each.identity!r}".encode(errors="surrogatepass"))
+        for row in self.rows if self.others else self.loaded:
+            key.update(repr(row.pieces).encode())
+        for made in self.layouts:
+            key.update(made.header)
+        return key.hexdigest()[:32]
+
+    def copy(
+        self, drafts: Sequence[Draft], journal: Journal | None, known: Manifest | None
+    ) -> tuple[dict[str, str] | None, list[str], list[str]]:
+        """Fills the drafts; returns digests of tensors, SHA-256 of files, and notes."""
+        how, index, sources = self._how, self.index, self.sources
+        rows: list[Any] = self.rows
+        hasher = Hasher(rows if known is not None and known.hashed else ())
+        notes: list[str] = []
         # Both passes tell of the same bytes, but for the headers.
-        stored = sum(info.nbytes for info in rows.values())
-        with shown(progress, size + stored) as advance:
-            copier = Copier(drafts, layouts, sources, hasher, journal)
+        nbytes = sum(made.size for made in self.layouts) + sum(row.nbytes for row in rows)
+        with shown(self.wishes.progress, nbytes) as advance:
+            copier = Copier(drafts, self.layouts, sources, hasher, journal)
             if copier.resumed:
                 notes.append(
                     f"went on after {errors.amount(copier.resumed)} that an earlier run wrote"
@@ -256,42 +344,87 @@ def rewrite(
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
             digests = hasher.digests() or None
             if known is not None:
-                refuse([*known.differences(rows.values(), digests)], len(rows), index.files)
+                refuse([*known.differences(rows, digests)], len(rows), index.files)
             wants_sums = known is not None and bool(known.files)
-            sums = read_back(copier, how, advance, sums=wants_sums)
+            return digests, read_back(copier, how, advance, sums=wants_sums), notes
+
+    def publish(
+        self,
+        drafts: Sequence[Draft],
+        known: Manifest | None,
+        digests: dict[str, str] | None,
+        *,
+        anew: bool,
+    ) -> tuple[list[str], list[str]]:
+        """Gives the drafts their names; returns the paths, and notes."""
+        new, same = self.new, self.same
         if same and digests is not None:
             # Files change when the drafts get their names; tensors are the same before and after.
-            Manifest.of(rows, digests).write(new, overwrite=True)
-        elif (known or anew) is not None and os.path.lexists(new):
+            Manifest.of(self.index.tensors, digests).write(new, overwrite=True)
+        elif (known is not None or anew) and os.path.lexists(new):
             os.unlink(new)
         try:
-            there, more = place.publish(drafts, layouts)
+            return self.place.publish(drafts, self.layouts)
         except BaseException:
             if same and known is not None:
                 with contextlib.suppress(errors.MfloadError):
-                    for each in sources:
+                    for each in self.sources:
                         each.check()
                     known.write(new, overwrite=True)  # It still holds.
             raise
+
+
+def rewrite(
+    source: PathOrBytes | Sequence[PathOrBytes],
+    target: str | os.PathLike[str] | None,
+    wishes: Wishes,
+) -> tuple[Any, ...]:
+    """Rewrites a checkpoint; returns the values of `Saved`."""
+    start = time.perf_counter()
+    work = _Rewrite(source, target, wishes, started(wishes.options))
+    files, notes = [], [*work.index.notes]
+    if wishes.beside and work.place.place.whole:
+        files, more = beside.find(work.found, work.place.place.directory)
+        notes += more
+    others = Beside(files, work.place)
+    known, anew = work.known()
+    # Sums of the source are of all its bytes, read in one go. Bytes in memory have no identity.
+    in_memory = any(isinstance(each, MemorySource) for each in work.sources)
+    key = work.key() if wishes.resume and known is None and not in_memory else None
+    with work.place.drafts(work.layouts, key) as drafts, contextlib.ExitStack() as stack:
+        journal = stack.enter_context(Journal(drafts, key)) if key else None
+        stack.enter_context(_kept(drafts))
+        digests, sums, more = work.copy(drafts, journal, known)
+        notes += more
+        with others.written(), others.published():
+            there, more = work.publish(drafts, known, digests, anew=anew is not None)
     notes += more
+    if others.names:
+        notes.append(f"copied with it: {', '.join(others.names)}")
     if known is not None:
-        # The index comes last, and has no sum.
-        files = {
-            os.path.basename(file): FileEntry(made.size, digest)
-            for file, made, digest in zip(there, layouts, sums, strict=False)
-        }
-        try:
-            Manifest.of(rows, digests, files).write(new, overwrite=True)
-        except errors.TargetError as error:
-            error.message += "; the checkpoint itself is whole and in its place"
-            raise
-        notes.append(f"checksums written to {new}")
-    took = time.perf_counter() - start
-    saved = Saved(tuple(there), len(index), size, took, tuple(dict.fromkeys(notes)))
+        _write_manifest(work, there, digests, sums)
+        notes.append(f"checksums written to {work.new}")
+    took, size = time.perf_counter() - start, sum(made.size for made in work.layouts)
+    saved = Saved(tuple(there), len(work.rows), size, took, tuple(dict.fromkeys(notes)))
     if anew is not None:
         algorithm: Algorithm = "xxh3" if not anew.files else "both" if anew.hashed else "sha256"
         saved = with_manifest(saved, write=algorithm)
     return saved.files, saved.tensors, saved.bytes, saved.seconds, saved.notes
+
+
+def _write_manifest(
+    work: _Rewrite, there: Sequence[str], digests: dict[str, str] | None, sums: Sequence[str]
+) -> None:
+    # The index comes last, and has no sum.
+    files = {
+        os.path.basename(file): FileEntry(made.size, digest)
+        for file, made, digest in zip(there, work.layouts, sums, strict=False)
+    }
+    try:
+        Manifest.of(work.index.tensors, digests, files).write(work.new, overwrite=True)
+    except errors.TargetError as error:
+        error.message += "; the checkpoint itself is whole and in its place"
+        raise
 
 
 def _part(index: Index, names: Names) -> Index:
@@ -316,18 +449,6 @@ def _kept(drafts: Sequence[Draft]) -> Generator[None]:
         raise
     for draft in drafts:
         draft.lasting = False
-
-
-def _key(sources: Sequence[Source], layouts: Sequence[Layout], loaded: Sequence[TensorInfo]) -> str:
-    """Tells conversions apart: what is read, and what is written where."""
-    key = hashlib.sha256(f"{_VERSION} {BLOCK}".encode())
-    for each in sources:
-        key.update(f"\n{each.name}\n{each.identity!r}".encode(errors="surrogatepass"))
-    for info in loaded:
-        key.update(repr(info.pieces).encode())
-    for made in layouts:
-        key.update(made.header)
-    return key.hexdigest()[:32]
 
 
 def _own_place(files: Sequence[str], found: CheckpointFiles) -> str:
@@ -355,18 +476,7 @@ def _own_place(files: Sequence[str], found: CheckpointFiles) -> str:
     return stem + discovery.SUFFIX
 
 
-def _layouts(
-    index: Index,
-    sources: Sequence[Source],
-    limit: int | None,
-    align: int,
-    *,
-    each_file: bool,
-    ranked: bool,
-) -> list[Layout]:
-    if limit is not None or len(sources) == 1 or not each_file:
-        parts = layout.split(index.tensors.values(), limit, ranked=ranked)
-        return [layout.lay_out(rows, index.metadata, align, ranked=ranked) for rows in parts]
-    # Each file keeps metadata of its own.
-    headers = [safetensors.read(file, number) for number, file in enumerate(sources)]
-    return [layout.lay_out(rows, metadata, align) for rows, metadata in headers]
+def _named(files: Sequence[str]) -> str | None:
+    """The name of the files in a directory, if their readers look for another than model."""
+    stems = {discovery.stem(os.path.basename(file)) for file in files}
+    return stems.pop() if len(stems) == 1 and stems <= _NAMED else None

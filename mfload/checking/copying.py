@@ -18,9 +18,10 @@ import numpy as np
 
 from mfload import errors, sources
 from mfload.checking.checksums import Hasher, Stopped, tensor_hash
+from mfload.checking.renaming import Cast, Row
 from mfload.checking.scan import Advance, check_unchanged, cut, gap, in_turns, joined, scan
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.index import Box, Index, Piece, TensorInfo
+from mfload.index import Box, Index, Piece
 from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import stream
 from mfload.planning.blocks import Block
@@ -209,7 +210,9 @@ def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Reques
             boxes = [None] if row.dtype.elements > 1 else _boxes(row, _slab_bytes(limit), limit)
             start = at
             for box in boxes:
-                request = Request(row, row.dtype, None if box is None else boxed(row, box))
+                info, checked = (row.info, row.checked) if isinstance(row, Cast) else (row, False)
+                part = None if box is None else boxed(info, box)
+                request = Request(info, row.dtype, part, checked)
                 if limit is not None and request.nbytes > limit:
                     raise errors.MemoryLimitError(
                         "a tensor that can't be loaded in parts is larger than max_host_overhead",
@@ -222,7 +225,7 @@ def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Reques
         at += row.nbytes
 
 
-def _boxes(info: TensorInfo, most: int, limit: int | None) -> Iterator[Box | None]:
+def _boxes(info: Row, most: int, limit: int | None) -> Iterator[Box | None]:
     """Boxes of up to `most` bytes that follow each other in C order.
 
     Compressed chunks are decoded once if they can be: boxes hold whole ones, or are larger.

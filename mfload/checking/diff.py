@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
+from mfload import errors
+from mfload.checking import held
 from mfload.checking.compare import Comparison, Pair, pairs, place_of
-from mfload.checking.numeric_diff import SAME
+from mfload.checking.numeric_diff import SAME, Tolerance
 from mfload.checking.scan import throughput
 from mfload.formats import checkpoint
 from mfload.index import Index, Table
@@ -34,12 +38,13 @@ class TensorDiff(NamedTuple):
     enters no maximum.
 
     Attributes:
-        equal: Whether dtype, shape and every bit are the same.
-        differing: Elements that differ in value (bytes, of an unknown dtype); None if the two
-            can't be compared, as for different shapes.
+        equal: Whether dtype, shape and every bit are the same; with `rtol` or `atol`, whether the
+            shapes are the same and no element differs.
+        differing: Elements that differ in value (bytes, of an unknown dtype), by more than the
+            tolerance if there is one; None if the two can't be compared, as for different shapes.
         nans: Elements that are NaN on one side alone; None if there are no numbers to compare.
         max_abs: Largest absolute difference; an exact int between integers.
-        at: Indices of the largest absolute difference; None if no element differs.
+        at: Indices of the largest absolute difference; None if there is none.
     """
 
     name: str
@@ -67,13 +72,13 @@ class TensorDiff(NamedTuple):
             dtype += f" → {self.dtype_b}"
         if self.shape_a != self.shape_b:
             shape += f" → {list(self.shape_b)}"
-        numbers = [self.max_abs, self.max_rel, self.differing, self.nans]
-        return [*map(_cell, numbers), dtype, shape, self.name]
+        cells = [self.max_abs, self.max_rel, self.differing, self.nans]
+        return [*map(_cell, cells), dtype, shape, self.name]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference(Printable):
-    """What `mfload.diff` found. It prints well, and has `as_dict()`.
+    """What `mfload.diff` found. It prints well, is true if all is equal, and has `as_dict()`.
 
     Attributes:
         only_a: Names that only the first has.
@@ -81,32 +86,42 @@ class Difference(Printable):
         tensors: What both have, the largest difference first.
         read_bytes: Bytes read of both.
         seconds: How long it took.
+        rtol: The relative tolerance; with `atol` None if every bit counts.
+        atol: The absolute tolerance.
         notes: What else was decided or seen.
     """
 
-    DERIVED = ("same",)
+    DERIVED = ("equal",)
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     tensors: tuple[TensorDiff, ...]
     read_bytes: int
     seconds: float
+    rtol: float | None = None
+    atol: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def changed(self) -> tuple[TensorDiff, ...]:
-        """The tensors of both that are not the same in every bit."""
+        """The tensors of both that are not equal."""
         return tuple(each for each in self.tensors if not each.equal)
 
     @property
-    def same(self) -> bool:
-        """Whether there is no difference at all."""
+    def equal(self) -> bool:
+        """Whether both hold the same names, and all tensors are equal."""
         return not (self.only_a or self.only_b or self.changed)
+
+    def __bool__(self) -> bool:
+        return self.equal
 
     def rows(self) -> list[tuple[str, str]]:
         """The totals, as they are printed: names and values."""
+        outcome = "no difference" if self.equal else "they differ"
+        if self.rtol is not None:
+            outcome += f" by more than {self.atol:g} + {self.rtol:g} * |b|"
         rows = [
-            ("compared", "no difference" if self.same else "they differ"),
+            ("compared", outcome),
             ("tensors", f"{len(self.tensors)} in both, {len(self.changed)} of them changed"),
         ]
         for what, names in (("only in a", self.only_a), ("only in b", self.only_b)):
@@ -136,33 +151,51 @@ def _cell(number: float | None) -> str:
 
 
 def diff(
-    a: PathOrBytes | Sequence[PathOrBytes],
-    b: PathOrBytes | Sequence[PathOrBytes],
+    a: PathOrBytes | Sequence[PathOrBytes] | Any,
+    b: PathOrBytes | Sequence[PathOrBytes] | Any,
     *,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
     progress: bool | Callable[[int, int], None] = False,
     options: Options | None = None,
 ) -> Difference:
-    """Compares two checkpoints by value.
+    """Compares two checkpoints, or states in memory, by value.
 
     Values are compared as numbers, whatever dtypes they are stored in: a float32 checkpoint and
     its bfloat16 copy differ by their rounding. Both are read once, in parts: about 8 MiB of
     memory a reader, and some hundred bytes for each of the parts. A tensor is loaded whole from
-    both if either stores it in another way than as one raw range in C order.
+    both if either stores it in another way than as one raw range in C order. Arrays on a device are
+    copied to the host one by one.
+
+    The result is true if nothing differs. Without a tolerance that takes the same dtypes and bits:
+    0.0 differs from -0.0, and NaN from NaN with other bits. With `rtol` or `atol`, values alone
+    count, and two elements are equal if |a - b| <= atol + rtol * |b|, as for
+    `numpy.isclose(a, b, rtol, atol, equal_nan=True)`: NaN is equal to NaN, an infinity to itself.
+    Floats of any width, 8-bit ones too, are compared as float64, integers and bools exactly as
+    integers, complex numbers by their distance, and elements of unknown dtypes by their bytes.
 
     Args:
-        a: The first, as for `load`.
-        b: The second; it may be sharded and ordered in another way.
+        a: The first: a checkpoint as for `load`, or arrays as `mfload.save` takes them: a dict of
+            arrays of any framework, or a tree of them, named as `save` names them.
+        b: The second, likewise; it may be sharded and ordered in another way.
         names: Which tensors, as for `load`; those that either of them has.
+        rtol: Relative tolerance, a part of |b|. Default: 0 if `atol` is given.
+        atol: Absolute tolerance. Default: 0 if `rtol` is given.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         options: Engine, threads and timeout; see `mfload.Options`.
 
     Raises:
+        UsageError: An argument is invalid.
+        UnsupportedArrayError: An array can't be had.
         MfloadError: As `load` does.
     """
     start = time.perf_counter()
     how = started(options)
-    (left, ours), (right, theirs) = (checkpoint.read(path, how) for path in (a, b))
+    within = _tolerance(rtol, atol)
+    (left, ours), (right, theirs) = (
+        held.read(side) if held.is_held(side) else checkpoint.read(side, how) for side in (a, b)
+    )
     # A name or regex that neither has is an error.
     both = Table(left.columns[:])
     more = [n for n, name in enumerate(right.columns.names) if name not in left.tensors]
@@ -171,36 +204,55 @@ def diff(
     with gc_paused():
         wanted = set(chosen)
         common = [each for each in pairs(left.columns, right.columns) if each.left.name in wanted]
-        comparison = Comparison(ours, theirs, common, values=True)
+        comparison = Comparison(ours, theirs, common, values=True, tolerance=within or (0.0, 0.0))
     with shown(progress, comparison.nbytes) as advance:
         notes = comparison.run(how, advance)
     with gc_paused():
-        tensors = sorted((_tensor(pair, comparison) for pair in common), key=TensorDiff.order)
+        made = (_tensor(pair, comparison, exact=within is None) for pair in common)
+        tensors = sorted(made, key=TensorDiff.order)
     return Difference(
         tuple(name for name in chosen if name not in right.tensors),
         tuple(name for name in chosen if name not in left.tensors),
         tuple(tensors),
         comparison.read_bytes,
         time.perf_counter() - start,
+        *(within or (None, None)),
         tuple(dict.fromkeys((*left.notes, *right.notes, *notes))),
     )
 
 
-def _tensor(pair: Pair, comparison: Comparison) -> TensorDiff:
+def _tolerance(rtol: object, atol: object) -> Tolerance | None:
+    """The tolerance that was given; None if every bit counts."""
+    if rtol is None and atol is None:
+        return None
+    found: list[float] = []
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        value = 0 if value is None else value
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < inf:
+            expected = "a finite number from 0 up"
+            raise errors.UsageError(f"invalid {name}", expected=expected, found=repr(value))
+        found.append(float(value))
+    return found[0], found[1]
+
+
+def _tensor(pair: Pair, comparison: Comparison, *, exact: bool) -> TensorDiff:
     left, right = pair
     compared = pair.comparable
     found = comparison.values.get(left.name, SAME)
-    numbers = compared and left.dtype.known
+    known = compared and left.dtype.known
+    equal = compared and not found.differing
+    if exact:
+        equal = compared and pair.same_dtype and left.name not in comparison.first
     return TensorDiff(
         left.name,
         left.dtype.name,
         right.dtype.name,
         left.shape,
         right.shape,
-        compared and pair.same_dtype and left.name not in comparison.first,
+        equal,
         found.differing if compared else None,
-        found.nans if numbers else None,
-        found.max_abs if numbers else None,
-        found.max_rel if numbers else None,
+        found.nans if known else None,
+        found.max_abs if known else None,
+        found.max_rel if known else None,
         None if found.at is None else place_of(left, found.at),
     )

@@ -40,7 +40,7 @@ def inspect(
         return seen
     except MemoryError:
         raise errors.MemoryLimitError("the headers do not fit in memory") from None
-    name, missing = seen.found.name, seen.found.missing
+    name, missing = seen.found.name, seen.missing
     seen.problems[:0] = [Problem(line, file=name) for line in missing]
     if not missing:  # Else an unnamed tensor may be one of the missing files.
         for info in map(seen.tensors.__getitem__, filter(seen.unnamed.__contains__, seen.tensors)):

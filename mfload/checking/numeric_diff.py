@@ -5,6 +5,9 @@ it is the same both ways: 0 if they are equal, at most 2 for finite numbers, and
 is infinite. NaN against NaN is no difference; NaN against a number is counted apart and enters no
 maximum. Zeros of either sign are equal.
 
+With a tolerance (rtol, atol), elements differ if they are further apart than atol + rtol * |b|, as
+for `numpy.isclose(a, b, rtol, atol, equal_nan=True)`: infinities are equal to themselves alone.
+
 Floats are compared as float64, which holds all of them. Integers are compared as integers, so that
 those beyond 2^53 are not mistaken for their neighbours, also against a float or a complex number.
 """
@@ -27,7 +30,7 @@ _EXACT = 1 << 53  # All integers up to here are float64s.
 class NumericDiff(NamedTuple):
     """How far two runs of elements differ; `at` is the element with the largest difference."""
 
-    differing: int = 0  # NaN against a number included.
+    differing: int = 0  # By more than the tolerance; NaN against a number included.
     nans: int = 0  # On one side alone.
     max_abs: int | float = 0  # An int between integers.
     max_rel: float = 0.0
@@ -42,9 +45,18 @@ class NumericDiff(NamedTuple):
 
 
 SAME = NumericDiff()
+Tolerance = tuple[float, float]
+"""rtol and atol."""
 
 
-def between(left: DType, ours: Any, right: DType, theirs: Any, first: int = 0) -> NumericDiff:
+def between(
+    left: DType,
+    ours: Any,
+    right: DType,
+    theirs: Any,
+    first: int = 0,
+    tolerance: Tolerance = (0.0, 0.0),
+) -> NumericDiff:
     """Compares as many elements of two known dtypes, given as bytes, counted from `first`."""
     total = SAME
     count = ours.size * 8 // left.bits
@@ -56,7 +68,7 @@ def between(left: DType, ours: Any, right: DType, theirs: Any, first: int = 0) -
         if left is not right or not np.array_equal(a, b):
             # A signalling NaN sets a flag wherever it is converted; it is no error here.
             with np.errstate(all="ignore"):
-                found = _reduced(_numbers(left, a), _numbers(right, b), first + start)
+                found = _reduced(_numbers(left, a), _numbers(right, b), first + start, tolerance)
             total = total.joined(found)
     return total
 
@@ -71,7 +83,7 @@ def _numbers(dtype: DType, data: Any) -> Any:
     return array.astype(np.complex128 if dtype.kind == "complex" else np.float64)
 
 
-def _reduced(a: Any, b: Any, first: int) -> NumericDiff:
+def _reduced(a: Any, b: Any, first: int, tolerance: Tolerance) -> NumericDiff:
     whole = [side.dtype.kind in "iu" for side in (a, b)]
     nans = np.zeros(a.shape, bool)
     if all(whole):
@@ -82,8 +94,12 @@ def _reduced(a: Any, b: Any, first: int) -> NumericDiff:
         if any(whole):
             _correct(gap, relative, *((a, b) if whole[0] else (b, a)))
     most, count = gap.max(), int(np.count_nonzero(nans))
-    differing = int(np.count_nonzero(gap)) + count
-    at = first + int(gap.argmax() if most else nans.argmax()) if differing else None
+    differ = gap != 0
+    at = first + int(gap.argmax() if most else nans.argmax()) if most or count else None
+    rtol, atol = tolerance
+    if rtol or atol:
+        differ &= ~(np.isfinite(b) & (gap <= atol + rtol * np.abs(b.astype(np.complex128))))
+    differing = int(np.count_nonzero(differ)) + count
     largest = int(most) if all(whole) else float(most)
     return NumericDiff(differing, count, largest, float(relative.max()), at)
 

@@ -205,6 +205,10 @@ def verify(
 
 Other = Annotated[str, argument("OTHER", "The checkpoint to compare with.")]
 Every = Annotated[bool, flag("Show the tensors that are the same, too.", "--all")]
+_RELATIVE = "With --atol: elements are equal up to ATOL + RTOL * |b|, whatever the dtypes."
+_ABSOLUTE = "See --rtol. Default: every bit counts, or 0 beside --rtol."
+Relative = Annotated[float | None, option("RTOL", _RELATIVE)]
+Absolute = Annotated[float | None, option("ATOL", _ABSOLUTE)]
 
 
 @command(how=limits)
@@ -213,6 +217,8 @@ def diff(
     other: Other,
     *,
     names: options.Names = None,
+    rtol: Relative = None,
+    atol: Absolute = None,
     every: Every = False,
     how: Options,
     as_json: options.Json = False,
@@ -227,7 +233,8 @@ def diff(
     from mfload.checking.diff import HEADS, diff
 
     with bar("comparing") as progress:
-        found = diff(path, other, names=names, progress=progress, options=how)
+        given: dict[str, Any] = {"names": names, "rtol": rtol, "atol": atol}
+        found = diff(path, other, **given, progress=progress, options=how)
     shown = found.tensors if every else found.changed
     if as_json:
         print_json(found.as_dict() | {"tensors": [each._asdict() for each in shown]})
@@ -236,14 +243,19 @@ def diff(
         if shown:
             write([""])
             print_table(HEADS, [each.row() for each in shown], right=[0, 1, 2, 3])
-    return failures.FINE if found.same else failures.DIFFERENT
+    return failures.FINE if found.equal else failures.DIFFERENT
 
 
 _TARGET = "A file or a directory. Default: the source is replaced, which takes --overwrite."
-_SHARD = "Bytes of tensors a file, such as 5GB. Default: files stay as they are."
+_SHARD = (
+    "Bytes of tensors a file, such as 5GB. Default: one file for a target that is one, else as "
+    "many as there are."
+)
+_ALONE = "Leave config, tokenizer and the like behind."
 
 Target = Annotated[str | None, argument("TARGET", _TARGET)]
 Align = Annotated[int, sized("--align", "The data of each file begins on a multiple of this.")]
+OnlyWeights = Annotated[bool, flag(_ALONE, "--only-weights")]
 ShardSize = Annotated[int | None, sized("--max-shard-size", _SHARD)]
 
 
@@ -254,6 +266,7 @@ def align(
     *,
     alignment: Align = 4096,
     max_shard_size: ShardSize = None,
+    only_weights: OnlyWeights = False,
     overwrite: options.Overwrite = False,
     how: Options,
     as_json: options.Json = False,
@@ -271,6 +284,7 @@ def align(
             target,
             align=alignment,
             max_shard_size=max_shard_size,
+            only_weights=only_weights,
             overwrite=overwrite,
             progress=progress,
             options=how,
@@ -280,12 +294,17 @@ def align(
 
 _INTO = "A file, or a directory: one that exists, or with a slash at its end."
 _PARTS = (
-    "Bytes of tensors a file, such as 5GB. Default: one file, or without --names as many as a "
-    "safetensors source has."
+    "Bytes of tensors a file, such as 5GB. Default: one file; in a directory, without --names, as "
+    "many as a safetensors source has."
+)
+_RENAME = (
+    "New names for tensors whose whole name matches, with \\1 for groups; may be given several "
+    "times."
 )
 
 Into = Annotated[str, argument("TARGET", _INTO)]
 PartSize = Annotated[int | None, sized("--max-shard-size", _PARTS)]
+Renames = Annotated[list[str] | None, option("REGEX=NAME", _RENAME, "--rename")]
 
 
 @command(how=bounds)
@@ -294,8 +313,11 @@ def convert(
     target: Into,
     *,
     names: options.Names = None,
+    dtype: options.Dtypes = None,
+    rename: Renames = None,
     alignment: Align = 4096,
     max_shard_size: PartSize = None,
+    only_weights: OnlyWeights = False,
     overwrite: options.Overwrite = False,
     how: Options,
     as_json: options.Json = False,
@@ -303,7 +325,8 @@ def convert(
     """Turn a checkpoint of any format into safetensors.
 
     Streams in bounded memory, and reads the new files back from the disk before they take their
-    names. After a kill or Ctrl-C, the same command goes on where it ended.
+    names. After a kill or Ctrl-C, the same command goes on where it ended. Config, tokenizer and
+    the like of a Hugging Face model go to a directory as well.
     """
     from mfload.checking.convert import convert
 
@@ -312,8 +335,11 @@ def convert(
             source,
             target,
             names=names,
+            dtype=options.by_name("--dtype", dtype),
+            mapping=options.pairs("--rename", rename),
             align=alignment,
             max_shard_size=max_shard_size,
+            only_weights=only_weights,
             overwrite=overwrite,
             progress=progress,
             options=how,

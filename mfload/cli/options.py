@@ -190,10 +190,17 @@ def by_name(option: str, given: list[str] | None, *, several: bool = False) -> A
         return None
     if not any("=" in each for each in given) and (several or len(given) == 1):
         return given if len(given) > 1 else given[0]
+    return pairs(option, given, ", or none at all")
+
+
+def pairs(option: str, given: list[str] | None, otherwise: str = "") -> list[Any] | None:
+    """The pairs of a regex and a value that an option was given."""
+    if not given:
+        return None
     rules = [(regex, value) for regex, _, value in (each.rpartition("=") for each in given)]
     if not all(regex and value for regex, value in rules):
         raise errors.UsageError(
-            f"{option} takes a regex each time, or none at all",
+            f"{option} takes a regex each time{otherwise}",
             expected=f"REGEX={option[2:].upper()}",
             found=" ".join(given),
         )

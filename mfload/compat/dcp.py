@@ -160,7 +160,8 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
                 copies = any(each is None for each in held)
                 every: _Wanted = {backend.rank: mine}
                 if group is not None:
-                    mesh_load.agree_on_inputs(group, self._index, self._sources, how, ())
+                    given = self._index.columns, self._sources, how
+                    mesh_load.agree_on_inputs(group, *given, ())
                     rows = gather_rows(group, [copies, mine])
                     copies = any(each for each, _ in rows.values())
                     for rank, (_, parts) in rows.items():

@@ -45,7 +45,9 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Printable):
-    """What this machine can do, and what stands in the way. It prints well, and has `as_dict()`.
+    """What this machine can do, and what stands in the way.
+
+    It prints well, is true if all is well, and has `as_dict()`.
 
     Attributes:
         findings: In the order of topics.
@@ -63,6 +65,9 @@ class Diagnosis(Printable):
     def well(self) -> bool:
         """Whether nothing was found that makes loads fail or crawl."""
         return not any(each.trouble for each in self.findings)
+
+    def __bool__(self) -> bool:
+        return self.well
 
     def rows(self) -> list[tuple[str, str, str]]:
         """As it is printed: topic, what was looked at, and what was found or what to do."""

@@ -5,7 +5,8 @@ If an index file says which shard holds each tensor, a shard's header is read wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -57,6 +58,7 @@ class Headers:
         sources: Files whose header was read; pieces of tensors refer to them by number.
         tensors: The tensors by name, in file order; of two with one name, the first.
         unnamed: Tensors that the index does not name.
+        absent: Files that the index names and that do not exist; they have no header.
     """
 
     def __init__(self, found: CheckpointFiles) -> None:
@@ -65,8 +67,14 @@ class Headers:
         self.tensors = Table()
         self.metadata: dict[str, str] | None = None
         self.unnamed: set[str] = set()
+        self.absent: list[str] = []
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """A line for each file that belongs to the checkpoint and does not exist."""
+        return (*self.found.missing, *_absent_lines(self.found, self.absent))
 
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
@@ -113,7 +121,7 @@ class ShardedIndex(Index):
         file = self._left.get(name) if type(name) is str else None
         if file is not None:
             number = self._numbers[file]
-            self._read([number])
+            self._read({number: [name]})
             if name in self._seen[number]:
                 return self._seen[number][name]
         return super().__getitem__(name)  # All headers tell what is wrong.
@@ -136,33 +144,83 @@ class ShardedIndex(Index):
             taken.extend(self._seen[number].columns.take(places))
         return taken
 
-    def _read(self, numbers: Iterable[int]) -> None:
-        """Reads headers, unless they were read."""
-        new = [number for number in numbers if number not in self._seen]
-        if new:
-            self._bounded(partial(self._read_new, new))
+    def _read(self, wanted: Mapping[int, Collection[str]]) -> None:
+        """Reads the headers of files that hold the tensors wanted, unless they were read."""
+        new = [number for number in wanted if number not in self._seen]
+        if not new:
+            return
+        absent = self._bounded(partial(self._read_new, new))
+        if absent:
+            gone = {self._numbers[file] for file in absent}
+            names = [name for number in wanted if number in gone for name in wanted[number]]
+            raise _missing(self.found.name, _absent_lines(self.found, absent, names), names)
 
-    def _read_new(self, numbers: Sequence[int]) -> None:
+    def _read_new(self, numbers: Sequence[int]) -> list[str]:
+        """Reads headers; returns the files that do not exist."""
         files: list[Any] = [self.found.files[number] for number in numbers]
         if len(files) > 1:
             _ask_ahead(files)
+        there: list[Source] = []
         for number, source in zip(numbers, files, strict=True):
-            self._seen[number] = read_headers(CheckpointFiles([source]), number).tensors
-            source.keep(True)  # Behind a URL: forgets the bytes of the header.
-        _check_unchanged(self.found, files)
+            with suppress(errors.SourceNotFoundError):
+                self._seen[number] = read_headers(CheckpointFiles([source]), number).tensors
+                source.keep(True)  # Behind a URL: forgets the bytes of the header.
+                there.append(source)
+        _check_unchanged(self.found, there)
+        return [source.name for source in files if source not in there]
 
     def _bounded(self, call: Callable[[], T]) -> T:
-        name, index = self.found.name, self.found.index
+        name = self.found.name
         with gc_paused():
             try:
                 return Deadline(self._timeout).bound(call, "reading headers", name)
             except MemoryError as error:
                 raise _no_memory(error, name) from None
-            except errors.SourceNotFoundError:
-                missing = discovery.from_index(index).missing if index is not None else ()
-                if not missing:
-                    raise
-                raise _missing(name, missing) from None
+
+
+class PartialIndex(Index):
+    """The index of the shards that exist, of a checkpoint that misses some.
+
+    A tensor that may lie in a missing shard is not taken for one that does not exist. Unless what
+    is `known` is enough, all tensors, and searches in their names, are refused too.
+
+    Attributes:
+        found: The files, as sources.
+    """
+
+    __slots__ = ("_known", "_lines", "_there", "found")
+
+    def __init__(self, found: CheckpointFiles, there: Index, lines: tuple[str, ...], known: bool):
+        self.found, self._there, self._lines, self._known = found, there, lines, known
+        self.files, self.names, self.metadata = there.files, there.names, there.metadata
+        self.notes = (*there.notes, *(f"a shard is missing: {line}" for line in lines))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("columns", "tensors"):
+            if not self._known:
+                raise _missing(self.found.name, self._lines)
+            return getattr(self._there, name)
+        raise AttributeError(name)
+
+    @property
+    def searched(self) -> Collection[str]:
+        """The names that are searched for a pattern; raises if some are not known."""
+        if not self._known:
+            raise _missing(self.found.name, self._lines)
+        return self.names
+
+    def take(self, names: Collection[str]) -> Columns:
+        """Some of the tensors, in the index's order."""
+        return self._there.take(names)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        """The row of a name; raises ShardNotFoundError if it may be in a missing shard."""
+        if name in self._there.names:
+            return self._there[name]
+        placed = self.found.placed
+        if placed is not None and name not in placed:
+            return self._there[name]  # No file has it.
+        raise _missing(self.found.name, self._lines, [name])
 
 
 class DirectoryIndex(Index):
@@ -180,13 +238,16 @@ class DirectoryIndex(Index):
 
 
 def read(
-    path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None = None
+    path: PathOrBytes | Sequence[PathOrBytes],
+    options: LoadOptions | None = None,
+    *,
+    known: bool = False,
 ) -> tuple[Index, list[Source]]:
     """Reads the headers of a checkpoint; returns the index, and the source of each of its files.
 
-    Raises as `choose` does.
+    See `choose`.
     """
-    _, index, files = choose(path, options, attrgetter("tensors"))
+    _, index, files = choose(path, options, attrgetter("tensors"), known=known)
     return index, files
 
 
@@ -194,6 +255,8 @@ def choose(
     path: PathOrBytes | Sequence[PathOrBytes],
     options: LoadOptions | None,
     ask: Callable[[Index], T],
+    *,
+    known: bool = False,
 ) -> tuple[T, Index, list[Source]]:
     """Opens a checkpoint, and asks its index for something, for which it may read headers.
 
@@ -204,6 +267,10 @@ def choose(
     been looked at before and half after. Sources notice that, and so do names that do not fit the
     index. What tells it from damage is that the index changed too.
 
+    Tensors whose shards exist can be had though other shards are missing. To ask for all of them,
+    or for one whose shard is missing, raises ShardNotFoundError. If what is `known` is enough, all
+    tensors are those of the shards that exist, and the notes of the index tell what is missing.
+
     Raises:
         UsageError: `path` is not a path.
         SourceError: A file is missing or can't be read.
@@ -213,7 +280,7 @@ def choose(
         LoadTimeoutError: The timeout of the options passed.
     """
     if options is not None and options.deadline.seconds is not None:
-        call = partial(choose, path, options.replace(deadline=Deadline(None)), ask)
+        call = partial(choose, path, options.replace(deadline=Deadline(None)), ask, known=known)
         return options.deadline.bound(call, "reading headers", sources.shown(path))
     if isinstance(path, Opening):
         accept = path.accept
@@ -223,13 +290,13 @@ def choose(
                 accept(index)
             return ask(index)
 
-        return choose(path.located(), options, accepted)
+        return choose(path.located(), options, accepted, known=known)
     for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
             found = discovery.find(path, options, before)
-            if found.placed is None or found.missing or len(found.files) == 1:
-                index = _whole(found)
+            if known or found.placed is None or len(found.files) == 1:
+                index = _whole(found, known=known)
             else:
                 index = ShardedIndex(found, options and options.timeout)
             files: Any = found.files
@@ -253,27 +320,55 @@ def _no_memory(error: MemoryError, name: str | None) -> MemoryError:
     return errors.MemoryLimitError("the headers do not fit in memory", file=name)
 
 
-def _whole(found: CheckpointFiles) -> Index:
+def _whole(found: CheckpointFiles, *, known: bool = False) -> Index:
     """The index of all headers; the files become sources."""
     seen = read_headers(found)
     if len(seen.sources) > 1 or found.index is not None:
         _check_unchanged(found, seen.sources)
-    found.files = seen.sources
+    missing = seen.missing
     if seen.problems:
         what = "the files of the checkpoint disagree"
-        problems = (*found.missing, *map(str, seen.problems))
+        problems = (*missing, *map(str, seen.problems))
         raise errors.CheckpointError(what, file=found.name, problems=problems)
-    if found.missing:
-        raise _missing(found.name, found.missing)
+    if missing and not (seen.tensors if known else found.placed is None):
+        raise _missing(found.name, missing)
+    found.files = seen.sources
     if seen.unnamed:
         count = len(seen.unnamed)
         seen.notes.append(f"in the shards but not in the index: {errors.counted(count, 'tensor')}")
     kind = Index if found.directory is None else partial(DirectoryIndex, found)
-    return kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
+    made = kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
+    return PartialIndex(found, made, missing, known) if missing else made
 
 
-def _missing(name: str | None, problems: tuple[str, ...]) -> errors.ShardNotFoundError:
-    return errors.ShardNotFoundError("shards are missing", file=name, problems=problems)
+def _missing(
+    name: str | None, problems: tuple[str, ...], wanted: Sequence[str] = ()
+) -> errors.ShardNotFoundError:
+    """The error of missing shards; `wanted` are the names that were asked for."""
+    tensor = wanted[0] if wanted else None
+    what = "shards are missing"
+    return errors.ShardNotFoundError(what, file=name, tensor=tensor, problems=problems)
+
+
+def _absent_lines(
+    found: CheckpointFiles, absent: Collection[str], names: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """A line for each file that the index names and that does not exist, with tensors in it.
+
+    `names`: those that were asked for. Default: all.
+    """
+    held: dict[str, list[str]] = {file: [] for file in absent}
+    placed = found.placed or {}
+    for name in placed if names is None else names:
+        if placed.get(name) in held:
+            held[placed[name]].append(name)
+    directory = os.path.join(os.path.dirname(found.name or ""), "")
+    lines: list[str] = []
+    for file, mine in held.items():
+        problem = "is a broken link" if os.path.islink(file) else "does not exist"
+        shard = file.removeprefix(directory)
+        lines.append(discovery.named_by_index(shard, problem, len(mine), mine[0]))
+    return tuple(lines)
 
 
 def _check_unchanged(found: CheckpointFiles, read: Sequence[Source]) -> None:
@@ -316,8 +411,11 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
                 reader = base.find(source)
             rows, strings = reader.read(source, first + len(seen.sources))
         except (errors.SourceError, errors.FormatError) as error:
-            alone = len(found.files) == 1 and isinstance(error, errors.SourceNotFoundError)
-            if alone or not every:
+            gone = isinstance(error, errors.SourceNotFoundError)
+            if gone and found.placed is not None:
+                seen.absent.append(file if isinstance(file, str) else file.name)
+                continue
+            if not every or (gone and len(found.files) == 1):
                 raise
             problems.append(Problem.of(error))
             continue
@@ -354,7 +452,7 @@ def _compare_index(seen: Headers, placed: dict[str, str]) -> None:
             what = "the tensor is not where the index says"
             seen.problems.append(Problem(what, seen.found.name, name, file, holder or "no file"))
     seen.unnamed = seen.tensors.keys() - placed.keys()
-    complete = not (seen.unnamed or seen.found.missing) and len(files) == len(seen.found.files)
+    complete = not seen.unnamed and len(files) == len(seen.found.files)
     total = sum(row.nbytes for row in seen.tensors.values())
     if complete and seen.found.total not in (None, total):
         # Off in many published checkpoints, and no loader uses it.

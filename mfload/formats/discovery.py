@@ -7,7 +7,7 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, sources
@@ -45,7 +45,8 @@ class CheckpointFiles:
     Attributes:
         files: Paths of local files, and other sources, in the order in which they are read.
         placed: The file of each tensor, if an index says so.
-        missing: A line for each file that belongs to it and does not exist.
+        missing: A line for each file that belongs to it by its number and does not exist. Of those
+            that an index names, reading the headers tells.
         name: What stands for all of them in an error; None for a list.
         index: The index file, if there is one.
         directory: What reads a checkpoint that is a directory, `name`, or stands for several
@@ -110,8 +111,8 @@ def find(
 ) -> CheckpointFiles:
     """Names the files of a checkpoint without reading their headers.
 
-    `seen`: the state just before. Shards that are named in it are not looked at until they are
-    needed.
+    `seen`: the state just before, whose listing is used. Shards that an index names are not looked
+    at until they are needed.
 
     Raises:
         UsageError: `path` is not a path.
@@ -136,7 +137,7 @@ def find(
         if os.path.isdir(place):
             return _in_directory(place, seen)
         if place.endswith(".json"):
-            return from_index(sources.local_file(place), seen[0] if seen else ())
+            return from_index(sources.local_file(place))
         return CheckpointFiles([place], name=place)
     check_path(path)
     given: Any = path
@@ -240,7 +241,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     indexes, files = _names(directory, names)
     if len(indexes) == 1:
         index = sources.local_file(os.path.join(directory, indexes[0]))
-        return from_index(index, seen[0] if seen else ())
+        return from_index(index)
     if not indexes and not files:
         from mfload.formats import hints
 
@@ -298,63 +299,49 @@ def _shard(name: str) -> tuple[str, int, int | None]:
     return shard["stem"], int(shard["number"]), int(shard["total"]) if shard["total"] else None
 
 
-def from_index(index: Source, listed: Collection[str] = ()) -> CheckpointFiles:
-    """The files that an index names.
-
-    `listed`: names in its directory, which are not looked at until they are needed.
-    """
-    table, path, there = read_index(index), index.name, {*listed}
+def from_index(index: Source) -> CheckpointFiles:
+    """The files that an index names, none of which is looked at."""
+    table, path = read_index(index), index.name
     weights: dict[str, str] = table["weight_map"]
     if not weights:
         raise errors.CheckpointError("the index names no file", file=path)
     directory = os.path.join(os.path.dirname(path), "")
     held = collections.Counter(weights.values())
-    first: dict[str, str] = {}
     places: dict[str, str] = {}
     files: dict[str, Source] = {}
     problems: list[str] = []
-    outside = False
     for shard in sorted(held):
-        if shard in there:
-            place = places[shard] = directory + shard
-            files[place] = sources.local_file(place, now=False)
-            continue
-        # One shard may be spelled in several ways (x, ./x) and is still one file.
-        problem, place = _outside(shard), directory + os.path.normpath(shard)
-        if problem is not None:
-            outside = True
-        else:
+        problem = _outside(shard)
+        if problem is None:
             try:
-                file = sources.local_file(place) if index.file else index.beside(shard)
-                if index.file:
-                    file.keep(True)  # To open it once more takes as long as to read a header.
+                # One shard may be spelled in several ways (x, ./x) and is still one file.
+                place = directory + os.path.normpath(shard)
+                file = sources.local_file(place, now=False) if index.file else index.beside(shard)
                 places[shard], files[file.name] = file.name, file
+                continue
             except errors.UsageError as error:
-                problem, outside = error.message, True
-            except errors.SourceNotFoundError:
-                problem = "is a broken link" if os.path.islink(place) else "does not exist"
-            except errors.SourceError:
-                places[shard] = place
-                files[place] = sources.local_file(place, now=False)  # To read it tells why.
-        if problem is not None and there:
-            return from_index(index)  # Looks at each file, to name all that are missing.
-        if problem is not None:
-            first = first or {file: name for name, file in reversed(weights.items())}
-            count = f"{errors.counted(held[shard], 'tensor')}, {brief(first[shard])} among them"
-            problems.append(f"{brief(shard)} is named by the index and {problem} ({count})")
-    if outside:
+                problem = error.message
+        one = next(name for name, file in weights.items() if file == shard)
+        problems.append(named_by_index(shard, problem, held[shard], one))
+    if problems:
         raise errors.CheckpointError(
             "the index names files outside its directory", file=path, problems=tuple(problems)
         )
     metadata = table.get("metadata")
     return CheckpointFiles(
         [files[place] for place in sorted(files)],
-        {name: places[shard] for name, shard in weights.items() if shard in places},
-        tuple(problems),
+        {name: places[shard] for name, shard in weights.items()},
+        (),
         path,
         index,
         metadata.get("total_size") if isinstance(metadata, dict) else None,
     )
+
+
+def named_by_index(shard: str, problem: str, count: int, one: str) -> str:
+    """A line about a file that an index names, and the tensors in it."""
+    held = f"{count} tensors, {brief(one)} among them" if count > 1 else f"tensor {brief(one)}"
+    return f"{brief(shard)} is named by the index and {problem} ({held})"
 
 
 def read_index(source: Source) -> dict[str, Any]:

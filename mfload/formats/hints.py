@@ -63,6 +63,7 @@ _BESIDE = (
     (re.compile(r".*\.onnx"), "an ONNX model: look for the model's safetensors"),
     (re.compile(r"config\.json"), "a model's configuration and no weights: download them, too"),
 )
+_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 _WEIGHTS = (".safetensors", ".index.json", ".npz")
 # Also one without an owner, as gpt2 and bert-base-uncased; a file's name has an ending.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|(?=[a-z]+[\d-])[a-z0-9-]+")
@@ -135,6 +136,10 @@ def _near(path: str, asked: str) -> str:
         return "; only a shell expands ~: use os.path.expanduser"
     if os.path.islink(path):
         return f"; it is a link to {errors.printable(os.readlink(path))}, which does not exist"
+    if path.endswith(_SUFFIX):
+        sharded = path.removesuffix(_SUFFIX) + _INDEX
+        if os.path.exists(sharded):
+            return f"; it lies there in shards: load {errors.printable(sharded)}"
     parent, name = os.path.split(path.rstrip("/" + os.sep))
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import logging
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from mfload import errors, sources
 from mfload.options import Options
-from mfload.report import Report, cleared
+from mfload.report import Report, cleared, human
 
 Prefer = Literal["path", "fallback"]
 
@@ -83,51 +84,89 @@ def run(
     limit = None if how.timeout is None else how.timeout / 2
     if peer is not None and peer.timeout is not None and _is_peer(places[0]):
         limit = peer.timeout if limit is None else min(limit, peer.timeout)
+    failed = _Failed(report)
     try:
-        first = how if fallback is None else dataclasses.replace(how, timeout=limit)
-        found, note = _attempt(call, places[0], first, report), None
-    except _MISSED as error:
-        if fallback is None:
-            raise
-        found = None  # Beyond this block, so that what the error refers to is freed.
-        note = f"{_shown(places[0])} failed, {_shown(places[1])} was loaded instead: {error}"
-    if note is not None:
-        left = how.timeout
-        if left is not None:
-            left = max(_LEAST, left - (time.monotonic() - start))
-        logging.getLogger("mfload").warning("%s", note)
-        found = _attempt(call, places[1], dataclasses.replace(how, timeout=left), report)
+        try:
+            first = how if fallback is None else dataclasses.replace(how, timeout=limit)
+            found, note = _attempt(call, places[0], first, failed), None
+        except _MISSED as error:
+            if fallback is None:
+                raise
+            found = None  # Beyond this block, so that what the error refers to is freed.
+            note = f"{_shown(places[0])} failed {failed.after()}, {_shown(places[1])} was loaded "
+            note += f"instead: {error}"
+        if note is not None:
+            failed.notes.insert(0, note)
+            logging.getLogger("mfload").warning("%s", note)
+            rest = dataclasses.replace(how, timeout=_left(how.timeout, start))
+            found = _attempt(call, places[1], rest, failed)
+    except BaseException:
         if report is not None:
-            report.notes = (note, *report.notes)
+            report.clear()  # Of the last attempt.
+        failed.tell()
+        raise
+    failed.tell()
     if peer is not None and peer.publish:
-        seed = importlib.import_module(_SEED).publish_loaded(
-            found, named[0], peer, fell_back=not _is_peer(places[note is not None])
-        )
+        begin, fell_back = time.perf_counter(), not _is_peer(places[note is not None])
+        publish = importlib.import_module(_SEED).publish_loaded
+        seed = publish(found, named[0], peer, fell_back=fell_back)
         if report is not None:
+            report.add_stage("publish", begin, time.perf_counter())
             report.notes = (*report.notes, f"published at {seed.url}")
     return found
 
 
-def _attempt(call: Callable[..., Any], place: Any, how: Options, report: Report | None) -> Any:
+class _Failed:
+    """The attempts that failed, each of which filled the report until the next one emptied it.
+
+    Attributes:
+        notes: Why they failed.
+    """
+
+    def __init__(self, report: Report | None) -> None:
+        self._report = report
+        self._rows: list[tuple[Report, float, float, str]] = []
+        self.notes: list[str] = []
+
+    def add(self, start: float, place: Any) -> None:
+        """Takes what an attempt that fails now has told; it began at `start`."""
+        told = Report() if self._report is None else copy.copy(self._report)
+        self._rows.append((told, start, time.perf_counter(), _shown(place)))
+
+    def after(self) -> str:
+        """After what they failed, for people."""
+        seconds = sum(stop - start for _, start, stop, _ in self._rows)
+        nbytes = sum(told.read_bytes for told, *_ in self._rows)
+        return f"after {seconds:.3g} s" + (f" and {human(nbytes)} read" if nbytes else "")
+
+    def tell(self) -> None:
+        """Adds them to the report."""
+        if self._report is not None:
+            for row in self._rows:
+                self._report.add_failed(*row)
+            self._report.notes = (*self.notes, *self._report.notes)
+
+
+def _left(seconds: float | None, start: float) -> float | None:
+    """What is left of a timeout that began at `start`."""
+    return None if seconds is None else max(_LEAST, seconds - (time.monotonic() - start))
+
+
+def _attempt(call: Callable[..., Any], place: Any, how: Options, failed: _Failed) -> Any:
     """What one place holds. Of seeds that a planner names, others are asked if one fails."""
     named = isinstance(place, str) and place.startswith("peer:///")
     planned = named and how.peer is not None
-    start, notes, first = time.monotonic(), [], None
+    start, first = time.monotonic(), None
     for left in reversed(range(_TRIES if planned else 1)):
-        limit = how.timeout
-        if limit is not None:
-            limit = max(_LEAST, limit - (time.monotonic() - start))
+        begin = time.perf_counter()
         try:
-            found = call(place, options=dataclasses.replace(how, timeout=limit))
+            return call(place, options=dataclasses.replace(how, timeout=_left(how.timeout, start)))
         except _MISSED as error:
+            failed.add(begin, place)
             if not left or isinstance(error, _FINAL):
                 raise (first or error) from None
             first = first or error.with_traceback(None)
-            notes.append(f"a seed failed, others were asked: {error}")
-            continue
-        if report is not None:
-            report.notes = (*notes, *report.notes)
-        return found
+            failed.notes.append(f"a seed failed, others were asked: {error}")
     raise AssertionError("unreachable")
 
 

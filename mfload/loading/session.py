@@ -185,6 +185,11 @@ class Loader:
         except BaseException as error:
             arrays.clear()
             let_go(error)
+            if report is not None and recorder is not None:
+                report.timeline += tuple(recorder.spans())
+                reads = (span.nbytes for span in report.timeline if span.kind in ("read", "map"))
+                report.read_bytes = report.over_read_bytes = sum(reads)
+                _add_usage(report, before)
             if isinstance(error, MemoryError) and not isinstance(error, errors.MfloadError):
                 raise errors.MemoryLimitError(
                     "the system refused memory", found=str(error) or None
@@ -193,10 +198,7 @@ class Loader:
         if report is not None:
             _describe(report, session, filled, stages)
             report.peak_bytes = max(0, buffers.peak_bytes() - held)
-            after = usage()
-            report.user_seconds += after[0] - before[0]
-            report.system_seconds += after[1] - before[1]
-            report.page_faults += after[2] - before[2]
+            _add_usage(report, before)
         return results
 
 
@@ -610,6 +612,13 @@ def _describe(
         report.add_stage(name, start, stop)
     if session.recorder is not None:
         report.timeline += tuple(session.recorder.spans())
+
+
+def _add_usage(report: Report, before: tuple[float, float, int]) -> None:
+    after = usage()
+    report.user_seconds += after[0] - before[0]
+    report.system_seconds += after[1] - before[1]
+    report.page_faults += after[2] - before[2]
 
 
 def wanted_bytes(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]:

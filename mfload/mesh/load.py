@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,11 @@ class MeshLoad:
         self.requests = base.requests(wanted)
         self.mine = self.requests.setdefault(backend.rank, [])
         self.loader = Loader(chosen.index, chosen.sources, backend.adapter(late=True), options)
+
+    @property
+    def stored(self) -> list[TensorInfo]:
+        """The tensors as the checkpoint has them."""
+        return [request.info for request in self._whole]
 
     def part(self, numbers: range) -> MeshLoad:
         """The same for some of the tensors."""
@@ -172,10 +177,10 @@ def load(
             report.add_stage("headers", start, read)
             report.add_stage("shardings", read, time.perf_counter())
         if group is not None:
-            agree_on_inputs(group, chosen.index, chosen.sources, chosen.options, job.arguments())
+            agree_on_inputs(group, job.stored, chosen.sources, chosen.options, job.arguments())
         checking = None
         if check is not None:
-            infos = [request.info for request in chosen.requests]
+            infos = job.stored
             wanted = base.stored_bytes(job.mine)
             if group is not None or wanted != sum(info.nbytes for info in infos):
                 raise errors.UsageError(
@@ -218,7 +223,7 @@ def together(
 
 def agree_on_inputs(
     group: ProcessGroup,
-    index: Index,
+    infos: Iterable[TensorInfo],
     sources: Sequence[Source],
     options: LoadOptions,
     arguments: Sequence[str],
@@ -228,13 +233,12 @@ def agree_on_inputs(
     Files are compared by size and a sample of evenly spread pages. That tells one step of a
     training from another, and misses a single number that differs.
     """
-    rows = [
-        (each.name, each.dtype.name, each.shape, each.pieces) for each in index.tensors.values()
-    ]
+    rows = [(each.name, each.dtype.name, each.shape, each.pieces) for each in infos]
+    used = [sources[n] for n in sorted({piece.source for row in rows for piece in row[-1]})]
     header = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-    count = max(2, min(_SAMPLED, _IN_ALL // max(1, len(sources))))
+    count = max(2, min(_SAMPLED, _IN_ALL // max(1, len(used))))
     lines = group.deadline.bound(
-        lambda: [_sample(source, count) for source in sources], "comparing files"
+        lambda: [_sample(source, count) for source in used], "comparing files"
     )
     group.agree("files", [*lines, f"headers: {header}"])
     same = ("exchange", "allocator", "max_host_overhead")

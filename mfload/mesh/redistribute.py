@@ -264,10 +264,12 @@ def load(
             return plans, tuple(notes), made.received(group.rank)
 
         one = Report()
-        found = loader.load(wanted[group.rank], report=one, fill=fill)
+        try:
+            found = loader.load(wanted[group.rank], report=one, fill=fill)
+        finally:
+            if report is not None:
+                report.add(one)
         arrays.update(zip(batch[group.rank], found, strict=True))
-        if report is not None:
-            report.add(one)
     return [arrays[n] for n in range(len(arrays))]
 
 

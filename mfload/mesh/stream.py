@@ -112,7 +112,7 @@ def stream(
             chosen = choose()
             job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
         if group is not None:
-            given = chosen.index, chosen.sources, chosen.options
+            given = job.stored, chosen.sources, chosen.options
             mesh_load.agree_on_inputs(group, *given, job.arguments())
         tensors = Sharded(job, chosen, backend, ranks, report)
     return streamed(tensors, progress)

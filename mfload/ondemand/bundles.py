@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.checking.convert import Converted, rewrite
+from mfload.checking.convert import Converted, Wishes, rewrite
 from mfload.formats import strict_json
 from mfload.index import Index, Piece, TensorInfo
 from mfload.options import Options
@@ -182,7 +182,7 @@ def _rewrite(
 ) -> tuple[Any, ...]:
     targets.resolve(target)  # None is for align.
     given = layout.shard_limit(max_shard_size), ALIGN, overwrite, progress, options
-    return rewrite(source, target, *given, change=change, resume=True)
+    return rewrite(source, target, Wishes(*given, change=change, resume=True))
 
 
 def bundled(index: Index, patterns: Mapping[str, re.Pattern[str]]) -> Index:

@@ -32,10 +32,10 @@ def select(index: Index, names: Names) -> Columns:
     if names is None:
         return index.columns
     if callable(names):
-        return index.take(list(filter(names, index.names)))
+        return index.take(list(filter(names, index.searched)))
     if isinstance(names, str | re.Pattern):
         pattern = compiled(names)
-        found = list(filter(pattern.search, index.names))
+        found = list(filter(pattern.search, index.searched))
         if not found:
             raise errors.TensorNotFoundError(
                 "no tensor matches",

@@ -44,10 +44,16 @@ _SHOWN = 8
 
 
 class SaveTarget:
-    """Where a checkpoint is to be written: a file, or a `model.safetensors` in a directory."""
+    """Where a checkpoint is to be written: a file, or a `model.safetensors` in a directory.
 
-    def __init__(self, path: str | os.PathLike[str], overwrite: bool = False) -> None:
-        self.place = targets.resolve(path)
+    Args:
+        stem: The name of the file in a directory, without its end. Default: model.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], overwrite: bool = False, stem: str | None = None
+    ) -> None:
+        self.place = targets.resolve(path, stem or "model")
         self.path = self.place.path
         self.overwrite = overwrite
         self.mode: int | None = None  # Permissions of the new files. Default: of any new file.

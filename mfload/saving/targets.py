@@ -99,8 +99,8 @@ class Location:
                 )
 
 
-def resolve(path: str | os.PathLike[str]) -> Location:
-    """Takes apart what a user gave; a directory stands for a `model.safetensors` in it."""
+def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
+    """Takes apart what a user gave; a directory stands for a file of that name in it."""
     try:
         given = os.fsdecode(path)
         os.fsencode(given)
@@ -116,7 +116,7 @@ def resolve(path: str | os.PathLike[str]) -> Location:
     directory, name = os.path.split(given)
     try:
         if name in ("", ".", "..") or (os.path.isdir(given) and not name.endswith(SUFFIX)):
-            place = Location(os.path.realpath(given), "model" + SUFFIX, whole=True)
+            place = Location(os.path.realpath(given), stem + SUFFIX, whole=True)
         else:
             place = Location(os.path.realpath(directory or "."), name)
         if os.path.islink(place.path):

@@ -271,7 +271,8 @@ def fill(
                 assembly = assemble.Assembly(index, sources, goals, how, backend)
             done.add_stage("matching", read, time.perf_counter())
             if group is not None:
-                mesh_load.agree_on_inputs(group, index, sources, how, list(assembly.arguments()))
+                arguments = list(assembly.arguments())
+                mesh_load.agree_on_inputs(group, index.columns, sources, how, arguments)
             with shown(progress, assembly.stored_bytes if progress else 0) as advance:
                 loaded = assembly.run(group, done, advance)
             plain = {} if state is None else state.read(numbers, sources, how)

@@ -330,7 +330,7 @@ class _Filling:
         if self._group is not None:
             recipes = found.recipes.values()
             lines = [f"{each.name}: {each.dtype} {_digest(each)}" for each in recipes]
-            mesh_load.agree_on_inputs(self._group, index, sources, options, lines)
+            mesh_load.agree_on_inputs(self._group, index.columns, sources, options, lines)
         self._plan(found.recipes)
         return found
 

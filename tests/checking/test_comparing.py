@@ -41,7 +41,7 @@ def test_the_same_stored_otherwise(one: Path, tmp_path: Path) -> None:
         samples.save(directory / f"x{n}.safetensors", some)
     for threads in (1, 5):
         found = mfload.diff(one, directory, options=mfload.Options(threads=threads))
-        assert found.same
+        assert found.equal
         assert found.changed == ()
         assert {each.name for each in found.tensors} == set(MODEL)
         assert all(each.equal for each in found.tensors)
@@ -70,6 +70,89 @@ def test_values_against_numpy(wanted: Any, threads: int, tmp_path: Path) -> None
     assert (same.name, same.equal, same.max_abs) == ("x", True, 0)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [np.float64, np.float32, np.float16, np.int8, np.int64, np.uint64, np.bool_, np.complex64,
+     ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2],
+)  # fmt: skip
+@given(st.data())
+@settings(max_examples=20)
+def test_tolerances_are_those_of_isclose(kind: Any, data: Any) -> None:
+    real = [0.0, -0.0, 1.0, 1.125, -1.125, 100.0, 2.0**62, np.nan, np.inf, -np.inf]
+    values = st.sampled_from([v for v in real if np.dtype(kind).kind not in "iub" or abs(v) < 120])
+    sides = [data.draw(st.lists(values, min_size=5, max_size=5)) for _ in "ab"]
+    with np.errstate(all="ignore"):
+        a, b = (np.asarray(side).astype(kind) for side in sides)
+    rtol, atol = data.draw(st.tuples(*[st.sampled_from([0, 0.02, 0.2, 10.0])] * 2))
+    found = mfload.diff({"x": a}, {"x": b}, rtol=rtol, atol=atol)
+    wide = [x if x.dtype.kind in "fcbiu" else x.astype(np.float64) for x in (a, b)]
+    if np.dtype(kind).kind in "biu":
+        wide = [x.astype(np.float64) for x in wide]
+    with np.errstate(all="ignore"):
+        close = np.isclose(*[x.astype(complex) for x in wide], rtol, atol, equal_nan=True)
+    assert found.tensors[0].differing == np.count_nonzero(~close)
+    assert bool(found) is found.equal is found.tensors[0].equal is bool(close.all())
+
+
+def test_tolerances_look_past_dtypes_and_not_past_shapes() -> None:
+    a = {"w": np.linspace(0, 1, 1000, dtype=np.float32), "n": np.arange(5, dtype=np.int64)}
+    b = {"w": a["w"].astype(ml_dtypes.bfloat16), "n": a["n"].astype(np.uint8)}
+    assert not mfload.diff(a, b)
+    assert not mfload.diff(a, b, rtol=0)
+    assert mfload.diff(a, b, rtol=0.01)
+    assert mfload.diff(a, b, atol=0.01).rows()[0][1] == "no difference by more than 0.01 + 0 * |b|"
+    assert not mfload.diff(a, b | {"n": b["n"].reshape(5, 1)}, atol=9, rtol=9)
+    assert not mfload.diff({"w": np.float32([-0.0])}, {"w": np.float32([0.0])})
+    assert mfload.diff({"w": np.float32([-0.0])}, {"w": np.float32([0.0])}, atol=0)
+    big = {"x": np.array([2**53, 2**63 - 1])}
+    assert not mfload.diff(big, {"x": np.array([2**53 + 1, 2**63 - 1])}, atol=0)
+    for wrong in (-1, float("nan"), float("inf"), "1", True):
+        with pytest.raises(errors.UsageError, match=r"invalid [ra]tol"):
+            mfload.diff(a, b, rtol=wrong)  # type: ignore[arg-type]
+
+
+class TestArrays:
+    def test_a_file_and_what_was_loaded_of_it(self, one: Path) -> None:
+        loaded = mfload.load(one, "numpy")
+        for sides in ((one, loaded), (loaded, one), (loaded, dict(reversed(loaded.items())))):
+            for threads in (1, 4):
+                found = mfload.diff(*sides, options=mfload.Options(threads=threads))
+                assert found
+                assert len(found.tensors) == len(MODEL)
+        loaded["embed"] = loaded["embed"].copy()
+        loaded["embed"].reshape(-1)[-1] += 1
+        found = mfload.diff(one, loaded)
+        assert [each.name for each in found.changed] == ["embed"]
+        assert found.changed[0].at == tuple(n - 1 for n in MODEL["embed"].shape)
+
+    def test_trees_are_named_as_save_names_them(self, tmp_path: Path) -> None:
+        rng = np.random.default_rng(0)
+        tree = {"a": [rng.random((30, 40)), {"b": rng.random((3, 5)).T}], "step": 3}
+        mfload.save(tree, tmp_path / "tree.safetensors")
+        assert mfload.diff(tree, tmp_path / "tree.safetensors")
+        assert mfload.diff(tree, tree).tensors[0].name == "a.0"
+        assert mfload.diff(tree, {"a.0": tree["a"][0], "a.1.b": tree["a"][1]["b"]})
+
+    def test_copies_go_once_they_were_read(self) -> None:
+        from mfload.checking import held
+
+        arrays = {f"{n}": np.ones((300, 40), np.float32).T for n in range(5)}
+        index, (source,) = held.read(arrays)
+        for row in index.tensors.values():
+            (piece,) = row.pieces
+            for at in range(0, piece.nbytes, 8000):
+                source.read(piece.offset + at, min(8000, piece.nbytes - at))
+                assert len(source._copies) <= 1
+        assert source._copies == {}
+
+    def test_what_is_no_array_is_refused(self, one: Path) -> None:
+        for wrong in ({"x": 1.0}, {"x": "text"}):
+            with pytest.raises(errors.UnsupportedArrayError):
+                mfload.diff(one, wrong)
+        with pytest.raises(errors.UsageError, match="not a path"):
+            mfload.diff(one, 3)
+
+
 def test_names_dtypes_and_shapes(one: Path, tmp_path: Path) -> None:
     other = dict(MODEL)
     del other["odd"]
@@ -78,7 +161,7 @@ def test_names_dtypes_and_shapes(one: Path, tmp_path: Path) -> None:
     other["steps"] = MODEL["steps"].astype(np.float64)
     found = mfload.diff(one, samples.save(tmp_path / "two.safetensors", other))
     assert (found.only_a, found.only_b) == (("odd",), ("more",))
-    assert not found.same
+    assert not found.equal
     told = {each.name: each for each in found.changed}
     assert told.keys() == {"wide", "steps"}
     # What can't be compared comes first.
@@ -157,7 +240,7 @@ def test_files_are_opened_once_a_block(
     opened: list[Any] = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda *args: opened.append(args) or real(*args))
-    assert mfload.diff(*paths, options=mfload.Options(threads=2)).same
+    assert mfload.diff(*paths, options=mfload.Options(threads=2)).equal
     # Headers, a reader a thread, and the other side for each of two blocks.
     assert len(opened) < 20
 
@@ -225,7 +308,7 @@ def test_which_tensors(one: Path, tmp_path: Path) -> None:
     assert names(re.compile("^(embed|b)")) == {"embed", "b.x"}
     assert names(["embed", "b.x", "odd"]) == {"embed", "b.x", "odd"}
     assert names(lambda name: name == "b.x") == {"b.x"}
-    assert mfload.diff(one, two, names=["embed"]).same
+    assert mfload.diff(one, two, names=["embed"]).equal
     for missing in ("zzz", ["embed", "zzz"]):
         with pytest.raises(errors.TensorNotFoundError):
             mfload.diff(one, two, names=missing)
@@ -282,7 +365,7 @@ def test_it_shows_itself(one: Path, tmp_path: Path) -> None:
     assert "only in b  1: new<b>" in text
     assert "<b>" not in page
     plain = found.as_dict()
-    assert plain["same"] is False
+    assert plain["equal"] is False
     assert json.loads(json.dumps(plain))["tensors"][0]["name"] == "odd"
     same = mfload.diff(one, one)
     assert "no difference" in str(same)

@@ -70,7 +70,7 @@ def test_other_formats_compare_equal(path: Path, tmp_path: Path) -> None:
         for name, a in _ARRAYS.items()
     }
     mfload.save(plain, tmp_path / "y.safetensors")
-    assert mfload.diff(path, tmp_path / "y.safetensors").same
+    assert mfload.diff(path, tmp_path / "y.safetensors").equal
     assert mfload.verify(path, against=tmp_path / "y.safetensors").ok
     plain["f"] = plain["f"].copy()
     plain["f"][800, 100] += 1
@@ -85,7 +85,7 @@ def test_unknown_dtypes_are_not_called_equal(tmp_path: Path) -> None:
     for name in ("x.npz", "y.npz"):
         np.savez_compressed(tmp_path / name, o=np.array(["a"]))
     assert not mfload.verify(tmp_path / "x.npz", against=tmp_path / "y.npz").ok
-    assert not mfload.diff(tmp_path / "x.npz", tmp_path / "y.npz").same
+    assert not mfload.diff(tmp_path / "x.npz", tmp_path / "y.npz").equal
 
 
 def test_align_is_for_safetensors(path: Path, tmp_path: Path) -> None:

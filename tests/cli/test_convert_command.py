@@ -34,6 +34,30 @@ def test_an_npz(run: Run, tmp_path: Path) -> None:
     assert safetensors.numpy.load_file(tmp_path / "b.safetensors").keys() == arrays.keys()
 
 
+def test_names_and_dtypes(run: Run, tmp_path: Path) -> None:
+    arrays = {"m.a": np.arange(24, dtype=np.float32), "m.b": np.ones(3, np.float32)}
+    source = tmp_path / "model" / "a.safetensors"
+    source.parent.mkdir()
+    (source.parent / "config.json").write_text("{}")
+    safetensors.numpy.save_file(arrays, source)
+    given = ("--rename", r"m\.(.*)=\1", "--dtype", "b=float64", "--dtype", "a=float16")
+    assert run("convert", source.parent, f"{tmp_path}/out/", *given).code == 0
+    found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: array.dtype for name, array in found.items()} == {"a": "float16", "b": "float64"}
+    assert (tmp_path / "out" / "config.json").exists()
+    for command in ("convert", "align"):
+        ran = run(command, source.parent, f"{tmp_path}/{command}/", "--only-weights")
+        assert (ran.code, ran.err) == (0, "")
+        assert os.listdir(tmp_path / command) == ["model.safetensors"]
+    (tmp_path / "out" / "config.json").write_text("mine")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    ran = run("convert", source.parent, tmp_path / "out")
+    assert ran.code == 3
+    assert "--overwrite replaces it, --only-weights leaves it" in ran.err
+    assert run("convert", source, tmp_path / "x.safetensors", "--rename", "m").code == 2
+    assert run("convert", source, tmp_path / "x.safetensors", "--rename", "x=y").code == 5
+
+
 def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     assert run("convert", tmp_path / "none.npz", tmp_path / "x.safetensors").code == 3
     assert run("convert", tmp_path / "none.npz").code == 2

@@ -45,6 +45,16 @@ def test_what_is_shown(run: Run, sides: tuple[Path, Path]) -> None:
     assert len(run("diff", *sides, "--all", "--json").json["tensors"]) == 3
 
 
+def test_tolerances(run: Run, sides: tuple[Path, Path]) -> None:
+    wanted = ("--names", "^(w|n|same)$")
+    for given, code in (((), 1), (("--rtol", "0.01"), 1), (("--atol", "0.4"), 1),
+                        (("--atol", "0.6"), 1), (("--atol", "0.6", "--rtol", "1e-3"), 0),
+                        (("--rtol", "0.2"), 0), (("--rtol", "-1"), 2)):  # fmt: skip
+        assert run("diff", *sides, *wanted, *given).code == code, given
+    found = run("diff", *sides, *wanted, "--rtol", "0.2", "--json").json
+    assert (found["equal"], found["rtol"], found["atol"], found["tensors"]) == (True, 0.2, 0, [])
+
+
 def test_no_difference(run: Run, sides: tuple[Path, Path]) -> None:
     ran = run("diff", sides[0], sides[0])
     assert ran.code == 0

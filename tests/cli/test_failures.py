@@ -84,12 +84,12 @@ def test_fields_are_on_lines_of_their_own(run: Run, tmp_path: Path) -> None:
 
 def test_problems_are_listed(run: Run, shards: Path) -> None:
     (shards / "model-00002-of-00002.safetensors").unlink()
-    ran = run("ls", shards)
+    ran = run("load", shards)
     assert ran.code == 4
     lines = ran.err.splitlines()
     assert lines[0] == "mfload: error: shards are missing"
     assert any(line.startswith("  - 'model-00002-of-00002.safetensors' is named") for line in lines)
-    problems = run("ls", shards, "--json").json["error"]["problems"]
+    problems = run("load", shards, "--json").json["error"]["problems"]
     assert [f"  - {line}" for line in problems] == lines[2:]
 
 

@@ -277,3 +277,16 @@ def test_says_how_tensors_of_other_formats_are_stored(
     first, second = json.loads(capsys.readouterr().out)["tensors"]
     assert "stored" not in first
     assert second["stored"] == "strided"
+
+
+def test_a_missing_shard_is_noted(run: Run, shards: Path) -> None:
+    whole = run("ls", shards, "--json").json["tensors"]
+    gone = shards / "model-00002-of-00002.safetensors"
+    gone.unlink()
+    ran = run("ls", shards)
+    assert (ran.code, ran.err) == (0, "")
+    assert f"note: a shard is missing: '{gone.name}' is named by the index" in ran.out
+    found = run("ls", shards, "--json").json
+    assert found["tensors"] == [each for each in whole if not each["file"].endswith(gone.name)]
+    assert len(found["notes"]) == 1
+    assert run("plan", shards).code == 0

@@ -149,7 +149,7 @@ def test_of_the_machine_alone() -> None:
     topics = {each.topic for each in found.findings}
     assert {"host", "gpu", "cufile", "frameworks"} <= topics
     assert found.route == ()
-    assert json.loads(json.dumps(found.as_dict()))["well"] is found.well
+    assert json.loads(json.dumps(found.as_dict()))["well"] is found.well is bool(found)
     assert "cores" in str(found)
     assert "<table" in found._repr_html_()  # pyright: ignore[reportPrivateUsage]
 

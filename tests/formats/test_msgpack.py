@@ -171,7 +171,7 @@ def test_is_recognised(tmp_path: Path, name: str) -> None:
     path.write_bytes(pack({"params": {"w": array}, "step": 7}))
     same(mfload.load(path, "numpy")["params.w"], array)
     assert mfload.verify(path).ok
-    assert mfload.diff(path, path).same
+    assert mfload.diff(path, path).equal
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_checks_of_every_case(tmp_path: Path) -> None:
         {name: np.ascontiguousarray(each) for name, each in held.items()},
         tmp_path / "x.safetensors",
     )
-    assert mfload.diff(path, tmp_path / "x.safetensors").same
+    assert mfload.diff(path, tmp_path / "x.safetensors").equal
     with pytest.raises(errors.UsageError, match="share bytes"):
         mfload.verify(path, checksums="write")
     writer.tensors = [each for each in writer.tensors if each[0] != "tied"]

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +183,6 @@ class TestWhatIsWrong:
             assert sorted(opened.get_tensors()) == listed
             assert opened.keys() == listed
 
-    def test_a_missing_shard_is_missed_at_once(self, model: Path) -> None:
-        (model / "3.safetensors").unlink()
-        for call in (mfload.open, lambda path: mfload.load(path, "numpy", names=["1.a"])):
-            with pytest.raises(errors.ShardNotFoundError):
-                call(model)
-
     def test_a_broken_link_is_found_when_it_is_needed(self, model: Path) -> None:
         file = model / "3.safetensors"
         file.unlink()
@@ -195,16 +190,16 @@ class TestWhatIsWrong:
         assert list(mfload.load(model, "numpy", names=["1.a"])) == ["1.a"]
         with mfload.open(model) as opened:
             assert len(opened.keys()) == 6
-            for call in (
-                lambda: opened.get_tensor("3.a"),
-                opened.offset_keys,
-                lambda: mfload.load(model, "numpy"),
+            for call, held in (
+                (lambda: opened.get_tensor("3.a"), "tensor '3.a'"),
+                (opened.offset_keys, "2 tensors, '3.b' among them"),
+                (lambda: mfload.load(model, "numpy"), "2 tensors, '3.b' among them"),
             ):
                 with pytest.raises(errors.ShardNotFoundError) as caught:
                     call()
                 (line,) = caught.value.problems
                 assert "3.safetensors" in line
-                assert "is a broken link (2 tensors" in line
+                assert f"is a broken link ({held})" in line
             assert opened.get_tensor("1.a").shape == (3,)
 
     def test_a_shard_that_goes_away_after_it_was_listed(self, model: Path) -> None:
@@ -287,3 +282,76 @@ def test_behind_a_url_a_shard_is_one_request(model: Path) -> None:
         mfload.plan(index, names=["3.a", "1.a"])
         assert len(server.asked) == 3
         assert {asked.path for asked in server.asked[1:]} == {f"/m/{n}.safetensors" for n in "13"}
+
+
+class TestMissingShards:
+    """What is there can be had; nothing is taken for all, or for not there, that may be missing."""
+
+    @pytest.fixture(params=["index", "url", "numbers"])
+    def torn(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+        """A checkpoint with the second shard missing, and the name of that."""
+        names = {n: f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
+        root = lay(tmp_path / "torn", {file: [f"{n}.a", f"{n}.b"] for n, file in names.items()})
+        (root / names[2]).unlink()
+        if request.param == "url":
+            files = {f"/{file.name}": file.read_bytes() for file in root.iterdir()}
+            with serving.serving(files) as server:
+                yield server.url(f"/{INDEX}")
+            return
+        if request.param == "numbers":
+            (root / INDEX).unlink()
+        yield root
+
+    def test_tensors_whose_shards_are_there(self, torn: Any) -> None:
+        names = ["1.a", "3.b"]
+        assert sorted(mfload.load(torn, "numpy", names=names)) == names
+        assert sorted(name for name, _ in mfload.stream(torn, "numpy", names=names)) == names
+        found = mfload.load(torn, "numpy", names=names, shardings=0, shard=(0, 3))
+        assert {name: array.shape for name, array in found.items()} == dict.fromkeys(names, (1,))
+        assert mfload.plan(torn, names=names).tensors == 2
+        with mfload.open(torn) as opened, pickle.loads(pickle.dumps(opened)) as again:
+            for each in (opened, again):
+                assert {"1.a", "3.b"} <= {*each.keys()}
+                assert each.get_tensor("3.b").shape == (3,)
+
+    def test_one_in_the_missing_shard_is_missed_by_name(self, torn: Any) -> None:
+        with mfload.open(torn) as opened:
+            for call in (
+                lambda: mfload.load(torn, "numpy", names=["1.a", "2.b"]),
+                lambda: list(mfload.stream(torn, "numpy", names=["2.b"])),
+                lambda: mfload.plan(torn, names=["2.b"]),
+                lambda: opened.get_tensor("2.b"),
+            ):
+                with pytest.raises(errors.ShardNotFoundError) as caught:
+                    call()
+                assert isinstance(caught.value, errors.SourceNotFoundError)
+                assert caught.value.tensor in ("2.b", None)
+                (line,) = caught.value.problems
+                assert "model-00002-of-00003" in line or line.startswith("shard 2 of 3 is missing")
+                if "named by the index" in line:
+                    assert caught.value.tensor == "2.b"
+                    assert "(tensor '2.b')" in line
+
+    def test_all_of_it_is_refused(self, torn: Any) -> None:
+        with mfload.open(torn) as opened:
+            for call in (
+                lambda: mfload.load(torn, "numpy"),
+                lambda: mfload.load(torn, "numpy", names=r"^[23]"),
+                lambda: mfload.load(torn, "numpy", shardings=0, shard=(0, 3)),
+                lambda: mfload.stream(torn, "numpy"),
+                lambda: mfload.restore(torn, framework="numpy"),
+                lambda: mfload.diff(torn, torn),
+                opened.get_tensors,
+                opened.offset_keys,
+            ):
+                with pytest.raises(errors.ShardNotFoundError):
+                    call()
+        problems = [str(each) for each in mfload.verify(torn).problems]
+        assert len(problems) == 1
+        assert "00002" in problems[0] or "shard 2 of 3 is missing" in problems[0]
+
+    def test_a_plan_of_what_is_there(self, torn: Any) -> None:
+        found = mfload.plan(torn)
+        assert found.tensors == 4
+        (note,) = (note for note in found.notes if "missing" in note)
+        assert "00002" in note or "shard 2 of 3" in note

@@ -478,3 +478,10 @@ class TestBoxes:
             kind = type("Param", (), {name: held, "__module__": "flax.nnx.variablelib"})
             given = export({"w": kind()})[0]
             assert read(given).raw == np.arange(3, dtype=np.float32).tobytes()
+
+
+def test_arrays_are_compared() -> None:
+    a, b = {"x": jnp.arange(6.0).reshape(2, 3).T}, {"x": np.arange(6, dtype="f4").reshape(2, 3).T}
+    assert mfload.diff(a, b)
+    assert not mfload.diff(a, {"x": b["x"] + 1e-3})
+    assert mfload.diff(a, {"x": b["x"] + 1e-3}, atol=0.01)

@@ -83,8 +83,8 @@ def test_between_header_and_data(
     path = write(tmp_path / "f.safetensors")
     true = checkpoint.choose
 
-    def choose(*args: Any) -> Any:
-        found = true(*args)
+    def choose(*args: Any, **given: Any) -> Any:
+        found = true(*args, **given)
         change(path)
         return found
 

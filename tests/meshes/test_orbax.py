@@ -129,7 +129,7 @@ def test_diff_verify_and_streams(tmp_path: Path) -> None:
     for kind in ("v0-files-zarr2-raw", "v1-ocdbt-zarr3-zstd"):
         orbax_writer.save(tmp_path / kind, kind, saved)
     first, second = (tmp_path / kind for kind in ("v0-files-zarr2-raw", "v1-ocdbt-zarr3-zstd"))
-    assert mfload.diff(first, second).same
+    assert mfload.diff(first, second).equal
     assert mfload.verify(first, against=second).ok
     written = mfload.verify(second, checksums="write")
     assert written.ok
@@ -137,7 +137,7 @@ def test_diff_verify_and_streams(tmp_path: Path) -> None:
     same(dict(mfload.stream(second, "numpy")), saved)
     saved["flags"] = saved["flags"].at[0].set(False)
     orbax_writer.save(tmp_path / "third", "v1-ocdbt-zarr3-raw", saved)
-    assert not mfload.diff(first, tmp_path / "third").same
+    assert not mfload.diff(first, tmp_path / "third").equal
     data = next(each for each in (second / "state").rglob("d/*"))
     data.write_bytes(data.read_bytes() + b"x")
     assert not mfload.verify(second, checksums="check").ok
@@ -148,4 +148,4 @@ def test_converting_what_begins_unlike_any_file(tmp_path: Path) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         checkpointer.save(tmp_path / "x", {"w": np.arange(4096.0), "v": np.ones((64, 64))})
     mfload.convert(tmp_path / "x", tmp_path / "x.safetensors")
-    assert mfload.diff(tmp_path / "x", tmp_path / "x.safetensors").same
+    assert mfload.diff(tmp_path / "x", tmp_path / "x.safetensors").equal

@@ -237,3 +237,56 @@ def test_the_time_of_peers_is_not_that_of_files(files: str) -> None:
     assert limits == [None, None]
     attempts.run(load, url, files, "path", options, None, whole=True)
     assert 0 < (limits[-1] or 0) <= 0.5
+
+
+def test_the_failed_attempt_is_a_stage(files: str, tmp_path: Path) -> None:
+    """Seconds and bytes of what failed are in the report, and the stages make up the wall time."""
+    arrays = {f"t{n}": np.full(300_000, n, np.float32) for n in range(8)}
+    mfload.save(arrays, path := tmp_path / "large.safetensors")
+    with mfload.publish(arrays, model="m", transports=["http"]) as seed:
+        arrays["t7"][-1] = -1.0
+        report, start = Report(), time.perf_counter()
+        options = Options(threads=1)
+        mfload.load(seed.url, "numpy", fallback=path, report=report, options=options)
+        took = time.perf_counter() - start
+        failed = report.stages["failed attempt"]
+        assert 0 < failed < took
+        assert took * 0.8 - 0.02 < report.seconds <= took
+        size = sum(each.nbytes for each in arrays.values())
+        assert report.result_bytes == size
+        assert size < report.read_bytes <= 2 * size + (1 << 20)
+        assert report.over_read_bytes == report.read_bytes - size
+        (span,) = (each for each in report.timeline if each.kind == "failed attempt")
+        assert (span.nbytes, span.file) == (report.over_read_bytes, seed.url)
+        assert any(each.file == f"peer://{seed.address}" for each in report.timeline)
+        said = report.notes[0]
+        assert f"{seed.url} failed after " in said
+        assert "MiB read, " in said
+        assert "t7" in said
+        with pytest.raises(errors.SourceNotFoundError):
+            mfload.load(seed.url, "numpy", fallback=tmp_path / "none", report=report)
+        assert {*report.stages} == {"failed attempt"}
+        assert report.tensors == report.result_bytes == 0
+        assert report.read_bytes == report.over_read_bytes > 0
+
+
+def test_a_failed_attempt_without_a_report(files: str) -> None:
+    with _seed() as (process, url):
+        process.kill()
+        process.wait()
+        assert mfload.load(url, "numpy", fallback=files).keys() == ARRAYS.keys()
+
+
+def test_a_manifest_that_differs_counts_too(files: str, tmp_path: Path) -> None:
+    """Also if all was loaded before it was known, and with shards."""
+    mfload.verify(files, checksums="write")
+    known = mfload.Manifest.read(files.removesuffix(".safetensors") + ".checksums.json")
+    bad = tmp_path / "bad" / "model.safetensors"
+    mfload.save({name: each + 1 for name, each in ARRAYS.items()}, bad)
+    for sharded in ({}, {"shardings": 0, "shard": (0, 1)}):
+        report = Report()
+        given: Any = {"fallback": files, "verify": known, "report": report, **sharded}
+        mfload.load(str(bad), "numpy", **given)
+        assert report.stages["failed attempt"] > 0
+        assert report.over_read_bytes > 0
+        assert "differ from the manifest" in report.notes[0]

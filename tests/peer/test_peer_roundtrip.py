@@ -140,12 +140,12 @@ class TestEveryCall:
             assert found.read_bytes == seed.manifest.size
             assert mfload.verify(seed.url, checksums="never", options=how).read_bytes == 0
             assert mfload.verify(seed.url, against=path, options=how).ok
-            assert mfload.diff(seed.url, path).same
+            assert mfload.diff(seed.url, path).equal
             copy = tmp_path / "copy.safetensors"
             mfload.convert(seed.url, copy)
             samples.assert_same(mfload.load(copy, "numpy"), self.ARRAYS)
         with publish({**self.ARRAYS, "odd": self.ARRAYS["odd"] ^ 1}) as seed:
-            assert not mfload.diff(seed.url, path).same
+            assert not mfload.diff(seed.url, path).equal
 
     def test_verify_finds_what_changed_in_place(self, how: Any) -> None:
         arrays = {name: each.copy() for name, each in self.ARRAYS.items()}

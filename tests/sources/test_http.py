@@ -110,7 +110,7 @@ class TestEveryCall:
     def test_diff_and_align(self, server: Server, tmp_path: Path) -> None:
         target = tmp_path / "new.safetensors"
         mfload.align(server.url(), target)
-        assert mfload.diff(server.url(), target).same
+        assert mfload.diff(server.url(), target).equal
         with pytest.raises(errors.MfloadError):
             mfload.align(server.url(), overwrite=True)
 

@@ -1,0 +1,139 @@
+"""What lies beside the weights of a model, such as its config and tokenizer, and goes with them.
+
+These are the files in the directory of a model as Hugging Face lays it out, one with a config, that
+are no weights by their names. Code of the model (`*.py`) is copied, and never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Generator
+
+import numpy as np
+
+from mfload import errors
+from mfload.checking import manifest
+from mfload.formats.discovery import CheckpointFiles
+from mfload.report import human
+from mfload.saving.drafts import Draft
+from mfload.saving.publishing import SaveTarget
+
+_CONFIG = "config.json"  # Ends a name in the directory of a model, such as adapter_config.json.
+_BROUGHT = re.compile(
+    r"[^.].*\.(json|jsonl|txt|model|jinja|py|md|tiktoken|bpe|ya?ml)|vocab\..+|(LICEN[CS]E|NOTICE).*"
+)
+_LEFT = (".index.json", manifest.SUFFIX)
+_LARGEST = 64 << 20
+_MOST = 256  # Files.
+
+
+def find(source: CheckpointFiles, target: str) -> tuple[list[str], list[str]]:
+    """Paths of the files beside a checkpoint that go with it to a directory, and notes.
+
+    Raises SourceError if the directory can't be listed.
+    """
+    directory = source.name or ""
+    if source.index_file is not None:
+        directory = os.path.dirname(directory)
+    if source.directory is not None or not os.path.isdir(directory):
+        return [], []
+    try:
+        names = sorted(os.listdir(directory))
+        if not any(name.endswith(_CONFIG) for name in names) or _same(directory, target):
+            return [], []
+        names = [n for n in names if _BROUGHT.fullmatch(n) and not n.endswith(_LEFT)]
+        # Links are followed: the cache of the Hugging Face client is made of them.
+        status = {path: os.stat(path) for path in (os.path.join(directory, n) for n in names)}
+    except OSError as error:
+        raise errors.from_os(error, directory, "look at what lies beside the weights") from error
+    files = [path for path, found in status.items() if stat.S_ISREG(found.st_mode)]
+    fitting = [path for path in files if status[path].st_size <= _LARGEST][:_MOST]
+    left = [os.path.basename(path) for path in files if path not in fitting]
+    note = f"not copied, for more than {human(_LARGEST)} or {_MOST} files: {', '.join(left[:8])}"
+    return fitting, [note] if left else []
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+class Beside:
+    """Copies of files beside the weights, on their way to a directory.
+
+    Args:
+        files: Paths of the files.
+        target: Where the weights go.
+
+    Attributes:
+        names: Their names.
+
+    Raises:
+        TargetExistsError: Another file has one of the names, and may not be replaced.
+    """
+
+    def __init__(self, files: list[str], target: SaveTarget) -> None:
+        self.names = list(map(os.path.basename, files))
+        self._target, self._drafts = target, dict[str, Draft]()
+        self._place = place = target.place
+        self._files = {place.at(name): file for name, file in zip(self.names, files, strict=True)}
+        place.check_names(self.names)
+        for path, file in self._files.items():
+            if not target.overwrite and os.path.exists(path) and _read(path) != _read(file):
+                raise _exists(path)
+
+    @contextlib.contextmanager
+    def written(self) -> Generator[None]:
+        """Writes all of them under no names; those that are not published in here are gone."""
+        with contextlib.ExitStack() as stack:
+            hidden = self._place.at(self._place.hidden + secrets.token_hex(8))
+            for number, (path, file) in enumerate(self._files.items()):
+                raw = _read(file)
+                if os.path.exists(path) and _read(path) == raw:
+                    continue
+                draft = Draft(f"{hidden}-beside-{number}", len(raw), path)
+                stack.callback(draft.discard)
+                draft.write(0, [np.frombuffer(raw, np.uint8)])
+                draft.sync()
+                self._drafts[path] = draft
+            yield
+
+    @contextlib.contextmanager
+    def published(self) -> Generator[None]:
+        """Gives them their names, which new ones lose again if what happens in here fails."""
+        new: list[str] = []
+        try:
+            for path, draft in self._drafts.items():
+                there = os.path.lexists(path)
+                draft.publish(path, replace=self._target.overwrite)
+                if not there:
+                    new.append(path)
+            yield
+        except BaseException as error:
+            for path in new:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            if isinstance(error, FileExistsError) and not isinstance(error, errors.MfloadError):
+                raise _exists(str(error.filename2 or error.filename)) from None
+            if isinstance(error, OSError) and not isinstance(error, errors.MfloadError):
+                raise errors.from_target(error, self._place.directory, "name a copy") from error
+            raise
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_LARGEST + 1)
+    except OSError as error:
+        raise errors.from_os(error, path, "read") from error
+
+
+def _exists(path: str) -> errors.TargetExistsError:
+    return errors.TargetExistsError(
+        "another file has the name of one that lies beside the weights; overwrite=True replaces "
+        "it, only_weights=True leaves it",
+        file=path,
+    )
