@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import inspect
 import os
 from pathlib import Path
@@ -75,8 +76,8 @@ def test_fields_are_on_lines_of_their_own(run: Run, tmp_path: Path) -> None:
     assert run("ls", path, "--json") == (
         4,
         '{"error": {"type": "HeaderError", "message": "the file has bytes past its last tensor", '
-        f'"file": "{path}", "tensor": null, "expected": "10 bytes", "found": "14 bytes", '
-        '"problems": []}}\n',
+        f'"file": {json.dumps(str(path))}, "tensor": null, '
+        '"expected": "10 bytes", "found": "14 bytes", "problems": []}}\n',
         "",
     )
 
