@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import inspect
+import json
 import os
 from pathlib import Path
 from typing import Any
