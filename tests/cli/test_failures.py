@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ def test_fields_are_on_lines_of_their_own(run: Run, tmp_path: Path) -> None:
     assert run("ls", path, "--json") == (
         4,
         '{"error": {"type": "HeaderError", "message": "the file has bytes past its last tensor", '
-        f'"file": "{path}", "tensor": null, "expected": "10 bytes", "found": "14 bytes", '
-        '"problems": []}}\n',
+        f'"file": {json.dumps(str(path))}, "tensor": null, '
+        '"expected": "10 bytes", "found": "14 bytes", "problems": []}}\n',
         "",
     )
 

@@ -175,9 +175,9 @@ def _disk(there: Path, path: str) -> list[Finding]:
 
 def test_disks(tmp_path: Path) -> None:
     here = os.path.realpath(tmp_path)
-    base = "sys/dev/block/259:0"
+    point, base = here.replace(" ", "\\040"), "sys/dev/block/259:0"
     files = {
-        "proc/self/mountinfo": f"1 1 259:0 / {here} rw - ext4 /dev/x rw,data=journal\n",
+        "proc/self/mountinfo": f"1 1 259:0 / {point} rw - ext4 /dev/x rw,data=journal\n",
         f"{base}/device/model": "FAST DISK   \n",
         f"{base}/queue/rotational": "0\n",
         f"{base}/queue/read_ahead_kb": "128\n",
@@ -187,7 +187,7 @@ def test_disks(tmp_path: Path) -> None:
     assert named(findings, "device").found.startswith("FAST DISK, flash")
     assert named(findings, "read-ahead").data == 128
     assert [each.found for each in _disk(tmp_path / "none", here)] == ["unknown"]
-    files["proc/self/mountinfo"] = f"1 1 0:9 / {here} rw - nfs4 h:/ rw\n"
+    files["proc/self/mountinfo"] = f"1 1 0:9 / {point} rw - nfs4 h:/ rw\n"
     (found,) = _disk(machine(tmp_path, files), here)
     assert "mmap" in found.advice
 
