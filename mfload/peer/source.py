@@ -171,8 +171,10 @@ class PeerSource:
 
     def fits(self, block: int, parts: Sequence[Any]) -> bool:
         """Whether the bytes of a block are those that the seed published."""
-        sums = self.manifest.checksums or ""
-        return self._sum(parts) == sums[DIGITS * block : DIGITS * (block + 1)]
+        return self._sum(parts) == self._published(block)
+
+    def _published(self, block: int) -> str:
+        return (self.manifest.checksums or "")[DIGITS * block : DIGITS * (block + 1)]
 
     def _sum(self, parts: Sequence[Any]) -> str:
         made = self.new()  # pyright: ignore[reportOptionalCall] - asked for where there are sums
@@ -184,6 +186,7 @@ class PeerSource:
         """Raises ChecksumError for a block that does not fit, with the tensors that changed."""
         self.check()  # Of weights that were replaced there may be anything in their place.
         start, rows = block * BLOCK, self.manifest.parts(block)
+        stop = min(start + BLOCK, self.size)
         changed = [
             names
             for low, high, names, expected in rows
@@ -200,7 +203,7 @@ class PeerSource:
             what,
             file=self.name,
             tensor=names[0] if told and names else None,
-            expected=f"the xxh3 of bytes {start} to {min(start + BLOCK, self.size)}",
+            expected=f"xxh3 {self._published(block)} of bytes {start} to {stop}",
             found=self._sum(parts),
         )
 
