@@ -228,7 +228,7 @@ def _tolerance(rtol: Any, atol: Any) -> Tolerance | None:
     found: list[float] = []
     for name, value in (("rtol", rtol), ("atol", atol)):
         value = 0.0 if value is None else value
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        number = type(value) is not bool and isinstance(value, numbers.Real)
         if not number or not 0 <= float(value) < inf:
             expected = "a finite number from 0 up"
             raise errors.UsageError(f"invalid {name}", expected=expected, found=repr(value))
