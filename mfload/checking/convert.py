@@ -21,7 +21,6 @@ from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
 from mfload.checking.copying import Copier, read_back
 from mfload.checking.manifest import Algorithm, FileEntry, Manifest
-from mfload.checking.renaming import Row
 from mfload.checking.scan import scan
 from mfload.checking.verify import verify, with_manifest
 from mfload.dtypes import DTypeLike
@@ -228,7 +227,7 @@ class _Rewrite:
     """
 
     def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
-        self.wishes, self._how = wishes, how
+        self.wishes, self._source, self._how = wishes, source, how
         self.index, self.sources = checkpoint.read(source, how)
         self.found = found = discovery.find(source, how)
         directory = found.directory is not None
@@ -242,6 +241,7 @@ class _Rewrite:
             self.index = _part(self.index, wishes.names)
         if wishes.change is not None:
             self.index = wishes.change(self.index)
+        self.rows: Sequence[Any]  # Of `renaming.Row`.
         self.rows, self.others = renaming.entries(self.index, wishes.dtype, wishes.mapping)
         if self.others:
             self.index = renaming.without_tree(self.index)
@@ -287,7 +287,7 @@ class _Rewrite:
             parts = layout.split(rows, wishes.limit, ranked=ranked)
             given = self.index.metadata, wishes.align
             return [layout.lay_out(part, *given, ranked=ranked) for part in parts]
-        files: list[list[Row]] = [[] for _ in self.sources]
+        files: list[list[Any]] = [[] for _ in self.sources]
         for row in rows:
             files[row.pieces[0].source].append(row)
         # Each file keeps metadata of its own.
@@ -305,9 +305,10 @@ class _Rewrite:
         manifest.check_target(self.new, overwrite=self.wishes.overwrite or self.same)
         if not (self.loaded or self.others) and known.hashed:
             return known, None
-        for problem in verify(self.found, manifest=known, options=self.wishes.options).problems:
-            given = problem._asdict()
-            raise errors.ChecksumError(given.pop("what"), **given)
+        given: Any = {"manifest": known, "options": self.wishes.options}
+        for problem in verify(self._source, **given).problems:
+            fields = problem._asdict()
+            raise errors.ChecksumError(fields.pop("what"), **fields)
         # Bytes of tensors that are stored in another way have other sums when they are raw.
         return (None, known) if self.loaded or self.others else (known, None)
 
@@ -327,7 +328,7 @@ class _Rewrite:
     ) -> tuple[dict[str, str] | None, list[str], list[str]]:
         """Fills the drafts; returns digests of tensors, SHA-256 of files, and notes."""
         how, index, sources = self._how, self.index, self.sources
-        rows: list[Any] = self.rows
+        rows = self.rows
         hasher = Hasher(rows if known is not None and known.hashed else ())
         notes: list[str] = []
         # Both passes tell of the same bytes, but for the headers.

@@ -221,14 +221,15 @@ def diff(
     )
 
 
-def _tolerance(rtol: object, atol: object) -> Tolerance | None:
+def _tolerance(rtol: Any, atol: Any) -> Tolerance | None:
     """The tolerance that was given; None if every bit counts."""
     if rtol is None and atol is None:
         return None
     found: list[float] = []
     for name, value in (("rtol", rtol), ("atol", atol)):
-        value = 0 if value is None else value
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < inf:
+        value = 0.0 if value is None else value
+        number = type(value) is not bool and isinstance(value, numbers.Real)
+        if not number or not 0 <= float(value) < inf:
             expected = "a finite number from 0 up"
             raise errors.UsageError(f"invalid {name}", expected=expected, found=repr(value))
         found.append(float(value))

@@ -192,7 +192,9 @@ def _show(memory: list[Any], observer: Observer, share: Share) -> None:
 def named(error: BaseException, file: str, tensor: str | None) -> errors.MfloadError:
     """An error of a read as one of mfload's, with the file and the tensor that it concerns."""
     if isinstance(error, errors.MfloadError):
-        error.file, error.tensor = error.file or file, error.tensor or tensor
+        error.file = error.file or file
+        if not isinstance(error, errors.ChecksumError):  # A sum may be of several, and tells which.
+            error.tensor = error.tensor or tensor
         return error
     if isinstance(error, OSError):
         made: errors.MfloadError = errors.from_os(error, file, "read")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import importlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,28 +59,38 @@ class Data:
     def parts(self, start: int, stop: int) -> Iterator[Any]:
         """The memory of a range, array by array; of devices, copies of a few MiB."""
         for n, low, high in cut(self.starts, self.size, start, stop):
-            memory = self.arrays[n]
-            step = high - low if isinstance(memory, np.ndarray) else _PIECE
-            for at in range(low, high, step):
-                yield memory[at : min(at + step, high)]
+            yield from _pieces(self.arrays[n], low, high)
 
-    def checksums(self) -> str:
-        """The checksum of each block, as the manifest has them."""
+    def checksums(self) -> tuple[str, str]:
+        """The checksums of blocks, and of parts of shared ones, as the manifest has them."""
         new = hasher()
-        found: list[str] = []
+        blocks: list[str] = []
+        shared: list[str] = []
+        mine: list[str] = []  # Of the arrays that have a part of this block.
         made, left = new(), BLOCK
-        for part in self.parts(0, self.size):
-            view = memoryview(part)
-            while view:
-                some = view[:left]
-                made.update(some)
-                view, left = view[some.nbytes :], left - some.nbytes
-                if not left:
-                    found.append(made.hexdigest())
-                    made, left = new(), BLOCK
+        for memory in self.arrays:
+            own, rest = None, memory.size
+            for piece in _pieces(memory, 0, memory.size):
+                view = memoryview(piece)
+                while view:
+                    if own is None and (left < BLOCK or rest < BLOCK):
+                        own = new()
+                    some = view[:left]
+                    made.update(some)
+                    if own is not None:
+                        own.update(some)
+                    view, left, rest = view[some.nbytes :], left - some.nbytes, rest - some.nbytes
+                    if own is not None and not (left and rest):
+                        mine.append(own.hexdigest())
+                        own = None
+                    if not left:
+                        blocks.append(made.hexdigest())
+                        shared += mine if len(mine) > 1 else []
+                        mine, made, left = [], new(), BLOCK
         if left < BLOCK:
-            found.append(made.hexdigest())
-        return "".join(found)
+            blocks.append(made.hexdigest())
+        shared += mine if len(mine) > 1 else []
+        return "".join(blocks), "".join(shared)
 
     def spans(self) -> list[tuple[int, int]]:
         """Address and bytes of each array, in order."""
@@ -88,6 +99,19 @@ class Data:
     def devices(self) -> list[int]:
         """The CUDA device on which each array lies; -1 for the host."""
         return [getattr(each, "number", -1) for each in self.arrays]
+
+
+def _pieces(memory: Any, low: int, high: int) -> Iterator[Any]:
+    """A range of an array; of one on a device, copies of a few MiB."""
+    step = high - low if isinstance(memory, np.ndarray) else _PIECE
+    for at in range(low, high, step):
+        yield memory[at : min(at + step, high)]
+
+
+def overlap(vector: Sequence[Any]) -> bool:
+    """Whether buffers of a vector share memory, as gaps that are read over do."""
+    spans = sorted((flat(each).ctypes.data, each.nbytes) for each in vector if each.nbytes)
+    return any(start + size > after for (start, size), (after, _) in pairwise(spans))
 
 
 def _address(memory: Any) -> int:

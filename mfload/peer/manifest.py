@@ -20,6 +20,9 @@ from mfload.index import Box
 BLOCK = 256 << 10
 """Bytes of data that share a checksum."""
 
+DIGITS = 16
+"""Hexadecimal digits of a checksum."""
+
 MAX_MANIFEST = 128 << 20
 MAX_SIZE = 1 << 44
 """Bytes that the fragments of a seed have together, at most."""
@@ -68,6 +71,8 @@ class Manifest(NamedTuple):
         checksums: The xxh3_64 of each `BLOCK` bytes of data, 16 hexadecimal digits each; None if
             there are none.
         ways: What each transport offers, by its name.
+        shared: The same sums of the parts that fragments have of blocks that several share, in the
+            order of the data: they tell which one changed. Empty if there are none.
     """
 
     model: str
@@ -80,12 +85,38 @@ class Manifest(NamedTuple):
     metadata: dict[str, str]
     checksums: str | None
     ways: dict[str, Any]
+    shared: str = ""
 
     @property
     def layout(self) -> str:
         """The fingerprint of names, dtypes and shapes, whatever the sharding."""
         rows = sorted((each.name, each.dtype, each.shape) for each in self.entries)
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+    def parts(self, block: int) -> list[tuple[int, int, list[str], str]]:
+        """The fragments that have parts of a block: first and past last byte, names and checksum.
+
+        The checksum is empty if it is unknown.
+        """
+        places: dict[tuple[int, int], list[str]] = {}
+        for entry in self.entries:
+            for _, offset, nbytes in entry.fragments:
+                if nbytes:
+                    places.setdefault((offset, offset + nbytes), []).append(entry.name)
+        held: dict[int, list[tuple[int, int, list[str]]]] = {}
+        for (start, stop), names in sorted(places.items()):
+            for number in sorted({start // BLOCK, block, (stop - 1) // BLOCK}):
+                low, high = max(start, number * BLOCK), min(stop, (number + 1) * BLOCK)
+                if low < high:
+                    held.setdefault(number, []).append((low, high, names))
+        shared = {number: rows for number, rows in held.items() if len(rows) > 1}
+        first = sum(len(rows) for number, rows in shared.items() if number < block)
+        fits = len(self.shared) == DIGITS * sum(map(len, shared.values()))
+        sums = self.shared if fits and block in shared else ""
+        return [
+            (*row, sums[DIGITS * n : DIGITS * (n + 1)])
+            for n, row in enumerate(held.get(block, ()), first)
+        ]
 
     def to_json(self) -> bytes:
         """The manifest as it is sent."""
@@ -121,6 +152,7 @@ def from_json(data: Any, name: str) -> Manifest:
         check.field(given, "block", int, lambda value: value == BLOCK)
         check.of(checksums, str, "checksums", lambda v: len(v) == 16 * blocks)
         check.of(checksums, str, "checksums", lambda v: bool(_DIGESTS.fullmatch(v)))
+    shared = check.of(given.get("shared", ""), str, "shared", lambda v: bool(_DIGESTS.fullmatch(v)))
     rows = check.field(given, "tensors", list)
     entries = tuple(_entry(row, check) for row in rows)
     check.tensor = None
@@ -138,6 +170,7 @@ def from_json(data: Any, name: str) -> Manifest:
         metadata,
         checksums,
         ways,
+        shared,
     )
 
 

@@ -63,7 +63,7 @@ class _Version:
             for name, (each, fragments) in rows.items()
         )
         self.metadata = dict(metadata)
-        self.checksums = self.data.checksums() if checksums else None
+        self.checksums, self.shared = self.data.checksums() if checksums else (None, "")
         self.offers: dict[str, ways.Offer] = {}
         self.manifest: Any = None
         self.text = b""
@@ -238,6 +238,7 @@ class Seed:
                 version.metadata,
                 version.checksums,
                 {name: offer.given for name, offer in version.offers.items()},
+                version.shared,
             )
             version.text = version.manifest.to_json()
             _check_readable(version.text)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mfload import errors
 from mfload.options import PeerOptions
 from mfload.peer import forks, manifest as manifests, security, transports
 from mfload.peer.client import Client
-from mfload.peer.data import hasher, take
-from mfload.peer.manifest import BLOCK, Manifest
+from mfload.peer.data import hasher, overlap, take
+from mfload.peer.manifest import BLOCK, DIGITS, Manifest
 from mfload.peer.transports import Remote, Way
 from mfload.sources.base import ClosedAtEnd, shrunk
 
-_DIGITS = 16
+_SHOWN = 8  # Tensors that an error names.
 
 
 class Generation(NamedTuple):
@@ -169,31 +169,43 @@ class PeerSource:
         """Raises UsageError: nothing lies beside a seed."""
         raise errors.UsageError("nothing lies beside a peer", found=name)
 
-    def compare(self, block: int, parts: Sequence[Any]) -> None:
-        """Raises ChecksumError if the bytes of a block are not those that the seed published."""
+    def fits(self, block: int, parts: Sequence[Any]) -> bool:
+        """Whether the bytes of a block are those that the seed published."""
+        return self._sum(parts) == self._published(block)
+
+    def _published(self, block: int) -> str:
+        return (self.manifest.checksums or "")[DIGITS * block : DIGITS * (block + 1)]
+
+    def _sum(self, parts: Sequence[Any]) -> str:
         made = self.new()  # pyright: ignore[reportOptionalCall] - asked for where there are sums
         for part in parts:
             made.update(part)
-        sums, found = self.manifest.checksums or "", made.hexdigest()
-        expected = sums[_DIGITS * block : _DIGITS * (block + 1)]
-        if found != expected:
-            self.check()  # Of weights that were replaced there may be anything in their place.
-            low, high = block * BLOCK, (block + 1) * BLOCK
-            names = [
-                entry.name
-                for entry in self.manifest.entries
-                for _, offset, nbytes in entry.fragments
-                if nbytes and offset < high and offset + nbytes > low
-            ]
-            more = f", which {len(names)} tensors have parts of" if len(names) > 1 else ""
-            raise errors.ChecksumError(
-                "bytes of the peer differ from those that it published: they were changed in "
-                "place, or damaged on the way",
-                file=self.name,
-                tensor=next(iter(names), None),
-                expected=f"xxh3 {expected} of bytes {low} to {high}{more}",
-                found=found,
-            )
+        return made.hexdigest()
+
+    def refuse(self, block: int, parts: Sequence[Any]) -> NoReturn:
+        """Raises ChecksumError for a block that does not fit, with the tensors that changed."""
+        self.check()  # Of weights that were replaced there may be anything in their place.
+        start, rows = block * BLOCK, self.manifest.parts(block)
+        stop = min(start + BLOCK, self.size)
+        changed = [
+            names
+            for low, high, names, expected in rows
+            if self._sum(take(parts, low - start, high - start)) != expected
+        ]
+        names = [name for some in changed for name in some]
+        told = len(rows) < 2 or bool(rows[0][3])  # Other seeds have no sums of parts.
+        what = "bytes of the peer differ from those that it published: they were changed in place, "
+        what += "or damaged on the way"
+        if len(names) > 1:
+            some = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+            what += f", in {len(names)} tensors: {some}" if told else f", in one or more of {some}"
+        raise errors.ChecksumError(
+            what,
+            file=self.name,
+            tensor=names[0] if told and names else None,
+            expected=f"xxh3 {self._published(block)} of bytes {start} to {stop}",
+            found=self._sum(parts),
+        )
 
 
 def _close(way: Way, client: Client) -> None:
@@ -241,7 +253,11 @@ class PeerHandle(ClosedAtEnd):
         source.way.read(whole, first * BLOCK)
         for block in range(first, last):
             at = (block - first) * BLOCK
-            source.compare(block, take(whole, at, at + BLOCK))
+            parts = take(whole, at, at + BLOCK)
+            if not source.fits(block, parts):
+                if not overlap(vector):
+                    source.refuse(block, parts)
+                self._edge(vector, offset, stop, block)  # A gap has the bytes of a later one.
         if end < stop:
             self._edge(vector, offset, stop, last)
         return stop - offset
@@ -258,8 +274,10 @@ class PeerHandle(ClosedAtEnd):
             if len(self._kept) != end - start:
                 self._kept = bytearray(end - start)
             self._block = -1
-            self._source.way.read([memoryview(self._kept)], start)
-            self._source.compare(block, [self._kept])
+            kept = [memoryview(self._kept)]
+            self._source.way.read(kept, start)
+            if not self._source.fits(block, kept):
+                self._source.refuse(block, kept)
             self._block = block
         low, high = max(offset, start), min(stop, start + len(self._kept))
         at = low - start

@@ -448,3 +448,26 @@ def test_the_recipe_for_fsdp_runs_on_two_processes(tmp_path: Path, tied: bool) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "model.rotary_emb.inv_freq" in done.stderr
+
+
+class TestConverted:
+    """What `mfload.convert` writes to a directory is a model to transformers."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_a_directory(self, name: str, saved: Any, tmp_path: Path) -> None:
+        cls, auto, source = saved[name]
+        mfload.convert(source, f"{tmp_path}/out/")
+        found, expected = auto.from_pretrained(tmp_path / "out"), auto.from_pretrained(source)
+        expected.config._name_or_path = expected.name_or_path = found.name_or_path
+        assert type(found) is type(expected) is cls
+        same(found, expected)
+
+    def test_another_dtype_in_one_file(self, saved: Any, tmp_path: Path) -> None:
+        cls, _, source = saved["llama"]
+        done = mfload.convert(source, f"{tmp_path}/out/", dtype="bfloat16", max_shard_size="1GB")
+        assert [Path(file).name for file in done.files] == ["model.safetensors"]
+        found, expected = (
+            cls.from_pretrained(path, dtype="bfloat16") for path in (tmp_path / "out", source)
+        )
+        expected.config._name_or_path = expected.name_or_path = found.name_or_path
+        same(found, expected)

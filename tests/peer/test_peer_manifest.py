@@ -131,6 +131,9 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("checksums",), lambda sums: sums + 16 * "0"),
     (("checksums",), lambda sums: sums[:-1] + "G"),
     (("checksums",), lambda sums: [sums]),
+    (("shared",), lambda sums: sums[:-1]),
+    (("shared",), lambda sums: sums[:-1] + "G"),
+    (("shared",), None),
     (("tensors",), {}),
     (("tensors",), lambda rows: [*rows, rows[0]]),  # A name twice.
     # Of a tensor.
@@ -206,6 +209,9 @@ class TestOneThingIsWrong:
         data = {key: value for key, value in VALID.items() if key != name}
         if name == "checksums":
             assert manifests.from_json(data, "peer").checksums is None
+            return
+        if name == "shared":
+            assert manifests.from_json(data, "peer").shared == ""
             return
         with pytest.raises(errors.HeaderError):
             manifests.from_json(data, "peer")

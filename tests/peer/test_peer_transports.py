@@ -81,7 +81,18 @@ def test_a_transport_that_can_t_be_offered() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [BLOCK], [BLOCK - 1, 1, 1], [5, 3 * BLOCK, 7, BLOCK]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [1],
+        [BLOCK],
+        [BLOCK - 1, 1, 1],
+        [5, 3 * BLOCK, 7, BLOCK],
+        [3, 3, BLOCK - 7, 1, 2 * BLOCK],
+        [2 * BLOCK + 1, 2],
+    ],
+)
 def test_checksums_of_blocks(sizes: list[int]) -> None:
     """Of the bytes of all arrays, however these lie."""
     data, arrays = Data(), [np.arange(size).astype(np.uint8) for size in sizes]
@@ -89,7 +100,17 @@ def test_checksums_of_blocks(sizes: list[int]) -> None:
         data.add(each)
     whole = b"".join(each.tobytes() for each in arrays)
     blocks = [whole[at : at + BLOCK] for at in range(0, len(whole), BLOCK)]
-    assert data.checksums() == "".join(hasher()(each).hexdigest() for each in blocks)
+    made, shared = data.checksums()
+    assert made == "".join(hasher()(each).hexdigest() for each in blocks)
+    parts: dict[int, list[bytes]] = {}
+    at = 0
+    for size in sizes:
+        for block in range(at // BLOCK, -(-(at + size) // BLOCK)):
+            low, high = max(at, block * BLOCK), min(at + size, (block + 1) * BLOCK)
+            parts.setdefault(block, []).append(whole[low:high])
+        at += size
+    several = [part for block in parts.values() if len(block) > 1 for part in block]
+    assert shared == "".join(hasher()(each).hexdigest() for each in several)
 
 
 def test_a_copy_that_fails_is_made_for_the_next_reader() -> None:
@@ -700,3 +721,71 @@ def test_names_of_other_packages_are_listed(mooncake: Callable[[], Any]) -> None
     """Among those that there are."""
     with pytest.raises(errors.UsageError, match=r"http.*mooncake"):
         transports.find("nothing")
+
+
+# What a checksum says
+
+
+def _small(count: int) -> dict[str, Any]:
+    return {f"t{n:03}": np.arange(n, n + 999.0) for n in range(count)}
+
+
+@pytest.mark.parametrize("transport", ["memory", "http"])
+@pytest.mark.parametrize("names", [None, "t(05|1[12])", ["t117"]])
+def test_the_tensor_that_changed_is_named(transport: str, names: Any) -> None:
+    """Not the first of its block, of which a block has some thirty."""
+    arrays = _small(120)
+    with mfload.publish(arrays, model="m", transports=(transport,)) as seed:
+        arrays["t117"][-1] = -1
+        with pytest.raises(errors.ChecksumError, match="in place") as caught:
+            mfload.load(seed.url, "numpy", names=names, options=_options(transport))
+        assert caught.value.tensor == "t117"
+        problems = mfload.verify(seed.url, options=_options(transport)).problems
+        assert [each.tensor for each in problems] == ["t117"]
+        for name in ("t115", "t118"):
+            arrays[name][3] = -1
+        with pytest.raises(errors.ChecksumError, match="3 tensors: t115, t117, t118") as caught:
+            mfload.load(seed.url, "numpy", names=["t116"], options=_options(transport))
+        assert caught.value.tensor == "t115"
+
+
+def test_one_that_lies_in_several_blocks_or_has_two_names() -> None:
+    big = np.zeros(3 * BLOCK + 5, np.uint8)
+    arrays = {"a": np.ones(7), "big": big, "same": big, "z": np.ones(9)}
+    with mfload.publish(arrays, model="m", transports=("memory",)) as seed:
+        for at in (0, BLOCK + 1, 3 * BLOCK + 4):
+            big[at] = 1
+            with pytest.raises(errors.ChecksumError, match="2 tensors: big, same") as caught:
+                mfload.load(seed.url, "numpy", options=_options("memory"))
+            assert caught.value.tensor == "big"
+            big[at] = 0
+        assert len(mfload.load(seed.url, "numpy", options=_options("memory"))) == 4
+
+
+def test_a_seed_without_sums_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said for sure."""
+    true = Data.checksums
+    monkeypatch.setattr(Data, "checksums", lambda self: (true(self)[0], ""))
+    arrays = {name: np.ones(3) for name in "abc"}
+    with mfload.publish(arrays, model="m", transports=("memory",)) as seed:
+        arrays["b"][0] = 2
+        with pytest.raises(errors.ChecksumError, match="one or more of a, b, c") as caught:
+            mfload.load(seed.url, "numpy", options=_options("memory"))
+        assert caught.value.tensor is None
+
+
+@pytest.mark.parametrize("transport", ["memory", "http"])
+def test_gaps_that_are_read_over_are_no_damage(transport: str) -> None:
+    """Several of a block go into the same memory, of which the last one is what stays."""
+    random = np.random.default_rng(4)
+    arrays = {f"t{n}": random.integers(0, 255, size, np.uint8)
+              for n, size in enumerate(random.integers(1, 40_000, 120))}  # fmt: skip
+    with mfload.publish(arrays, model="m", transports=(transport,)) as seed:
+        for names in (["t0", "t2", "t4"], *(random.permutation([*arrays])[:40] for _ in range(8))):
+            found = mfload.load(seed.url, "numpy", names=[*names], options=_options(transport))
+            for name in names:
+                np.testing.assert_array_equal(found[name], arrays[name])
+        arrays["t60"][-1] ^= 1
+        with pytest.raises(errors.ChecksumError) as caught:
+            mfload.load(seed.url, "numpy", names="[02468]$", options=_options(transport))
+        assert caught.value.tensor == "t60"
