@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         prefer: Prefer
 
     class StreamArguments(Arguments, total=False):
-        """Those of `stream`, of which lazy tensors are no arrays except for PyTorch."""
+        """Those of `stream`, whose lazy tensors are arrays only in PyTorch."""
 
         order: Sequence[str] | None
         lazy: bool
@@ -465,7 +465,7 @@ def plan(
     If shards are missing and no names are given, it is the plan for those that exist, and the notes
     name the others.
 
-    `framework` defaults to "numpy", with a mesh or with shardings that are no dims to "jax". It
+    `framework` defaults to "numpy", with a mesh or with shardings other than dims to "jax". It
     need not be installed for a plan onto the host without a mesh or shardings; a note says so.
 
     Returns:
