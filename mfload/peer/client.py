@@ -243,8 +243,9 @@ class Client:
         plain = self._context is None
         problem = mismatch(error, *self._host, tls=not plain)
         expected = "ca_file=, the certificates of its authority" if plain else "no ca_file="
-        fields = {"file": self.name, "expected": expected}
-        return errors.SourceError(f"the peer {problem}", **fields) if problem else None
+        if problem is None:
+            return None
+        return errors.SourceError(f"the peer {problem}", file=self.name, expected=expected)
 
 
 def _close(idle: deque[http.client.HTTPConnection]) -> None:
