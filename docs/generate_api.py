@@ -147,7 +147,7 @@ def described(title: str, kind: type, made: bool = True) -> Iterator[str]:
 
 
 def types() -> Iterator[str]:
-    """What signatures name that is no class, by the text below its assignment."""
+    """What signatures name beside classes, by the text below its assignment."""
     for title, dotted in TYPES.items():
         module, _, name = dotted.rpartition(".")
         body = ast.parse(inspect.getsource(importlib.import_module(module))).body

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         prefer: Prefer
 
     class StreamArguments(Arguments, total=False):
-        """Those of `stream`, of which lazy tensors are no arrays except for PyTorch."""
+        """Those of `stream`, whose lazy tensors are arrays only in PyTorch."""
 
         order: Sequence[str] | None
         lazy: bool
@@ -465,7 +465,7 @@ def plan(
     If shards are missing and no names are given, it is the plan for those that exist, and the notes
     name the others.
 
-    `framework` defaults to "numpy", with a mesh or with shardings that are no dims to "jax". It
+    `framework` defaults to "numpy", with a mesh or with shardings other than dims to "jax". It
     need not be installed for a plan onto the host without a mesh or shardings; a note says so.
 
     Returns:
@@ -480,14 +480,15 @@ def plan(
     if framework is None:
         framework = frameworks.ON_MESHES[0] if sharded and shard is None else "numpy"
     name = _check(framework, device, mesh, shardings, shard, unmatched)
+    choose = partial(_choose, path, names, dtype, how, missing_ok=names is None)
     if sharded:
         from mfload.mesh import load as mesh_load
 
         backend = mesh_load.backend(name, device, shard, how.exchange)
-        chosen = mesh_load.Chosen(*_choose(path, names, dtype, how, known=names is None), how)
+        chosen = mesh_load.Chosen(*choose(), how)
         return mesh_load.preview(chosen, backend, mesh, shardings, unmatched)
     with gc_paused():
-        index, sources, requests = _choose(path, names, dtype, how, known=names is None)
+        index, sources, requests = choose()
         adapter = frameworks.planned(framework, device, index.names)
         return Loader(index, sources, adapter, how).preview(requests)
 
@@ -826,11 +827,11 @@ def _choose(
     options: LoadOptions,
     order: Sequence[str] | None = None,
     *,
-    known: bool = False,
+    missing_ok: bool = False,
 ) -> tuple[Index, list[Source], Sequence[Request]]:
     """The index, its sources, and what is requested; reads the headers that it takes.
 
-    `known`: see `checkpoint.choose`.
+    `missing_ok`: see `checkpoint.choose`.
     """
     select: Callable[[Index], Columns] = attrgetter("columns")
     if names is not None:
@@ -840,7 +841,7 @@ def _choose(
             names = list(names)  # They may be gone through again.
         select = partial(selection.select, names=names)
     with gc_paused():
-        infos, index, sources = checkpoint.choose(path, options, select, known=known)
+        infos, index, sources = checkpoint.choose(path, options, select, missing_ok=missing_ok)
         if dtype is None:
             rows = requesting.whole(infos)
             return index, sources, rows if order is None else requesting.ordered(rows, order)

@@ -295,10 +295,10 @@ def amount(nbytes: int | None, like: int | None = None) -> str:
 
 
 def close_names(word: object, choices: Iterable[str], most: int = 3) -> list[str]:
-    """The choices that are near to a word, the nearest first (see `mfload.spelling`)."""
-    from mfload import spelling  # Late: only errors need it.
+    """The choices that are near to a word, the nearest first (see `mfload.suggestions`)."""
+    from mfload import suggestions  # Late: only errors need it.
 
-    return spelling.close(word, choices, most)
+    return suggestions.close(word, choices, most)
 
 
 def did_you_mean(word: object, choices: Iterable[str] | Mapping[str, str]) -> str:

@@ -30,6 +30,6 @@ EXTRAS = {
 def install(extra: str) -> str:
     """The command that installs what an extra brings, such as `pip install 'torch>=2.4'`.
 
-    What is no extra is the name of a package.
+    A name that is not an extra is that of a package.
     """
     return shlex.join(["pip", "install", *EXTRAS.get(extra, (extra,))])

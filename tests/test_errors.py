@@ -295,7 +295,7 @@ _NOUNS = re.compile(
     "names|dims|elements|problems|parts|blocks|chunks|columns|seeds|ranks|values|entries|keys|"
     "rounds|tries|layers|neurons|experts|cores|times|connections|batches|operations|faults|slots"
 )
-# What is there more than once, or is no count.
+# What is there more than once, or is not a count.
 _NEVER_ONE = {
     "bench/random_reads.py: {_ROUNDS} rounds in", "checking/headers.py: {_ALIGNED} bytes",
     "formats/discovery.py: {n} files", "io/decode.py: {'fewer' if left else 'more'} bytes than",

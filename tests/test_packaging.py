@@ -71,7 +71,7 @@ def _tree(*under: str) -> set[str]:
     """Files of the repository, those included that are not committed yet."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("no repository to compare with")
-    trust = f"safe.directory={ROOT}"  # Whoever the folder belongs to.
+    trust = f"safe.directory={ROOT}"  # It may belong to another user.
     listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard", *under)
     names = _run("git", "-c", trust, *listed, cwd=ROOT).stdout.split("\0")
     return {name for name in names if name and (ROOT / name).is_file()}

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from mfload import dtypes, errors, options, spelling
+from mfload import dtypes, errors, options, suggestions
 
 
 def test_the_likest_come_first() -> None:
@@ -92,7 +92,7 @@ FAR = [
 def test_names_of_tensors_that_are_near(typed: str, there: str) -> None:
     others = [pair[1] for pair in NEAR + FAR if pair[1] != there]
     assert errors.close_names(typed, [*others, there])[0] == there
-    assert spelling.likeness(there, typed)
+    assert suggestions.likeness(there, typed)
 
 
 @pytest.mark.parametrize(("typed", "there"), FAR)
@@ -117,8 +117,8 @@ def test_a_slip_is_near_and_another_number_is_far(name: str, random: Random) -> 
     word = random.choice(words)
     at = random.randrange(len(word) - 1)
     slip = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
-    assert spelling.likeness(name.replace(word, slip, 1), name)
-    assert spelling.likeness(name, name) == (1.0, 1.0)
+    assert suggestions.likeness(name.replace(word, slip, 1), name)
+    assert suggestions.likeness(name, name) == (1.0, 1.0)
     number = random.randrange(100, 200)
     for other in (f"{name}.{number}", re.sub(r"\d+", str(number), name, count=1)):
         assert other == name or errors.close_names(other, [name]) == []
@@ -130,7 +130,7 @@ def test_any_text(word: str, choices: list[str]) -> None:
     errors.did_you_mean(word, choices)
 
 
-def test_nobody_waits() -> None:
+def test_many_and_long_names_take_no_time() -> None:
     names = iter(f"{n:06}{'y' * 1000}" for n in range(6000))
     start = time.perf_counter()
     errors.close_names("x" * 10**6, names)

@@ -1,7 +1,7 @@
 """What lies beside the weights of a model, such as its config and tokenizer, and goes with them.
 
-These are the files in the directory of a model as Hugging Face lays it out, one with a config, that
-are no weights by their names. Code of the model (`*.py`) is copied, and never run.
+These are the files in the directory of a model as Hugging Face lays it out, one with a config,
+whose names are not those of weights. Code of the model (`*.py`) is copied, and never run.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def diff(
 
     Args:
         a: The first: a checkpoint as for `load`, or arrays as `mfload.save` takes them: a dict of
-            arrays of any framework, or a tree of them, named as `save` names them.
+            arrays of any framework, a tree of them, or a module, named as `save` names them.
         b: The second, likewise; it may be sharded and ordered in another way.
         names: Which tensors, as for `load`; those that either of them has.
         rtol: Relative tolerance, a part of |b|. Default: 0 if `atol` is given.

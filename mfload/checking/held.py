@@ -17,7 +17,7 @@ from mfload.trees import outline
 
 def is_held(given: object) -> bool:
     """Whether it is a state, as `mfload.save` takes it, and not the path of one."""
-    if isinstance(given, Mapping):
+    if isinstance(given, Mapping) or outline.framework_of(given) is not None:
         return True
     return type(given) not in (list, tuple) and outline.is_tree(given)  # Those are lists of files.
 
@@ -27,8 +27,7 @@ def read(state: Any) -> tuple[Index, list[Any]]:
 
     Raises UsageError or UnsupportedArrayError as `mfload.save` does.
     """
-    arrays = outline.named(state, None)[0] if outline.is_tree(state) else state
-    source = HeldArrays(export.export(arrays))
+    source = HeldArrays(export.export(outline.by_name(state)[0]))
     rows: list[TensorInfo] = []
     for each, start in zip(source.tensors, source.starts, strict=True):
         piece = Piece(0, start, each.nbytes)

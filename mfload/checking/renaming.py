@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from mfload import errors
@@ -11,8 +9,8 @@ from mfload.dtypes import DType
 from mfload.formats import structure
 from mfload.index import Index, Piece, Table, TensorInfo
 from mfload.planning import selection
-from mfload.trees import keymap
-from mfload.trees.matching import expand
+from mfload.trees.keymap import Rule
+from mfload.trees.matching import Claims
 
 _SHOWN = 20
 
@@ -79,70 +77,33 @@ def renamed(index: Index, mapping: Any) -> list[tuple[TensorInfo, str]]:
         UsageError: The mapping is malformed, or does more than rename.
         MappingError: Two tensors get one name, a rule matches nothing, or several match a name.
     """
-    if mapping is None:
-        return [(info, info.name) for info in index.columns]
-    problems: list[str] = []
-    rules = None if callable(mapping) else _Rules(mapping, problems)
-    made: list[tuple[TensorInfo, str]] = []
-    for info in index.columns:
-        names: Iterable[Any] = [mapping(info.name)] if rules is None else rules.names(info.name)
-        for name in names:
-            if name is not None and not isinstance(name, str):
-                expected = "a string, or None to leave the tensor out"
+    claims = Claims(index.columns, None, mapping)
+    for entry in claims.entries:
+        for each in entry.rules:
+            if each != Rule(each.names, family=each.family) or None in each.names:
+                expected = "a name, several, or None; dtype= converts, load_into transforms"
                 raise errors.UsageError(
-                    "mapping= gives no name", tensor=info.name, expected=expected, found=repr(name)
+                    f"mapping[{entry}] does more than rename", expected=expected
                 )
-            if name is not None:
-                made.append((info, name))
-    if rules is not None:
-        problems += rules.unused()
-    counts = collections.Counter(name for _, name in made)
-    for twice in [name for name, count in counts.items() if count > 1]:
-        olds = [info.name for info, name in made if name == twice]
-        problems.append(f"{twice}: the name of several tensors, {', '.join(olds)}")
+    names = {info.name: [info.name] for info, _ in claims.stray}
+    problems = claims.twice
+    for number, entry in enumerate(claims.entries):
+        if number not in claims.used:
+            problems.append(f"{entry} matches no name; it has to match all of one")
+    for name, found in claims.by_target.items():
+        for claim in found:
+            names.setdefault(claim.info.name, []).append(name)
+    made = [(info, name) for info in index.columns for name in names.get(info.name, ())]
+    olds: dict[str, list[str]] = {}
+    for info, name in made:
+        olds.setdefault(name, []).append(info.name)
+    for name, several in olds.items():
+        if len(several) > 1:
+            problems.append(f"{name}: the name of several tensors, {', '.join(several)}")
     if problems:
         shown = tuple(problems[:_SHOWN])
         raise errors.MappingError("the new names do not fit", file=index.files[0], problems=shown)
     return made
-
-
-class _Rules:
-    """The names that a key map gives to a tensor; what is wrong goes to `problems`."""
-
-    def __init__(self, mapping: Any, problems: list[str]) -> None:
-        self._entries, self._problems = keymap.read(mapping), problems
-        self._used: set[int] = set()
-        for entry in self._entries:
-            for each in entry.rules:
-                if each != keymap.Rule(each.names, family=each.family) or None in each.names:
-                    expected = "a name, several, or None; dtype= converts, load_into transforms"
-                    raise errors.UsageError(
-                        f"mapping[{entry}] does more than rename", expected=expected
-                    )
-
-    def names(self, name: str) -> Iterator[str]:
-        """The new names of a tensor."""
-        found = [
-            (number, match)
-            for number, entry in enumerate(self._entries)
-            if (match := entry.pattern.fullmatch(name))
-        ]
-        self._used.update(number for number, _ in found)
-        filling = [pair for pair in found if self._entries[pair[0]].rules]
-        if len(filling) > 1:
-            rules = ", ".join(str(self._entries[number]) for number, _ in filling)
-            self._problems.append(f"{name}: several rules match, {rules}")
-        if not found:
-            yield name
-        for number, match in filling[:1]:
-            for rule in self._entries[number].rules:
-                yield from (expand(each, match) for each in rule.names if each is not None)
-
-    def unused(self) -> Iterator[str]:
-        """What is said of rules that match no name."""
-        for number, entry in enumerate(self._entries):
-            if number not in self._used:
-                yield f"{entry} matches no name; it has to match all of one"
 
 
 def entries(index: Index, dtype: Any, mapping: Any) -> tuple[list[Row], bool]:

@@ -93,7 +93,7 @@ def ls(
     most = math.inf if smaller_than is None else smaller_than
     shown = functools.cache(str if exact else _human_like(larger_than, smaller_than))
     with gc_paused():
-        index, sources = checkpoint.read(path, started(how), known=True)
+        index, sources = checkpoint.read(path, started(how), missing_ok=True)
         dtypes = {_dtype_name(each, index) for each in dtype or ()}
         rows = [
             row

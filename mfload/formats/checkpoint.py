@@ -181,33 +181,36 @@ class ShardedIndex(Index):
 class PartialIndex(Index):
     """The index of the shards that exist, of a checkpoint that misses some.
 
-    A tensor that may lie in a missing shard is not taken for one that does not exist. Unless what
-    is `known` is enough, all tensors, and searches in their names, are refused too.
+    A tensor that may lie in a missing shard is not taken for one that does not exist. Unless
+    `missing_ok`, all tensors, and searches in their names, are refused too.
 
     Attributes:
         found: The files, as sources.
     """
 
-    __slots__ = ("_known", "_lines", "_there", "found")
+    __slots__ = ("_lines", "_missing_ok", "_there", "found")
 
-    def __init__(self, found: CheckpointFiles, there: Index, lines: tuple[str, ...], known: bool):
-        self.found, self._there, self._lines, self._known = found, there, lines, known
+    def __init__(
+        self, found: CheckpointFiles, there: Index, lines: tuple[str, ...], *, missing_ok: bool
+    ) -> None:
+        self.found, self._there, self._lines, self._missing_ok = found, there, lines, missing_ok
         self.files, self.names, self.metadata = there.files, there.names, there.metadata
         self.notes = (*there.notes, *(f"a shard is missing: {line}" for line in lines))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("columns", "tensors"):
-            if not self._known:
-                raise _missing(self.found.name, self._lines)
-            return getattr(self._there, name)
+            return getattr(self._every(), name)
         raise AttributeError(name)
+
+    def _every(self) -> Index:
+        if not self._missing_ok:
+            raise _missing(self.found.name, self._lines)
+        return self._there
 
     @property
     def searched(self) -> Collection[str]:
         """The names that are searched for a pattern; raises if some are not known."""
-        if not self._known:
-            raise _missing(self.found.name, self._lines)
-        return self.names
+        return self._every().names
 
     def take(self, names: Collection[str]) -> Columns:
         """Some of the tensors, in the index's order."""
@@ -241,13 +244,13 @@ def read(
     path: PathOrBytes | Sequence[PathOrBytes],
     options: LoadOptions | None = None,
     *,
-    known: bool = False,
+    missing_ok: bool = False,
 ) -> tuple[Index, list[Source]]:
     """Reads the headers of a checkpoint; returns the index, and the source of each of its files.
 
     See `choose`.
     """
-    _, index, files = choose(path, options, attrgetter("tensors"), known=known)
+    _, index, files = choose(path, options, attrgetter("tensors"), missing_ok=missing_ok)
     return index, files
 
 
@@ -256,7 +259,7 @@ def choose(
     options: LoadOptions | None,
     ask: Callable[[Index], T],
     *,
-    known: bool = False,
+    missing_ok: bool = False,
 ) -> tuple[T, Index, list[Source]]:
     """Opens a checkpoint, and asks its index for something, for which it may read headers.
 
@@ -268,8 +271,8 @@ def choose(
     index. What tells it from damage is that the index changed too.
 
     Tensors whose shards exist can be had though other shards are missing. To ask for all of them,
-    or for one whose shard is missing, raises ShardNotFoundError. If what is `known` is enough, all
-    tensors are those of the shards that exist, and the notes of the index tell what is missing.
+    or for one whose shard is missing, raises ShardNotFoundError. With `missing_ok`, all tensors are
+    those of the shards that exist, and the notes of the index tell what is missing.
 
     Raises:
         UsageError: `path` is not a path.
@@ -280,7 +283,8 @@ def choose(
         LoadTimeoutError: The timeout of the options passed.
     """
     if options is not None and options.deadline.seconds is not None:
-        call = partial(choose, path, options.replace(deadline=Deadline(None)), ask, known=known)
+        rest = options.replace(deadline=Deadline(None))
+        call = partial(choose, path, rest, ask, missing_ok=missing_ok)
         return options.deadline.bound(call, "reading headers", sources.shown(path))
     if isinstance(path, Opening):
         accept = path.accept
@@ -290,13 +294,13 @@ def choose(
                 accept(index)
             return ask(index)
 
-        return choose(path.located(), options, accepted, known=known)
+        return choose(path.located(), options, accepted, missing_ok=missing_ok)
     for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
             found = discovery.find(path, options, before)
-            if known or found.placed is None or len(found.files) == 1:
-                index = _whole(found, known=known)
+            if missing_ok or found.placed is None or len(found.files) == 1:
+                index = _whole(found, missing_ok=missing_ok)
             else:
                 index = ShardedIndex(found, options and options.timeout)
             files: Any = found.files
@@ -320,7 +324,7 @@ def _no_memory(error: MemoryError, name: str | None) -> MemoryError:
     return errors.MemoryLimitError("the headers do not fit in memory", file=name)
 
 
-def _whole(found: CheckpointFiles, *, known: bool = False) -> Index:
+def _whole(found: CheckpointFiles, *, missing_ok: bool = False) -> Index:
     """The index of all headers; the files become sources."""
     seen = read_headers(found)
     if len(seen.sources) > 1 or found.index is not None:
@@ -330,7 +334,7 @@ def _whole(found: CheckpointFiles, *, known: bool = False) -> Index:
         what = "the files of the checkpoint disagree"
         problems = (*missing, *map(str, seen.problems))
         raise errors.CheckpointError(what, file=found.name, problems=problems)
-    if missing and not (seen.tensors if known else found.placed is None):
+    if missing and not (seen.tensors if missing_ok else found.placed is None):
         raise _missing(found.name, missing)
     found.files = seen.sources
     if seen.unnamed:
@@ -338,7 +342,7 @@ def _whole(found: CheckpointFiles, *, known: bool = False) -> Index:
         seen.notes.append(f"in the shards but not in the index: {errors.counted(count, 'tensor')}")
     kind = Index if found.directory is None else partial(DirectoryIndex, found)
     made = kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
-    return PartialIndex(found, made, missing, known) if missing else made
+    return PartialIndex(found, made, missing, missing_ok=missing_ok) if missing else made
 
 
 def _missing(

@@ -27,7 +27,7 @@ class CupyAdapter(base.Adapter):
 
     name = "cupy"
     on_host = False
-    forms = TRAITS["cupy"].forms
+    forms = TRAITS["cupy"].forms()
 
     def __init__(self, cupy: Any, number: int, device: Device) -> None:
         super().__init__(number, device)

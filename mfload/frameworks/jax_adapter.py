@@ -10,6 +10,7 @@ others. So there tensors land in memory of its own, where that is found to work.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import time
@@ -39,10 +40,7 @@ class JaxAdapter(base.Adapter):
 
     name = "jax"
     alignment = TRAITS["jax"].alignment
-    forms = base.forms(
-        {name: kind for name, kind in TRAITS["jax"].own.items() if hasattr(jnp, kind)},
-        TRAITS["jax"].copied,
-    )
+    forms = TRAITS["jax"].forms(functools.partial(hasattr, jnp))
 
     def __init__(
         self, place: Any, device: Device | None = None, notes: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ through NumPy: tensors land in memory that Paddle lends, and in no other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,7 @@ class PaddleAdapter(base.Adapter):
 
     name = "paddle"
     alignment = TRAITS["paddle"].alignment
-    forms = base.forms(
-        {
-            name: kind
-            for name, kind in TRAITS["paddle"].own.items()
-            if kind not in _VIEWED or hasattr(paddle, kind)  # Older versions lack some.
-        }
-    )
+    forms = TRAITS["paddle"].forms(functools.partial(hasattr, paddle))
 
     def __init__(
         self, place: Any, device: Device | None = None, notes: tuple[str, ...] = ()

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 OLDEST = "2.19"
 
 # `tf.bitcast` and the DLPack import know none of these; the import of NumPy arrays does.
-_COPIED = [
-    name
-    for name in TRAITS["tensorflow"].copied
-    if hasattr(tf.dtypes.experimental, base.NAMES[name])
-]
+_COPIED = TRAITS["tensorflow"].copied
+
+
+def _has(kind: str) -> bool:
+    return hasattr(tf, kind) or hasattr(tf.dtypes.experimental, kind)
 
 
 class TensorflowAdapter(base.Adapter):
@@ -44,14 +44,7 @@ class TensorflowAdapter(base.Adapter):
 
     name = "tensorflow"
     alignment = TRAITS["tensorflow"].alignment
-    forms = base.forms(
-        {
-            name: kind
-            for name, kind in TRAITS["tensorflow"].own.items()
-            if name in _COPIED or name not in TRAITS["tensorflow"].copied
-        },
-        _COPIED,
-    )
+    forms = TRAITS["tensorflow"].forms(_has)
 
     def __init__(
         self,

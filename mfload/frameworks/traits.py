@@ -6,7 +6,7 @@ to plan a load into host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mfload.frameworks.base import COMMON, NAMES, Adapter, Form, forms
 from mfload.runtime import NamedTuple
@@ -24,10 +24,9 @@ class Traits(NamedTuple):
     alignment: int | None
     on_host: bool
 
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """The table of the framework (see `base.forms`)."""
-        return forms(self.own, self.copied)
+    def forms(self, has: Callable[[str], bool] = bool) -> Mapping[str, Form]:
+        """The table of the framework (see `base.forms`), of the types that a version `has`."""
+        return forms({name: kind for name, kind in self.own.items() if has(kind)}, self.copied)
 
 
 _TENSORFLOW = (*_FLOAT8, "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -53,5 +52,5 @@ class Absent(Adapter):
         what = "planned for arrays in host memory" if found.on_host else "planned as by the host"
         note = f"{name} is not installed: {what}, with the dtypes of its newest version"
         super().__init__("cpu", None, (note,))
-        self.name, self.forms = name, found.forms
+        self.name, self.forms = name, found.forms()
         self.alignment, self.on_host = found.alignment, found.on_host

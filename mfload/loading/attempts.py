@@ -7,11 +7,11 @@ import dataclasses
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from mfload import errors, sources
-from mfload.options import Options
+from mfload.options import Options, PeerOptions
 from mfload.report import Report, cleared, human
 
 Prefer = Literal["path", "fallback"]
@@ -72,14 +72,7 @@ def run(
     start, peer = time.monotonic(), how.peer
     named = [each for each in places if _is_peer(each)]
     if peer is not None and peer.publish:
-        if not whole:
-            what = "only a whole checkpoint as it is stored can be published"
-            raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
-        if not named:
-            what = "publish=True needs the name of the model"
-            expected = "a peer:// URL, with files as fallback=; or mfload.publish"
-            raise errors.UsageError(what, expected=expected, found=_shown(path))
-        importlib.import_module(_SEED).check(named[0], peer)
+        _check_publish(peer, named, path, whole)
     how = _One(**{each.name: getattr(how, each.name) for each in dataclasses.fields(how)})
     limit = None if how.timeout is None else how.timeout / 2
     if peer is not None and peer.timeout is not None and _is_peer(places[0]):
@@ -114,6 +107,17 @@ def run(
             report.add_stage("publish", begin, time.perf_counter())
             report.notes = (*report.notes, f"published at {seed.url}")
     return found
+
+
+def _check_publish(peer: PeerOptions, named: Sequence[Any], path: Any, whole: bool) -> None:
+    if not whole:
+        what = "only a whole checkpoint as it is stored can be published"
+        raise errors.UsageError(what, expected="no names= or dtype=, or publish=False")
+    if not named:
+        what = "publish=True needs the name of the model"
+        expected = "a peer:// URL, with files as fallback=; or mfload.publish"
+        raise errors.UsageError(what, expected=expected, found=_shown(path))
+    importlib.import_module(_SEED).check(named[0], peer)
 
 
 class _Failed:

@@ -186,10 +186,7 @@ class Loader:
             arrays.clear()
             let_go(error)
             if report is not None and recorder is not None:
-                report.timeline += tuple(recorder.spans())
-                reads = (span.nbytes for span in report.timeline if span.kind in ("read", "map"))
-                report.read_bytes = report.over_read_bytes = sum(reads)
-                _add_usage(report, before)
+                _describe_failed(report, recorder, before)
             if isinstance(error, MemoryError) and not isinstance(error, errors.MfloadError):
                 raise errors.MemoryLimitError(
                     "the system refused memory", found=str(error) or None
@@ -612,6 +609,14 @@ def _describe(
         report.add_stage(name, start, stop)
     if session.recorder is not None:
         report.timeline += tuple(session.recorder.spans())
+
+
+def _describe_failed(report: Report, recorder: Recorder, before: tuple[float, float, int]) -> None:
+    """Adds what a load that fails has read, and what that cost."""
+    report.timeline += tuple(recorder.spans())
+    reads = (span.nbytes for span in report.timeline if span.kind in ("read", "map"))
+    report.read_bytes = report.over_read_bytes = sum(reads)
+    _add_usage(report, before)
 
 
 def _add_usage(report: Report, before: tuple[float, float, int]) -> None:

@@ -181,10 +181,8 @@ def together(
         if failed:
             raise failed[0]
         count = min(missing)
-        what, expected = (
-            "parts of the model are missing",
-            f"seeds of {errors.counted(count, 'part')} in all",
-        )
+        what = "parts of the model are missing"
+        expected = f"seeds of {errors.counted(count, 'part')} in all"
         found = f"no seed of part {', '.join(missing[count][:8])}"
         raise errors.CheckpointError(what, file=name, expected=expected, found=found)
     held: dict[str, tuple[Entry, list[tuple[int, Fragment]]]] = {}

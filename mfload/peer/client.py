@@ -23,12 +23,11 @@ from mfload.formats import strict_json
 from mfload.peer import forks
 from mfload.peer.security import Tls, split_address
 from mfload.peer.timed import Timed
-from mfload.sources.tls import speaks
+from mfload.sources.tls import mismatch
 
 T = TypeVar("T")
 
 _BROKEN = (OSError, http.client.HTTPException)
-_OTHER = (ConnectionError, http.client.BadStatusLine, ssl.SSLError)
 _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
@@ -242,11 +241,11 @@ class Client:
     def _other_scheme(self, error: Exception) -> errors.SourceError | None:
         """The error of a peer that speaks TLS and was asked without it, or the reverse."""
         plain = self._context is None
-        if not isinstance(error, _OTHER) or not speaks(*self._host, tls=plain):
-            return None
-        what = "the peer speaks TLS" if plain else "the peer speaks plain HTTP, without TLS"
+        problem = mismatch(error, *self._host, tls=not plain)
         expected = "ca_file=, the certificates of its authority" if plain else "no ca_file="
-        return errors.SourceError(what, file=self.name, expected=expected)
+        if problem is None:
+            return None
+        return errors.SourceError(f"the peer {problem}", file=self.name, expected=expected)
 
 
 def _close(idle: deque[http.client.HTTPConnection]) -> None:

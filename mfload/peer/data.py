@@ -22,11 +22,9 @@ def hasher() -> Any:
     try:
         return importlib.import_module("xxhash").xxh3_64
     except ImportError:
-        what, expected = (
-            "checksums of a peer need the package xxhash",
-            "checksums=False on both sides",
-        )
-        raise errors.missing(what, "peer", expected=f"xxhash, or {expected}") from None
+        what = "checksums of a peer need the package xxhash"
+        expected = "xxhash, or checksums=False on both sides"
+        raise errors.missing(what, "peer", expected=expected) from None
 
 
 class Data:

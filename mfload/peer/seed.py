@@ -279,11 +279,9 @@ class Seed:
 def _check_readable(manifest: bytes) -> None:
     """Raises UsageError for a manifest that readers would refuse."""
     if len(manifest) > manifests.MAX_MANIFEST:
-        what, expected = (
-            "the manifest is too long",
-            f"at most {errors.amount(manifests.MAX_MANIFEST)}",
-        )
-        raise errors.UsageError(what, expected=expected, found=errors.amount(len(manifest)))
+        most, size = map(errors.amount, (manifests.MAX_MANIFEST, len(manifest)))
+        what = "the manifest is too long"
+        raise errors.UsageError(what, expected=f"at most {most}", found=size)
     try:
         manifests.from_json(strict_json.loads(manifest, "the seed"), "the seed")
     except errors.HeaderError as error:

@@ -27,7 +27,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from mfload import errors
 from mfload.load_options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
-from mfload.sources.tls import Tls, speaks
+from mfload.sources.tls import Tls, mismatch
 
 T = TypeVar("T")
 
@@ -339,15 +339,13 @@ class HttpHandle(ClosedAtEnd):
 
     def _check_scheme(self, error: Exception) -> None:
         """Raises SourceError if the server speaks TLS and the URL does not, or the reverse."""
-        target = self._source.target
-        plain = target.scheme == "http"
-        broken = (http.client.BadStatusLine, ssl.SSLError, ConnectionError)
-        if isinstance(error, broken) and speaks(target.host, target.port, tls=plain):
-            what = "the server speaks TLS" if plain else "the server speaks plain HTTP, without TLS"
-            expected = f"{'https' if plain else 'http'}://{target.host}…"
-            found = f"{target.scheme}://{target.host}…"
+        scheme, host, port, _ = self._source.target
+        if problem := mismatch(error, host, port, tls=scheme == "https"):
             raise errors.SourceError(
-                what, file=self._source.name, expected=expected, found=found
+                f"the server {problem}",
+                file=self._source.name,
+                expected=f"{'https' if scheme == 'http' else 'http'}://{host}…",
+                found=f"{scheme}://{host}…",
             ) from error
 
     def _reason(self, error: Exception) -> str:

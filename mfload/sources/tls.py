@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import ssl
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from mfload import errors
 
 _PROBE = 1.0  # Seconds for finding out what a server speaks.
+_BROKEN = (http.client.BadStatusLine, ssl.SSLError, ConnectionError)
 _TALK = b"OPTIONS * HTTP/1.0\r\n\r\n"
 
 
@@ -52,8 +54,15 @@ class Tls:
         return self.cert_file is not None and self.ca_file is not None
 
 
-def speaks(host: str, port: int, *, tls: bool) -> bool:
-    """Whether a server answers to TLS, or else to plain HTTP; asked once a connection broke off."""
+def mismatch(error: Exception, host: str, port: int, *, tls: bool) -> str | None:
+    """What is wrong where a connection broke off since only one side speaks TLS; None if not."""
+    if not isinstance(error, _BROKEN) or not _speaks(host, port, tls=not tls):
+        return None
+    return "speaks plain HTTP, without TLS" if tls else "speaks TLS"
+
+
+def _speaks(host: str, port: int, *, tls: bool) -> bool:
+    """Whether a server answers to TLS, or else to plain HTTP."""
     try:
         with socket.create_connection((host, port), _PROBE) as plain:
             plain.settimeout(_PROBE)

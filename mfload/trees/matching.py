@@ -64,7 +64,7 @@ def match(
     wish = selection.read_dtype(dtype)
     held = {name: leaf for leaf in leaves if leaf.held for name in leaf.names}
     unheld = {name: leaf for leaf in leaves if not leaf.held for name in leaf.names}
-    claims = _Claims(index.tensors.values(), held, mapping, resolve, picked)
+    claims = Claims(index.tensors.values(), held, mapping, resolve, picked)
     problems = defaultdict[str, list[str]](list)  # By kind, in the order of the first of each.
     if claims.twice:
         problems["matched twice"] += claims.twice
@@ -127,13 +127,16 @@ def match(
 # -- claims ----------------------------------------------------------------------------------
 
 
-class _Claims:
-    """What a key map, a function or nothing makes of a checkpoint's names."""
+class Claims:
+    """What a key map, a function or nothing makes of a checkpoint's names.
+
+    `targets`: the names of the target. Default: any name is one.
+    """
 
     def __init__(
         self,
         tensors: Iterable[TensorInfo],
-        targets: Collection[str],
+        targets: Collection[str] | None,
         mapping: Any,
         resolve: Callable[[str], str] | None = None,
         picked: Collection[str] | None = None,
@@ -148,7 +151,7 @@ class _Claims:
         self._targets, self._resolve, self._picked = targets, resolve, picked
         if mapping is None or callable(mapping):
             for info in tensors:
-                name = info.name if mapping is None else _called(mapping, info.name, targets)
+                name = info.name if mapping is None else _called(mapping, info.name, targets or ())
                 if name is not None:
                     self._add(name, new_row(Claim, (info, _UNCHANGED, (name,), 0, None)))
             return
@@ -196,7 +199,7 @@ class _Claims:
             target = self._resolve(target)
         if self._picked is not None and claim.info.name not in self._picked:
             self.passed.add(target)
-        elif target in self._targets:
+        elif self._targets is None or target in self._targets:
             self.by_target.setdefault(target, []).append(claim)
         else:
             self.stray.append((claim.info, target))
@@ -286,7 +289,7 @@ def _format(template: str) -> str:
 
 def _check_names(
     problems: dict[str, list[str]],
-    claims: _Claims,
+    claims: Claims,
     leaves: Sequence[Leaf],
     unheld: Mapping[str, Leaf],
 ) -> None:
@@ -323,9 +326,7 @@ def _check_names(
         problems["extra"].append(f"{info.name} {list(info.shape)}: {reason}{hint}")
 
 
-def _check_rules(
-    problems: dict[str, list[str]], claims: _Claims, names: Iterable[str]
-) -> list[str]:
+def _check_rules(problems: dict[str, list[str]], claims: Claims, names: Iterable[str]) -> list[str]:
     """Rules that match nothing are wrong if they fill something, and else a warning.
 
     In a map of Tunix's or Bonsai's form they are only noted, as their maps serve several

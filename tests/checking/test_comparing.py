@@ -133,6 +133,13 @@ class TestArrays:
         assert mfload.diff(tree, tree).tensors[0].name == "a.0"
         assert mfload.diff(tree, {"a.0": tree["a"][0], "a.1.b": tree["a"][1]["b"]})
 
+    def test_modules_are_named_as_save_names_them(self, tmp_path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        module = torch.nn.Linear(3, 2)
+        mfload.save(module, tmp_path / "module.safetensors")
+        assert mfload.diff(module, tmp_path / "module.safetensors")
+        assert not mfload.diff(module, torch.nn.Linear(3, 2))
+
     def test_copies_go_once_they_were_read(self) -> None:
         from mfload.checking import held
 

@@ -272,6 +272,8 @@ class TestNames:
             (lambda name: name.upper(), ["MODEL.LAYERS.0.W", "MODEL.LAYERS.1.W", "HEAD"]),
             ({r"model\.layers\.0\.w": "model.layers.1.w", r"model\.layers\.1\.w":
               "model.layers.0.w"}, ["model.layers.1.w", "model.layers.0.w", "head"]),
+            # In the form of Tunix, of which a rule replaces the front of a name.
+            ({r"model\.layers": ("h", None)}, ["h.0.w", "h.1.w", "head"]),
             ({"head": mfload.rule(["x", "y"])}, ["model.layers.0.w", "model.layers.1.w", "x", "y"]),
         ],
     )  # fmt: skip
