@@ -261,3 +261,8 @@ def test_a_name_that_is_not_there_has_python_suggest_one() -> None:
     code = "import mfload; mfload.lod"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "has no attribute 'lod'. Did you mean: 'load'?" in done.stderr
+
+
+def test_a_value_that_can_not_be_printed() -> None:
+    with pytest.raises(mfload.errors.ArgumentError, match=r"threads=…"):
+        mfload.load("model", "numpy", threads=10**5000)  # type: ignore[call-overload]
