@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mfload import errors
@@ -146,5 +147,8 @@ def _hint(name: str, value: str, free: Collection[str]) -> tuple[str, str]:
 
 def _brief(value: object) -> str:
     """A value as it may be typed again; … for all but a short one."""
-    text = repr(value) if value is None or isinstance(value, bool | int | float | str) else "…"
-    return text if len(text) <= _LONGEST else "…"
+    if value is None or isinstance(value, bool | int | float | str):
+        with suppress(Exception):  # Python refuses to print integers of thousands of digits.
+            text = repr(value)
+            return text if len(text) <= _LONGEST else "…"
+    return "…"

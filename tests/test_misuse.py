@@ -47,8 +47,14 @@ KEYWORDS = {
     "engin": ("mmap", ", did you mean options=mfload.Options(engine='mmap')?"),
     "num_threads": (2, ", did you mean options=mfload.Options(threads=2)?"),
     # Arguments of other functions.
-    "mapping": ({}, ": it is an argument of mfload.load_into(), mfload.restore()"),
-    "strict": (False, ": it is an argument of mfload.load_into(), mfload.restore()"),
+    "mapping": (
+        {},
+        ": it is an argument of mfload.convert(), mfload.load_into(), mfload.restore()",
+    ),
+    "strict": (
+        False,
+        ": it is an argument of mfload.convert(), mfload.load_into(), mfload.restore()",
+    ),
     "overwrite": (True, ": it is an argument of mfload."),
     # Slips.
     "name": ("q", ", did you mean names=?"),
@@ -261,3 +267,8 @@ def test_a_name_that_is_not_there_has_python_suggest_one() -> None:
     code = "import mfload; mfload.lod"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "has no attribute 'lod'. Did you mean: 'load'?" in done.stderr
+
+
+def test_a_value_that_can_not_be_printed() -> None:
+    with pytest.raises(mfload.errors.ArgumentError, match=r"threads=…"):
+        mfload.load("model", "numpy", threads=10**5000)  # type: ignore[call-overload]

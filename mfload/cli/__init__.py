@@ -19,6 +19,8 @@ def main() -> int:
     """Runs the command with the arguments of the process, and gives the exit code."""
     try:
         terminal.open_streams()
+        if os.getpid() == 1:
+            _hear_signals()
         for module in ("typer", "tqdm"):
             if importlib.util.find_spec(module) is None:
                 from mfload import extras
@@ -29,6 +31,18 @@ def main() -> int:
         return run(sys.argv[1:])
     except KeyboardInterrupt:  # While it starts; `run` handles a later one.
         return 130
+
+
+def _hear_signals() -> None:
+    """Ends the first process of a container as Ctrl-C does when its runtime asks it to.
+
+    The kernel drops a signal to that process that it has no handler for, even SIGTERM.
+    """
+    import signal
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def run(arguments: Sequence[str]) -> int:

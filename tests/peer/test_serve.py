@@ -9,6 +9,7 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -148,3 +149,29 @@ def test_what_was_ignored_stays_ignored() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=SECONDS) == ("closing\n", "")
         assert process.returncode == 0
+
+
+_CONTAINED = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+
+
+def _contains() -> bool:
+    """Whether a process can be the first of its own PID namespace here, as in a container."""
+    return bool(shutil.which("unshare")) and not subprocess.run([*_CONTAINED, "true"]).returncode
+
+
+@pytest.mark.skipif(not _contains(), reason="no PID namespaces here")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("asked", ["load", "serve"])
+def test_the_first_process_of_a_container_ends_while_it_loads(asked: str, name: str) -> None:
+    """It has no default actions: without a handler of its own, only SIGKILL would end it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/model.safetensors"
+        command = [sys.executable, "-m", "mfload", asked, url]
+        more = ["--model", "m"] if asked == "serve" else []
+        with started(*_CONTAINED, *command, *more) as process:
+            silent.settimeout(SECONDS)
+            with silent.accept()[0]:
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                os.kill(int(children), getattr(signal, name))
+                process.communicate(timeout=SECONDS)
+                assert process.returncode == 130
