@@ -297,14 +297,15 @@ _NOUNS = re.compile(
 )
 # What is there more than once, or is not a count.
 _NEVER_ONE = {
-    "bench/random_reads.py: {_ROUNDS} rounds in", "checking/headers.py: {_ALIGNED} bytes",
+    "bench/random_reads.py: {_ROUNDS} rounds in", "checking/beside.py: {_MOST} files",
+    "checking/headers.py: {_ALIGNED} bytes",
     "formats/discovery.py: {n} files", "io/decode.py: {'fewer' if left else 'more'} bytes than",
     "loading/session.py: {MAX_RANK} dims", "loading/session.py: {len(batches)} batches",
     "loading/session.py: {name} copies tensors",
     "mesh/jax_backend.py: {info.dtype.elements} elements in",
     "ondemand/experts.py: {layer} lacks tensors",
-    "peer/manifest.py: {MAX_RANK} dims and", "peer/source.py: {expected} of bytes",
-    "peer/source.py: {len(names)} tensors have", "planning/slicing.py: {block} elements of",
+    "peer/manifest.py: {MAX_RANK} dims and", "peer/source.py: {self._published(block)} of bytes",
+    "peer/source.py: {len(names)} tensors", "planning/slicing.py: {block} elements of",
     "saving/export.py: {row.elements} elements of", "sources/http.py: {_REDIRECTS} times",
     "trees/recipe.py: {len(claims)} tensors such",
 }  # fmt: skip

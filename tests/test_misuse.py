@@ -51,10 +51,7 @@ KEYWORDS = {
         {},
         ": it is an argument of mfload.convert(), mfload.load_into(), mfload.restore()",
     ),
-    "strict": (
-        False,
-        ": it is an argument of mfload.convert(), mfload.load_into(), mfload.restore()",
-    ),
+    "strict": (False, ": it is an argument of mfload.load_into(), mfload.restore()"),
     "overwrite": (True, ": it is an argument of mfload."),
     # Slips.
     "name": ("q", ", did you mean names=?"),

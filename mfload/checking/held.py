@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mfload import errors
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
 from mfload.saving import export
 from mfload.sources.memory import MemorySource
@@ -49,7 +50,7 @@ class HeldArrays(MemorySource):
         for each in tensors:
             self.starts.append(self.size)
             self.size += each.nbytes
-        self.name = f"<{len(tensors)} arrays in memory>"
+        self.name = f"<{errors.counted(len(tensors), 'array')} in memory>"
         self._lock = threading.Lock()
         self._copies: dict[int, Any] = {}
         self._left = [each.nbytes for each in tensors]

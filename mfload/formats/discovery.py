@@ -340,7 +340,8 @@ def from_index(index: Source) -> CheckpointFiles:
 
 def named_by_index(shard: str, problem: str, count: int, one: str) -> str:
     """A line about a file that an index names, and the tensors in it."""
-    held = f"{count} tensors, {brief(one)} among them" if count > 1 else f"tensor {brief(one)}"
+    more = f"{errors.counted(count, 'tensor')}, {brief(one)} among them"
+    held = more if count > 1 else f"tensor {brief(one)}"
     return f"{brief(shard)} is named by the index and {problem} ({held})"
 
 

@@ -268,7 +268,7 @@ def test_headers_alone_are_not_called_well(path: Path) -> None:
         assert found.as_dict()["data_checked"] is False
         assert "all is well" not in str(found)
         assert "headers only" in str(found)
-    assert "--checksums write" in str(mfload.verify(path))
+    assert "checksums='write'" in str(mfload.verify(path))
     assert mfload.verify(path, against=path).data_checked
 
 

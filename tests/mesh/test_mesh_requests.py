@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mfload import dtypes, errors
-from mfload.index import Index, Piece, TensorInfo
+from mfload.index import Piece, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.mesh import load
 from mfload.mesh.base import Share, TensorShares, requests
@@ -20,9 +20,9 @@ ROW = dtypes.TABLE["F32"]
 TOP, BOTTOM, ALL = ((0, 2), (0, 6)), ((2, 4), (0, 6)), ((0, 4), (0, 6))
 
 
-def _tensor(name: str = "w", dtype: str = "F32") -> TensorInfo:
+def _tensor(name: str = "w", dtype: str = "F32", source: int = 0) -> TensorInfo:
     row = dtypes.TABLE[dtype]
-    return TensorInfo(name, row, (4, 6), (Piece(0, 0, row.size_of((4, 6)) or 0),))
+    return TensorInfo(name, row, (4, 6), (Piece(source, 0, row.size_of((4, 6)) or 0),))
 
 
 def _wanted(*shares: Share, name: str = "w", separate: bool = False) -> TensorShares:
@@ -90,5 +90,6 @@ class _File:
 def test_the_sample_of_files_that_processes_compare_is_bounded(count: int, pages: int) -> None:
     files: list[Any] = [_File() for _ in range(count)]
     group: Any = SimpleNamespace(deadline=Deadline(None), agree=lambda *_: None)
-    load.agree_on_inputs(group, Index(("file",), {}), files, LoadOptions(), [])
+    infos = [_tensor(source=number) for number in range(count)]
+    load.agree_on_inputs(group, infos, files, LoadOptions(), [])
     assert {file.read_bytes for file in files} == {pages * 4096}

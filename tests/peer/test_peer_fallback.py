@@ -289,4 +289,4 @@ def test_a_manifest_that_differs_counts_too(files: str, tmp_path: Path) -> None:
         mfload.load(str(bad), "numpy", **given)
         assert report.stages["failed attempt"] > 0
         assert report.over_read_bytes > 0
-        assert "differ from the manifest" in report.notes[0]
+        assert "not as the manifest says" in report.notes[0]
