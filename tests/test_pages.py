@@ -208,19 +208,21 @@ def test_the_example_runs(script: Path, environment: Environment, tmp_path: Path
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
 
 
-# What transformers saves, under the names of Hugging Face: in one file, or in several.
+# What transformers saves, under the names of Hugging Face: in one file, or in several. Llama has
+# weights alone, Qwen biases of the same names too.
 _SAVED = """
 import sys
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+_, family, size = sys.argv
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).bfloat16()
-model.save_pretrained("model", max_shard_size=sys.argv[1])
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads)).bfloat16()
+model.save_pretrained("model", max_shard_size=size)
 """
 
 
-@pytest.mark.parametrize("checkpoint", ["sample", "1GB", "100KB"])
+@pytest.mark.parametrize("checkpoint", ["sample", "llama 1GB", "llama 100KB", "qwen2 1GB"])
 def test_the_readme_typed_in_order_works_twice(
     checkpoint: str, environment: Environment, tmp_path: Path
 ) -> None:
@@ -232,7 +234,7 @@ def test_the_readme_typed_in_order_works_twice(
         program = _SAVED
         maker = environment(_install(DOCS / "how-to/transformers.md", frozenset({"transformers"})))
     subprocess.run(
-        [maker[0], "-P", "-c", program, checkpoint],
+        [maker[0], "-P", "-c", program, *checkpoint.split()],
         cwd=tmp_path, env=maker[1], check=True, capture_output=True,
     )  # fmt: skip
     blocks = [b for b in fences(README.read_text("utf-8")) if b.language == "python"]
