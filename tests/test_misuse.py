@@ -47,8 +47,14 @@ KEYWORDS = {
     "engin": ("mmap", ", did you mean options=mfload.Options(engine='mmap')?"),
     "num_threads": (2, ", did you mean options=mfload.Options(threads=2)?"),
     # Arguments of other functions.
-    "mapping": ({}, ": it is an argument of mfload.load_into(), mfload.restore()"),
-    "strict": (False, ": it is an argument of mfload.load_into(), mfload.restore()"),
+    "mapping": (
+        {},
+        ": it is an argument of mfload.convert(), mfload.load_into(), mfload.restore()",
+    ),
+    "strict": (
+        False,
+        ": it is an argument of mfload.load_into(), mfload.restore()",
+    ),
     "overwrite": (True, ": it is an argument of mfload."),
     # Slips.
     "name": ("q", ", did you mean names=?"),
@@ -207,6 +213,19 @@ def test_an_open_file_is_not_a_list_of_paths(path: Path, call: str, how: str) ->
         pytest.raises(errors.UsageError, match=r"the bytes in it: file\.read"),
     ):
         getattr(mfload, call)(opened, **framework)
+
+
+def test_an_open_file_in_a_list(path: Path) -> None:
+    with path.open("rb") as opened, pytest.raises(errors.UsageError, match=r"file\.read"):
+        mfload.load([opened], "numpy")  # type: ignore[list-item]
+
+
+def test_the_signature_that_is_expected_is_python(path: Path) -> None:
+    for call in (mfload.seeds, mfload.live_bytes, mfload.unpack, mfload.Report):
+        with pytest.raises(errors.ArgumentError) as caught:
+            call(*range(99))  # type: ignore[operator]
+        assert "*" not in str(caught.value.expected)
+        assert "by name" not in str(caught.value)
 
 
 def test_what_is_no_path(path: Path) -> None:
