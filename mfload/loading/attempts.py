@@ -179,6 +179,6 @@ def _shown(place: Any) -> str:
     if (one := sources.shown(place)) is not None:
         return one
     if isinstance(place, list | tuple) and place:
-        more = f" and {len(place) - 1} more" if len(place) > 1 else ""
-        return f"{_shown(place[0])}{more}"
+        first, *others = map(_shown, place)
+        return f"{first} and {len(others)} more" if others else first
     return "bytes in memory" if isinstance(place, bytes | bytearray | memoryview) else "a source"
