@@ -78,7 +78,9 @@ def error(
     if not faults:
         return None
     names = [each.name for each in parameters.values()]
-    names.insert(sum(each.kind != each.KEYWORD_ONLY for each in parameters.values()), "*")
+    first = sum(each.kind != each.KEYWORD_ONLY for each in parameters.values())
+    if first < len(names):
+        names.insert(first, "*")
     what = faults[0] if len(faults) == 1 else f"the arguments of {label}() are wrong"
     problems = () if len(faults) == 1 else tuple(faults)
     expected = f"{label}({', '.join(names)})"
@@ -98,8 +100,9 @@ def _by_position(
     if more := args[len(first) :]:
         texts = [f"{name}={_brief(value)}" for name, value in zip(named, more, strict=False)]
         such = f", such as {', '.join(texts)}" if texts else ""
+        by_name = f", and the rest by name{such}" if named else ""
         places = " and ".join(first) or "nothing"
-        yield f"{label}() takes {places} by position, and the rest by name{such}"
+        yield f"{label}() takes {places} by position{by_name}"
     for name in first[: len(args)]:
         if name in kwargs:
             yield f"{label}() is given {name} twice, by position and by name"

@@ -28,7 +28,9 @@ def close(typed: object, choices: Iterable[str], most: int) -> list[str]:
     first = itertools.islice(choices, _COMPARED)
     found = [(likeness(name, each), each[:_LONGEST]) for each in dict.fromkeys(first)]
     near = sorted((pair for pair in found if pair[0]), key=lambda pair: pair[0], reverse=True)
-    return [each for _, each in near[:most]]
+    # Beside a name of the same words, one with fewer or more is another tensor.
+    whole = [each for (_, share), each in near if share == 1.0]
+    return (whole or [each for _, each in near])[:most]
 
 
 def likeness(typed: str, choice: str) -> tuple[float, ...]:

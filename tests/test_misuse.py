@@ -212,6 +212,19 @@ def test_an_open_file_is_not_a_list_of_paths(path: Path, call: str, how: str) ->
         getattr(mfload, call)(opened, **framework)
 
 
+def test_an_open_file_in_a_list(path: Path) -> None:
+    with path.open("rb") as opened, pytest.raises(errors.UsageError, match=r"file\.read"):
+        mfload.load([opened], "numpy")  # type: ignore[list-item]
+
+
+def test_the_signature_that_is_expected_is_python(path: Path) -> None:
+    for call in (mfload.seeds, mfload.live_bytes, mfload.unpack, mfload.Report):
+        with pytest.raises(errors.ArgumentError) as caught:
+            call(*range(99))  # type: ignore[operator]
+        assert "*" not in str(caught.value.expected)
+        assert "by name" not in str(caught.value)
+
+
 def test_what_is_no_path(path: Path) -> None:
     for given in (None, 5, np.ones(3), {"a": 1}, Path, object()):
         with pytest.raises(errors.UsageError, match=r"not a path: load\(path, framework\)"):

@@ -100,6 +100,13 @@ def test_names_of_other_tensors_are_far(typed: str, there: str) -> None:
     assert errors.close_names(typed, [there]) == errors.close_names(there, [typed]) == []
 
 
+def test_beside_all_the_words_there_are_no_others() -> None:
+    names = [f"layers.0.self_attn.{each}_proj.weight" for each in "kqv"]
+    assert errors.close_names("layers.0.self_attn.qproj.weight", names) == [names[1]]
+    names = ["h.0.attn.bias", "h.0.attn.c_attn.bias"]
+    assert errors.close_names("h.0.attn.c_attn.bisa", names) == names[1:]
+
+
 def test_fields_that_are_half_remembered() -> None:
     fields = [*options.Options.__dataclass_fields__]
     assert errors.close_names("num_threads", fields) == ["threads"]

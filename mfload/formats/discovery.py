@@ -202,6 +202,7 @@ def _located(path: Any, options: LoadOptions | None) -> str | Source:
     try:
         name = os.fsdecode(path)
     except TypeError:
+        _refuse_open_file(path)
         raise errors.UsageError("not a path", expected="a path", found=repr(path)) from None
     if ":/" in name:
         sources.check_path(name)
@@ -216,15 +217,19 @@ def check_path(path: Any) -> None:
     """Raises UsageError for what is neither a path nor a list, such as a tree of arrays."""
     if isinstance(path, _SINGLE) or sources.is_source(path):
         return
-    if hasattr(path, "read"):
-        what, expected = "an open file is not a path", "its path, or the bytes in it: file.read()"
-        raise errors.UsageError(what, expected=expected, found=repr(path))
+    _refuse_open_file(path)
     if isinstance(path, Mapping) or not isinstance(path, Iterable) or hasattr(path, "__array__"):
         raise errors.UsageError(
             "not a path: load(path, framework) takes a path; load_into(target, path) fills a tree",
             expected="a path or a list of paths",
             found=type(path).__name__,  # pyright: ignore[reportUnknownArgumentType]
         )
+
+
+def _refuse_open_file(path: Any) -> None:
+    if hasattr(path, "read"):
+        what, expected = "an open file is not a path", "its path, or the bytes in it: file.read()"
+        raise errors.UsageError(what, expected=expected, found=repr(path))
 
 
 def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:

@@ -81,18 +81,19 @@ def run(
     try:
         try:
             first = how if fallback is None else dataclasses.replace(how, timeout=limit)
-            found, note = _attempt(call, places[0], first, failed), None
+            found, note, why = _attempt(call, places[0], first, failed), None, ""
         except _MISSED as error:
             if fallback is None:
                 raise
             found = None  # Beyond this block, so that what the error refers to is freed.
-            note = f"{_shown(places[0])} failed {failed.after()}, {_shown(places[1])} was loaded "
-            note += f"instead: {error}"
+            note = f"{_shown(places[0])} failed {failed.after()}, {_shown(places[1])} was "
+            why = f" instead: {error}"
         if note is not None:
-            failed.notes.insert(0, note)
-            logging.getLogger("mfload").warning("%s", note)
+            logging.getLogger("mfload").warning("%stried%s", note, why)
+            failed.notes.insert(0, f"{note}tried{why}")
             rest = dataclasses.replace(how, timeout=_left(how.timeout, start))
             found = _attempt(call, places[1], rest, failed)
+            failed.notes[failed.notes.index(f"{note}tried{why}")] = f"{note}loaded{why}"
     except BaseException:
         if report is not None:
             report.clear()  # Of the last attempt.
@@ -179,4 +180,9 @@ def _is_peer(place: Any) -> bool:
 
 
 def _shown(place: Any) -> str:
-    return sources.shown(place) or "the other source"
+    if (one := sources.shown(place)) is not None:
+        return one
+    if isinstance(place, list | tuple) and place:
+        first, *others = map(_shown, place)
+        return f"{first} and {len(others)} more" if others else first
+    return "bytes in memory" if isinstance(place, bytes | bytearray | memoryview) else "a source"

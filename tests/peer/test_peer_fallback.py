@@ -180,9 +180,17 @@ def test_files_first(files: str, tmp_path: Path) -> None:
 
 def test_both_fail(tmp_path: Path) -> None:
     """The error is that of the second place, with the first as its note in the log."""
+    report = Report()
     with pytest.raises(errors.SourceNotFoundError) as caught:
-        mfload.load("peer://127.0.0.1:1/m", "numpy", fallback=tmp_path / "none")
+        mfload.load("peer://127.0.0.1:1/m", "numpy", fallback=tmp_path / "none", report=report)
+    assert f"{tmp_path / 'none'} was tried instead: " in report.notes[0]
     assert caught.value.file == str(tmp_path / "none")
+
+
+def test_places_without_a_name_of_their_own(files: str, tmp_path: Path) -> None:
+    _, report = _load([str(tmp_path / "a"), str(tmp_path / "b")], [files])  # pyright: ignore
+    assert report.notes[0].startswith(f"{tmp_path / 'a'} and 1 more failed after ")
+    assert f", {files} was loaded instead: " in report.notes[0]
 
 
 def test_errors_of_arguments_are_not_answered_by_files(files: str) -> None:
