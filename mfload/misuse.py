@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -56,6 +57,9 @@ _INSTEAD = {
     "weights_only": "leave it out, mfload unpickles nothing",
     "world_size": _SHARDED,
 }
+_SECRET = re.compile(r"(token|key|secret|pass|auth|cred|cookie|header)(?!.*_file$)", re.IGNORECASE)
+"""Names of arguments whose values are not shown."""
+_SIGNED = re.compile("://.*[?@]")
 _LONGEST = 40
 _REQUIRED = inspect.Parameter.empty
 
@@ -71,9 +75,10 @@ def error(
     meant: set[str] = set()
     for name in [name for name in kwargs if name not in parameters]:
         free = [each for each in parameters if each not in kwargs]
-        own, hint = _hint(name, _brief(kwargs[name]), free)
+        value = "…" if _SECRET.search(name) else _brief(kwargs[name])
+        own, hint = _hint(name, value, free)
         meant.add(own)
-        faults.append(f"{label}() has no argument {name}={_brief(kwargs[name])}{hint}")
+        faults.append(f"{label}() has no argument {name}={value}{hint}")
     faults = [*_by_position(label, parameters, args, kwargs, meant), *faults]
     if not faults:
         return None
@@ -149,9 +154,9 @@ def _hint(name: str, value: str, free: Collection[str]) -> tuple[str, str]:
 
 
 def _brief(value: object) -> str:
-    """A value as it may be typed again; … for all but a short one."""
+    """A value as it may be typed again; … for a long one, and a URL with a query or a user."""
     if value is None or isinstance(value, bool | int | float | str):
         with suppress(Exception):  # Python refuses to print integers of thousands of digits.
             text = repr(value)
-            return text if len(text) <= _LONGEST else "…"
+            return "…" if len(text) > _LONGEST or _SIGNED.search(text) else text
     return "…"

@@ -172,6 +172,11 @@ _CERTIFICATES = ("ca_file", "cert_file", "key_file")
 
 
 def _check_certificate(given: Options | PeerOptions) -> None:
+    for name in _CERTIFICATES:
+        file = getattr(given, name)
+        if file is not None and not isinstance(file, str | os.PathLike):
+            what, found = f"{name} is not a path", type(file).__name__
+            raise errors.UsageError(what, expected="the path of a file", found=found)
     if given.key_file is not None and given.cert_file is None:
         raise errors.UsageError("key_file= has no certificate", expected="cert_file=")
 
@@ -185,17 +190,18 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 
 def _checked_headers(given: Any) -> tuple[tuple[str, str], ...]:
-    """Headers as pairs, which can be hashed; an error names no value."""
+    """Headers as pairs, which can be hashed; an error shows no value."""
     try:
-        pairs = tuple((str(name), value) for name, value in dict(given).items())
+        pairs = tuple(dict(given).items())
     except (TypeError, ValueError):
         what, found = "headers are invalid", type(given).__name__
         raise errors.UsageError(what, expected="{name: value}", found=found) from None
     for name, value in pairs:
-        if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
-            raise errors.UsageError(
-                "the header can't be set", expected="a name such as Authorization", found=name
-            )
+        valid = isinstance(name, str) and _HEADER.fullmatch(name)
+        if not valid or name.lower() in _OWN_HEADERS:
+            # What is no name may be a value in its place.
+            what, found = "the header can't be set", name if valid else None
+            raise errors.UsageError(what, expected="a name such as Authorization", found=found)
         if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
             what = f"the value of the header {name} is invalid"
             raise errors.UsageError(what, expected="printable text in Latin-1, on one line")

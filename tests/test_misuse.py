@@ -82,6 +82,14 @@ def test_an_unknown_argument_is_told_where_it_goes(path: Path, name: str) -> Non
     assert said in text
 
 
+@pytest.mark.parametrize("name", ["token", "hf_token", "api_key", "password", "headers", "auth"])
+def test_secrets_are_not_shown(path: Path, name: str) -> None:
+    assert "SECRET" not in _raised(lambda: mfload.load(path, "numpy", **{name: "SECRET"}))
+    assert "SECRET" not in _raised(lambda: mfload.Options(**{name: "SECRET", "no": 1}))
+    signed = "https://h/x?sig=SECRET"
+    assert "SECRET" not in _raised(lambda: mfload.load(framework="numpy", url=signed))  # pyright: ignore
+
+
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "no framework": (lambda: mfload.load("m"), "needs framework, the one whose arrays come back"),
     "installed": (lambda: mfload.load("m"), "installed here: 'numpy'"),

@@ -46,10 +46,14 @@ def find(source: CheckpointFiles, target: str) -> tuple[list[str], list[str]]:
         if not any(name.endswith(_CONFIG) for name in names) or _same(directory, target):
             return [], []
         names = [n for n in names if _BROUGHT.fullmatch(n) and not n.endswith(_LEFT)]
-        # Links are followed: the cache of the Hugging Face client is made of them.
-        status = {path: os.stat(path) for path in (os.path.join(directory, n) for n in names)}
     except OSError as error:
         raise errors.from_os(error, directory, "look at what lies beside the weights") from error
+    status: dict[str, os.stat_result] = {}
+    for path in (os.path.join(directory, name) for name in names):
+        # Links are followed: the cache of the Hugging Face client is made of them. One that leads
+        # nowhere is no file.
+        with contextlib.suppress(OSError):
+            status[path] = os.stat(path)
     files = [path for path, found in status.items() if stat.S_ISREG(found.st_mode)]
     fitting = [path for path in files if status[path].st_size <= _LARGEST][:_MOST]
     left = [os.path.basename(path) for path in files if path not in fitting]

@@ -15,7 +15,7 @@ from mfload.cli import failures, ls as listing, options
 from mfload.cli.options import argument, command, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.spelling import spoken
-from mfload.cli.terminal import bar, say
+from mfload.cli.terminal import bar, remark
 from mfload.errors import check_choice
 from mfload.options import Options, PeerOptions
 
@@ -549,7 +549,7 @@ def _started(url: str, as_json: bool) -> None:
 
 
 def _say(text: str) -> None:
-    say(f"mfload: {text}")
+    remark(f"mfload: {text}")
 
 
 def _print(found: Any, as_json: bool) -> None:

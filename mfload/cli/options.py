@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import inspect
 import sys
@@ -103,6 +104,7 @@ _AUTHORITY = (
     "system's, and of seeds, which are then read over TLS."
 )
 _CERTIFICATE = "A certificate of one's own, for servers and seeds that ask for one."
+_LONGEST = 1 << 16  # Bytes of a file of headers.
 _HOST = "Host memory beside the result, such as 256MiB."
 _GPU = "Memory of a GPU beside the result, such as 256MiB."
 
@@ -178,10 +180,17 @@ def by_line(headers: list[str] | None) -> dict[str, str] | None:
 
 def _lines(path: str) -> list[str]:
     try:
-        with open(path, encoding="latin-1") as file:
-            return [line for line in file.read(1 << 16).splitlines() if line.strip()]
+        with open(path, "rb") as file:
+            raw = file.read(_LONGEST + 1)
     except OSError as error:
         raise errors.from_os(error, path, "read") from error
+    if len(raw) > _LONGEST:
+        expected = f"at most {errors.amount(_LONGEST)}"
+        raise errors.UsageError(
+            "the file of headers is over the limit", file=path, expected=expected
+        )
+    lines = raw.removeprefix(codecs.BOM_UTF8).decode("latin-1").split("\n")
+    return [line for line in lines if line.strip()]
 
 
 def by_name(option: str, given: list[str] | None, *, several: bool = False) -> Any:

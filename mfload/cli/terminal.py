@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import sys
 from collections.abc import Callable, Generator
@@ -58,6 +59,16 @@ def say(text: str) -> None:
     lines = [part for line in text.split("\n") for part in wrapped(line, sys.stderr, 4)]
     with contextlib.suppress(OSError):
         print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def remark(text: str) -> None:
+    """As `say`, but drops the text if stderr is full: its reader may have stopped."""
+    try:
+        free = select.select([], [sys.stderr], [], 0)[1]
+    except (OSError, ValueError):  # It is not a stream of the system.
+        free = [sys.stderr]
+    if free:
+        say(text)
 
 
 def mute(stream: Any) -> None:

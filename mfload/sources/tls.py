@@ -6,6 +6,8 @@ import http.client
 import os
 import socket
 import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mfload import errors
@@ -31,19 +33,16 @@ class Tls:
     def context(self, server: bool) -> ssl.SSLContext:
         """The context of a server, which asks for certificates if `ca_file` is set; or a client's.
 
-        Raises UsageError for files that hold no certificate.
+        Raises UsageError for files that hold no certificate, and keys with a passphrase.
         """
         if server and self.cert_file is None:
             raise errors.UsageError("TLS needs a certificate", expected="cert_file=")
-        try:
-            purpose = ssl.Purpose.CLIENT_AUTH if server else ssl.Purpose.SERVER_AUTH
+        purpose = ssl.Purpose.CLIENT_AUTH if server else ssl.Purpose.SERVER_AUTH
+        with _read(self.ca_file):
             context = ssl.create_default_context(purpose, cafile=self.ca_file)
-            if self.cert_file is not None:
-                context.load_cert_chain(self.cert_file, self.key_file)
-        except (ssl.SSLError, OSError) as error:
-            files = ", ".join(str(each) for each in (self.cert_file, self.ca_file) if each)
-            what = "a certificate can't be used"
-            raise errors.UsageError(what, file=files, found=str(error)) from error
+        if self.cert_file is not None:
+            with _read(self.cert_file, self.key_file):
+                context.load_cert_chain(self.cert_file, self.key_file, _refuse_passphrase)
         if server and self.ca_file is not None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
@@ -54,6 +53,23 @@ class Tls:
         return self.cert_file is not None and self.ca_file is not None
 
 
+@contextmanager
+def _read(*files: str | os.PathLike[str] | None) -> Generator[None]:
+    """Raises UsageError, which names the files, if they can't be used."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # An SSLError is an OSError.
+        names = ", ".join(str(each) for each in files if each)
+        found = error.message if isinstance(error, errors.UsageError) else str(error)
+        what, expected = "a certificate can't be used", getattr(error, "expected", None)
+        raise errors.UsageError(what, file=names, expected=expected, found=found) from error
+
+
+def _refuse_passphrase() -> str:
+    """Called for the passphrase of a key: OpenSSL would ask for it at the terminal."""
+    raise errors.UsageError("the key has a passphrase", expected="a key without one")
+
+
 def mismatch(error: Exception, host: str, port: int, *, tls: bool) -> str | None:
     """What is wrong where a connection broke off since only one side speaks TLS; None if not."""
     if not isinstance(error, _BROKEN) or not _speaks(host, port, tls=not tls):
@@ -62,13 +78,16 @@ def mismatch(error: Exception, host: str, port: int, *, tls: bool) -> str | None
 
 
 def _speaks(host: str, port: int, *, tls: bool) -> bool:
-    """Whether a server answers to TLS, or else to plain HTTP."""
+    """Whether a server answers to TLS, or else to plain HTTP alone; asked after a connection broke.
+
+    Servers that speak TLS may answer to plain HTTP too, by telling so.
+    """
     try:
         with socket.create_connection((host, port), _PROBE) as plain:
             plain.settimeout(_PROBE)
             if not tls:
                 plain.sendall(_TALK)
-                return plain.recv(5) == b"HTTP/"
+                return plain.recv(5) == b"HTTP/" and not _speaks(host, port, tls=True)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             with context.wrap_socket(plain, server_hostname=host):

@@ -160,6 +160,8 @@ class TestBeside:
     def test_what_is_no_file_stays(self, whole: Path, tmp_path: Path) -> None:
         (whole / "folder.json").mkdir()
         os.mkfifo(whole / "pipe.json")
+        (whole / "broken.json").symlink_to("nowhere")
+        (whole / "loop.json").symlink_to("loop.json")
         mfload.convert(whole, f"{tmp_path}/out/")
         assert _visible(tmp_path / "out") == {*NAMES, INDEX, *BROUGHT}
         (tmp_path / "other" / "config.json").mkdir(parents=True)

@@ -79,6 +79,24 @@ def test_headers_that_are_none(run: Run, url: str, wrong: str) -> None:
     assert SECRET not in ran.err
 
 
+@pytest.mark.parametrize("wrong", [
+    f"Bearer {SECRET}: x", f"user u password {SECRET}:x", f"A: {SECRET}" + "x" * (1 << 16),
+])  # fmt: skip
+def test_files_that_hold_no_headers(run: Run, url: str, tmp_path: Path, wrong: str) -> None:
+    """What is longer than can be read is not sent in part."""
+    (tmp_path / "headers").write_text(wrong)
+    ran = run("ls", url, "--header", f"@{tmp_path / 'headers'}")
+    assert ran.code == 2
+    assert SECRET not in ran.err
+
+
+def test_headers_of_other_editors(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "headers").write_text(f"\ufeffAuthorization: Bearer {SECRET}\r\n", "utf-8")
+    with serving.serving(_files(), always=_guarded) as served:
+        ran = run("ls", served.url(), "--header", f"@{tmp_path / 'headers'}")
+        assert ran.code == 0, ran.err
+
+
 def test_a_private_authority(run: Run, certificates: Path) -> None:
     with serving.serving(_files(), serving.own(certificates, "seed")) as served:
         ca = certificates / "ca.pem"

@@ -102,6 +102,31 @@ def test_jobs_of_a_shell(command: list[str]) -> None:
             shell.kill()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pipes of a known size")
+def test_a_reader_of_its_messages_that_stopped(tmp_path: Path) -> None:
+    """It goes on serving, and ends."""
+    path = tmp_path / "model.safetensors"
+    mfload.save({"w": np.zeros((8, 8), np.float32)}, path)
+    command = [sys.executable, "-m", "mfload", "serve", str(path), "--model", "m"]
+    unread, messages = os.pipe()
+    os.set_blocking(messages, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(messages, b"x")
+    os.set_blocking(messages, True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as process:
+        try:
+            url = _line(process)
+            assert list(mfload.load(url, "numpy")) == ["w"]
+            time.sleep(1)  # It has something to tell.
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(SECONDS) == 0
+        finally:
+            process.kill()
+            os.close(unread)
+            os.close(messages)
+
+
 SLOW = """
 import os, signal, sys, time
 from mfload.peer import serve

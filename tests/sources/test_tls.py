@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +97,26 @@ def test_files_that_hold_no_certificate(secured: serving.Server, tmp_path: Path,
     assert name in str(info.value)
 
 
+def test_a_key_with_a_passphrase_is_refused_without_asking(
+    secured: serving.Server, certificates: Path, tmp_path: Path
+) -> None:
+    key = tmp_path / "locked.key"
+    made = ["openssl", "ec", "-in", certificates / "reader.key", "-aes128", "-passout", "pass:word"]
+    subprocess.run([*made, "-out", key], check=True, capture_output=True)
+    with pytest.raises(errors.UsageError, match="certificate") as info:
+        load(secured.url(), cert_file=certificates / "reader.pem", key_file=key)
+    assert info.value.found == "the key has a passphrase"
+    assert str(key) in str(info.value.file)
+
+
+@pytest.mark.parametrize("name", ["ca_file", "cert_file"])
+@pytest.mark.parametrize("options", [mfload.Options, mfload.PeerOptions])
+def test_what_is_no_path(options: Any, name: str) -> None:
+    for wrong in (5, ["x"], b"x"):
+        with pytest.raises(errors.UsageError, match=f"{name} is not a path"):
+            options(**{name: wrong})
+
+
 def test_a_key_without_its_certificate() -> None:
     with pytest.raises(errors.UsageError, match="key_file= has no certificate"):
         mfload.Options(key_file="x")
@@ -122,6 +146,33 @@ def test_https_where_it_does_not(files: dict[str, bytes]) -> None:
     assert str(info.value.expected).startswith("http://")
 
 
+def test_tls_servers_that_answer_to_plain_http_too(certificates: Path) -> None:
+    """As nginx does, to tell that TLS is needed."""
+    context = tls.Tls(**own(certificates, "seed")).context(server=True)
+
+    def answer(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with contextlib.suppress(OSError), connection:
+                    if connection.recv(1, socket.MSG_PEEK) == b"\x16":
+                        with context.wrap_socket(connection, server_side=True) as secured:
+                            secured.recv(1)
+                    else:
+                        connection.recv(4096)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        try:
+            with pytest.raises(errors.ReadError, match="certificate verify failed"):
+                load(f"https://127.0.0.1:{listener.getsockname()[1]}/model.safetensors")
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
 def test_what_breaks_off_is_not_taken_for_tls(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,8 +185,6 @@ def test_what_breaks_off_is_not_taken_for_tls(
 
 
 def test_nothing_is_said_of_what_answers_to_neither() -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         listener.close()
