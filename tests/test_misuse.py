@@ -47,7 +47,10 @@ KEYWORDS = {
     "engin": ("mmap", ", did you mean options=mfload.Options(engine='mmap')?"),
     "num_threads": (2, ", did you mean options=mfload.Options(threads=2)?"),
     # Arguments of other functions.
-    "mapping": ({}, ": it is an argument of mfload.load_into(), mfload.restore()"),
+    "mapping": (
+        {},
+        ": it is an argument of mfload.convert(), mfload.load_into(), mfload.restore()",
+    ),
     "strict": (False, ": it is an argument of mfload.load_into(), mfload.restore()"),
     "overwrite": (True, ": it is an argument of mfload."),
     # Slips.
