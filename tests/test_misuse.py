@@ -187,7 +187,9 @@ def test_an_explained_call_costs_one_frame(path: Path) -> None:
         return len(seen)
 
     frames(api.load), frames(mfload.load)
-    assert frames(mfload.load) == frames(api.load) + 1
+    # A buffer that is collected amid a call adds frames of its own.
+    fewest = [min(frames(call) for _ in range(5)) for call in (api.load, mfload.load)]
+    assert fewest[1] == fewest[0] + 1
 
 
 # What else a newcomer gives.

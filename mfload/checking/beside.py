@@ -17,6 +17,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.checking import manifest
+from mfload.formats import discovery
 from mfload.formats.discovery import CheckpointFiles
 from mfload.report import human
 from mfload.saving.drafts import Draft
@@ -37,8 +38,10 @@ def find(source: CheckpointFiles, target: str) -> tuple[list[str], list[str]]:
     Raises SourceError if the directory can't be listed.
     """
     directory = source.name or ""
-    if source.index_file is not None:
-        directory = os.path.dirname(directory)
+    if not os.path.isdir(directory):  # An index, or a file, which may be one shard of several.
+        directory, name = os.path.split(os.path.abspath(directory))
+        if source.index_file is None and f"{discovery.stem(name)}{discovery.SUFFIX}" != name:
+            return [], []
     if source.directory is not None or not os.path.isdir(directory):
         return [], []
     try:

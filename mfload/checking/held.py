@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import os
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,10 +18,16 @@ from mfload.trees import outline
 
 
 def is_held(given: object) -> bool:
-    """Whether it is a state, as `mfload.save` takes it, and not the path of one."""
+    """Whether it is a state, as `mfload.save` takes it, and not the path of one or several."""
     if isinstance(given, Mapping) or outline.framework_of(given) is not None:
         return True
-    return type(given) not in (list, tuple) and outline.is_tree(given)  # Those are lists of files.
+    if isinstance(given, list | tuple):
+        return bool(given) and not any(
+            isinstance(each, str | os.PathLike | bytes | bytearray | memoryview)
+            or hasattr(each, "read_into")
+            for each in cast("Sequence[object]", given)
+        )
+    return outline.is_tree(given)
 
 
 def read(state: Any) -> tuple[Index, list[Any]]:

@@ -115,6 +115,8 @@ def entries(index: Index, dtype: Any, mapping: Any) -> tuple[list[Row], bool]:
         changed |= name != info.name
         row = info._replace(name=name)
         made.append(Cast(row, *casts[info.name]) if info.name in casts else row)
+    if len(index) and not made:
+        raise errors.MappingError("the mapping leaves no tensor", file=index.files[0])
     return made, changed or len(made) != len(index)
 
 

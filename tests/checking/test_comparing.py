@@ -131,6 +131,8 @@ class TestArrays:
         mfload.save(tree, tmp_path / "tree.safetensors")
         assert mfload.diff(tree, tmp_path / "tree.safetensors")
         assert mfload.diff(tree, tree).tensors[0].name == "a.0"
+        assert mfload.diff([tree["a"][0]], (tree["a"][0],)).tensors[0].name == "0"
+        assert not mfload.diff([np.ones(2)], [np.zeros(2)])
         assert mfload.diff(tree, {"a.0": tree["a"][0], "a.1.b": tree["a"][1]["b"]})
 
     def test_modules_are_named_as_save_names_them(self, tmp_path: Path) -> None:

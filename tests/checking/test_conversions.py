@@ -119,6 +119,11 @@ class TestBeside:
             assert (tmp_path / "out" / name).read_text() == text
         assert f"copied with it: {', '.join(sorted(BROUGHT))}" in done.notes
 
+    def test_a_file_that_is_all_of_the_model(self, whole: Path, tmp_path: Path) -> None:
+        mfload.convert(whole, f"{tmp_path}/one/", max_shard_size="1GB")
+        mfload.convert(tmp_path / "one" / "model.safetensors", f"{tmp_path}/out/")
+        assert _visible(tmp_path / "out") == {"model.safetensors", *BROUGHT}
+
     def test_weights_alone(self, whole: Path, tmp_path: Path) -> None:
         mfload.convert(whole, f"{tmp_path}/out/", only_weights=True)
         assert _visible(tmp_path / "out") == {*NAMES, INDEX}
@@ -256,6 +261,11 @@ class TestDtypes:
 
 
 class TestNames:
+    def test_a_mapping_that_leaves_nothing(self, path: Path, tmp_path: Path) -> None:
+        with pytest.raises(errors.MappingError, match="leaves no tensor"):
+            mfload.convert(path, tmp_path / "b.safetensors", mapping=lambda _: None)
+        assert _visible(tmp_path) == {path.name}
+
     ARRAYS: ClassVar[Any] = {
         "model.layers.0.w": np.ones(3), "model.layers.1.w": np.full(3, 2.0), "head": np.zeros(2),
     }  # fmt: skip
