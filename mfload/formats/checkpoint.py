@@ -329,7 +329,7 @@ def _whole(found: CheckpointFiles, *, missing_ok: bool = False) -> Index:
     seen = read_headers(found)
     if len(seen.sources) > 1 or found.index is not None:
         _check_unchanged(found, seen.sources)
-    missing = seen.missing
+    missing = seen.missing if found.missing or seen.absent else ()
     if seen.problems:
         what = "the files of the checkpoint disagree"
         problems = (*missing, *map(str, seen.problems))
