@@ -133,9 +133,12 @@ class Beside:
 def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read(_LARGEST + 1)
+            raw = file.read(_LARGEST + 1)
     except OSError as error:
         raise errors.from_os(error, path, "read") from error
+    if len(raw) > _LARGEST:
+        raise errors.SourceChangedError("the file grew while it was copied", file=path)
+    return raw
 
 
 def _exists(path: str) -> errors.TargetExistsError:

@@ -16,6 +16,7 @@ import mfload
 from mfload import errors
 from mfload.checking import beside, copying
 from mfload.checking.convert import Copier
+from mfload.formats import discovery
 from mfload.saving.publishing import SaveTarget
 
 MODEL = samples.model()
@@ -118,6 +119,16 @@ class TestBeside:
         for name, text in BROUGHT.items():
             assert (tmp_path / "out" / name).read_text() == text
         assert f"copied with it: {', '.join(sorted(BROUGHT))}" in done.notes
+
+    def test_a_file_that_grows_is_not_cut_off(
+        self, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files, _ = beside.find(discovery.find(whole), str(tmp_path))
+        monkeypatch.setattr(beside, "_LARGEST", 1)
+        monkeypatch.setattr(beside, "find", lambda *_: (files, []))
+        with pytest.raises(errors.SourceChangedError, match="grew"):
+            mfload.convert(whole, f"{tmp_path}/out/")
+        assert not (tmp_path / "out").exists() or not _visible(tmp_path / "out")
 
     def test_a_file_that_is_all_of_the_model(self, whole: Path, tmp_path: Path) -> None:
         mfload.convert(whole, f"{tmp_path}/one/", max_shard_size="1GB")
