@@ -124,7 +124,7 @@ class TestTorchLanding(DeviceMemoryConformance):
         pool = adapter.pool(0)
         assert pool is not None
         assert pool.free == 1200
-        assert "empty_cache() gives back the 200 bytes" in pool.advice
+        assert "the 200 bytes that torch keeps for itself" in pool.advice
         made = torch.empty
         monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: asked.append(device)
                             or made(shape, dtype=dtype))  # fmt: skip
