@@ -41,10 +41,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Under `nohup make test &` SIGINT is ignored, and processes inherit that: the tests of Ctrl-C start
-# some that would never hear it.
+# Under `nohup make test &` SIGINT and SIGHUP are ignored, and processes inherit that: tests of these
+# start some that would never hear them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

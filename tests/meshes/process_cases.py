@@ -381,10 +381,10 @@ def hasty(world: World, how: str) -> dict[str, Any]:
     true = checkpoint.choose
     options = {"unmatched": "no"} if how == "wrong" else {"timeout": 0.5}
 
-    def choose(*given: Any) -> Any:
+    def choose(*given: Any, **more: Any) -> Any:
         checkpoint.choose = true  # The first thread alone is slow.
         time.sleep(0 if world.rank else 2)
-        return true(*given)
+        return true(*given, **more)
 
     def load(**given: Any) -> None:
         name = threading.current_thread().name

@@ -228,7 +228,7 @@ def test_the_overhead_that_is_asked_for_does(
 
     with pytest.raises(errors.MemoryLimitError, match="max_host_overhead is too small") as caught:
         load(min(limit, 76 * 1024 * threads * 4 - 1))
-    assert caught.value.found == min(limit, 76 * 1024 * threads * 4 - 1)
+    assert caught.value.found == f"{min(limit, 76 * 1024 * threads * 4 - 1)} bytes"
     made = load(asked(caught.value))
     assert (np.asarray(made["turned"]) == W.T).all()
 

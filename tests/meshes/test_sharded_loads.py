@@ -319,7 +319,7 @@ def test_verified_while_loading(path: Path, engine: Any) -> None:
     with pytest.raises(errors.ChecksumError):
         _load(path, verify=manifest, report=report, **options)
     assert mfload.live_bytes() == 0
-    assert report == mfload.Report()
+    assert report.read_bytes == report.over_read_bytes > 0  # Read, and no part of a result.
 
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="jax.set_mesh came with JAX 0.7")
