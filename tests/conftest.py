@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Under `nohup make test &` SIGINT and SIGHUP are ignored, and processes inherit that: tests of these
+# Under `nohup make test &` SIGINT and SIGHUP are ignored, and processes inherit that: tests of them
 # start some that would never hear them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "directory of PyTorch files": (
         _load("torch"), errors.SourceNotFoundError, ("pytorch_model.bin", "mfload.save")),
     "Paddle file": (
-        _load("paddle/model.pdparams"), errors.HeaderError, ("if paddle.save, in Python, paddle.load",)),
+        _load("paddle/model.pdparams"), errors.HeaderError, ("if paddle.save, in Python",)),
     "directory of Paddle files": (
         _load("paddle"), errors.SourceNotFoundError, ("paddle.load(path)",)),
     "unfinished download": (
