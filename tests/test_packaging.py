@@ -338,4 +338,5 @@ def test_contributing_names_every_target() -> None:
         assert f"make {name}" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     test = re.search(r"^test:.*?--output-sync=target \\\n\t *(.*?)$", makefile, re.M | re.S)
     assert test is not None
-    assert set(test[1].split()) == {*told} - {*seams[1].split(), "nixl"}
+    # Of the seams, only Tunix is small enough.
+    assert set(test[1].split()) == {*told} - ({*seams[1].split(), "nixl"} - {"tunix"})
