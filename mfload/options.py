@@ -199,7 +199,7 @@ def _checked_headers(given: Any) -> tuple[tuple[str, str], ...]:
     for name, value in pairs:
         valid = isinstance(name, str) and _HEADER.fullmatch(name)
         if not valid or name.lower() in _OWN_HEADERS:
-            # What is no name may be a value in its place.
+            # A value may stand in the place of the name.
             what, found = "the header can't be set", name if valid else None
             raise errors.UsageError(what, expected="a name such as Authorization", found=found)
         if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
