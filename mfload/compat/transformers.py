@@ -60,7 +60,7 @@ def from_pretrained(
     Args:
         cls: A model's class, or one such as `transformers.AutoModelForCausalLM`.
         path: A local directory with `config.json` and the weights, in safetensors.
-        options: As for `mfload.load`, but on the host `engine="auto"` maps the files.
+        options: As for `mfload.load`, but on the host `Options(engine="auto")` maps them.
         given: As for `cls.from_pretrained`: `dtype`, `device_map`, `config` and others.
 
     Returns:
