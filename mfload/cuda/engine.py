@@ -69,7 +69,7 @@ class DeviceWorker:
         self._note = note
         self._copier = Copier(memory, kit.streams)
         self._readers = OpenReader(open_reader)
-        make = lambda: PinnedSlot(device, staging)  # noqa: E731
+        make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
         self._cufile_readers = OpenReader(lambda n: CufileReader(gds[n], device))
         self._cufile_ring = Ring(lambda: CufileSlot(device, staging.block), staging.depth, share)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from mfload import errors
 from mfload.cuda.copies import Methods
 from mfload.cuda.device import Device, Event, Stream
 from mfload.io import buffers
@@ -58,16 +59,23 @@ def staging(blocks: Iterable[Block], methods: Methods, most_spare: int) -> Stagi
 
 
 class PinnedSlot(buffers.WorkerSlot):
-    """Host memory of huge pages, page-locked for all devices."""
+    """Host memory of huge pages, page-locked for all devices.
 
-    def __init__(self, device: Device, size: Staging) -> None:
+    Where the driver refuses to lock it, `note` is told so, and it stays pageable: what is copied
+    from there waits for a stage of the driver's own.
+    """
+
+    def __init__(self, device: Device, size: Staging, note: Callable[[str], object] = str) -> None:
         self._device, self._process = device, 0  # That of a slot which is locked.
         self._memory = buffers.allocate(_whole(size))
         buffers.never_forked(self._memory)
         # The driver would make the pages too, but of one slot after another.
         self._memory[:: buffers.PAGE] = 0
-        device.pin(self._memory)
-        self._process = os.getpid()
+        try:
+            device.pin(self._memory)
+            self._process = os.getpid()
+        except errors.MemoryLimitError as error:
+            note(f"slower copies, from pageable memory: {error}")
         self.fits(size)
 
     def fits(self, size: Staging) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -151,6 +152,14 @@ class Adapter:
         When this returns, nothing that ran before still uses the memory.
         """
         raise NotImplementedError
+
+    def follow(self) -> AbstractContextManager[object]:
+        """What another thread enters to get arrays from `lend` as this thread would.
+
+        Frameworks whose allocators go by streams give memory that was freed to the next array of
+        the same stream, after what still uses it there: so it has to be this thread's stream.
+        """
+        return contextlib.nullcontext()
 
     def lazy(self, tensor: Any) -> Any:
         """What a user gets for a lazy tensor (see `loading.lazy_tensor`). Default: the same."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 from mfload import errors
@@ -43,7 +44,8 @@ class CupyAdapter(base.Adapter):
 
     def _copy(self, view: View) -> Any:
         with self._current():
-            return self._cupy.asarray(base.host_array(view))
+            # Other streams than the current one would not wait for the copy.
+            return self._cupy.asarray(base.host_array(view), blocking=True)
 
     @contextlib.contextmanager
     def _current(self) -> Generator[None]:
@@ -59,6 +61,10 @@ class CupyAdapter(base.Adapter):
             # that were started before may still use it.
             self._cupy.cuda.get_current_stream().synchronize()
         return [(array, array.data.ptr) for array in arrays]
+
+    def follow(self) -> AbstractContextManager[object]:
+        with self._current():
+            return self._cupy.cuda.get_current_stream()
 
     def pool(self, number: int) -> base.Pool | None:
         with self._current():

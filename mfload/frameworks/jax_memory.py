@@ -184,11 +184,11 @@ def _write(there: Device, target: DeviceBuffer, numbers: Any) -> None:
 
     source = buffers.allocate(numbers.nbytes)
     source.view(numbers.dtype)[:] = numbers
-    there.pin(source)
-    try:
-        # Once the stream is closed, nothing reads the source any more.
-        with contextlib.closing(there.stream()) as stream:
-            stream.copy_in(target, 0, source, Rows.one(source.size))
-            stream.synchronize()
-    finally:
-        there.unpin(source)
+    locked = contextlib.ExitStack()
+    with contextlib.suppress(errors.MemoryLimitError):  # Pageable memory will do, too.
+        there.pin(source)
+        locked.callback(there.unpin, source)
+    # Once the stream is closed, nothing reads the source any more.
+    with locked, contextlib.closing(there.stream()) as stream:
+        stream.copy_in(target, 0, source, Rows.one(source.size))
+        stream.synchronize()

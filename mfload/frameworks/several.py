@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import itemgetter
 from typing import Any, cast
 
@@ -70,6 +71,9 @@ class SeveralAdapter(Adapter):
             return alone
         count = len(self._parts)
         return [alone[at : at + count] for at in range(0, len(alone), count)]
+
+    def follow(self) -> AbstractContextManager[object]:
+        return _all([part.follow() for part in self._parts])
 
     def pool(self, number: int) -> Pool | None:
         return self._owners[self.devices[number]].pool(0)
@@ -155,6 +159,14 @@ class InPlaceAdapter(Adapter):
 
     def pool(self, number: int) -> Pool | None:
         return self._new.pool(number) if number < len(self._new.devices) else None
+
+
+@contextmanager
+def _all(contexts: Sequence[AbstractContextManager[object]]) -> Generator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def make(

@@ -5,7 +5,9 @@ Versions that have an 8-bit type and don't import it get bytes and are told what
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +99,11 @@ class TorchAdapter(base.Adapter):
             torch.cuda.current_stream(self.place).synchronize()
         return [(tensor, tensor.data_ptr()) for tensor in tensors]
 
+    def follow(self) -> AbstractContextManager[object]:
+        if self.place.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.current_stream(self.place))
+
     def lazy(self, tensor: Any) -> Any:
         from mfload.frameworks import torch_lazy  # Only lazy streams need it.
 
@@ -105,7 +112,10 @@ class TorchAdapter(base.Adapter):
     def pool(self, number: int) -> base.Pool | None:
         if self.place.type != "cuda":
             return None
-        kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
+        try:
+            kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
+        except RuntimeError:  # An allocator that was plugged in may keep no count.
+            return None
         return base.Pool(
             self.devices[number].memory_info().free + kept,
             f"allocator='framework' uses the {errors.amount(kept)} that torch keeps for itself; in "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -139,6 +139,10 @@ class Tensors:
         """Reads a batch, in any thread."""
         return self._load(self._requests[batch.start : batch.stop], deadline)
 
+    def follow(self) -> AbstractContextManager[object]:
+        """What another thread enters to read as this one would (see `Adapter.follow`)."""
+        return self._adapter.follow()
+
     def arrays(self, batch: range, take: Callable[[], list[Any]]) -> list[Any]:
         """The arrays of a batch; `take` gives what was read of it."""
         return self._wrap(take())
@@ -253,14 +257,16 @@ class _Ahead:
         # A tensor that was read alone is the consumer's.
         if after + (now if len(every[number - 1]) > 1 else 0) > 2 * self._tensors.most:
             return
+        read = partial(self._read, number, self._tensors.follow())
         # The system may give no more threads.
         with suppress(RuntimeError):
-            self._thread = self._tensors.shared.crew.start(partial(self._read, number))
+            self._thread = self._tensors.shared.crew.start(read)
 
-    def _read(self, number: int) -> None:
+    def _read(self, number: int, place: AbstractContextManager[object] | None = None) -> None:
         deadline = _Until(self._tensors.options.timeout, self._stopped)
         try:
-            landed = self._tensors.read(self._tensors.batches[number], deadline)
+            with place or nullcontext():
+                landed = self._tensors.read(self._tensors.batches[number], deadline)
             self._outcome.append((landed, None))
         except BaseException as error:  # noqa: BLE001 - raised again by `take`
             if not self._stopped.is_set():  # Else it would keep what it refers to.

@@ -24,14 +24,18 @@ BUFFER = 64 << 20
 to the place of the first comes on top."""
 
 DEVICE_BUFFER = 256 << 20
-"""The same on a device, which takes its time for each (H200: 0.07 ms to make, as long to free)."""
+"""The same on a device, which takes its time for each (H200: 0.07 ms to make, as long to free).
+
+Tensors below 1 MiB share none with larger ones there, whose memory a norm would keep."""
 
 DEVICE_ALIGNMENT = 256
 """Alignment of tensors in device memory, in bytes: that of CUDA's own allocator."""
 
 _PAGE = 4096
 _SMALL = 64 << 10
-_HOST = (None, False)  # A kind of buffer: in host memory, and not copied afterwards.
+_DEVICE_SMALL = 1 << 20
+_Kind = tuple[int | None, bool, bool]
+_HOST: _Kind = (None, False, False)  # In host memory, and not copied afterwards.
 _MANY = 32  # From so many on, arrays are faster than one after the other.
 _FEW = 8  # After fewer the next ones are placed without arrays, which cost more than they save.
 
@@ -65,9 +69,10 @@ class Layout:
         self._alignment = alignment
         self._mapped = mapped
         self._maps: dict[int, int] = {}
-        # Buffers that still take tensors, and how much of each is taken, by device and by whether
-        # the framework copies the tensors: what is copied shares no buffer with what stays.
-        self._open: dict[tuple[int | None, bool], tuple[int, int]] = {}
+        # Buffers that still take tensors, and how much of each is taken, by device, by whether
+        # the framework copies the tensors, and by whether they are small: what is copied shares no
+        # buffer with what stays.
+        self._open: dict[_Kind, tuple[int, int]] = {}
 
     def place(
         self, request: Request, nbytes: int, contiguous: int | None, allocation: Allocation
@@ -87,7 +92,8 @@ class Layout:
         else:
             # The host's kernel copies nothing here, so no place suits the file better.
             offset, align, follows = 0, DEVICE_ALIGNMENT, True
-        return self._next(offset, nbytes, align, follows, (device, copied))
+        small = device is not None and nbytes < _DEVICE_SMALL
+        return self._next(offset, nbytes, align, follows, (device, copied, small))
 
     def packed(self, dtype: DType, lengths: Sequence[int]) -> Packed | None:
         """How results of a tensor are placed together; None if each has a place of its own."""
@@ -104,7 +110,9 @@ class Layout:
         device, owner, copied = allocation
         if device is not None or owner == "framework" or source in self._mapped:
             return []
-        buffer, at = self._next(offset, packed.nbytes, packed.alignment, True, (device, copied))
+        buffer, at = self._next(
+            offset, packed.nbytes, packed.alignment, True, (None, copied, False)
+        )
         return [(buffer, at + start) for start in packed.starts]
 
     def place_all(self, sources: Any, offsets: Any, sizes: Any, aligns: Any) -> tuple[Any, Any]:
@@ -153,7 +161,7 @@ class Layout:
         return self._maps[source]
 
     def _next(
-        self, offset: int, nbytes: int, align: int, follows: bool, kind: tuple[int | None, bool]
+        self, offset: int, nbytes: int, align: int, follows: bool, kind: _Kind
     ) -> tuple[int, int]:
         """Buffer and first byte behind the tensor before, of the same kind."""
         device = kind[0]
@@ -174,6 +182,6 @@ class Layout:
 
     def end(self) -> tuple[BufferSpec, ...]:
         """The buffers."""
-        for (device, _), (number, cursor) in self._open.items():
+        for (device, _, _), (number, cursor) in self._open.items():
             self.specs[number] = BufferSpec(cursor, None, device)
         return tuple(self.specs)

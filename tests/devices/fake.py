@@ -81,9 +81,12 @@ class FakeStream:
         if not self._begin("copy_in", rows.count * rows.nbytes, target, at, host is not None):
             return
         assert host is not None
-        if not self.device.holds_pinned(host):
+        locked = self.device.holds_pinned(host)
+        if not locked and not self.device.refused(host):
             self.device.misused("copy_in from memory that is not page-locked")
         self._rows(target, at, source.reshape(-1), host.start, rows, "copy_in")
+        if not locked:
+            self._queue.synchronize()  # As CUDA does.
 
     def copy_within(
         self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
@@ -223,6 +226,7 @@ class FakeDevice:
         self.streams = self.events = self.depth = 0
         self.misuse: list[str] = []
         self.graves: list[Any] = []
+        self.pageable: list[Span] = []
         self.queues = Queues(mode, seed)
 
     @contextmanager
@@ -255,8 +259,12 @@ class FakeDevice:
         return DeviceBuffer(self, memory.address, nbytes, memory)
 
     def pin(self, array: Any) -> None:
-        self.called("pin", array.nbytes)
         span = Span(array.ctypes.data, array.nbytes)
+        try:
+            self.called("pin", array.nbytes)
+        except errors.MemoryLimitError:
+            self.pageable.append(span)
+            raise
         if span.start % _PAGE:
             self.misused("pin of memory that does not begin on a page")
         with _lock:
@@ -331,9 +339,11 @@ class FakeDevice:
 
     def holds_pinned(self, span: Span) -> bool:
         with _lock:
-            return span.start == span.end or any(
-                held.start <= span.start and span.end <= held.end for held, _ in _pinned.values()
-            )
+            return span.start == span.end or any(held.holds(span) for held, _ in _pinned.values())
+
+    def refused(self, span: Span) -> bool:
+        """Whether a page-lock of it was refused."""
+        return any(held.holds(span) for held in self.pageable)
 
 
 def span(rows: Rows) -> int:

@@ -36,6 +36,9 @@ class Span:
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.end = start, start + nbytes
 
+    def holds(self, other: Span) -> bool:
+        return self.start <= other.start and other.end <= self.end
+
     def meets(self, other: Span) -> bool:
         return self.start < other.end and other.start < self.end
 

@@ -62,6 +62,19 @@ def test_bit_for_bit(path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, thr
     settled(machine)
 
 
+def test_pages_that_the_driver_does_not_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the right to (`ulimit -l`): the load is slower, and says why."""
+    machine = Machine()
+    land(monkeypatch, machine)
+    machine.fail["hostRegister"] = 801
+    report = mfload.Report()
+    found = mfload.load(path, framework="numpy", report=report)
+    samples.assert_same(found, MODEL)
+    assert "from pageable memory" in str(report)
+    del found
+    settled(machine)
+
+
 @pytest.mark.parametrize("before", [0, 5], ids=["at once", "later"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_fails(path: Path, monkeypatch: pytest.MonkeyPatch, call: str, before: int) -> None:

@@ -71,7 +71,8 @@ def test_a_call_fails(
         failed = error
     if failed is None:
         # How often an event is asked, and whether each thread gets a block, is a matter of time.
-        assert device.calls[verb] < number
+        # What can't be locked stays pageable.
+        assert device.calls[verb] < number or verb == "pin"
         assert verb not in ("copy_in", "record")
     else:
         assert failed.tensor in MODEL

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from mfload.cuda.engine import DeviceWorker
 from mfload.cuda.staging import PinnedSlot, Ring
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Pool
+from mfload.frameworks.several import SeveralAdapter
 from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.loading import session
@@ -133,6 +136,56 @@ def test_every_tensor_lies_on_256_bytes(path: Path, monkeypatch: pytest.MonkeyPa
     arrays.take(monkeypatch, arrays.Arrays(device))
     found = _load(path)
     assert {a.ctypes.data % 256 for a in found.values() if a.nbytes} == {0}
+
+
+def test_norms_keep_no_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies below 1 MiB shares no buffer with what is larger, in whatever order they come."""
+    model = {f"{n:02}.{kind}": samples.numbers((size,), np.uint8) for n in range(20) for kind, size
+             in [("a", 1 << 20), ("norm", 4 << 10), ("b", 3 << 20), ("bias", 100)]}  # fmt: skip
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    found = _load(samples.save(tmp_path / "m.safetensors", model))
+    samples.assert_same(found, model)
+    small = {name: array for name, array in found.items() if array.nbytes < 1 << 20}
+    del found
+    assert sum(device.memory.values()) < 20 * (8 << 10)
+    del small
+    _settled(device)
+
+
+def test_a_stream_allocates_where_its_consumer_works(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that the consumer let go of may come back only behind its work on that stream."""
+    device, here = FakeDevice(), threading.local()
+    seen: list[str] = []
+
+    class OnStreams(arrays.Arrays):
+        @contextlib.contextmanager
+        def on(self, name: str) -> Iterator[None]:
+            before, here.stream = getattr(here, "stream", "default"), name
+            yield
+            here.stream = before
+
+        def follow(self) -> Any:
+            return self.on(here.stream)
+
+        def lend(self, requests: Any) -> Any:
+            seen.append(getattr(here, "stream", "default"))
+            return super().lend(requests)
+
+    parts = [OnStreams(device), OnStreams(device)]
+    each = SeveralAdapter(parts, lambda _: 0)
+    for adapter in (parts[0], each):
+        arrays.take(monkeypatch, adapter)
+        options = mfload.Options(allocator="framework", max_host_overhead=2 << 20, threads=1)
+        with parts[0].on("side"):
+            for _ in mfload.stream(path, "numpy", options=options):
+                pass
+        assert len(seen) > 2
+        assert set(seen) == {"side"}
+        seen.clear()
+    _settled(device)
 
 
 def test_a_url(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

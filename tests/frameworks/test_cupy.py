@@ -128,9 +128,9 @@ class TestItsOwnMemory:
 
     def make(self, device: FakeDevice, **verbs: Any) -> cupy_adapter.CupyAdapter:
         def only_there(verb: Any) -> Any:
-            def call(*args: Any) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
                 assert entered() == [device]
-                return verb(*args)
+                return verb(*args, **named)
 
             return call
 
@@ -139,7 +139,7 @@ class TestItsOwnMemory:
         here = {name: only_there(verb) for name, verb in verbs.items()}
         return cupy_adapter.CupyAdapter(SimpleNamespace(cuda=cuda, **here), 0, device)
 
-    def full(self, *_: Any) -> Any:
+    def full(self, *_: Any, **__: Any) -> Any:
         raise Full("Out of memory allocating 512 bytes")
 
     def test_lent(self, device: FakeDevice) -> None:
@@ -152,10 +152,17 @@ class TestItsOwnMemory:
 
     def test_copied_from_the_host(self, device: FakeDevice) -> None:
         view = View("w", self.F32, (2,), np.arange(8, dtype=np.uint8), 0)
-        (made,) = self.make(device, asarray=lambda array: array).wrap([view])
+        copied = lambda array, blocking=False: array if blocking else None  # noqa: E731
+        (made,) = self.make(device, asarray=copied).wrap([view])
         assert made.tobytes() == bytes(range(8))
         with pytest.raises(errors.MemoryLimitError, match=r"CuPy has no room.*512 bytes"):
             self.make(device, asarray=self.full).wrap([view])
+
+    def test_another_thread_takes_its_stream(self, device: FakeDevice) -> None:
+        adapter = self.make(device)
+        stream = object()
+        adapter._cupy.cuda.get_current_stream = lambda: entered() == [device] and stream
+        assert adapter.follow() is stream
 
     def test_the_pool(self, device: FakeDevice) -> None:
         pool = SimpleNamespace(free_bytes=lambda: 5)

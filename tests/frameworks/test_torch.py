@@ -132,6 +132,16 @@ class TestTorchLanding(DeviceMemoryConformance):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         adapter.lend([request(material.stored("w", "U8", (3,)))] * 2)
         assert asked == [3, gpu, gpu, "wait"]
+        monkeypatch.setattr(torch.cuda, "stream", lambda entered: (entered,))
+        assert adapter.follow() == (stream,)
+
+    def test_an_allocator_that_keeps_no_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(_: Any) -> Any:
+            raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+        monkeypatch.setattr(torch.cuda, "memory_reserved", refuse)
+        adapter = torch_adapter.TorchAdapter(SimpleNamespace(type="cuda"), FakeDevice())
+        assert adapter.pool(0) is None
 
     def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def empty(*_: Any, **__: Any) -> Any:
