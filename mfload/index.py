@@ -287,6 +287,9 @@ class Index:
         some = ", ".join(itertools.islice(self.names, 2))
         return f"a name such as {some}" if some else None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
