@@ -216,6 +216,26 @@ def several_whole_and_shards(root: Path) -> Path:
     return root
 
 
+def _several_numbered(number: int, one: str, *others: str) -> None:
+    def build(root: Path) -> Path:
+        for value, name in enumerate((one, *others)):
+            shard(root / f"{name}.safetensors", **{name: value})
+        return root
+
+    more = f" … ({len(others)} files)" if len(others) > 1 else ""
+    says = "several checkpoints", f"- {one}.safetensors", f"- {others[0]}.safetensors{more}"
+    REFUSED[f"several_numbered_{number}"] = Refused(build, errors.CheckpointError, says)
+
+
+# Of several models accelerate numbers all but the first.
+_several_numbered(1, "model", "model_1")
+_several_numbered(2, "model", "model_1", "model_2")
+_several_numbered(3, "model", "model2")
+_several_numbered(4, "adapter_model", "adapter_model_1")
+_several_numbered(5, "consolidated", "consolidated.00", "consolidated.01")
+_several_numbered(6, "lora", "lora-000010", "lora-000020")
+
+
 @refused(errors.CheckpointError, "several checkpoints", "net-1-of-1", "net-1-of-2")
 def several_counts_of_shards(root: Path) -> Path:
     shard(root / "net-1-of-1.safetensors", a=1)
@@ -349,6 +369,13 @@ def plain_directory(root: Path) -> Path:
 def shards_without_index(root: Path) -> Path:
     shard(root / "model-00001-of-00002.safetensors", a=1)
     shard(root / "model-00002-of-00002.safetensors", b=2)
+    return root
+
+
+@loads
+def shards_without_total(root: Path) -> Path:
+    shard(root / "consolidated.00.safetensors", a=1)
+    shard(root / "consolidated.01.safetensors", b=2)
     return root
 
 
