@@ -5,6 +5,7 @@ If an index file says which shard holds each tensor, a shard's header is read wh
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,11 +14,11 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from mfload import errors, sources
+from mfload import dtypes, errors, sources
 from mfload.formats import discovery, safetensors
 from mfload.formats.discovery import CheckpointFiles, Opening
 from mfload.formats.strict_json import brief
-from mfload.index import Columns, Index, Table, TensorInfo
+from mfload.index import Columns, Index, Piece, Table, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.runtime import Deadline, NamedTuple, gc_paused
 from mfload.sources import PathOrBytes
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 _TRIES = 5
 _NAME = attrgetter("name")
+_NO_DTYPE, _NO_PIECE = dtypes.TABLE["U8"], Piece(-1, 0, 0)  # Of what is known by name alone.
 
 
 class Problem(NamedTuple):
@@ -128,6 +130,14 @@ class ShardedIndex(Index):
         self.tensors, self.columns, self.names = whole.tensors, whole.columns, whole.names
         self.metadata, self.notes, self._left = whole.metadata, whole.notes, {}
         return getattr(whole, name)
+
+    @property
+    def every(self) -> Index:
+        """The index of all tensors, also of those in missing shards."""
+        with suppress(errors.ShardNotFoundError):
+            _ = self.tensors
+            return self
+        return self._bounded(lambda: _whole(copy.copy(self.found), missing_ok=True).every)
 
     @property
     def searched(self) -> Collection[str]:
@@ -277,6 +287,34 @@ class PartialIndex(Index):
             return self._there[name]  # No file has it.
         raise _missing(self.found.name, self._lines, [name])
 
+    @property
+    def every(self) -> Index:
+        """The index of all tensors, also those that an index file lists in missing shards."""
+        if self.found.placed is None:
+            raise _missing(self.found.name, self._lines)
+        return _NamedIndex(self.found, self._there, self.notes)
+
+
+class _NamedIndex(Index):
+    """The index of shards that exist, and of names in others; asked for these, it raises."""
+
+    __slots__ = ("absent", "found")
+
+    def __init__(self, found: CheckpointFiles, there: Index, notes: tuple[str, ...]) -> None:
+        self.found, placed = found, found.placed or {}
+        gone = {*placed.values()} - {*there.files}
+        self.absent = {name: file for name, file in placed.items() if file in gone}
+        rows = [TensorInfo(name, _NO_DTYPE, (), (_NO_PIECE,)) for name in self.absent]
+        table = Table(there.columns[:])
+        table.add(rows)
+        super().__init__(there.files, table, there.metadata, notes)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raises ShardNotFoundError if a tensor that is needed is `absent`."""
+        if gone := [name for name in names if name in self.absent]:
+            files = dict.fromkeys(map(self.absent.__getitem__, gone))
+            raise _missing(self.found.name, _absent_lines(self.found, files, gone), gone)
+
 
 class DirectoryIndex(Index):
     """The index of a checkpoint that is a directory.
@@ -303,6 +341,18 @@ def read(
     See `choose`.
     """
     _, index, files = choose(path, options, attrgetter("tensors"), missing_ok=missing_ok)
+    return index, files
+
+
+def read_every(
+    path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None = None
+) -> tuple[Index, list[Source]]:
+    """The same for a call that needs some of the tensors, by what it makes of their names.
+
+    Shards may be missing if an index file lists what they hold; `Index.require` says which of the
+    tensors that turn out to be needed lie in them.
+    """
+    index, _, files = choose(path, options, attrgetter("every"), missing_ok=True)
     return index, files
 
 

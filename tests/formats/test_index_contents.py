@@ -56,7 +56,7 @@ def drawn(rng: random.Random) -> tuple[Shards, dict[str, str]]:
 def meant(shards: Shards, placed: dict[str, str]) -> dict[str, bytes] | None:
     """What a checkpoint holds; None if nothing says which of two is meant."""
     made: dict[str, bytes] = {}
-    for file, held in shards.items():
+    for held in shards.values():
         for name, data in held.items():
             if name in placed:
                 made[name] = shards[placed[name]][name]
