@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from mfload import errors
@@ -245,9 +247,12 @@ class Index:
         names: Their names.
         metadata: Free-form strings of the headers, merged in file order.
         notes: Remarks for the user that are not errors.
+        absent: Tensors whose shard is missing, with its path. Their rows are names alone.
     """
 
     __slots__ = ("columns", "files", "metadata", "names", "notes", "tensors")
+
+    absent: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -265,6 +270,21 @@ class Index:
     def searched(self) -> Collection[str]:
         """The names that are searched for a pattern."""
         return self.names
+
+    @property
+    def every(self) -> Index:
+        """The index of all tensors, also of those that are `absent`."""
+        return self
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raises ShardNotFoundError if a tensor that is needed is `absent`."""
+
+    def part(self, columns: Columns) -> Index:
+        """The index of some of the tensors."""
+        made = copy.copy(self)
+        made.tensors = made.names = Table(columns)
+        made.columns = columns
+        return made
 
     def take(self, names: Collection[str]) -> Columns:
         """Some of the tensors, in the index's order."""
@@ -286,6 +306,9 @@ class Index:
     def _examples(self) -> str | None:
         some = ", ".join(itertools.islice(self.names, 2))
         return f"a name such as {some}" if some else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -26,7 +26,7 @@ from mfload.checking.verify import verify, with_manifest
 from mfload.dtypes import DTypeLike
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
 from mfload.formats.discovery import CheckpointFiles
-from mfload.index import Index, Table
+from mfload.index import Index
 from mfload.load_options import LoadOptions, started
 from mfload.options import Options
 from mfload.planning import selection
@@ -228,7 +228,7 @@ class _Rewrite:
 
     def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
         self.wishes, self._source, self._how = wishes, source, how
-        self.index, self.sources = checkpoint.read(source, how)
+        self.index, self.sources = checkpoint.read_every(source, how)
         self.found = found = discovery.find(source, how)
         directory = found.directory is not None
         foreign = [s for s in self.sources if directory or base.find(s) is not safetensors]
@@ -239,6 +239,8 @@ class _Rewrite:
             )
         if wishes.names is not None:
             self.index = _part(self.index, wishes.names)
+        if wishes.mapping is None:
+            self.index.require(self.index.tensors)
         if wishes.change is not None:
             self.index = wishes.change(self.index)
         self.rows: Sequence[Any]  # Of `renaming.Row`.
@@ -306,7 +308,10 @@ class _Rewrite:
         if not (self.loaded or self.others) and known.hashed:
             return known, None
         given: Any = {"manifest": known, "options": self.wishes.options}
+        held = {self.index.files[piece.source] for row in self.rows for piece in row.pieces}
         for problem in verify(self._source, **given).problems:
+            if self.index.absent and problem.file not in held:
+                continue  # It is of a shard that nothing is taken from.
             fields = problem._asdict()
             raise errors.ChecksumError(fields.pop("what"), **fields)
         # Bytes of tensors that are stored in another way have other sums when they are raw.
@@ -430,12 +435,13 @@ def _write_manifest(
 
 def _part(index: Index, names: Names) -> Index:
     """The index of some of the tensors, with the part of the tree that holds them."""
-    columns, metadata = selection.select(index, names), dict(index.metadata or {})
-    if structure.KEY in metadata:
-        kept = {name: structure.TensorName(name) for name in columns.names}
+    part = index.part(selection.select(index, names))
+    part.metadata = dict(index.metadata or {})
+    if structure.KEY in part.metadata:
+        kept = {name: structure.TensorName(name) for name in part.names}
         tree = nested.filled(nested.tree_of(index), kept, plain=False)
-        metadata[structure.KEY] = structure.dumps(tree)
-    return Index(index.files, Table(columns), metadata, index.notes)
+        part.metadata[structure.KEY] = structure.dumps(tree)
+    return part
 
 
 @contextlib.contextmanager

@@ -194,13 +194,16 @@ def diff(
     how = started(options)
     within = _tolerance(rtol, atol)
     (left, ours), (right, theirs) = (
-        held.read(side) if held.is_held(side) else checkpoint.read(side, how) for side in (a, b)
+        held.read(side) if held.is_held(side) else checkpoint.read_every(side, how)
+        for side in (a, b)
     )
     # A name or regex that neither has is an error.
     both = Table(left.columns[:])
     more = [n for n, name in enumerate(right.columns.names) if name not in left.tensors]
     both.add(right.columns.take(more))
     chosen = selection.select(Index(left.files, both), names).names
+    for side in (left, right):
+        side.require(chosen)
     with gc_paused():
         wanted = set(chosen)
         common = [each for each in pairs(left.columns, right.columns) if each.left.name in wanted]

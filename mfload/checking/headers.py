@@ -45,6 +45,9 @@ def inspect(
     if not missing:  # Else an unnamed tensor may be one of the missing files.
         for info in map(seen.tensors.__getitem__, filter(seen.unnamed.__contains__, seen.tensors)):
             seen.add("the index does not name the tensor", info)
+    for name, files in seen.copies.items():  # Other loaders take the last, or refuse them.
+        holders = " and ".join([(seen.found.placed or {})[name], *files])
+        seen.problems.append(Problem("two files hold the tensor", None, name, "one file", holders))
     seen.notes += _other_files(seen)
     columns = seen.tensors.columns
     unknown = Counter[str]()

@@ -212,8 +212,8 @@ def beside(files: Sequence[str], index: str | None = None) -> str:
 
     It is `model.checksums.json` for model.safetensors, for its index, and for its shards.
     """
-    name = os.path.basename(index or files[-1])
-    stems = {discovery.stem(os.path.basename(file)) for file in files}
+    name, alone = os.path.basename(index or files[-1]), len(files) == 1
+    stems = {discovery.stem(os.path.basename(file), alone=alone) for file in files}
     if name.endswith(discovery.INDEX_SUFFIX):
         stems = {name.removesuffix(discovery.INDEX_SUFFIX)}
     stem = stems.pop() if len(stems) == 1 else ""

@@ -94,6 +94,7 @@ def renamed(index: Index, mapping: Any) -> list[tuple[TensorInfo, str]]:
         for claim in found:
             names.setdefault(claim.info.name, []).append(name)
     made = [(info, name) for info in index.columns for name in names.get(info.name, ())]
+    index.require(info.name for info, _ in made)
     olds: dict[str, list[str]] = {}
     for info, name in made:
         olds.setdefault(name, []).append(info.name)

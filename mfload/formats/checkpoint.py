@@ -5,17 +5,20 @@ If an index file says which shard holds each tensor, a shard's header is read wh
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from mfload import errors, sources
-from mfload.formats import discovery, safetensors, strict_json
+from mfload import dtypes, errors, sources
+from mfload.formats import discovery, safetensors
 from mfload.formats.discovery import CheckpointFiles, Opening
-from mfload.index import Columns, Index, Table, TensorInfo
+from mfload.formats.strict_json import brief
+from mfload.index import Columns, Index, Piece, Table, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.runtime import Deadline, NamedTuple, gc_paused
 from mfload.sources import PathOrBytes
@@ -25,6 +28,7 @@ T = TypeVar("T")
 
 _TRIES = 5
 _NAME = attrgetter("name")
+_NO_DTYPE, _NO_PIECE = dtypes.TABLE["U8"], Piece(-1, 0, 0)  # Of what is known by name alone.
 
 
 class Problem(NamedTuple):
@@ -58,6 +62,7 @@ class Headers:
         sources: Files whose header was read; pieces of tensors refer to them by number.
         tensors: The tensors by name, in file order; of two with one name, the first.
         unnamed: Tensors that the index does not name.
+        copies: Other files that hold a tensor than the one of the index, by its name.
         absent: Files that the index names and that do not exist; they have no header.
     """
 
@@ -67,6 +72,7 @@ class Headers:
         self.tensors = Table()
         self.metadata: dict[str, str] | None = None
         self.unnamed: set[str] = set()
+        self.copies: dict[str, list[str]] = {}
         self.absent: list[str] = []
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -79,6 +85,16 @@ class Headers:
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
         return self.sources[info.pieces[0].source].name
+
+    def chosen(self, rows: Sequence[TensorInfo], file: str) -> Sequence[TensorInfo]:
+        """The rows of a file without copies: tensors that the index has in another file."""
+        placed = self.found.placed or {}
+        columns = rows if isinstance(rows, Columns) else Columns.of(rows)
+        copies = [name for name in columns.names if placed.get(name, file) != file]
+        for name in copies:
+            self.copies.setdefault(name, []).append(file)
+        gone = {*copies}
+        return [row for row in columns if row.name not in gone] if gone else rows
 
     def add(
         self, what: str, info: TensorInfo, expected: object = None, found: object = None
@@ -97,10 +113,10 @@ class ShardedIndex(Index):
         found: The files, as sources.
     """
 
-    __slots__ = ("_left", "_numbers", "_seen", "_timeout", "found")
+    __slots__ = ("_left", "_numbers", "_searched", "_seen", "_timeout", "found")
 
     def __init__(self, found: CheckpointFiles, timeout: float | None) -> None:
-        self.found, self._timeout = found, timeout
+        self.found, self._timeout, self._searched = found, timeout, False
         self.files, self.notes = tuple(found.names), ()
         self._left = found.placed or {}  # Files of the tensors; empty once all headers were read.
         self.names = self._left.keys()
@@ -111,10 +127,56 @@ class ShardedIndex(Index):
         if name not in Index.__slots__:
             raise AttributeError(name)
         whole = self._bounded(partial(_whole, self.found))  # The field is not set yet.
-        # `names` stay those of the index file; other threads may be going through them.
-        self.tensors, self.columns = whole.tensors, whole.columns
+        self.tensors, self.columns, self.names = whole.tensors, whole.columns, whole.names
         self.metadata, self.notes, self._left = whole.metadata, whole.notes, {}
         return getattr(whole, name)
+
+    @property
+    def every(self) -> Index:
+        """The index of all tensors, also of those in missing shards."""
+        with suppress(errors.ShardNotFoundError):
+            _ = self.tensors
+            return self
+        return self._bounded(lambda: _whole(copy.copy(self.found), missing_ok=True).every)
+
+    @property
+    def searched(self) -> Collection[str]:
+        """The names that are searched: of the index file, and what shards hold beside them.
+
+        A shard is believed to hold what the index says, if its header has as many tensors.
+        """
+        if self._left and not self._searched:
+            self._bounded(self._search)
+        return self.names
+
+    def _search(self) -> None:
+        listed = Counter(self._left.values())
+        files: list[Any] = list(self.found.files)
+        _ask_ahead(files)
+        more: list[int] = []
+        absent: list[str] = []
+        for number, source in enumerate(files):
+            try:
+                if number not in self._seen and safetensors.count(source) != listed[source.name]:
+                    more.append(number)
+            except errors.SourceNotFoundError:
+                absent.append(source.name)
+        absent += self._read_new(more) if more else ()
+        self.notes = _absent_notes(_absent_lines(self.found, absent))
+        held = (name for number in sorted(self._seen) for name in self._seen[number])
+        if beside := dict.fromkeys(name for name in held if name not in self._left):
+            self.notes += (_beside(beside),)
+            self.names = {**self._left, **beside}.keys()
+        self._searched = True
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or name in self.searched
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.searched)
+
+    def __len__(self) -> int:
+        return len(self.searched)
 
     def __getitem__(self, name: str) -> TensorInfo:
         """The row of a name; reads the header of its shard."""
@@ -195,7 +257,7 @@ class PartialIndex(Index):
     ) -> None:
         self.found, self._there, self._lines, self._missing_ok = found, there, lines, missing_ok
         self.files, self.names, self.metadata = there.files, there.names, there.metadata
-        self.notes = (*there.notes, *(f"a shard is missing: {line}" for line in lines))
+        self.notes = (*there.notes, *_absent_notes(lines))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("columns", "tensors"):
@@ -225,6 +287,34 @@ class PartialIndex(Index):
             return self._there[name]  # No file has it.
         raise _missing(self.found.name, self._lines, [name])
 
+    @property
+    def every(self) -> Index:
+        """The index of all tensors, also those that an index file lists in missing shards."""
+        if self.found.placed is None:
+            raise _missing(self.found.name, self._lines)
+        return _NamedIndex(self.found, self._there, self.notes)
+
+
+class _NamedIndex(Index):
+    """The index of shards that exist, and of names in others; asked for these, it raises."""
+
+    __slots__ = ("absent", "found")
+
+    def __init__(self, found: CheckpointFiles, there: Index, notes: tuple[str, ...]) -> None:
+        self.found, placed = found, found.placed or {}
+        gone = {*placed.values()} - {*there.files}
+        self.absent = {name: file for name, file in placed.items() if file in gone}
+        rows = [TensorInfo(name, _NO_DTYPE, (), (_NO_PIECE,)) for name in self.absent]
+        table = Table(there.columns[:])
+        table.add(rows)
+        super().__init__(there.files, table, there.metadata, notes)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raises ShardNotFoundError if a tensor that is needed is `absent`."""
+        if gone := [name for name in names if name in self.absent]:
+            files = dict.fromkeys(map(self.absent.__getitem__, gone))
+            raise _missing(self.found.name, _absent_lines(self.found, files, gone), gone)
+
 
 class DirectoryIndex(Index):
     """The index of a checkpoint that is a directory.
@@ -251,6 +341,18 @@ def read(
     See `choose`.
     """
     _, index, files = choose(path, options, attrgetter("tensors"), missing_ok=missing_ok)
+    return index, files
+
+
+def read_every(
+    path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None = None
+) -> tuple[Index, list[Source]]:
+    """The same for a call that needs some of the tensors, by what it makes of their names.
+
+    Shards may be missing if an index file lists what they hold; `Index.require` says which of the
+    tensors that turn out to be needed lie in them.
+    """
+    index, _, files = choose(path, options, attrgetter("every"), missing_ok=True)
     return index, files
 
 
@@ -338,11 +440,22 @@ def _whole(found: CheckpointFiles, *, missing_ok: bool = False) -> Index:
         raise _missing(found.name, missing)
     found.files = seen.sources
     if seen.unnamed:
-        count = len(seen.unnamed)
-        seen.notes.append(f"in the shards but not in the index: {errors.counted(count, 'tensor')}")
+        seen.notes.append(_beside(seen.unnamed))
+    if seen.copies:
+        count, name = errors.counted(len(seen.copies), "tensor"), next(iter(seen.copies))
+        which = f"{brief(name)} in {', '.join(seen.copies[name])}"
+        seen.notes.append(f"copies that the index does not choose are left: {count}, {which}")
     kind = Index if found.directory is None else partial(DirectoryIndex, found)
     made = kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
     return PartialIndex(found, made, missing, missing_ok=missing_ok) if missing else made
+
+
+def _beside(names: Collection[str]) -> str:
+    return f"in the shards but not in the index: {errors.counted(len(names), 'tensor')}"
+
+
+def _absent_notes(lines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"a shard is missing: {line}" for line in lines)
 
 
 def _missing(
@@ -426,6 +539,8 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
         seen.sources.append(source)
         if strings is not None:
             seen.metadata = {**(seen.metadata or {}), **strings}
+        if found.placed is not None:
+            rows = seen.chosen(rows, source.name)
         for row in tensors.add(rows):
             holders = f"{seen.file_of(tensors[row.name])} and {source.name}"
             what = "two files hold the tensor"
@@ -446,19 +561,16 @@ def _ask_ahead(files: Collection[str | Source]) -> None:
 
 
 def _compare_index(seen: Headers, placed: dict[str, str]) -> None:
-    paths = [source.name for source in seen.sources]
-    files = set(paths)
-    numbers, holders = seen.tensors.numbers, seen.tensors.columns.sources
+    files, numbers = {source.name for source in seen.sources}, seen.tensors.numbers
     for name, file in placed.items():
-        number = numbers.get(name)
-        holder = None if number is None else paths[holders[number]]
-        if holder != file and file in files:
-            what = "the tensor is not where the index says"
-            seen.problems.append(Problem(what, seen.found.name, name, file, holder or "no file"))
+        if name not in numbers and file in files:
+            what, holders = "the tensor is not where the index says", seen.copies.pop(name, None)
+            where = " and ".join(holders or ["no file"])
+            seen.problems.append(Problem(what, seen.found.name, name, file, where))
     seen.unnamed = seen.tensors.keys() - placed.keys()
     complete = not seen.unnamed and len(files) == len(seen.found.files)
     total = sum(row.nbytes for row in seen.tensors.values())
     if complete and seen.found.total not in (None, total):
         # Off in many published checkpoints, and no loader uses it.
-        given = strict_json.brief(seen.found.total)
+        given = brief(seen.found.total)
         seen.notes.append(f"the index gives a total_size of {given}, its tensors take {total}")

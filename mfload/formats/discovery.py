@@ -258,14 +258,15 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
             expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy, *.msgpack, or an Orbax checkpoint",
             found=", ".join(names[:8]) or "an empty directory",
         )
-    # Files that are numbered alike; a file without a number is a family of its own.
-    families: dict[tuple[str, int | None], dict[str, int]] = {}
+    # Files that are numbered alike; a file without a number is a family of its own, such as the
+    # first of several models, `model` beside `model_1`.
+    families: dict[tuple[str, bool, int | None], dict[str, int | None]] = {}
     for name in files:
         stem, number, total = _shard(name)
         if name.endswith(_ONE_ARRAY):
-            stem, total = name, None  # Its name is that of a tensor.
-        families.setdefault((stem, total), {})[name] = number
-    stems = [stem for stem, _ in families]
+            stem, number, total = name, None, None  # Its name is that of a tensor.
+        families.setdefault((stem, number is None, total), {})[name] = number
+    stems = [stem for stem, *_ in families]
     choices = indexes
     whole = not _WHOLE.isdisjoint(stems) or any(name.endswith(_TREE) for name in files)
     if not indexes and (whole or len({*stems}) < len(stems)):
@@ -278,7 +279,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
             problems=tuple(choices),
         )
     missing: list[str] = []
-    for (_, total), shards in families.items():
+    for (*_, total), shards in families.items():
         numbers = {*shards.values()}
         first = 0 if 0 in numbers else 1
         missing += [
@@ -290,17 +291,21 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     return CheckpointFiles(paths, missing=tuple(missing), name=directory)
 
 
-def stem(name: str) -> str:
-    """The checkpoint's part of a file name: model-00001-of-00002.safetensors → model."""
-    return _shard(name)[0]
+def stem(name: str, *, alone: bool = False) -> str:
+    """The checkpoint's part of a file name: model-00001-of-00002.safetensors → model.
+
+    Of one file `alone`, a number without a total is part of it: model_1 is no shard of model.
+    """
+    stem, number, total = _shard(name)
+    return name.removesuffix(SUFFIX) if alone and number is not None and total is None else stem
 
 
-def _shard(name: str) -> tuple[str, int, int | None]:
-    """Takes a file name apart: model-00001-of-00002 → model, 1, 2."""
+def _shard(name: str) -> tuple[str, int | None, int | None]:
+    """Takes a file name apart: model-00001-of-00002 → model, 1, 2; model → model, None, None."""
     stem = name.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(_TREE)
     shard = re.fullmatch(_SHARD, stem)
     if shard is None:
-        return stem, 0, None
+        return stem, None, None
     return shard["stem"], int(shard["number"]), int(shard["total"]) if shard["total"] else None
 
 

@@ -56,26 +56,34 @@ def read(file: Source, source: int = 0) -> tuple[Sequence[TensorInfo], dict[str,
         HeaderError: The header breaks a rule of the format; says what the file seems to be.
     """
     try:
-        if file.size < 8:
-            raise _misfit(file, "too short for a safetensors file", "8 bytes or more", file.size)
-        head = file.read(0, min(file.size, _HEAD))
-        (length,) = struct.unpack("<Q", head[:8])
-        if length > MAX_HEADER:
-            what = "the header's length is over the format's limit; not a safetensors file"
-            raise _misfit(file, what, f"at most {errors.amount(MAX_HEADER)}", length)
-        if length > file.size - 8:
-            most = file.size - 8
-            raise _misfit(
-                file, "the file ends within its header", f"at most {errors.amount(most)}", length
-            )
-        raw = head[8 : 8 + length]
-        if len(raw) < length:
-            raw = file.read(8, length)
-        return parse(raw, size=file.size, path=file.name, source=source)
+        return parse(_header(file), size=file.size, path=file.name, source=source)
     except errors.HeaderError as error:
         from mfload.formats import hints  # Here and elsewhere: only errors need it.
 
         raise hints.explain_file(error, file) from None
+
+
+def count(file: Source) -> int:
+    """How many tensors a header has, which is not checked: -1 if there is none to be read."""
+    try:
+        return _header(file).count(b'"data_offsets"')
+    except errors.HeaderError:
+        return -1
+
+
+def _header(file: Source) -> bytes:
+    if file.size < 8:
+        raise _misfit(file, "too short for a safetensors file", "8 bytes or more", file.size)
+    head = file.read(0, min(file.size, _HEAD))
+    (length,) = struct.unpack("<Q", head[:8])
+    if length > MAX_HEADER:
+        what = "the header's length is over the format's limit; not a safetensors file"
+        raise _misfit(file, what, f"at most {errors.amount(MAX_HEADER)}", length)
+    if length > file.size - 8:
+        most = errors.amount(file.size - 8)
+        raise _misfit(file, "the file ends within its header", f"at most {most}", length)
+    raw = head[8 : 8 + length]
+    return raw if len(raw) == length else file.read(8, length)
 
 
 def _misfit(file: Source, what: str, expected: str, found: int) -> errors.HeaderError:

@@ -338,12 +338,11 @@ class LazyCheckpoint(_Reader, Generic[Array]):
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
-        return sorted(self._opened().names)
+        return sorted(self._opened())
 
     def offset_keys(self) -> list[str]:
         """Names of the tensors in the order in which the files hold them."""
-        index = self._opened()
-        return [name for name in index.tensors if name in index.names]
+        return list(self._opened().tensors)
 
     def metadata(self) -> dict[str, str] | None:
         """The free-form strings of the headers; None if there are none."""
@@ -375,8 +374,6 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         index = self._opened()
         if names is None:
             columns = index.columns
-            if len(columns) > len(index):  # The index file leaves some out.
-                columns = index.take(self.offset_keys())
         else:
             names = list(dict.fromkeys(names))
             index.take([name for name in names if name in index.names])  # Reads headers together.
@@ -408,7 +405,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         return len(self._opened())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._opened().names
+        return name in self._opened()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -435,7 +432,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
     def __repr__(self) -> str:
         files = self._index.files
         where = files[0] if len(files) == 1 else counted(len(files), "file")
-        count, framework = len(self._index), self._adapter.name
+        count, framework = len(self._index.names), self._adapter.name
         return f"<mfload checkpoint: {counted(count, 'tensor')} in {where}, for {framework}>"
 
     def _repr_html_(self) -> str:

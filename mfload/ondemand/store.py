@@ -106,7 +106,7 @@ class Store(ClosedAtEnd):
             raise errors.DeviceError(what, expected="numpy, jax, torch, tensorflow or paddle")
 
         def ask(index: Index) -> list[TensorInfo]:
-            return list(index.take([name for name in index.names if wanted(name)]))
+            return list(index.take([name for name in index.searched if wanted(name)]))
 
         self.tensors, index, files = checkpoint.choose(path, given, ask)
         self.index = index

@@ -239,7 +239,7 @@ def fill(
                 raise errors.UsageError("strict is invalid", expected="a bool", found=repr(strict))
             leaves = tree.leaves
             start = time.perf_counter()
-            index, sources = checkpoint.read(path, how)
+            index, sources = checkpoint.read_every(path, how)
             read = time.perf_counter()
             done.add_stage("headers", start, read)
             state, how_to_match = None, {}

@@ -65,6 +65,9 @@ def match(
     held = {name: leaf for leaf in leaves if leaf.held for name in leaf.names}
     unheld = {name: leaf for leaf in leaves if not leaf.held for name in leaf.names}
     claims = Claims(index.tensors.values(), held, mapping, resolve, picked)
+    if index.absent:
+        index.require(claim.info.name for found in claims.by_target.values() for claim in found)
+        index.require(info.name for info, _ in claims.stray if strict)
     problems = defaultdict[str, list[str]](list)  # By kind, in the order of the first of each.
     if claims.twice:
         problems["matched twice"] += claims.twice

@@ -235,7 +235,7 @@ def load_into(
                 raise wrong
             _check(module, refused, strict)
             start = time.perf_counter()
-            index, sources = checkpoint.read(path, how)
+            index, sources = checkpoint.read_every(path, how)
             read = time.perf_counter()
             done.add_stage("headers", start, read)
             with gc_paused():

@@ -28,6 +28,7 @@ def tree_of(index: Index, names: Names = None) -> Any:
         CheckpointError: A tensor's name is the front of another's, so that it is no dict; or it
             has too many dots.
     """
+    index = index.every
     text = (index.metadata or {}).get(structure.KEY)
     if text is not None:
         found: set[str] = set()

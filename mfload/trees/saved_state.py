@@ -101,7 +101,7 @@ class SavedState:
         for twice in table.add(rows):
             what = "a number and an array have the same name: their keys, joined by dots"
             raise errors.HeaderError(what, file=file, tensor=twice.name)
-        return Index(index.files, table, index.metadata, index.notes)
+        return index.part(table.columns)
 
     def fits(self, leaf: Leaf, recipe: Recipe) -> None:
         """Raises MisfitError if a plain number of the target can't be what is stored."""

@@ -160,6 +160,8 @@ def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (at("sub/a.safetensors"), at("list.json")[0], "a"),
         (at("model.safetensors", "big-00001-of-00002.safetensors"), None, "checkpoint"),
         (at("m-00001-of-00001.safetensors", "m.safetensors.index.json"), None, "m"),
+        (at("model_1.safetensors"), None, "model_1"),  # Beside model.safetensors, another model.
+        (at("consolidated.00.safetensors", "consolidated.01.safetensors"), None, "consolidated"),
     ]
     for files, index, name in cases:
         assert manifest.beside(files, index) == at(f"{name}.checksums.json")[0]

@@ -218,6 +218,20 @@ def test_the_file_that_transformers_takes(saved: Any, tmp_path: Path) -> None:
     same(from_pretrained(cls, tmp_path), cls.from_pretrained(tmp_path))
 
 
+def test_a_weight_that_the_index_leaves_out(saved: Any, tmp_path: Path) -> None:
+    cls, _, path = saved["llama"]
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    index = tmp_path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    del table["weight_map"]["model.layers.0.mlp.up_proj.weight"]
+    index.write_text(json.dumps(table))
+    expected, whole = cls.from_pretrained(tmp_path), cls.from_pretrained(path).state_dict()
+    assert all(torch.equal(each, whole[name]) for name, each in expected.state_dict().items())
+    for options in (None, mfload.Options(engine="pread")):
+        same(from_pretrained(cls, tmp_path, options=options), expected)
+
+
 @pytest.mark.parametrize(
     "given",
     [{name: "a"} for name in ("state_dict", "variant", "subfolder", "quantization_config")],

@@ -172,16 +172,16 @@ class TestWhatIsWrong:
         del placed["3.a"]
         lay(tmp_path, SHARDS, placed)
         assert list(mfload.load(tmp_path, "numpy", names=["3.a"])) == ["3.a"]
-        assert list(mfload.load(tmp_path, "numpy", names=r"3\.")) == ["3.b"]
+        assert list(mfload.load(tmp_path, "numpy", names=r"3\.")) == ["3.a", "3.b"]
         # No warning of a rule that matches no tensor.
         assert mfload.load(tmp_path, "numpy", dtype={"3.a": "int32"})["3.a"].dtype == np.int32
         with mfload.open(tmp_path) as opened:
             assert opened.get_tensor("3.a").shape == (3,)
-            listed = sorted(placed)
-            assert opened.keys() == listed
-            assert sorted(opened.offset_keys()) == listed
-            assert sorted(opened.get_tensors()) == listed
-            assert opened.keys() == listed
+            every = sorted([*placed, "3.a"])
+            assert opened.keys() == every
+            assert sorted(opened.offset_keys()) == every
+            assert sorted(opened.get_tensors()) == every
+            assert opened.keys() == every
 
     def test_a_broken_link_is_found_when_it_is_needed(self, model: Path) -> None:
         file = model / "3.safetensors"
@@ -273,10 +273,13 @@ def test_behind_a_url_a_shard_is_one_request(model: Path) -> None:
     with serving.serving(files) as server:
         index = server.url(f"/m/{INDEX}")
         with mfload.open(index) as opened:
-            assert len(opened.keys()) == 6
             assert [asked.path for asked in server.asked] == [f"/m/{INDEX}"]
             opened.info("2.a")
             assert [asked.path for asked in server.asked[1:]] == ["/m/2.safetensors"]
+            # All names are those of all shards, each of which is asked for once.
+            assert len(opened.keys()) == 6
+            opened.info("1.a")
+            assert sorted(asked.path for asked in server.asked) == sorted(files)
             assert opened.get_tensor("2.a").tolist() == mfload.load(model, "numpy")["2.a"].tolist()
         server.asked.clear()
         mfload.plan(index, names=["3.a", "1.a"])
@@ -355,3 +358,85 @@ class TestMissingShards:
         assert found.tensors == 4
         (note,) = (note for note in found.notes if "missing" in note)
         assert "00002" in note or "shard 2 of 3" in note
+
+
+class TestSomeOfTheShards:
+    """Calls that take some tensors, by names or by rules, need the shards that hold these."""
+
+    SOME = ("1.a", "3.b")
+
+    @pytest.fixture
+    def torn(self, model: Path) -> Path:
+        (model / "2.safetensors").unlink()
+        return model
+
+    @pytest.fixture
+    def whole(self, tmp_path: Path) -> Path:
+        return lay(tmp_path / "whole", SHARDS)
+
+    @pytest.mark.parametrize("names", [SOME, r"^[13]\.[ab]$", lambda name: name in ("1.a", "3.b")])
+    def test_by_names(self, torn: Path, whole: Path, names: Any, tmp_path: Path) -> None:
+        expected = mfload.load(whole, "numpy", names=names)
+        mfload.convert(torn, tmp_path / "new.safetensors", names=names)
+        found = mfload.load(tmp_path / "new.safetensors", "numpy")
+        assert sorted(found) == sorted(expected)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array)
+        for one, other in ((torn, whole), (whole, torn), (torn, tmp_path / "new.safetensors")):
+            found = mfload.diff(one, other, names=names)
+            assert found.equal
+            assert {each.name for each in found.tensors} == {*expected}
+        assert mfload.diff(expected, torn, names=names).equal
+        tree = mfload.restore(torn, names=names, framework="numpy")
+        assert {f"{n}.{key}" for n, held in tree.items() for key in held} == {*expected}
+
+    def test_by_rules(self, torn: Path, tmp_path: Path) -> None:
+        rules = {r"2\..*": None, r"([13])\.a": r"new.\1"}
+        mfload.convert(torn, tmp_path / "new.safetensors", mapping=rules)
+        assert sorted(mfload.load(tmp_path / "new.safetensors", "numpy")) == [
+            *("1.b", "3.b"),
+            *("new.1", "new.3"),
+        ]
+
+    @pytest.mark.parametrize("names", [("1.a", "2.a"), r"a$", None])
+    def test_what_is_asked_for_must_be_there(
+        self, torn: Path, whole: Path, names: Any, tmp_path: Path
+    ) -> None:
+        rules = {r"(2\.a)": r"new.\1", ".*": None}
+        for call in (
+            lambda: mfload.convert(torn, tmp_path / "new.safetensors", names=names),
+            lambda: mfload.convert(torn, tmp_path / "new.safetensors", mapping=rules),
+            lambda: mfload.diff(torn, whole, names=names),
+            lambda: mfload.diff(whole, torn, names=names),
+            lambda: mfload.restore(torn, names=names, framework="numpy"),
+            lambda: mfload.align(torn),
+        ):
+            with pytest.raises(errors.ShardNotFoundError) as caught:
+                call()
+            assert "2.safetensors" in caught.value.problems[0]
+
+    @pytest.mark.parametrize("algorithm", ["xxh3", "sha256"])
+    def test_a_manifest_of_all_is_compared_with_what_is_taken(
+        self, model: Path, tmp_path: Path, algorithm: Any
+    ) -> None:
+        mfload.verify(model, checksums="write", algorithm=algorithm)
+        (model / "2.safetensors").unlink()
+        mfload.convert(model, tmp_path / "new.safetensors", names=self.SOME)
+        assert mfload.verify(tmp_path / "new.safetensors").ok
+        file = model / "1.safetensors"
+        file.write_bytes(file.read_bytes()[:-6] + b"??????")
+        with pytest.raises(errors.ChecksumError, match=r"changed|differ|manifest"):
+            mfload.convert(model, tmp_path / "other.safetensors", names=self.SOME)
+
+    def test_a_saved_tree(self, tmp_path: Path) -> None:
+        tree = {"a": [np.ones(2), np.zeros(2)], "b": {"c": np.ones(3)}}
+        saved = mfload.save(tree, tmp_path / "tree" / "model.safetensors", max_shard_size=20)
+        expected = mfload.restore(tmp_path / "tree", framework="numpy", names=r"^a")
+        with mfload.open(tmp_path / "tree") as opened:
+            os.unlink(opened.file_of(opened.info("b.c")))
+        assert len(saved.files) > 2
+        found = mfload.restore(tmp_path / "tree", framework="numpy", names=r"^a")
+        assert [each.tolist() for each in found["a"]] == [each.tolist() for each in expected["a"]]
+        mfload.convert(tmp_path / "tree", tmp_path / "new.safetensors", names=r"^a")
+        again = mfload.restore(tmp_path / "new.safetensors", framework="numpy")
+        assert [each.tolist() for each in again["a"]] == [[1, 1], [0, 0]]

@@ -61,6 +61,29 @@ def test_files_of_parts_are_refused(tmp_path: Path, bounds: list[int]) -> None:
     assert caught.value.file == str(tmp_path)
 
 
+def test_what_an_index_leaves_out_and_what_it_chooses(tmp_path: Path) -> None:
+    """torch reads all that lies in the directory; of a copy, the index says which is meant."""
+    a, b, c, copy = torch.randn(4, 4)
+    save_file({"a": a.clone(), "b": b.clone()}, tmp_path / "1.safetensors")
+    save_file({"a": copy.clone(), "c": c.clone()}, tmp_path / "2.safetensors")
+    index = {"weight_map": {"a": "1.safetensors", "c": "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = {"a": a, "b": b, "c": c}
+    state = empty(HuggingFaceReader(tmp_path))
+    report = mfload.Report()
+    dcp.load(state, storage_reader=HuggingFaceReader(tmp_path, report=report))
+    module = torch.nn.Module()
+    for name in expected:
+        module.register_buffer(name, torch.zeros(4))
+    mfload.load_into(module, tmp_path, report=(into := mfload.Report()))
+    for found in (state, module.state_dict()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+    for notes in (report.notes, into.notes):
+        assert any("not in the index: 1 tensor" in note for note in notes)
+        assert any("the index does not choose" in note for note in notes)
+
+
 class Planner(dcp.DefaultLoadPlanner):  # pyright: ignore[reportUntypedBaseClass]
     """Notes what is committed."""
 

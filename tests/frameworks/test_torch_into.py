@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import tracemalloc
 import warnings
 import zipfile
@@ -656,3 +657,21 @@ def test_a_module_is_saved_as_its_state_and_comes_back(tmp_path: Path) -> None:
     assert other.head.weight is other.embed.weight
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_shards_that_nothing_is_taken_from_may_be_missing(tmp_path: Path) -> None:
+    full = {f"{n}.weight": torch.full((4, 4), float(n)) for n in range(3)}
+    mfload.save(full, tmp_path / "model.safetensors", max_shard_size=64)
+    with mfload.open(tmp_path) as opened:
+        os.unlink(opened.file_of(opened.info("1.weight")))
+    report = mfload.Report()
+    for more in ({"mapping": {r"([02]\..*)": r"\1", ".*": None}}, {"strict": False}):
+        module = torch.nn.ModuleDict({n: torch.nn.Linear(4, 4, bias=False) for n in "02"})
+        mfload.load_into(module, tmp_path, report=report, **more)
+        assert all(torch.equal(each, full[name]) for name, each in module.state_dict().items())
+        assert any("a shard is missing" in note for note in report.notes)
+    module = torch.nn.ModuleDict({n: torch.nn.Linear(4, 4, bias=False) for n in "012"})
+    for strict in (True, False):
+        with pytest.raises(errors.ShardNotFoundError, match="shards are missing") as caught:
+            mfload.load_into(module, tmp_path, strict=strict)
+        assert caught.value.tensor == "1.weight"

@@ -111,9 +111,8 @@ def everything_at_once(root: Path) -> Path:
     shard(root / "1.safetensors", a=1, twice=2, elsewhere=3)
     shard(root / "2.safetensors", twice=2)
     (root / "broken.safetensors").symlink_to("nowhere")
-    return index(root, {"a": "1.safetensors", "twice": "1.safetensors", "x": "gone.safetensors",
-                        "y": "broken.safetensors", "nowhere": "1.safetensors",
-                        "elsewhere": "2.safetensors"})  # fmt: skip
+    return index(root, {"a": "1.safetensors", "x": "gone.safetensors", "y": "broken.safetensors",
+                        "nowhere": "1.safetensors", "elsewhere": "2.safetensors"})  # fmt: skip
 
 
 ASTRAY = ["../out.safetensors", "sub/../../out.safetensors", "/etc/passwd", "..", "sub/..",
@@ -215,6 +214,26 @@ def several_whole_and_shards(root: Path) -> Path:
     shard(root / "model-00001-of-00002.safetensors", a=1)
     shard(root / "model-00002-of-00002.safetensors", b=2)
     return root
+
+
+def _several_numbered(number: int, one: str, *others: str) -> None:
+    def build(root: Path) -> Path:
+        for value, name in enumerate((one, *others)):
+            shard(root / f"{name}.safetensors", **{name: value})
+        return root
+
+    more = f" … ({len(others)} files)" if len(others) > 1 else ""
+    says = "several checkpoints", f"- {one}.safetensors", f"- {others[0]}.safetensors{more}"
+    REFUSED[f"several_numbered_{number}"] = Refused(build, errors.CheckpointError, says)
+
+
+# Of several models accelerate numbers all but the first.
+_several_numbered(1, "model", "model_1")
+_several_numbered(2, "model", "model_1", "model_2")
+_several_numbered(3, "model", "model2")
+_several_numbered(4, "adapter_model", "adapter_model_1")
+_several_numbered(5, "consolidated", "consolidated.00", "consolidated.01")
+_several_numbered(6, "lora", "lora-000010", "lora-000020")
 
 
 @refused(errors.CheckpointError, "several checkpoints", "net-1-of-1", "net-1-of-2")
@@ -354,6 +373,13 @@ def shards_without_index(root: Path) -> Path:
 
 
 @loads
+def shards_without_total(root: Path) -> Path:
+    shard(root / "consolidated.00.safetensors", a=1)
+    shard(root / "consolidated.01.safetensors", b=2)
+    return root
+
+
+@loads
 def shards_from_zero(root: Path) -> Path:
     shard(root / "x_0-of-2.safetensors", a=1)
     shard(root / "x_1-of-2.safetensors", b=2)
@@ -371,6 +397,21 @@ def indexed(root: Path) -> Path:
 def indexed_spelled_twice(root: Path) -> Path:
     shard(root / "1.safetensors", a=1, b=2)
     return index(root, {"a": "1.safetensors", "b": ".//1.safetensors"})
+
+
+@loads
+def indexed_of_two(root: Path) -> Path:
+    """Of a tensor that two shards hold, the index says which is meant."""
+    shard(root / "1.safetensors", a=1, b=7)
+    shard(root / "2.safetensors", b=2)
+    return index(root, {"a": "1.safetensors", "b": "2.safetensors"})
+
+
+@loads
+def indexed_in_part(root: Path) -> Path:
+    """What the shards hold beside the index's names is loaded, as by other loaders."""
+    shard(root / "1.safetensors", a=1, b=2)
+    return index(root, {"a": "1.safetensors"})
 
 
 @loads

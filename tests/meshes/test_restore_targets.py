@@ -404,3 +404,51 @@ def test_steps_of_the_older_files(tmp_path: Path) -> None:
         mfload.restore(tmp_path, step=7)
     with pytest.raises(errors.UsageError, match="step"):
         mfload.restore(tmp_path, step="7")  # type: ignore[arg-type]
+
+
+class TestSomeOfTheShards:
+    """A target needs the shards that hold what fills it; what rules or names leave out, none."""
+
+    @pytest.fixture
+    def torn(self, tmp_path: Path) -> Path:
+        state = {name: np.full(4, n, np.float32) for n, name in enumerate("abc")}
+        mfload.save(state, tmp_path / "torn" / "model.safetensors", max_shard_size=16)
+        with mfload.open(tmp_path / "torn") as opened:
+            (tmp_path / "torn" / opened.file_of(opened.info("b"))).unlink()
+        return tmp_path / "torn"
+
+    @pytest.mark.parametrize("fill", ["load_into", "restore"])
+    @pytest.mark.parametrize(
+        "given", [{"mapping": {"([ac])": r"\1", ".*": None}}, {"strict": False}]
+    )
+    def test_what_is_there(self, torn: Path, fill: str, given: Any) -> None:
+        target = {name: jnp.ones(4) for name in "ac"}
+        report = mfload.Report()
+        if fill == "load_into":
+            found = mfload.load_into(target, torn, report=report, **given)
+        else:
+            found = mfload.restore(torn, target, report=report, **given)
+        assert_same(found, {"a": np.full(4, 0, np.float32), "c": np.full(4, 2, np.float32)})
+        assert ("strict" in given) == any("no place for: b" in note for note in report.notes)
+
+    @pytest.mark.parametrize("names", [["a", "c"], "a|c", lambda name: name != "b"])
+    def test_names(self, torn: Path, names: Any) -> None:
+        target = {name: jnp.ones(4) for name in "abc"}
+        expected = {"a": np.zeros(4, np.float32), "b": target["b"], "c": np.full(4, 2, np.float32)}
+        assert_same(mfload.restore(torn, target, names=names), expected)
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_what_is_needed_is_never_left_as_it_is(self, torn: Path, strict: bool) -> None:
+        whole, some = ({name: jnp.ones(4) for name in each} for each in ("abc", "ac"))
+        calls = [
+            lambda: mfload.load_into(whole, torn, strict=strict),
+            lambda: mfload.restore(torn, whole, strict=strict),
+            lambda: mfload.restore(torn, whole, names="[ab]"),
+            lambda: mfload.load_into(some, torn, mapping={"b": "a", ".*": None}, strict=strict),
+        ]
+        if strict:
+            calls.append(lambda: mfload.load_into(some, torn))  # b is one too many, or fits.
+        for call in calls:
+            with pytest.raises(errors.ShardNotFoundError) as caught:
+                call()
+            assert caught.value.tensor == "b"
