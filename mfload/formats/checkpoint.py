@@ -294,7 +294,9 @@ def choose(
                 accept(index)
             return ask(index)
 
-        return choose(path.located(), options, accepted, missing_ok=missing_ok)
+        found = choose(path.located(), options, accepted, missing_ok=missing_ok)
+        path.opened = found[1:]
+        return found
     for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
