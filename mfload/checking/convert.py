@@ -432,9 +432,9 @@ def _part(index: Index, names: Names) -> Index:
     """The index of some of the tensors, with the part of the tree that holds them."""
     columns, metadata = selection.select(index, names), dict(index.metadata or {})
     if structure.KEY in metadata:
-        kept = {name: structure.TensorName(name) for name in columns.names}
-        tree = nested.filled(nested.tree_of(index), kept, plain=False)
-        metadata[structure.KEY] = structure.dumps(tree)
+        tree, wanted = nested.tree_of(index), {*columns.names}
+        kept = {name: name for name in nested.tensors(tree) if name in wanted}
+        metadata[structure.KEY] = structure.dumps(nested.filled(tree, kept, plain=False))
     return Index(index.files, Table(columns), metadata, index.notes)
 
 

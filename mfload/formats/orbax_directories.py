@@ -38,9 +38,10 @@ Number = int | float
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _COMMITTED = "commit_success.txt"
 _MARKS = frozenset({TREE, CHECKPOINT, "orbax.checkpoint", ARRAYS, ocdbt.MANIFEST})
-# As Flax reads numbers, so that its order of names is the same here.
-_NUMBER = r"[-+]?(?:\d{1,18}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?"
-_NUMBERED = re.compile(rf"(?s)(?P<prefix>.*?)(?P<step>{_NUMBER})")
+_UNSIGNED = r"(?:\d{1,18}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?"
+_NUMBER = f"[-+]?{_UNSIGNED}"
+_NUMBERED = re.compile(rf"(?s)(?P<prefix>.*?)(?P<step>(?:(?<![A-Za-z0-9])[-+])?{_UNSIGNED})")
+# As Flax takes names apart, so that their order is the same here.
 _NUMBERS = re.compile(f"({_NUMBER})")
 _USUAL = ("", "checkpoint_")  # Prefixes that Orbax and Flax look for unless told another.
 _METRICS = "metrics"
