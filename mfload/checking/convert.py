@@ -433,7 +433,7 @@ def _part(index: Index, names: Names) -> Index:
     columns, metadata = selection.select(index, names), dict(index.metadata or {})
     if structure.KEY in metadata:
         tree, wanted = nested.tree_of(index), {*columns.names}
-        kept = {name: name for name in nested.tensors(tree) if name in wanted}
+        kept = {str(name): name for name in nested.tensors(tree) if name in wanted}
         metadata[structure.KEY] = structure.dumps(nested.filled(tree, kept, plain=False))
     return Index(index.files, Table(columns), metadata, index.notes)
 

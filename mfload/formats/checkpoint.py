@@ -394,12 +394,15 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
     if found.directory is not None and found.name is not None:
-        from mfload.formats import base
+        from mfload.formats import base, structure
 
         before: Any = found.files  # Those of an opened checkpoint that another process has now.
         for each in before:
             each.check()
         found.files, rows, seen.metadata = base.read_directory(found.directory, found.name, first)
+        items = structure.items(seen.metadata or {}, found.name)
+        if other := [name for name, held in items.items() if not held]:
+            seen.notes.append(f"items that are not read: {', '.join(other)}")
         seen.sources += found.files
         seen.tensors.add(rows)
         return seen

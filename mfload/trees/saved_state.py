@@ -117,25 +117,24 @@ class SavedState:
         If one item has tensors, and the target is not a dict by item, it is that item's tree.
         """
         there = [name for name, held in items.items() if held]
-        other = [name for name in items if name not in there]
-        if isinstance(tree, dict) and len(there) > 1:
-            asked = {leaf.name.partition(".")[0] for leaf in self.leaves}
-            full = [name for name in there if [*nested.tensors(tree.get(name))]]
-            by_item = not asked.isdisjoint(there)
-            if not by_item and len(full) > 1 and not mapped:
-                raise errors.CheckpointError(
-                    "several items in the checkpoint, and the target has none of them as a key",
-                    file=file,
-                    expected="a target with the items as its keys, or the directory of one item",
-                    problems=tuple(there),
-                )
-            other += [name for name in there if name not in full and name not in asked]
-            tree = {name: each for name, each in tree.items() if name not in other}
-            if not by_item and len(full) == 1:
-                tree = tree[full[0]]
-        if other:
-            self.notes.append(f"items that the target has no place for: {', '.join(other)}")
-        return tree
+        if not isinstance(tree, dict) or len(there) < 2:
+            return tree
+        asked = {leaf.name.partition(".")[0] for leaf in self.leaves}
+        full = [name for name in there if [*nested.tensors(tree.get(name))]]
+        by_item = not asked.isdisjoint(there)
+        if not by_item and len(full) > 1 and not mapped:
+            raise errors.CheckpointError(
+                "several items in the checkpoint, and the target has none of them as a key",
+                file=file,
+                expected="a target with the items as its keys, or the directory of one item",
+                problems=tuple(there),
+            )
+        left = [name for name in there if name not in full and name not in asked]
+        if left:
+            self.notes.append(f"items that the target has no place for: {', '.join(left)}")
+        if not by_item and len(full) == 1:
+            return tree[full[0]]
+        return {name: each for name, each in tree.items() if name not in left}
 
     def fits(self, leaf: Leaf, recipe: Recipe) -> None:
         """Raises MisfitError if a plain number of the target can't be what is stored."""

@@ -129,6 +129,9 @@ def test_every_call_takes_all_items(written: Path, tmp_path: Path) -> None:
         assert json.loads(opened.metadata()[structure.ITEMS]) == {
             **dict.fromkeys(("config", "model", "params"), True), "iter": False,
         }  # fmt: skip
+    report = mfload.Report()
+    mfload.load(step, "numpy", report=report)
+    assert "items that are not read: iter" in report.notes
     assert mfload.diff(step, step).equal
     mfload.convert(step, tmp_path / "x.safetensors")
     for path in (step, tmp_path / "x.safetensors"):

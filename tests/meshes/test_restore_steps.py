@@ -1,4 +1,4 @@
-"""Steps as `flax.training.checkpoints` writes them are found as its `restore_checkpoint` finds them."""
+"""Steps as `flax.training.checkpoints` writes them are found as its own restore finds them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compare(root: Path, steps: list[float], prefix: str) -> None:
         for each in how:
             assert found(root, step=step, **each) == wanted
     for each in how:
-        with pytest.raises(errors.SourceNotFoundError, match="no step 7777777.5"):
+        with pytest.raises(errors.SourceNotFoundError, match=r"no step 7777777\.5"):
             found(root, step=7777777.5, **each)
 
 
@@ -95,7 +95,7 @@ def test_prefixes_side_by_side(tmp_path: Path, kind: str) -> None:
     assert found(tmp_path, prefix="best_") == [1, 1]
     assert found(tmp_path, prefix="last_") == [3, 3]
     assert found(tmp_path, step=2.5) == [2.5, 2.5]  # Of one prefix only.
-    with pytest.raises(errors.SourceNotFoundError, match="no step 1 .*expected: 2.5, 3"):
+    with pytest.raises(errors.SourceNotFoundError, match=r"no step 1 .*expected: 2\.5, 3"):
         found(tmp_path, step=1, prefix="last_")
     save(tmp_path, 2)
     assert found(tmp_path) == [2, 2]  # Flax looks for this one.
