@@ -242,16 +242,17 @@ def _unfinished(directory: str) -> errors.CheckpointError:
 def items(directory: str) -> Items:
     """The items of a checkpoint. Metrics beside a single other item are not one of them."""
     found = Items(_trees(directory), {}, [])
+    handlers = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
     for name in listed(directory):
         place = os.path.join(directory, name)
         if name in found.trees or _TEMPORARY in name or not os.path.isdir(place):
             continue
         files = [os.path.join(place, each) for each in _JSON]
         file = next(filter(os.path.isfile, files), None)
-        if file is None:
-            found.other.append(name)
-        else:
+        if file is not None:
             found.plain[name] = file
+        elif not isinstance(handlers, dict) or name in handlers:
+            found.other.append(name)
     if len(found.trees) + len(found.plain) == 2:
         found.plain.pop(_METRICS, None)
     return found
