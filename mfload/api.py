@@ -96,7 +96,8 @@ if TYPE_CHECKING:
     class RestoreArguments(IntoArguments, total=False):
         """Those of `restore`."""
 
-        step: int | None
+        step: float | None
+        prefix: str | None
         names: Names
         framework: Named
 
@@ -535,7 +536,8 @@ def restore(
     mesh: Any = None,
     shardings: Any = None,
     mapping: Any = None,
-    step: int | None = None,
+    step: float | None = None,
+    prefix: str | None = None,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
     dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
     strict: bool = True,
@@ -555,7 +557,9 @@ def restore(
     Args:
         path: A checkpoint as `mfload.load` takes it: safetensors, Flax's msgpack, or Orbax: an item
             directory, a step directory, or the root of a manager, of which the newest complete step
-            is restored; or a directory with the steps of `flax.training.checkpoints`.
+            is restored; or a directory with the steps of `flax.training.checkpoints`. Of a step
+            with several items all are restored: the target has the items as its keys, or, if only
+            one of them holds arrays, is for that item alone.
         target: A pytree of arrays or `jax.ShapeDtypeStruct`s: an `nnx.Module`, an `nnx.State`,
             Linen's params or boxes, a `TrainState` with optax's state, dicts, lists, dataclasses.
             All of it is restored: the optimizer's state, steps, batch statistics, PRNG keys, also
@@ -569,7 +573,9 @@ def restore(
         shardings: As for `mfload.load`, for names of the target, or without one for those of the
             checkpoint.
         mapping: From names in the checkpoint to names in the target, as for `mfload.load_into`.
-        step: The step to restore from a directory with several.
+        step: The step to restore from a directory with several. Flax's steps may be floats.
+        prefix: What the names of the steps begin with, as for Flax's `restore_checkpoint`. Default:
+            any, if all have the same; of several, none or `checkpoint_`.
         names: Which tensors are restored, by their names in the checkpoint: a regex that is
             searched for, a list of exact names, or a function from a name to bool. What the others
             would fill stays as it is in the target, or is left out of the dicts.
@@ -589,13 +595,16 @@ def restore(
     Returns:
         A tree of the target's type; the target itself is left as it is, but for a module that is
         filled in place. Without a target: the tree that was saved, as dicts, lists and plain values
-        with arrays in them. Of a checkpoint that holds no tree the names are split at dots.
+        with arrays in them, and what Orbax calls a scalar as a number of Python's. Several items
+        come as a dict by item. Of a checkpoint that holds no tree the names are split at dots.
 
     Raises:
         MappingError: Checkpoint and target do not fit: wrong shapes, wrong dtypes, missing and
             extra names, all in one error, before data is read.
         SourceNotFoundError: There is no checkpoint, or no such step.
-        CheckpointError: The checkpoint is unfinished, or without a target its names are no tree.
+        CheckpointError: The checkpoint is unfinished; several of its items hold arrays, and the
+            target has none of them as a key; the steps of several trainings lie side by side; or
+            without a target its names are no tree.
         ShardingError: A sharding does not fit its leaf.
         MfloadError: Any other of the tree in `mfload.errors`. No tree is half restored; of a module
             that is filled in place a note of the error says so.
@@ -603,7 +612,7 @@ def restore(
     from mfload.formats import steps
     from mfload.trees import load_into as filling, nested
 
-    locate = partial(steps.locate, step=step)
+    locate = partial(steps.locate, step=step, prefix=prefix)
     if target is not None:
         return filling.fill(
             target,
@@ -627,8 +636,11 @@ def restore(
     if isinstance(names, Iterator):
         names = list(names)
     tree: list[Any] = []
+    opening = discovery.Opening(
+        path, locate, lambda index: tree.append(nested.tree_of(index, names))
+    )
     arrays = load(
-        discovery.Opening(path, locate, lambda index: tree.append(nested.tree_of(index, names))),
+        opening,
         framework,
         names=names,
         dtype=None if isinstance(dtype, str) and dtype in ("target", "stored") else dtype,
@@ -639,6 +651,7 @@ def restore(
         report=report,
         options=options,
     )
+    arrays |= nested.scalars(tree[-1], *opening.opened, arrays, started(options))
     return nested.filled(tree[-1], arrays, plain=names is None)
 
 

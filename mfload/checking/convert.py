@@ -438,9 +438,9 @@ def _part(index: Index, names: Names) -> Index:
     part = index.part(selection.select(index, names))
     part.metadata = dict(index.metadata or {})
     if structure.KEY in part.metadata:
-        kept = {name: structure.TensorName(name) for name in part.names}
-        tree = nested.filled(nested.tree_of(index), kept, plain=False)
-        part.metadata[structure.KEY] = structure.dumps(tree)
+        tree, wanted = nested.tree_of(index), {*part.names}
+        kept = {str(name): name for name in nested.tensors(tree) if name in wanted}
+        part.metadata[structure.KEY] = structure.dumps(nested.filled(tree, kept, plain=False))
     return part
 
 

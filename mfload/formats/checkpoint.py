@@ -396,7 +396,9 @@ def choose(
                 accept(index)
             return ask(index)
 
-        return choose(path.located(), options, accepted, missing_ok=missing_ok)
+        found = choose(path.located(), options, accepted, missing_ok=missing_ok)
+        path.opened = found[1:]
+        return found
     for left in reversed(range(_TRIES)):
         before = discovery.state(path)
         try:
@@ -505,12 +507,15 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
     if found.directory is not None and found.name is not None:
-        from mfload.formats import base
+        from mfload.formats import base, structure
 
         before: Any = found.files  # Those of an opened checkpoint that another process has now.
         for each in before:
             each.check()
         found.files, rows, seen.metadata = base.read_directory(found.directory, found.name, first)
+        items = structure.items(seen.metadata or {}, found.name)
+        if other := [name for name, held in items.items() if not held]:
+            seen.notes.append(f"items that are not read: {', '.join(other)}")
         seen.sources += found.files
         seen.tensors.add(rows)
         return seen

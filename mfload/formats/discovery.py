@@ -85,7 +85,10 @@ class Opening(os.PathLike[str]):
     Attributes:
         locate: Gives the path to open, for the one that the caller gave.
         accept: Is told the index before anything else is asked of it, and may raise.
+        opened: The index and the sources, once the headers were read.
     """
+
+    opened: tuple[Index, list[Source]]
 
     def __init__(
         self,

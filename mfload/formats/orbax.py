@@ -1,31 +1,33 @@
-"""Orbax's checkpoints: directories, found, checked and read without JAX or TensorStore.
-
-    root/[prefix_]<step>/<item>/    of a CheckpointManager or a v1 Checkpointer
-    <checkpoint>/<item>/            of v1's `save`; the item is `state` unless named
-    <checkpoint>/                   of a v0 Checkpointer: the item itself
+"""Orbax's checkpoints, read without JAX or TensorStore and checked as hostile input.
 
 An item has `_METADATA`, the tree; its arrays are Zarr's, in an OCDBT store or a directory each.
-While a checkpoint is written, its name has `.orbax-checkpoint-tmp` behind it, or its
-`_CHECKPOINT_METADATA` no time of a commit.
+Which directory is meant says `orbax_directories`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from mfload import errors, sources
-from mfload.formats import ocdbt, strict_json, structure, zarr
+from mfload.formats import ocdbt, orbax_directories, strict_json, structure, zarr
 from mfload.formats.ocdbt import Value
+from mfload.formats.orbax_directories import (
+    ARRAYS,
+    CHECKPOINT,
+    TREE,
+    read_json,
+    read_table,
+    read_text,
+)
 from mfload.formats.strict_json import brief
 from mfload.index import TensorInfo
 from mfload.sources.base import Source
 
-TREE = "_METADATA"
-"""The file of an item that has its tree."""
+locate = orbax_directories.locate
+recognise_directory = orbax_directories.recognise_directory
 
 CUSTOM_KEY = "orbax.custom_metadata"
 """The metadata string with the JSON that the writer gave for the checkpoint, and for the item."""
@@ -33,96 +35,24 @@ CUSTOM_KEY = "orbax.custom_metadata"
 KEYS_KEY = "orbax.random_keys"
 """The metadata string with the implementation of each array that is JAX's random keys, as JSON."""
 
-MAX_METADATA = 100_000_000
-"""Bytes of a file of JSON: as many as a safetensors header may have."""
-
-_TEMPORARY = ".orbax-checkpoint-tmp"
-_STEP, _V1 = "_CHECKPOINT_METADATA", "orbax.checkpoint"
-_COMMITTED = "commit_success.txt"
-_STRINGS, _ARRAYS = "_strings.json", "array_metadatas"
-_MARKS = frozenset({TREE, _STEP, _V1, _ARRAYS, ocdbt.MANIFEST})
-_NUMBERED = re.compile(r"(?:(?P<prefix>.+)_)?(?P<step>\d{1,18})")
-_MAIN = ("default", "state")  # What v0's manager and v1 call an item that was given no name.
+_STRINGS = "_strings.json"
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
 _KEY_IMPL = "random_key_impl"
 _ALL_STORED = "store_array_data_equal_to_fill_value"
+_ARRAY_HANDLER = "ArrayCheckpointHandler"
+_ALONE = "checkpoint"  # The key under which handlers keep what is one array and no tree.
 _SEQUENCE, _DICT = 1, 2
 _MAX_DEPTH = 100
-_SHOWN = 20
 
 
-def recognise_directory(directory: str, names: Iterable[str]) -> bool:
-    """Whether a directory with such names looks like a checkpoint of Orbax, a step or a root."""
-    names = [*names]
-    if not _MARKS.isdisjoint(names) or _TEMPORARY in os.path.basename(directory):
-        return True
-    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
-    if any(_TEMPORARY in name for name in names):
-        return True
-    some = numbered[-_SHOWN:] or names[:_SHOWN]
-    return any(
-        os.path.isfile(os.path.join(directory, name, mark)) for name in some for mark in _MARKS
-    ) or any(_items(os.path.join(directory, name)) for name in numbered[-_SHOWN:])
+class _Item(NamedTuple):
+    """What an item holds: its files, tensors and tree, and what its writer said of them."""
 
-
-def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
-    """The directory of an item: that of a checkpoint, a step, or the newest complete step.
-
-    Of several items, `default` or `state` is the one that is meant.
-
-    Args:
-        path: An item, a step with items in it, or the root of a manager with steps.
-        step: Which step of a root. Default: the newest that is complete.
-
-    Raises:
-        SourceNotFoundError: There is no such step; the error lists those there are.
-        CheckpointError: The checkpoint was not finished, or there are several items.
-        UsageError: A step is asked for, and the path is not that of a root.
-        SourceError: A directory can't be listed.
-    """
-    directory = os.fspath(path)
-    _check_finished(directory)
-    names = listed(directory)
-    if not _MARKS.isdisjoint(names) or (found := steps(directory, names)) is None:
-        if step is not None:
-            what = "the directory has no steps: it is a checkpoint itself"
-            raise errors.UsageError(what, file=directory, expected="step=None", found=step)
-        return _item(directory, names)
-    complete, unfinished = found
-    if step is None and complete:
-        step = max(complete)
-    if step is None or step not in complete:
-        if step in unfinished or (step is None and unfinished):
-            name = unfinished[max(unfinished) if step is None else step]
-            raise _unfinished(os.path.join(directory, name))
-        what, there = f"there is no step {step}", ", ".join(map(str, sorted(complete)[-_SHOWN:]))
-        raise errors.SourceNotFoundError(what, file=directory, expected=there or "a step")
-    places = [os.path.join(directory, name) for name in complete[step]]
-    if len(places) > 1:
-        what = f"several checkpoints of step {step}; name one of them"
-        raise errors.CheckpointError(what, file=directory, problems=tuple(complete[step]))
-    return _item(places[0], listed(places[0]))
-
-
-def steps(
-    directory: str, names: Sequence[str]
-) -> tuple[dict[int, list[str]], dict[int, str]] | None:
-    """The complete steps of a root, and those that were not finished; None if it is not a root."""
-    complete: dict[int, list[str]] = {}
-    unfinished: dict[int, str] = {}
-    for name in names:
-        number = _NUMBERED.fullmatch(name.partition(_TEMPORARY)[0])
-        place = os.path.join(directory, name)
-        if number is None or not os.path.isdir(place) or os.path.isfile(f"{place}/.zarray"):
-            continue
-        step = int(number["step"])
-        if _TEMPORARY in name:
-            unfinished[step] = name
-        elif (os.path.isfile(os.path.join(place, TREE)) or _items(place)) and _committed(place):
-            complete.setdefault(step, []).append(name)
-        else:
-            unfinished[step] = name
-    return (complete, unfinished) if complete or unfinished else None
+    files: list[Source]
+    rows: list[TensorInfo]
+    tree: Any
+    custom: dict[str, Any]
+    keys: dict[str, str]
 
 
 def read_directory(
@@ -130,10 +60,12 @@ def read_directory(
 ) -> tuple[list[Source], list[TensorInfo], dict[str, str]]:
     """The files of a checkpoint, its tensors, and its strings with the tree.
 
-    Tensors have the keys on their path, joined by dots. The first file is that of the tree.
+    Tensors have the keys on their path, joined by dots. The first file is that of the tree. The
+    tree of several items is a dict by item, in which an item of JSON is plain values; if more than
+    one has tensors, these have the name of their item in front.
 
     Args:
-        directory: An item, as `locate` gives it.
+        directory: An item or a checkpoint of several, as `locate` gives it.
         source: Number of the first file in the index.
 
     Raises:
@@ -141,11 +73,49 @@ def read_directory(
         CheckpointError: Its tree and its store disagree; one error names all arrays.
         SourceError: A file is missing or can't be read; others as `ocdbt.read` does.
     """
+    if os.path.isfile(os.path.join(directory, TREE)):
+        files, rows, tree, custom, keys = _item(directory, source)
+        custom = _custom(os.path.dirname(directory)) | custom
+        return files, rows, _metadata(tree, custom, keys)
+    found = orbax_directories.items(directory)
+    handlers = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+    made: dict[str, Any] = {name: _json_item(file) for name, file in found.plain.items()}
+    items = dict.fromkeys(found.other, False)
+    files, rows, custom, keys = list[Source](), list[TensorInfo](), _custom(directory), {}
+    for name, place in found.trees.items():
+        # Orbax's items of one array, and of random keys, are no trees.
+        handler = str(handlers.get(name)) if isinstance(handlers, dict) else ""
+        single = handler.endswith(_ARRAY_HANDLER) or os.path.basename(place) != name
+        item = _item(place, source + len(files), name if len(found.trees) > 1 else "", single)
+        made[name], files, rows = item.tree, files + item.files, rows + item.rows
+        custom |= {name: item.custom} if item.custom else {}
+        keys |= item.keys
+    if len({row.name for row in rows}) < len(rows):
+        what = "arrays of two items have the same name: that of the item and the keys, with dots"
+        raise errors.CheckpointError(what, file=directory, problems=tuple(found.trees))
+    items |= dict.fromkeys(made, True)
+    tree = made if len(made) > 1 else next(iter(made.values()))
+    return files, rows, {**_metadata(tree, custom, keys), structure.ITEMS: json.dumps(items)}
+
+
+def _metadata(tree: Any, custom: dict[str, Any], keys: dict[str, str]) -> dict[str, str]:
+    found = {structure.KEY: structure.dumps(tree)}
+    for key, value in ((CUSTOM_KEY, custom), (KEYS_KEY, keys)):
+        if value:
+            found[key] = json.dumps(value)
+    return found
+
+
+def _item(directory: str, source: int, front: str = "", single: bool = False) -> _Item:
+    """Reads an item; `front` stands before the names of its tensors.
+
+    `single`: whether it is one array if its tree is a dict with nothing but `checkpoint`.
+    """
     tree_file = sources.local_file(os.path.join(directory, TREE))
     tree_file.keep(True)
-    metadata = _json(tree_file)
-    strings = _optional(os.path.join(directory, _STRINGS))
-    tree, paths = _tree(tree_file, metadata, strings)
+    metadata = read_json(tree_file)
+    strings = read_table(os.path.join(directory, _STRINGS))
+    tree, paths = _tree(tree_file, metadata, strings, front)
     values, files = _values(directory)
     store = zarr.Store(values, [tree_file, *files], source)
     held, problems = {*store.arrays()}, list[str]()
@@ -157,89 +127,31 @@ def read_directory(
     if metadata.get(_ALL_STORED) is True:
         store.missing = []
     rows = [zarr.read(store, name) for name in paths]
+    rows = [row._replace(name=_joined(front, row.name)) for row in rows] if front else rows
     if store.missing:
         what = "chunks of the checkpoint are missing"
         raise errors.CheckpointError(what, file=directory, problems=tuple(store.missing))
-    found = {structure.KEY: structure.dumps(tree)}
-    for key, value in (
-        (CUSTOM_KEY, _custom(directory, metadata)),
-        (KEYS_KEY, _random_keys(directory, paths)),
-    ):
-        if value:
-            found[key] = json.dumps(value)
-    return store.sources, rows, found
+    if single and isinstance(tree, dict) and [*tree] == [_ALONE]:
+        tree = tree[_ALONE]
+    own = metadata.get("custom_metadata")
+    custom = _custom(directory) | (own if isinstance(own, dict) else {})
+    keys = {_joined(front, name): kind for name, kind in _random_keys(directory, paths).items()}
+    return _Item(store.sources, rows, tree, custom, keys)
 
 
-def _check_finished(directory: str) -> None:
-    """Raises CheckpointError for a directory that is still being written, or is in one."""
-    absolute = os.path.abspath(directory)
-    for each in (absolute, os.path.dirname(absolute)):
-        if _TEMPORARY in os.path.basename(each) or not _committed(each):
-            raise _unfinished(each)
+def _joined(front: str, name: str) -> str:
+    return f"{front}.{name}" if front and name else front or name
 
 
-def _committed(directory: str) -> bool:
-    """Whether its writer came to an end.
-
-    Where directories can't be renamed, as in buckets, a checkpoint has its name from the start, and
-    the time of its commit at the end.
-    """
-    if os.path.exists(os.path.join(directory, _COMMITTED)):
-        return True
+def _json_item(path: str) -> Any:
+    """An item of JSON, as Python reads it: its writer may have written NaN."""
+    text = read_text(sources.local_file(path))
     try:
-        written = _optional(os.path.join(directory, _STEP))
-    except errors.FormatError:
-        return False  # Its writer is at work.
-    return written.get("commit_timestamp_nsecs", 0) is not None
-
-
-def _unfinished(directory: str) -> errors.CheckpointError:
-    return errors.CheckpointError(
-        "the checkpoint was not finished: its writer was stopped, or is at work",
-        file=directory,
-        expected=f"no {_TEMPORARY} in its name, the time of its commit, and {TREE}",
-    )
-
-
-def listed(directory: str) -> list[str]:
-    """Names in a directory, in order; raises SourceError if it can't be listed."""
-    try:
-        return sorted(os.listdir(directory))
-    except OSError as error:
-        raise errors.from_os(error, directory, "list") from error
-
-
-def _items(directory: str) -> list[str]:
-    """Names of the items of a step, complete or not."""
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError:
-        return []
-    return [
-        name
-        for name in names
-        if os.path.isfile(os.path.join(directory, name, TREE)) and _TEMPORARY not in name
-    ]
-
-
-def _item(directory: str, names: Sequence[str]) -> str:
-    """The item of a step, or the directory itself."""
-    if TREE in names:
-        return directory
-    items = _items(directory)
-    chosen = items if len(items) == 1 else [name for name in items if name in _MAIN]
-    if len(chosen) == 1:
-        return os.path.join(directory, chosen[0])
-    if items:
-        what = "several items in the checkpoint; name the directory of one of them"
-        raise errors.CheckpointError(what, file=directory, problems=tuple(items))
-    for name in names:
-        if _TEMPORARY in name:
-            raise _unfinished(os.path.join(directory, name))
-    what = f"the checkpoint has no {TREE}: it was not finished, or holds no arrays"
-    raise errors.CheckpointError(
-        what, file=directory, expected=TREE, found=", ".join(names[:8]) or "an empty directory"
-    )
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise errors.HeaderError("the item is not JSON", file=path, found=str(error)) from None
+    strict_json.check(found, path)
+    return found
 
 
 def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
@@ -249,8 +161,8 @@ def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
     found: dict[str, Value] = {}
     front = len(os.path.join(item, ""))
     for place, directories, files in os.walk(item):
-        if place == item and _ARRAYS in directories:
-            directories.remove(_ARRAYS)
+        if place == item and ARRAYS in directories:
+            directories.remove(ARRAYS)
         for name in files:
             path = os.path.join(place, name)
             try:
@@ -261,23 +173,8 @@ def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
     return found, []
 
 
-def _json(file: Source) -> dict[str, Any]:
-    if file.size > MAX_METADATA:
-        what, limit = "the metadata is over the limit", f"at most {errors.amount(MAX_METADATA)}"
-        raise _bad(file, what, None, limit, errors.amount(file.size))
-    found: Any = strict_json.loads(file.read(0, file.size), file.name, "metadata")
-    if not isinstance(found, dict):
-        raise _bad(file, "malformed metadata", None, "an object", brief(found))
-    strict_json.check(found, file.name)
-    return found  # pyright: ignore[reportUnknownVariableType]
-
-
-def _optional(path: str) -> dict[str, Any]:
-    return _json(sources.local_file(path)) if os.path.exists(path) else {}
-
-
 def _tree(
-    file: Source, metadata: dict[str, Any], strings: dict[str, Any]
+    file: Source, metadata: dict[str, Any], strings: dict[str, Any], front: str
 ) -> tuple[Any, dict[str, tuple[str, ...]]]:
     """The tree of an item, and the path of each of its arrays by name."""
     entries = metadata.get("tree_metadata")
@@ -306,7 +203,8 @@ def _tree(
         elif skipped:
             leaf = None  # Its writer had no handler for the type.
         else:
-            leaf = structure.TensorName(name)
+            made = structure.ScalarName if kind == "scalar" else structure.TensorName
+            leaf = made(_joined(front, name))
             if name in paths:
                 what = "two arrays have the same name: their keys, joined by dots"
                 raise _bad(file, what, name, None, f"{list(paths[name])} and {list(path)}")
@@ -343,23 +241,19 @@ def _plain(file: Source, node: Any, path: tuple[str, ...]) -> Any:
     return made
 
 
-def _custom(item: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What the writer gave for the checkpoint, and for the item."""
-    found: dict[str, Any] = {}
-    for each in (os.path.join(os.path.dirname(item), _STEP), os.path.join(item, _STEP)):
-        table = _optional(each).get("custom_metadata")
-        found |= table if isinstance(table, dict) else {}
-    own = metadata.get("custom_metadata")
-    return found | own if isinstance(own, dict) else found
+def _custom(directory: str) -> dict[str, Any]:
+    """What the writer gave for a checkpoint or an item."""
+    table = read_table(os.path.join(directory, CHECKPOINT)).get("custom_metadata")
+    return table if isinstance(table, dict) else {}
 
 
 def _random_keys(item: str, names: Collection[str]) -> dict[str, str]:
     """The implementations of arrays that are JAX's random keys."""
     found: dict[str, str] = {}
-    directory = os.path.join(item, _ARRAYS)
-    for name in listed(directory) if os.path.isdir(directory) else ():
+    directory = os.path.join(item, ARRAYS)
+    for name in orbax_directories.listed(directory) if os.path.isdir(directory) else ():
         file = sources.local_file(os.path.join(directory, name))
-        entries = _json(file).get("array_metadatas")
+        entries = read_json(file).get("array_metadatas")
         for entry in entries if isinstance(entries, list) else ():
             try:
                 array = entry["array_metadata"]

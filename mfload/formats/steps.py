@@ -1,55 +1,79 @@
 """Steps: which of the checkpoints that a training left in a directory is meant.
 
-Orbax keeps each step in a directory of its own; Flax's older `save_checkpoint` wrote a msgpack file
-for each, `checkpoint_<step>`, which has its name when it is whole.
+Orbax keeps each step in a directory of its own. `flax.training.checkpoints` writes such directories
+or msgpack files, `<prefix><step>`, which have their names when they are whole.
 """
 
 from __future__ import annotations
 
-import operator
 import os
-import re
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 
-_FILE = re.compile(r"checkpoint_(\d{1,18})")
-_SHOWN = 20
+if TYPE_CHECKING:
+    from mfload.formats.orbax_directories import Step
+
+_FLAX = "checkpoint_"
+_HEAD = 256
 
 
-def locate(path: Any, step: int | None = None) -> Any:
-    """What to open for a path: the item of a step, the newest by default, or the path itself.
+def locate(path: Any, step: Any = None, prefix: Any = None) -> Any:
+    """What to open for a path: the content of a step, the newest by default, or the path itself.
+
+    Args:
+        path: As the caller gave it.
+        step: The number of a step, an integer or a float.
+        prefix: What the names of steps begin with (see `orbax_directories.locate`).
 
     Raises:
-        UsageError: A step is asked for, and the path has none.
+        UsageError: A step or a prefix is asked for, and the path has none; or it is invalid.
         SourceNotFoundError: There is no such step; the error lists those there are.
-        CheckpointError: The checkpoint of Orbax was not finished, or has several items.
+        CheckpointError: The checkpoint was not finished, or the steps of several trainings lie
+            side by side.
         SourceError: The directory can't be listed.
     """
-    try:
-        step = None if step is None else operator.index(step)
-    except TypeError:
-        raise errors.UsageError("step is invalid", expected="a number", found=repr(step)) from None
+    if step is not None and (not hasattr(step, "__float__") or getattr(step, "ndim", 0)):
+        raise errors.UsageError("step is invalid", expected="a number", found=repr(step))
+    if prefix is not None and not isinstance(prefix, str):
+        raise errors.UsageError("prefix is invalid", expected="a string", found=repr(prefix))
     if isinstance(path, str | os.PathLike) and os.path.isdir(path):
-        from mfload.formats import orbax
+        from mfload.formats import orbax_directories
 
         directory = os.fsdecode(path)
-        names = orbax.listed(directory)
-        named = {int(found[1]): found[0] for found in map(_FILE.fullmatch, names) if found}
-        places = {number: os.path.join(directory, name) for number, name in named.items()}
-        files = {number: place for number, place in places.items() if os.path.isfile(place)}
-        newest = max(files, default=-1) if step is None else step
-        if orbax.recognise_directory(directory, names):  # Flax may write both, one after the other.
-            beside = orbax.steps(directory, names) if files else None
-            later = step is None and beside and max(beside[0], default=-1) > newest
-            if newest not in files or later:
-                return orbax.locate(directory, step)
-        if newest in files:
-            return files[newest]
-        if files:
-            what, there = f"there is no step {step}", ", ".join(map(str, sorted(files)[-_SHOWN:]))
-            raise errors.SourceNotFoundError(what, file=directory, expected=there)
-    if step is not None:
-        message = "step= is for a directory with the steps of a training"
-        raise errors.UsageError(message, expected="such a directory", found=path)
+        names = orbax_directories.listed(directory)
+        files = [] if orbax_directories.is_checkpoint(names) else _files(directory, names, prefix)
+        if files or orbax_directories.recognise_directory(directory, names):
+            return orbax_directories.locate(directory, step, prefix, files)
+    for argument, value in (("step", step), ("prefix", prefix)):
+        if value is not None:
+            message = f"{argument}= is for a directory with the steps of a training"
+            raise errors.UsageError(message, expected="such a directory", found=path)
     return path
+
+
+def _files(directory: str, names: Sequence[str], prefix: str | None) -> list[Step]:
+    """The steps that Flax wrote as files; another prefix than its own is known by a file's head."""
+    from mfload.formats.orbax_directories import Step, numbered
+
+    found: list[Step] = []
+    known = {_FLAX: True, prefix: True}
+    for name in names:
+        made = numbered(name, prefix)
+        place = os.path.join(directory, name)
+        if made is None or not os.path.isfile(place):
+            continue
+        if made[0] not in known:
+            known[made[0]] = _is_msgpack(place)
+        if known[made[0]]:
+            found.append(Step(*made, name))
+    return found
+
+
+def _is_msgpack(path: str) -> bool:
+    from mfload import sources
+    from mfload.formats import msgpack
+
+    file = sources.local_file(path)
+    return msgpack.recognise(file.read(0, min(file.size, _HEAD)), path)

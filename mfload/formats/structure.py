@@ -2,8 +2,9 @@
 
 Most checkpoints are tables of names. Those of Flax and Orbax are trees, with lists, empty nodes and
 plain values in them; their formats keep the tree in `Index.metadata` under `KEY`, and so does
-`mfload.save` of a tree. A tensor is `{"$tensor": name}`. Dicts, lists, strings, booleans, None,
-integers and finite floats are JSON's own; whatever else is a dict with one key:
+`mfload.save` of a tree. A tensor is `{"$tensor": name}`, or `{"$scalar": name}` if it was a number
+of Python's. Dicts, lists, strings, booleans, None, integers and finite floats are JSON's own;
+whatever else is a dict with one key:
 
     $dict     [[key, value], …]: keys that are not all strings, or that begin with "$"
     $tuple    [value, …]
@@ -27,9 +28,18 @@ from mfload.formats.strict_json import brief
 KEY = "mfload.tree"
 """The name of the metadata string that holds a tree."""
 
+ITEMS = "orbax.items"
+"""The metadata string with the names of several items, and whether each is in the tree, as JSON."""
+
 
 class TensorName(str):
     """A leaf: the name of a tensor of the checkpoint."""
+
+    __slots__ = ()
+
+
+class ScalarName(TensorName):
+    """The name of one without dims that is a number of Python's."""
 
     __slots__ = ()
 
@@ -49,7 +59,7 @@ def dumps(tree: Any) -> str:
     return text
 
 
-def loads(text: str, file: str, tensor: Callable[[str], Any]) -> Any:
+def loads(text: str, file: str, tensor: Callable[[TensorName], Any]) -> Any:
     """The tree of a text; `tensor` gives the leaf of a name, and raises KeyError if there is none.
 
     Raises:
@@ -66,9 +76,19 @@ def loads(text: str, file: str, tensor: Callable[[str], Any]) -> Any:
         raise errors.HeaderError("malformed tree", file=file, found=str(error)) from None
 
 
+def items(metadata: Mapping[str, str], file: str) -> dict[str, bool]:
+    """The items of a checkpoint that has several, and whether they are in its tree."""
+    text = metadata.get(ITEMS, "{}").encode("utf-8", "surrogatepass")
+    found = strict_json.loads(text, file, ITEMS)
+    if not isinstance(found, dict) or not {*map(type, found.values())} <= {bool}:
+        what, expected = f"malformed {ITEMS}", "{name: true or false}"
+        raise errors.HeaderError(what, file=file, expected=expected, found=brief(found))
+    return found
+
+
 def _encoded(value: Any) -> Any:
     if isinstance(value, TensorName):
-        return {"$tensor": str(value)}
+        return {"$scalar" if isinstance(value, ScalarName) else "$tensor": str(value)}
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
@@ -93,7 +113,7 @@ def _encoded(value: Any) -> Any:
     )
 
 
-def _decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
+def _decoded(value: Any, tensor: Callable[[TensorName], Any]) -> Any:
     if isinstance(value, list):
         return [_decoded(each, tensor) for each in value]
     if not isinstance(value, dict):
@@ -102,8 +122,8 @@ def _decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
     if not key.startswith("$"):
         return {key: _decoded(each, tensor) for key, each in value.items()}
     (inner,) = value.values()
-    if key == "$tensor" and isinstance(inner, str):
-        return tensor(inner)
+    if key in ("$tensor", "$scalar") and isinstance(inner, str):
+        return tensor(ScalarName(inner) if key == "$scalar" else TensorName(inner))
     if key == "$dict":
         pairs = [(_decoded(name, tensor), _decoded(each, tensor)) for name, each in inner]
         made = dict(pairs)

@@ -246,8 +246,9 @@ def fill(
             if whole:
                 from mfload.trees.saved_state import SavedState
 
-                state = SavedState(index, leaves, names)
+                state = SavedState(index, leaves, names, mapped=mapping is not None)
                 index, leaves = state.index, state.leaves
+                notes += state.notes
                 how_to_match = state.matching()
             with gc_paused():
                 forms = JaxAdapter.forms.items()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mfload import errors
 from mfload.formats import structure
-from mfload.index import Index
+from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.index import Index, TensorInfo
+from mfload.load_options import LoadOptions
+from mfload.loading.session import Loader
 from mfload.planning import selection
+from mfload.planning.request import Request
 from mfload.planning.selection import Names
+from mfload.sources.base import Source
 
 MAX_DEPTH = 100
 """Dots in a name of which dicts are made: as deep as Orbax's trees may be."""
 
 _GONE: Any = object()
+_NUMBERS = ("bool", "int", "uint", "float")  # Kinds of dtypes.
 
 
 def tree_of(index: Index, names: Names = None) -> Any:
@@ -33,9 +39,9 @@ def tree_of(index: Index, names: Names = None) -> Any:
     if text is not None:
         found: set[str] = set()
 
-        def tensor(name: str) -> structure.TensorName:
+        def tensor(name: structure.TensorName) -> structure.TensorName:
             found.add(index.tensors[name].name)
-            return structure.TensorName(name)
+            return name
 
         tree = structure.loads(text, index.files[0], tensor)
         if len(found) == len(index.tensors):
@@ -55,6 +61,38 @@ def tree_of(index: Index, names: Names = None) -> Any:
             raise _ambiguous(index, name, name + ".…")
         node[last] = structure.TensorName(name)
     return root
+
+
+def tensors(tree: Any) -> Iterator[structure.TensorName]:
+    """The names of the tensors in a tree."""
+    if isinstance(tree, structure.TensorName):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors(each)
+
+
+def numbers(
+    index: Index, sources: Sequence[Source], infos: Sequence[TensorInfo], options: LoadOptions
+) -> list[Any]:
+    """Tensors without dims as numbers of Python's."""
+    requests = [Request(info, info.dtype, None, False, ()) for info in infos]
+    options = options.replace(allocator="mfload", engine="auto")
+    loader = Loader(index, sources, NumpyAdapter(), options)
+    return [array.item() for array in loader.load(requests)]
+
+
+def scalars(
+    tree: Any, index: Index, sources: Sequence[Source], names: Iterable[str], options: LoadOptions
+) -> dict[str, Any]:
+    """What the tree calls scalars, of the tensors with such names."""
+    called = {name for name in tensors(tree) if isinstance(name, structure.ScalarName)}
+    infos = [index.tensors[name] for name in names if name in called]
+    infos = [info for info in infos if not info.shape and info.dtype.kind in _NUMBERS]
+    if not infos:
+        return {}
+    values = numbers(index, sources, infos, options)
+    return {info.name: value for info, value in zip(infos, values, strict=True)}
 
 
 def _ambiguous(index: Index, front: str, name: str) -> errors.CheckpointError:

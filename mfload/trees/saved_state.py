@@ -16,15 +16,13 @@ import numpy as np
 
 from mfload import dtypes, errors
 from mfload.formats import structure
-from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
 from mfload.load_options import LoadOptions
-from mfload.loading.session import Loader
 from mfload.planning import selection
-from mfload.planning.request import Request
 from mfload.planning.selection import Names
 from mfload.sources.base import Source
 from mfload.stored import Stored
+from mfload.trees import nested
 from mfload.trees.recipe import Leaf, MisfitError, Recipe
 
 _VALUE = "value"
@@ -50,9 +48,12 @@ class SavedState:
         leaves: Those of the target, all of which are wanted; keys have the shape of their data.
         index: The checkpoint's, with the plain numbers of its tree as tensors.
         picked: Names of the tensors that `names=` asks for; None for all.
+        notes: Which items of the checkpoint the target has no place for.
     """
 
-    def __init__(self, index: Index, leaves: Sequence[Leaf], names: Names) -> None:
+    def __init__(
+        self, index: Index, leaves: Sequence[Leaf], names: Names, *, mapped: bool = False
+    ) -> None:
         self.leaves = list(map(_wanted, leaves))
         self._by_name: dict[str, str] = {}
         short: dict[str, set[str]] = {}
@@ -66,27 +67,34 @@ class SavedState:
         if [*self._by_name] == [""] and len(index.tensors) == 1:  # One array, however it is named.
             self._by_name |= dict.fromkeys(index.tensors, "")
         self._values: dict[str, Any] = {}
-        self.index = self._with_numbers(index)
+        self._paths: dict[str, str] = {}  # Of tensors in the tree, by name.
+        self.notes: list[str] = []
+        self.index = self._with_numbers(index, mapped)
         picked = None if names is None else selection.select(self.index, names)
         self.picked = None if picked is None else frozenset(picked.names)
 
     def resolve(self, name: str) -> str:
         """The leaf's name for one that a file has; the same if there is no such leaf."""
-        return self._by_name.get(name, self._short.get(_without_value(name), name))
+        for each in (name, self._paths.get(name, name)):
+            found = self._by_name.get(each, self._short.get(_without_value(each)))
+            if found is not None:
+                return found
+        return name
 
     def matching(self) -> dict[str, Any]:
         """Arguments of `matching.match`."""
         given = {"fits": self.fits, "resolve": self.resolve, "picked": self.picked}
         return {**given, "remedy": _REMEDY, "file": self.index.files[0]}
 
-    def _with_numbers(self, index: Index) -> Index:
+    def _with_numbers(self, index: Index, mapped: bool) -> Index:
         """The index with a tensor for each plain number of the tree."""
-        text = (index.metadata or {}).get(structure.KEY)
-        if text is None:
+        metadata = index.metadata or {}
+        if structure.KEY not in metadata:
             return index
         file, tensors = index.files[0], index.tensors
-        tree = structure.loads(text, file, lambda name: structure.TensorName(tensors[name].name))
-        _collect(tree, (), self._values, file)
+        tree = structure.loads(metadata[structure.KEY], file, lambda name: (tensors[name], name)[1])
+        tree = self._of_target(tree, structure.items(metadata, file), file, mapped)
+        _collect(tree, (), self._values, self._paths, file)
         held = {leaf.name: leaf for leaf in self.leaves}
         rows = [
             _row(name, value, held.get(self.resolve(name)))
@@ -102,6 +110,31 @@ class SavedState:
             what = "a number and an array have the same name: their keys, joined by dots"
             raise errors.HeaderError(what, file=file, tensor=twice.name)
         return index.part(table.columns)
+
+    def _of_target(self, tree: Any, items: Mapping[str, bool], file: str, mapped: bool) -> Any:
+        """The tree without items that have no tensors and no place in the target.
+
+        If one item has tensors, and the target is not a dict by item, it is that item's tree.
+        """
+        there = [name for name, held in items.items() if held]
+        if not isinstance(tree, dict) or len(there) < 2:
+            return tree
+        asked = {leaf.name.partition(".")[0] for leaf in self.leaves}
+        full = [name for name in there if [*nested.tensors(tree.get(name))]]
+        by_item = not asked.isdisjoint(there)
+        if not by_item and len(full) > 1 and not mapped:
+            raise errors.CheckpointError(
+                "several items in the checkpoint, and the target has none of them as a key",
+                file=file,
+                expected="a target with the items as its keys, or the directory of one item",
+                problems=tuple(there),
+            )
+        left = [name for name in there if name not in full and name not in asked]
+        if left:
+            self.notes.append(f"items that the target has no place for: {', '.join(left)}")
+        if not by_item and len(full) == 1:
+            return tree[full[0]]
+        return {name: each for name, each in tree.items() if name not in left}
 
     def fits(self, leaf: Leaf, recipe: Recipe) -> None:
         """Raises MisfitError if a plain number of the target can't be what is stored."""
@@ -130,10 +163,9 @@ class SavedState:
         found = {n: self._values.get(info.name) for n, info in numbers.items()}
         left = [n for n, value in found.items() if value is None]
         if left:
-            options = options.replace(allocator="mfload")
-            requests = [Request(numbers[n], numbers[n].dtype, None, False, ()) for n in left]
-            arrays = Loader(self.index, sources, NumpyAdapter(), options).load(requests)
-            found |= {n: array.item() for n, array in zip(left, arrays, strict=True)}
+            infos = [numbers[n] for n in left]
+            values = nested.numbers(self.index, sources, infos, options)
+            found |= dict(zip(left, values, strict=True))
         made = {n: type(self.leaves[n].value)(value) for n, value in found.items()}
         if self.picked is not None:
             return made
@@ -178,13 +210,17 @@ def _without_value(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _VALUE)
 
 
-def _collect(value: Any, path: tuple[str, ...], found: dict[str, Any], file: str) -> None:
-    """The plain values of a tree by their paths, joined by dots."""
+def _collect(
+    value: Any, path: tuple[str, ...], found: dict[str, Any], paths: dict[str, str], file: str
+) -> None:
+    """The plain values of a tree by their paths, joined by dots, and the paths of its tensors."""
     if isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in items:
-            _collect(each, (*path, str(key)), found, file)
-    elif value is not None and not isinstance(value, structure.TensorName):
+            _collect(each, (*path, str(key)), found, paths, file)
+    elif isinstance(value, structure.TensorName):
+        paths[value] = ".".join(path)
+    elif value is not None:
         name = ".".join(path)
         if name in found:
             what = "two values have the same name: their keys, joined by dots"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import pickle
 import random
 import shutil
@@ -92,8 +93,11 @@ def test_steps_with_a_prefix(written: Path, tmp_path: Path) -> None:
     _step(tmp_path, "ckpt_00000005", source, "state", "extra")
     _step(tmp_path, "ckpt_00000040", source)  # As v0's Checkpointer writes: no item below.
     assert orbax.locate(tmp_path) == str(tmp_path / "ckpt_00000040")
-    assert orbax.locate(tmp_path, 5) == str(tmp_path / "ckpt_00000005" / "state")
+    assert orbax.locate(tmp_path, 5) == str(tmp_path / "ckpt_00000005")  # It has two items.
+    assert orbax.locate(tmp_path, prefix="ckpt_") == str(tmp_path / "ckpt_00000040")
     assert len(mfload.load(tmp_path, "numpy")) == 17
+    with pytest.raises(errors.SourceNotFoundError, match="no step with the prefix 'run_'"):
+        orbax.locate(tmp_path, prefix="run_")
 
 
 def test_one_step_twice_is_refused(written: Path, tmp_path: Path) -> None:
@@ -102,13 +106,83 @@ def test_one_step_twice_is_refused(written: Path, tmp_path: Path) -> None:
     assert failure(tmp_path, errors.CheckpointError).problems == ("a_5", "b_5")
 
 
-def test_several_items_are_named(written: Path, tmp_path: Path) -> None:
-    _step(tmp_path, "x", written / KINDS[0], "params", "model")
-    (tmp_path / "x" / "_CHECKPOINT_METADATA").write_text("{}")
-    error = failure(tmp_path / "x", errors.CheckpointError)
-    assert "several items" in error.message
-    assert error.problems == ("model", "params")
-    assert len(mfload.load(tmp_path / "x" / "model", "numpy")) == 17
+def _items(place: Path, source: Path) -> Path:
+    """A step with two items that hold arrays, one of JSON, and one of another library's."""
+    _step(place, "x", source, "params", "model")
+    (place / "x" / "_CHECKPOINT_METADATA").write_text("{}")
+    for name, file in (("config", "metadata"), ("iter", "process_0-of-1.json")):
+        (place / "x" / name).mkdir()
+        (place / "x" / name / file).write_text('{"rate": 0.5, "loss": NaN, "$": [null, "a"]}')
+    return place / "x"
+
+
+def test_every_call_takes_all_items(written: Path, tmp_path: Path) -> None:
+    step = _items(tmp_path, written / KINDS[0])
+    alone = mfload.load(step / "model", "numpy")
+    wanted = [f"{item}.{name}" for item in ("model", "params") for name in alone]
+    assert [*mfload.load(step, "numpy")] == wanted
+    assert [name for name, _ in mfload.stream(step, "numpy")] == wanted
+    assert mfload.plan(step).tensors == len(wanted)
+    with mfload.open(step, "numpy") as opened:
+        assert [*opened.keys()] == wanted
+        assert opened.get_slice("params.params.w")[1:3].shape == (2, 48)
+        assert json.loads(opened.metadata()[structure.ITEMS]) == {
+            **dict.fromkeys(("config", "model", "params"), True), "iter": False,
+        }  # fmt: skip
+    report = mfload.Report()
+    mfload.load(step, "numpy", report=report)
+    assert "items that are not read: iter" in report.notes
+    assert mfload.diff(step, step).equal
+    mfload.convert(step, tmp_path / "x.safetensors")
+    for path in (step, tmp_path / "x.safetensors"):
+        tree = mfload.restore(path, framework="numpy")
+        assert tree.keys() == {"config", "model", "params"}
+        assert tree["model"]["step"] == 7
+        assert type(tree["model"]["step"]) is int
+        config = tree["config"]
+        assert (config["rate"], config["$"]) == (0.5, [None, "a"])
+        assert math.isnan(config["loss"])
+    assert len(mfload.restore(step / "model", framework="numpy")) == len(tree["model"])
+
+
+def test_items_beside_the_only_one_with_arrays(written: Path, tmp_path: Path) -> None:
+    step = _items(tmp_path, written / KINDS[0])
+    shutil.rmtree(step / "params")
+    alone = mfload.load(step / "model", "numpy")
+    assert [*mfload.load(step, "numpy")] == [*alone]  # Their names stay as they are.
+    tree = mfload.restore(step, framework="numpy")
+    assert tree.keys() == {"config", "model"}
+    assert tree["model"].keys() == mfload.restore(step / "model", framework="numpy").keys()
+    shutil.rmtree(step / "config")
+    assert mfload.restore(step, framework="numpy").keys() == tree["model"].keys()
+    assert orbax.locate(step) == str(step)
+    shutil.rmtree(step / "iter")
+    assert orbax.locate(step) == str(step / "model")
+
+
+def test_metrics_are_no_item_beside_one(written: Path, tmp_path: Path) -> None:
+    _step(tmp_path, "5", written / KINDS[0], "default")
+    (tmp_path / "5" / "metrics").mkdir()
+    (tmp_path / "5" / "metrics" / "metrics").write_text('{"loss": NaN}')
+    assert orbax.locate(tmp_path) == str(tmp_path / "5" / "default")
+    assert mfload.restore(tmp_path, framework="numpy")["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("{", "not JSON"), ("[" * 200 + "]" * 200, "too deep"), ("\xff", "not JSON")]
+)
+def test_an_item_of_json_that_is_none(written: Path, tmp_path: Path, text: str, what: str) -> None:
+    step = _items(tmp_path, written / KINDS[0])
+    (step / "config" / "metadata").write_bytes(text.encode("latin-1"))
+    error = failure(step, errors.HeaderError)
+    assert what in error.message
+    assert error.file == str(step / "config" / "metadata")
+
+
+def test_an_unfinished_item(written: Path, tmp_path: Path) -> None:
+    step = _items(tmp_path, written / KINDS[0])
+    (step / "params").rename(step / "params.orbax-checkpoint-tmp-5")
+    assert "not finished" in failure(step, errors.CheckpointError).message
 
 
 def test_a_step_of_what_has_no_steps(written: Path) -> None:
@@ -344,6 +418,17 @@ def test_a_store_by_hand(tmp_path: Path) -> None:
     value = np.array([1, 2], "<f4")
     laid(tmp_path, leaf((b"w/.zarray", array()), (b"w/0", value.tobytes())), 0)
     assert (mfload.load(tmp_path, "numpy")["w"] == value).all()
+
+
+def test_items_whose_names_meet(tmp_path: Path) -> None:
+    for item, name in (("a.b", "w"), ("a", "b.w")):
+        (tmp_path / item).mkdir()
+        data = leaf((f"{name}/.zarray".encode(), array()), (f"{name}/0".encode(), bytes(8)))
+        laid(tmp_path / item, data, 0)
+        (tmp_path / item / orbax.TREE).write_text(json.dumps({"tree_metadata": {"": entry(name)}}))
+    error = failure(tmp_path, errors.CheckpointError)
+    assert "the same name" in error.message
+    assert error.problems == ("a", "a.b")
 
 
 LEAF = leaf((b"w/.zarray", array()), (b"w/0", bytes(8)))

@@ -1,0 +1,325 @@
+"""Which directory of Orbax's is meant: steps of a training, and the items of a checkpoint.
+
+    root/[prefix]<step>/<item>/     of a CheckpointManager, a v1 Checkpointer, or Flax
+    <checkpoint>/<item>/            of v1's `save`; the item is `state` unless named
+    <checkpoint>/                   of a v0 Checkpointer: the item itself
+
+While a checkpoint is written, its name has `.orbax-checkpoint-tmp` behind it, or its
+`_CHECKPOINT_METADATA` no time of a commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mfload import errors, sources
+from mfload.formats import ocdbt, strict_json
+from mfload.formats.strict_json import brief
+from mfload.sources.base import Source
+
+TREE = "_METADATA"
+"""The file of an item that has its tree."""
+
+CHECKPOINT = "_CHECKPOINT_METADATA"
+"""The file of a checkpoint that says when it was written, and what its items are."""
+
+ARRAYS = "array_metadatas"
+"""The directory of an item with what its writer noted of arrays."""
+
+MAX_METADATA = 100_000_000
+"""Bytes of a file of JSON: as many as a safetensors header may have."""
+
+Number = int | float
+"""A step; Flax's may be floats."""
+
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_COMMITTED = "commit_success.txt"
+_MARKS = frozenset({TREE, CHECKPOINT, "orbax.checkpoint", ARRAYS, ocdbt.MANIFEST})
+_UNSIGNED = r"(?:\d{1,18}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?"
+_NUMBER = f"[-+]?{_UNSIGNED}"
+_NUMBERED = re.compile(rf"(?s)(?P<prefix>.*?)(?P<step>(?:(?<![A-Za-z0-9])[-+])?{_UNSIGNED})")
+# As Flax takes names apart, so that their order is the same here.
+_NUMBERS = re.compile(f"({_NUMBER})")
+_USUAL = ("", "checkpoint_")  # Prefixes that Orbax and Flax look for unless told another.
+_METRICS = "metrics"
+_JSON = ("metadata", "data.json", _METRICS)  # What Orbax's handlers of JSON call their file.
+_KEYS = ("jax_random_key", "np_random_key")  # Where its handlers of random keys put the item.
+_SHOWN = 20
+
+
+class Step(NamedTuple):
+    """A checkpoint in the directory of a training; `name` is a file or a directory there."""
+
+    prefix: str
+    number: Number
+    name: str
+    finished: bool = True
+
+
+class Items(NamedTuple):
+    """The items of a checkpoint by name.
+
+    Attributes:
+        trees: The directory that has an item's tree and arrays.
+        plain: The file of an item that is JSON.
+        other: Items that other libraries or handlers wrote.
+    """
+
+    trees: dict[str, str]
+    plain: dict[str, str]
+    other: list[str]
+
+
+# -- steps -----------------------------------------------------------------------------------
+
+
+def numbered(name: str, prefix: str | None = None) -> tuple[str, Number] | None:
+    """Takes the name of a step apart: checkpoint_0.5 → "checkpoint_", 0.5; None if it is none."""
+    found = _NUMBERED.fullmatch(name)
+    if prefix is not None:
+        found = re.fullmatch(f"(?P<prefix>{re.escape(prefix)})(?P<step>{_NUMBER})", name)
+    if found is None:
+        return None
+    text = found["step"]
+    return found["prefix"], int(text) if text.isdecimal() else float(text)
+
+
+def recognise_directory(directory: str, names: Iterable[str]) -> bool:
+    """Whether a directory with such names looks like a checkpoint of Orbax, a step or a root."""
+    names = [*names]
+    if not _MARKS.isdisjoint(names) or _TEMPORARY in os.path.basename(directory):
+        return True
+    if any(_TEMPORARY in name for name in names):
+        return True
+    some = [name for name in names if _NUMBERED.fullmatch(name)][-_SHOWN:]
+    return any(
+        os.path.isfile(os.path.join(directory, name, mark))
+        for name in (*some, *names[:_SHOWN])
+        for mark in _MARKS
+    ) or any(_trees(os.path.join(directory, name)) for name in some)
+
+
+def is_checkpoint(names: Iterable[str]) -> bool:
+    """Whether such names are those of a checkpoint or an item, and not of a root."""
+    return not _MARKS.isdisjoint(names)
+
+
+def locate(
+    path: str | os.PathLike[str],
+    step: Number | None = None,
+    prefix: str | None = None,
+    files: Sequence[Step] = (),
+) -> str:
+    """What is read: a directory with a tree or with several items, or one of the files.
+
+    Args:
+        path: An item, a step with items in it, or the root of a manager with steps.
+        step: Which step of a root. Default: the newest that is complete.
+        prefix: What the names of its steps begin with. Default: any, if all have the same; of
+            several, none or Flax's `checkpoint_`.
+        files: Steps of a root that are files.
+
+    Raises:
+        SourceNotFoundError: There is no such step; the error lists those there are.
+        CheckpointError: The checkpoint was not finished, or has no arrays; or the steps of several
+            trainings lie side by side.
+        UsageError: A step or a prefix is asked for, and the path is not that of a root.
+        SourceError: A directory can't be listed.
+    """
+    directory = os.fspath(path)
+    _check_finished(directory)
+    names = listed(directory)
+    found = [] if is_checkpoint(names) else [*_steps(directory, names, prefix), *files]
+    if found:
+        chosen = _choose(directory, found, step)
+        place = os.path.join(directory, chosen.name)
+        return place if chosen in files else _content(place, listed(place))
+    if prefix is not None and not is_checkpoint(names):
+        what = f"there is no step with the prefix {prefix!r}"
+        raise errors.SourceNotFoundError(what, file=directory, found=", ".join(names[:8]))
+    for argument, value in (("step", step), ("prefix", prefix)):
+        if value is not None:
+            what = "the directory has no steps: it is a checkpoint itself"
+            raise errors.UsageError(what, file=directory, expected=f"{argument}=None", found=value)
+    return _content(directory, names)
+
+
+def _steps(directory: str, names: Sequence[str], prefix: str | None) -> list[Step]:
+    """The steps of a root that are directories; none if it is not a root."""
+    found: list[Step] = []
+    for name in names:
+        made = numbered(name.partition(_TEMPORARY)[0], prefix)
+        place = os.path.join(directory, name)
+        if made is None or not os.path.isdir(place) or os.path.isfile(f"{place}/.zarray"):
+            continue
+        # Without a file of its own, `layer1` may be an item as well as a step.
+        clear = prefix is not None or made[0] in _USUAL or made[0].endswith("_")
+        if not clear and not os.path.isfile(os.path.join(place, CHECKPOINT)):
+            continue
+        whole = os.path.isfile(os.path.join(place, TREE)) or bool(_trees(place))
+        found.append(Step(*made, name, _TEMPORARY not in name and whole and _committed(place)))
+    return found
+
+
+def _choose(directory: str, found: Sequence[Step], step: Number | None) -> Step:
+    """The step that is asked for; by default the newest finished one."""
+
+    def asked(each: Step) -> bool:
+        return step is None or each.number == step or each.name == f"{each.prefix}{step}"
+
+    prefixes = {each.prefix for each in found if each.finished} or {each.prefix for each in found}
+    for some in ({*_USUAL}, {each.prefix for each in found if asked(each)}):
+        if len(prefixes) > 1:
+            prefixes = (prefixes & some) or prefixes
+    newest = {each.prefix: each.name for each in sorted(found, key=_age) if each.prefix in prefixes}
+    if len(prefixes) > 1:
+        what = "steps of several trainings side by side; name one, or give the prefix"
+        raise errors.CheckpointError(what, file=directory, problems=(*sorted(newest.values()),))
+    mine = [each for each in found if each.prefix in prefixes]
+    wanted = [each for each in mine if asked(each)]
+    finished = [each for each in wanted if each.finished]
+    if not finished and wanted:
+        raise _unfinished(os.path.join(directory, max(wanted, key=_age).name))
+    if not finished:
+        there = sorted({each.number for each in mine if each.finished})[-_SHOWN:]
+        what, expected = f"there is no step {step}", ", ".join(map(str, there)) or "a step"
+        raise errors.SourceNotFoundError(what, file=directory, expected=expected)
+    exact = [each for each in finished if each.name == f"{each.prefix}{step}"] or finished
+    chosen = max(exact, key=_age)
+    same = [each.name for each in exact if each.number == chosen.number]
+    if len(same) > 1:
+        what = f"several checkpoints of step {chosen.number}; name one of them"
+        raise errors.CheckpointError(what, file=directory, problems=tuple(same))
+    return chosen
+
+
+def _age(step: Step) -> tuple[list[str | float], Number]:
+    """A key that sorts steps of one prefix as Flax does, by the numbers in their names."""
+    parts = enumerate(_NUMBERS.split(step.name))
+    return [float(part) if n % 2 else part for n, part in parts], step.number
+
+
+# -- what is finished ------------------------------------------------------------------------
+
+
+def _check_finished(directory: str) -> None:
+    """Raises CheckpointError for a directory that is still being written, or is in one."""
+    absolute = os.path.abspath(directory)
+    for each in (absolute, os.path.dirname(absolute)):
+        if _TEMPORARY in os.path.basename(each) or not _committed(each):
+            raise _unfinished(each)
+
+
+def _committed(directory: str) -> bool:
+    """Whether its writer came to an end.
+
+    Where directories can't be renamed, as in buckets, a checkpoint has its name from the start, and
+    the time of its commit at the end.
+    """
+    if os.path.exists(os.path.join(directory, _COMMITTED)):
+        return True
+    try:
+        written = read_table(os.path.join(directory, CHECKPOINT))
+    except errors.FormatError:
+        return False  # Its writer is at work.
+    return written.get("commit_timestamp_nsecs", 0) is not None
+
+
+def _unfinished(directory: str) -> errors.CheckpointError:
+    return errors.CheckpointError(
+        "the checkpoint was not finished: its writer was stopped, or is at work",
+        file=directory,
+        expected=f"no {_TEMPORARY} in its name, the time of its commit, and {TREE}",
+    )
+
+
+# -- items -----------------------------------------------------------------------------------
+
+
+def items(directory: str) -> Items:
+    """The items of a checkpoint. Metrics beside a single other item are not one of them."""
+    found = Items(_trees(directory), {}, [])
+    handlers = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+    for name in listed(directory):
+        place = os.path.join(directory, name)
+        if name in found.trees or _TEMPORARY in name or not os.path.isdir(place):
+            continue
+        files = [os.path.join(place, each) for each in _JSON]
+        file = next(filter(os.path.isfile, files), None)
+        if file is not None:
+            found.plain[name] = file
+        elif not isinstance(handlers, dict) or name in handlers:
+            found.other.append(name)
+    if len(found.trees) + len(found.plain) == 2:
+        found.plain.pop(_METRICS, None)
+    return found
+
+
+def _trees(directory: str) -> dict[str, str]:
+    """The items of a directory that have a tree, by name, and where that lies."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for name in names:
+        places = [os.path.join(directory, name, below) for below in ("", *_KEYS)]
+        place = next((each for each in places if os.path.isfile(os.path.join(each, TREE))), None)
+        if place is not None and _TEMPORARY not in name:
+            found[name] = os.path.join(directory, name) if place == places[0] else place
+    return found
+
+
+def _content(directory: str, names: Sequence[str]) -> str:
+    """The only item of a checkpoint, or the directory itself, which is one or has several."""
+    if TREE in names:
+        return directory
+    unfinished = [name for name in names if _TEMPORARY in name]
+    if unfinished:
+        raise _unfinished(os.path.join(directory, unfinished[0]))
+    trees, plain, other = items(directory)
+    if trees:
+        alone = len(trees) == 1 and not plain and not other
+        return next(iter(trees.values())) if alone else directory
+    what = f"the checkpoint has no {TREE}: it was not finished, or holds no arrays"
+    raise errors.CheckpointError(
+        what, file=directory, expected=TREE, found=", ".join(names[:8]) or "an empty directory"
+    )
+
+
+# -- files -----------------------------------------------------------------------------------
+
+
+def listed(directory: str) -> list[str]:
+    """Names in a directory, in order; raises SourceError if it can't be listed."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise errors.from_os(error, directory, "list") from error
+
+
+def read_text(file: Source) -> bytes:
+    """The bytes of a file of JSON; raises HeaderError if it is over the limit."""
+    if file.size > MAX_METADATA:
+        what, limit = "the metadata is over the limit", f"at most {errors.amount(MAX_METADATA)}"
+        found = errors.amount(file.size)
+        raise errors.HeaderError(what, file=file.name, expected=limit, found=found)
+    return file.read(0, file.size)
+
+
+def read_json(file: Source) -> dict[str, object]:
+    """The object in a file of Orbax's metadata; raises HeaderError if it is malformed."""
+    found: object = strict_json.loads(read_text(file), file.name, "metadata")
+    if not isinstance(found, dict):
+        what, expected = "malformed metadata", "an object"
+        raise errors.HeaderError(what, file=file.name, expected=expected, found=brief(found))
+    strict_json.check(found, file.name)
+    return found  # pyright: ignore[reportUnknownVariableType]
+
+
+def read_table(path: str) -> dict[str, object]:
+    """The same by path; nothing if there is no such file."""
+    return read_json(sources.local_file(path)) if os.path.exists(path) else {}
