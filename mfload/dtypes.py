@@ -121,12 +121,12 @@ TABLE: dict[str, DType] = dict(
         _row("U16", 1, 16, "uint", "uint16"),
         _row("I16", 0, 16, "int", "int16", "short"),
         _row("U32", 1, 32, "uint", "uint32"),
-        _row("I32", 0, 32, "int", "int32", "int"),
+        _row("I32", 0, 32, "int", "int32"),
         _row("U64", 1, 64, "uint", "uint64"),
         _row("I64", 0, 64, "int", "int64", "long"),
         _row("F16", 2, 16, "float", "float16", "half", "fp16"),
         _row("BF16", 4, 16, "float", "bfloat16", "bf16"),
-        _row("F32", 2, 32, "float", "float32", "float", "fp32"),
+        _row("F32", 2, 32, "float", "float32", "fp32"),
         _row("F64", 2, 64, "float", "float64", "double", "fp64"),
         _row("C64", 5, 64, "complex", "complex64", "cfloat"),
         _row("F8_E4M3", 10, 8, "float", "float8_e4m3fn"),
@@ -168,10 +168,14 @@ def is_name(name: str) -> bool:
 
 def resolve(spec: object) -> DType:
     """The row for `dtype=`: a name ("bfloat16", "BF16", "torch.bfloat16") or a dtype object."""
-    if spec is int or spec is float or spec is complex:
-        # 64 bits to NumPy, 32 to others.
+    name = getattr(spec, "__name__", None)
+    if isinstance(spec, str):
+        name = spec.rpartition(".")[2].lower()
+    if name in ("int", "float"):
         raise errors.UsageError(
-            "a Python type has no fixed width", expected="the name of a dtype", found=repr(spec)
+            f"the dtype {name!r} has no fixed width: NumPy's and PyTorch's differ",
+            expected=f"{name}32 or {name}64",
+            found=repr(spec),
         )
     spellings = [spec]
     if not isinstance(spec, str):

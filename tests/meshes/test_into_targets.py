@@ -290,13 +290,14 @@ def test_rules_that_match_no_name_of_the_target_are_told_of(tmp_path):
     path = save(tmp_path / "m.safetensors", {"q_proj.weight": W})
     target, mapping = {"q": {"kernel": sds(W)}}, {r"q_proj\.weight": "q.kernel"}
     for rule in (r"q_proj\.weight", "nothing"):
+        rules = [(rule, P("x")), ("kernel", P("x"))]
         with pytest.warns(UserWarning, match="match no tensor") as told:
-            mfload.load_into(target, path, mapping=mapping, mesh=MESH, shardings=[(rule, P("x"))])
+            mfload.load_into(target, path, mapping=mapping, mesh=MESH, shardings=rules)
         (text,) = (str(each.message) for each in told)
         assert told[0].filename == __file__
         assert "'q.kernel'" in text
     own = {"q": {"kernel": sds(W, NamedSharding(MESH, P("x")))}}
-    with pytest.warns(UserWarning, match="match no tensor: 'nothing'; names are") as told:
+    with pytest.raises(errors.TensorNotFoundError, match="match no tensor: 'nothing'; names are"):
         mfload.load_into(own, path, mapping=mapping, mesh=MESH, shardings={"nothing": P("x")})
 
 

@@ -41,9 +41,10 @@ def test_names_are_chosen_in_the_order_of_the_file() -> None:
     assert _chosen(lambda name: name.startswith("a")) == ["a.weight", "a.bias"]
 
 
-def test_nothing_chosen_by_list_or_function_is_nothing() -> None:
-    assert _chosen([]) == []
-    assert _chosen(lambda _: False) == []
+@pytest.mark.parametrize("names", [[], lambda _: False, "nothing"])
+def test_nothing_chosen_is_an_error(names: Any) -> None:
+    with pytest.raises(errors.TensorNotFoundError, match="no tensor matches"):
+        _chosen(names)
 
 
 def test_a_missing_name_is_an_error_with_near_ones() -> None:
@@ -160,17 +161,22 @@ def test_what_is_no_dtype_is_refused(spelling: Any) -> None:
         _target("F32", spelling)
 
 
-def test_a_rule_that_matches_nothing_warns(tmp_path: Path) -> None:
+def test_rules_that_match_nothing_are_refused_and_one_among_others_warns(tmp_path: Path) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"q.weight": np.zeros(3, np.float32)})
     for dtype, said in (
         ([("wieght", "bfloat16")], "match no tensor: 'wieght'"),
         ({"q.wieght": "bfloat16"}, "did you mean 'q.weight'"),
         ({r"q\..*": "bfloat16"}, "list of pairs"),
     ):
+        with pytest.raises(errors.TensorNotFoundError, match=re.escape(said)):
+            mfload.load(path, "numpy", dtype=dtype)
+        more: Any = (
+            [*dtype, ("q", "float16")] if isinstance(dtype, list) else dtype | {"q.weight": "F16"}
+        )
         with pytest.warns(UserWarning, match=re.escape(said)) as caught:
-            loaded = mfload.load(path, "numpy", dtype=dtype)
+            loaded = mfload.load(path, "numpy", dtype=more)
         assert caught[0].filename == __file__
-        assert loaded["q.weight"].dtype == np.float32
+        assert loaded["q.weight"].dtype == np.float16
     with pytest.raises(errors.TensorNotFoundError, match="exact names"):
         mfload.load(path, "numpy", names=[r"q\..*"])
 
@@ -182,7 +188,8 @@ def test_only_names_that_are_shown_are_compared(monkeypatch: pytest.MonkeyPatch)
     for rules in ({f"q{n}": "F16" for n in range(99)}, [(f"q{n}$", "F16") for n in range(99)]):
         compared.clear()
         with pytest.warns(UserWarning, match="and 91 more"):
-            selection.Rules("dtype=", rules).warn_of_unmatched(NAMES)
+            made = [*rules, ("", "F16")] if isinstance(rules, list) else {**rules, NAMES[0]: "F16"}
+            selection.Rules("dtype=", made).warn_of_unmatched(NAMES)
         assert len(compared) == 8
 
 
