@@ -18,8 +18,10 @@ from mfload.formats.strict_json import encodable
 from mfload.saving.layout import REPLACED
 from mfload.sources.local import kind_of
 
-_FOREIGN = """.bin .ckpt .distcp .ggml .gguf .h5 .hdf5 .keras .onnx .pb .pdopt .pdparams .pickle .pkl
-    .pt .pt2 .pth .tflite .zip""".split()
+_FOREIGN = (
+    ".bin", ".ckpt", ".distcp", ".ggml", ".gguf", ".h5", ".hdf5", ".keras", ".onnx", ".pb",
+    ".pdopt", ".pdparams", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".tflite", ".zip",
+)  # fmt: skip
 OTHERS = (*(suffix for suffix in FORMATS if suffix != SUFFIX), *_FOREIGN)
 """Ends of names by which files are taken for another format than the one that is written."""
 

@@ -283,6 +283,8 @@ class Conformance:
             wanted = [row for row in rows if row.raw and self.aliased(row.dtype) == alias]
             allocated.clear()
             names = [row.name for row in wanted]
+            if not names:
+                continue
             loaded = self.load(path, names=names, engine=engine)
             inside = [n for n in names if any(self.address(loaded[n]) in x for x in allocated)]
             assert inside == (names if alias else [])

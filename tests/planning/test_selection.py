@@ -187,8 +187,8 @@ def test_only_names_that_are_shown_are_compared(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(errors, "did_you_mean", lambda name, _: compared.append(name) or "")
     for rules in ({f"q{n}": "F16" for n in range(99)}, [(f"q{n}$", "F16") for n in range(99)]):
         compared.clear()
+        made = [*rules, ("", "F16")] if isinstance(rules, list) else {**rules, NAMES[0]: "F16"}
         with pytest.warns(UserWarning, match="and 91 more"):
-            made = [*rules, ("", "F16")] if isinstance(rules, list) else {**rules, NAMES[0]: "F16"}
             selection.Rules("dtype=", made).warn_of_unmatched(NAMES)
         assert len(compared) == 8
 
