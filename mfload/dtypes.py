@@ -1,11 +1,11 @@
-"""The dtype table: what safetensors can hold, and how wide it is."""
+"""The dtype table: what safetensors and other formats can hold, and how wide it is."""
 
 from __future__ import annotations
 
 import functools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from mfload import errors
@@ -57,6 +57,11 @@ class DType:
     def numpy(self) -> np.dtype[Any] | None:
         """The NumPy or ml_dtypes dtype of an element; None if none is laid out as stored."""
         return None if self.numpy_name is None else _numpy_dtype(self.numpy_name)
+
+    @property
+    def wide(self) -> DType:
+        """The row itself, or for one of `NARROW` that of the 8-bit integer in each of its bytes."""
+        return TABLE["U8" if self.kind == "uint" else "I8"] if self.name in NARROW else self
 
     @property
     def known(self) -> bool:
@@ -139,13 +144,24 @@ TABLE: dict[str, DType] = dict(
         _row("F4", 17, 4, "packed", None, "float4_e2m1fn"),
     ]
 )
-"""Every dtype mfload loads, by its safetensors name."""
+"""Every dtype of safetensors, by its name there."""
+
+NARROW: dict[str, DType] = {
+    name: DType(name, 1, 1, kind == "uint", 8, kind, name, (name,))
+    for kind in ("int", "uint")
+    for name in (f"{kind}2", f"{kind}4")
+}
+"""Integers of 2 and 4 bits, which safetensors lacks, by NumPy's name.
+
+An element takes a byte, which is also the 8-bit integer of that value.
+"""
+KNOWN = TABLE | NARROW
+"""Every dtype that mfload loads."""
 
 _WITHOUT_NAME = (
     "the array saved as unsigned integers, or in safetensors: NumPy's files drop the name"
 )
 INSTEAD = {
-    **dict.fromkeys(("int4", "uint4"), "int8, in which Orbax keeps each element anyway"),
     "object": "arrays of numbers; this one is a pickle, which may run code",
     "structured": "an array for each field",
     "V1": f"{_WITHOUT_NAME} of float8",
@@ -153,12 +169,14 @@ INSTEAD = {
 }
 """What to store instead of some dtypes that are not in the table."""
 
-_BY_ALIAS = {alias.lower(): row for row in TABLE.values() for alias in (row.name, *row.aliases)}
+_BY_ALIAS = {alias.lower(): row for row in KNOWN.values() for alias in (row.name, *row.aliases)}
 
 
-def lookup(name: str) -> DType:
-    """The row of a format's dtype name; one that is not `known` if the table lacks it."""
-    return TABLE.get(name) or DType(name, 1, 0, -1, 0, "unknown", None)
+def lookup(name: str, rows: Mapping[str, DType] = KNOWN) -> DType:
+    """The row of a dtype's name; one that is not `known` if it is not among the rows."""
+    if name in rows:
+        return rows[name]
+    return DType(f"{name}?" if name in KNOWN else name, 1, 0, -1, 0, "unknown", None)
 
 
 def is_name(name: str) -> bool:
@@ -186,6 +204,6 @@ def resolve(spec: object) -> DType:
         row = _BY_ALIAS.get(text.rpartition(".")[2].lower()) if isinstance(text, str) else None
         if row is not None:
             return row
-    known = ", ".join(row.aliases[0] for row in TABLE.values())
+    known = ", ".join(row.aliases[0] for row in KNOWN.values())
     meant = errors.did_you_mean(spec, _BY_ALIAS.keys()) if isinstance(spec, str) else ""
     raise errors.UsageError(f"unknown dtype{meant}", expected=f"one of {known}", found=repr(spec))

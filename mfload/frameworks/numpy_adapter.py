@@ -14,7 +14,8 @@ from mfload.frameworks import base
 
 OLDEST = "2.0"
 _MOST_DIMS = 64
-_KINDS = {name: row.numpy for name, row in dtypes.TABLE.items()}
+_COPIED = frozenset(dtypes.NARROW)
+_KINDS = {name: row.numpy for name, row in dtypes.KNOWN.items()}
 
 
 class NumpyAdapter(base.Adapter):
@@ -22,14 +23,20 @@ class NumpyAdapter(base.Adapter):
 
     name = "numpy"
     readonly_maps = slices_are_views = True
-    forms = base.forms({name: kind.name for name, kind in _KINDS.items() if kind is not None})
+    forms = base.forms(
+        {name: kind.name for name, kind in _KINDS.items() if kind is not None}, _COPIED
+    )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         if type(views) is Views:  # To ask an abstract class takes as long as the rest.
             return _in_columns(views)
         arrays: list[Any] = []
-        for _, dtype, shape, memory, at, _ in views:
-            arrays.append(np.ndarray(shape, _KINDS[dtype.name], memory, at))
+        for view in views:
+            _, dtype, shape, memory, at, _ = view
+            if dtype.name in _COPIED:
+                arrays.append(base.host_array(view))
+            else:
+                arrays.append(np.ndarray(shape, _KINDS[dtype.name], memory, at))
         return arrays
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:

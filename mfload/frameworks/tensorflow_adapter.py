@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 OLDEST = "2.19"
 
-# `tf.bitcast` and the DLPack import know none of these; the import of NumPy arrays does.
-_COPIED = TRAITS["tensorflow"].copied
-
 
 def _has(kind: str) -> bool:
     return hasattr(tf, kind) or hasattr(tf.dtypes.experimental, kind)
@@ -92,7 +89,7 @@ class TensorflowAdapter(base.Adapter):
             return [self._tensor(view) for view in views]
 
     def _tensor(self, view: View) -> Any:
-        if view.dtype.name in _COPIED:
+        if self.forms[view.dtype.name].how == "copy":
             return tf.convert_to_tensor(base.host_array(view))
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
         return tensor if self.on_host or base.on_device(view) else tf.identity(tensor)

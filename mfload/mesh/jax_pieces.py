@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mfload import errors
-from mfload.dtypes import DType
+from mfload.dtypes import NARROW, DType
 from mfload.frameworks import base
 from mfload.index import Box
 
@@ -21,7 +21,7 @@ def dtype_of(array: Any) -> DType:
             "elements that share a byte can't be saved in parts; replicate the array",
             found=array.dtype.name,
         )
-    return row
+    return row.wide
 
 
 def pieces(array: Any) -> Iterator[tuple[Box, Any]]:
@@ -32,4 +32,5 @@ def pieces(array: Any) -> Iterator[tuple[Box, Any]]:
                 (part.start or 0, length if part.stop is None else part.stop)
                 for part, length in zip(shard.index, array.shape, strict=True)
             )
-            yield box, shard.data
+            narrow = array.dtype.name in NARROW
+            yield box, shard.data.astype(dtype_of(array).numpy) if narrow else shard.data

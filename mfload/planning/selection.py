@@ -196,6 +196,8 @@ def holds(wanted: DType, given: DType) -> bool:
         return True
     if wanted.kind == "bool" or (given.kind == "int" and wanted.kind == "uint"):
         return False
+    if wanted.name in dtypes.NARROW:
+        return wanted is given
     return wanted.bits > given.bits or (wanted.kind == given.kind and wanted.bits == given.bits)
 
 

@@ -35,6 +35,7 @@ class Look(Conformance):
     """What looks into CuPy's arrays; the tests of the host are not for them."""
 
     framework = "cupy"
+    narrow = False
     own = COMMON
 
     def type_name(self, array: Any) -> str:

@@ -310,7 +310,6 @@ class TestTensorflowGives(ExportConformance):
     turned = False
     refused: ClassVar = {
         "complex128": "no dtype",
-        "int4": "no dtype",
         "qint8": "no dtype",
         "string": "no dtype",
         "variant": "no dtype",
@@ -351,7 +350,6 @@ class TestTensorflowGives(ExportConformance):
             return tf.experimental.dtensor.copy_to_mesh(ones, layout)
         made = {
             "complex128": lambda: tf.cast(ones, tf.complex128),
-            "int4": lambda: tf.convert_to_tensor(np.zeros(2, ml_dtypes.int4)),
             "qint8": lambda: tf.bitcast(tf.zeros(2, tf.int8), tf.qint8),
             "string": lambda: tf.constant("x"),
             "variant": lambda: tf.raw_ops.TensorListReserve(

@@ -164,8 +164,8 @@ def test_arrays_that_the_checkpoint_lacks(two):
 
 
 def test_a_dtype_that_no_checkpoint_has(two):
-    odd = jax.ShapeDtypeStruct((3,), jnp.int4)
-    with pytest.raises(errors.MappingError, match="odd: no stored tensor becomes int4"):
+    odd = jax.ShapeDtypeStruct((3,), jnp.float8_e3m4)
+    with pytest.raises(errors.MappingError, match="odd: no stored tensor becomes float8_e3m4"):
         mfload.load_into({"w": sds(W), "b": sds(B), "odd": odd}, two)
     with bare("1 leaf (odd)"):
         assert mfload.load_into({"w": sds(W), "odd": odd}, two, strict=False)["odd"] is odd
