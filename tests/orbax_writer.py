@@ -39,8 +39,6 @@ def tree(devices: int = 1) -> dict[str, Any]:
             "fp8": jnp.asarray(normal(40), jnp.float8_e4m3fn),
             "layers": [{"k": jnp.arange(12)}, {"k": jnp.arange(12) + 5}],
             "mlp/~/w": on(normal((8, 24)).astype(np.float16), None, "b"),
-            "int4": on(jnp.asarray(np.arange(64).reshape(16, 4) % 16 - 8, jnp.int4), "a", "b"),
-            "int2": jnp.asarray([-2, -1, 0, 1], jnp.int2),
             "zeros": jnp.zeros((100, 30)),
         },
         "opt": (jnp.ones(3, jnp.int8), {"nu": jnp.asarray(normal(7) + 1j, jnp.complex64)}),

@@ -39,7 +39,9 @@ class CupyAdapter(base.Adapter):
     def _over(self, view: View) -> Any:
         memory, cuda = view.memory, self._cupy.cuda
         held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self.place)
-        return self._cupy.ndarray(view.shape, view.dtype.wide.numpy, cuda.MemoryPointer(held, view.at))
+        return self._cupy.ndarray(
+            view.shape, view.dtype.wide.numpy, cuda.MemoryPointer(held, view.at)
+        )
 
     def _copy(self, view: View) -> Any:
         with self._current():
