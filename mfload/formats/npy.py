@@ -79,9 +79,9 @@ def recognise(head: bytes, name: str) -> bool:
     """Whether a file looks like one of NumPy's, by its first bytes."""
     if not head.startswith(_LOCAL):
         return head.startswith(_MAGIC)
-    name, extra = struct.unpack_from("<2H", head.ljust(30, b"\0"), 26)
-    data = head[30 + name + extra :]
-    return head[30 : 30 + name].endswith(b".npy") or data.startswith(_MAGIC)
+    length, extra = struct.unpack_from("<2H", head.ljust(30, b"\0"), 26)
+    member, data = head[30 : 30 + length], head[30 + length + extra :]
+    return member.endswith(b".npy") or data.startswith(_MAGIC)
 
 
 def read(file: Source, source: int = 0) -> tuple[list[TensorInfo], dict[str, str] | None]:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from mfload import errors
-from mfload.dtypes import NARROW, DType
+from mfload.dtypes import DType
 from mfload.frameworks import base
 from mfload.index import Box
 
 
 def dtype_of(array: Any) -> DType:
-    """The stored dtype of an array."""
+    """The stored dtype of an array: of one that safetensors lacks, a wider one."""
     if array.is_deleted():
         raise errors.UnsupportedArrayError("the array was deleted or donated")
     row = base.row_of("jax", array.dtype.name)
@@ -32,5 +32,4 @@ def pieces(array: Any) -> Iterator[tuple[Box, Any]]:
                 (part.start or 0, length if part.stop is None else part.stop)
                 for part, length in zip(shard.index, array.shape, strict=True)
             )
-            narrow = array.dtype.name in NARROW
-            yield box, shard.data.astype(dtype_of(array).numpy) if narrow else shard.data
+            yield box, shard.data

@@ -88,7 +88,7 @@ def save(
     with gc_paused():
         given = export(arrays)
         layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
-        notes = _widened(given) + _shared(given)
+        notes = widened(given) + _shared(given)
     size = sum(made.size for made in layouts)
     quiet = gc_paused() if size <= _SOON else nullcontext()
     with quiet, target.drafts(layouts) as drafts:
@@ -159,7 +159,7 @@ def fetched(tensor: TensorToSave) -> Any:
     return data
 
 
-def _widened(given: Sequence[TensorToSave]) -> list[str]:
+def widened(given: Sequence[TensorToSave]) -> list[str]:
     """Says which tensors are of a dtype that safetensors lacks."""
     kinds: dict[str, list[str]] = {}
     for each in given:

@@ -73,7 +73,9 @@ def test_integers_of_2_and_4_bits(tmp_path: Path, kind: str) -> None:
         mfload.load(tmp_path / "x", "jax"),
         mfload.load(tmp_path / "x", "jax", mesh=mesh, shardings={"int4": P("b", None)}),
         mfload.restore(tmp_path / "x"),
-        mfload.restore(tmp_path / "x", {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in saved.items()}),
+        mfload.restore(
+            tmp_path / "x", {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in saved.items()}
+        ),
         mfload.load_into(saved, tmp_path / "x"),
     ):
         same(found, saved)
