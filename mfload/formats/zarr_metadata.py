@@ -103,7 +103,10 @@ def fill_bytes(array: Array) -> bytes:
         elif dtype.kind in ("bool", "int", "uint"):
             if not isinstance(value, int) or (dtype.kind == "bool" and value not in (0, 1)):
                 raise ValueError
-            made = np.array(value, dtype.wide.numpy).tobytes()
+            number = np.array(value, dtype.wide.numpy)
+            if int(number.astype(dtype.numpy)) != value:  # One of 2 or 4 bits.
+                raise ValueError
+            made = number.tobytes()
         else:
             made = np.array(float(value), dtype.numpy).tobytes()
     except (ValueError, TypeError, OverflowError):

@@ -198,6 +198,8 @@ def holds(wanted: DType, given: DType) -> bool:
         return False
     if wanted.name in dtypes.NARROW:
         return wanted is given
+    if given.name in dtypes.NARROW:
+        return True
     return wanted.bits > given.bits or (wanted.kind == given.kind and wanted.bits == given.bits)
 
 

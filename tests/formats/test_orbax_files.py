@@ -420,6 +420,10 @@ def test_narrow_integers_with_a_fill_value(tmp_path: Path, dtype: str) -> None:
     assert found.dtype == kind
     assert found.astype(np.int8).tolist() == wanted
     assert mfload.load(tmp_path, "numpy", dtype=[("", "int32")])["w"].tolist() == wanted
+    metadata = array(dtype=dtype, shape=[6], chunks=[4], fill_value=16)
+    (tmp_path / "bad").mkdir()
+    laid(tmp_path / "bad", leaf((b"w/.zarray", metadata), (b"w/0", codes.tobytes())), 0)
+    assert failure(tmp_path / "bad", errors.HeaderError).message == "not a fill value"
 
 
 def test_many_absent_chunks_take_no_memory(tmp_path: Path) -> None:

@@ -98,6 +98,18 @@ def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
     assert _target_of(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
 
 
+def test_integers_of_2_and_4_bits_become_wider_ones() -> None:
+    narrow = list(dtypes.NARROW.values())
+    for given in (*narrow, *(dtypes.TABLE[name] for name in INTS)):
+        for wanted in (*narrow, *(dtypes.TABLE[name] for name in INTS)):
+            few, many = (ml_dtypes.iinfo(each.numpy) for each in (given, wanted))
+            fits = int(many.min) <= int(few.min) and int(few.max) <= int(many.max)
+            if wanted in narrow:  # What becomes narrower is asked for by name.
+                fits = wanted is given
+            assert selection.holds(wanted, given) == fits, (wanted, given)
+    assert selection.holds(dtypes.TABLE["C64"], dtypes.NARROW["int4"])
+
+
 @pytest.mark.parametrize("stored", FLOATS)
 @pytest.mark.parametrize("to", [*INTS, "BOOL"])
 def test_floats_become_integers_only_by_name(stored: str, to: str) -> None:
