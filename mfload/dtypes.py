@@ -1,11 +1,11 @@
-"""The dtype table: what safetensors can hold, and how wide it is."""
+"""The dtype table: what safetensors and other formats can hold, and how wide it is."""
 
 from __future__ import annotations
 
 import functools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from mfload import errors
@@ -57,6 +57,11 @@ class DType:
     def numpy(self) -> np.dtype[Any] | None:
         """The NumPy or ml_dtypes dtype of an element; None if none is laid out as stored."""
         return None if self.numpy_name is None else _numpy_dtype(self.numpy_name)
+
+    @property
+    def wide(self) -> DType:
+        """The row itself, or for one of `NARROW` that of the 8-bit integer in each of its bytes."""
+        return TABLE["U8" if self.kind == "uint" else "I8"] if self.name in NARROW else self
 
     @property
     def known(self) -> bool:
@@ -121,12 +126,12 @@ TABLE: dict[str, DType] = dict(
         _row("U16", 1, 16, "uint", "uint16"),
         _row("I16", 0, 16, "int", "int16", "short"),
         _row("U32", 1, 32, "uint", "uint32"),
-        _row("I32", 0, 32, "int", "int32", "int"),
+        _row("I32", 0, 32, "int", "int32"),
         _row("U64", 1, 64, "uint", "uint64"),
         _row("I64", 0, 64, "int", "int64", "long"),
         _row("F16", 2, 16, "float", "float16", "half", "fp16"),
         _row("BF16", 4, 16, "float", "bfloat16", "bf16"),
-        _row("F32", 2, 32, "float", "float32", "float", "fp32"),
+        _row("F32", 2, 32, "float", "float32", "fp32"),
         _row("F64", 2, 64, "float", "float64", "double", "fp64"),
         _row("C64", 5, 64, "complex", "complex64", "cfloat"),
         _row("F8_E4M3", 10, 8, "float", "float8_e4m3fn"),
@@ -139,13 +144,24 @@ TABLE: dict[str, DType] = dict(
         _row("F4", 17, 4, "packed", None, "float4_e2m1fn"),
     ]
 )
-"""Every dtype mfload loads, by its safetensors name."""
+"""Every dtype of safetensors, by its name there."""
+
+NARROW: dict[str, DType] = {
+    name: DType(name, 1, 1, kind == "uint", 8, kind, name, (name,))
+    for kind in ("int", "uint")
+    for name in (f"{kind}2", f"{kind}4")
+}
+"""Integers of 2 and 4 bits, which safetensors lacks, by NumPy's name.
+
+An element takes a byte, which is also the 8-bit integer of that value.
+"""
+KNOWN = TABLE | NARROW
+"""Every dtype that mfload loads."""
 
 _WITHOUT_NAME = (
     "the array saved as unsigned integers, or in safetensors: NumPy's files drop the name"
 )
 INSTEAD = {
-    **dict.fromkeys(("int4", "uint4"), "int8, in which Orbax keeps each element anyway"),
     "object": "arrays of numbers; this one is a pickle, which may run code",
     "structured": "an array for each field",
     "V1": f"{_WITHOUT_NAME} of float8",
@@ -153,12 +169,14 @@ INSTEAD = {
 }
 """What to store instead of some dtypes that are not in the table."""
 
-_BY_ALIAS = {alias.lower(): row for row in TABLE.values() for alias in (row.name, *row.aliases)}
+_BY_ALIAS = {alias.lower(): row for row in KNOWN.values() for alias in (row.name, *row.aliases)}
 
 
-def lookup(name: str) -> DType:
-    """The row of a format's dtype name; one that is not `known` if the table lacks it."""
-    return TABLE.get(name) or DType(name, 1, 0, -1, 0, "unknown", None)
+def lookup(name: str, rows: Mapping[str, DType] = KNOWN) -> DType:
+    """The row of a dtype's name; one that is not `known` if it is not among the rows."""
+    if name in rows:
+        return rows[name]
+    return DType(f"{name}?" if name in KNOWN else name, 1, 0, -1, 0, "unknown", None)
 
 
 def is_name(name: str) -> bool:
@@ -168,10 +186,14 @@ def is_name(name: str) -> bool:
 
 def resolve(spec: object) -> DType:
     """The row for `dtype=`: a name ("bfloat16", "BF16", "torch.bfloat16") or a dtype object."""
-    if spec is int or spec is float or spec is complex:
-        # 64 bits to NumPy, 32 to others.
+    name = getattr(spec, "__name__", None)
+    if isinstance(spec, str):
+        name = spec.rpartition(".")[2].lower()
+    if name in ("int", "float"):
         raise errors.UsageError(
-            "a Python type has no fixed width", expected="the name of a dtype", found=repr(spec)
+            f"the dtype {name!r} has no fixed width: NumPy's and PyTorch's differ",
+            expected=f"{name}32 or {name}64",
+            found=repr(spec),
         )
     spellings = [spec]
     if not isinstance(spec, str):
@@ -182,6 +204,6 @@ def resolve(spec: object) -> DType:
         row = _BY_ALIAS.get(text.rpartition(".")[2].lower()) if isinstance(text, str) else None
         if row is not None:
             return row
-    known = ", ".join(row.aliases[0] for row in TABLE.values())
+    known = ", ".join(row.aliases[0] for row in KNOWN.values())
     meant = errors.did_you_mean(spec, _BY_ALIAS.keys()) if isinstance(spec, str) else ""
     raise errors.UsageError(f"unknown dtype{meant}", expected=f"one of {known}", found=repr(spec))

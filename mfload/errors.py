@@ -323,7 +323,7 @@ def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 def number(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
     """A number, also one of a framework; UsageError if it is none, or does not fit (NaN never)."""
     try:
-        made = math.nan if isinstance(value, str | bytes) else float(value)
+        made = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # PyTorch raises the last.
         made = math.nan
     if not fits(made):

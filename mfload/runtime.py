@@ -68,7 +68,8 @@ class Deadline:
     """The moment when a timeout of `seconds` has run out; never, for None and infinity."""
 
     def __init__(self, seconds: float | None) -> None:
-        if seconds is not None and not (isinstance(seconds, Real) and seconds > 0):
+        fits = isinstance(seconds, Real) and not isinstance(seconds, bool)  # pyright: ignore
+        if seconds is not None and not (fits and seconds > 0):
             raise errors.UsageError(
                 "timeout must be positive", expected="seconds above 0", found=repr(seconds)
             )

@@ -50,7 +50,9 @@ def test_a_path_is_a_string_a_path_a_directory_or_a_list(path: Path, tmp_path: P
     assert next(iter(_load([other, path]))) == "more"
     other.unlink()
     samples.assert_same(_load(tmp_path), MODEL)
-    assert _load(path, names=[]) == {}
+    for nothing in ([], (), iter(()), {}, lambda _: False, "nothing"):
+        with pytest.raises(errors.TensorNotFoundError, match="no tensor matches"):
+            _load(path, names=nothing)
     with pytest.raises(errors.UsageError):
         _load([])
 

@@ -16,7 +16,7 @@ from mfload import errors
 from mfload.runtime import Deadline
 
 
-@pytest.mark.parametrize("seconds", [0, -1, -0.5, math.nan, -math.inf, "5", [], 1j])
+@pytest.mark.parametrize("seconds", [0, -1, -0.5, math.nan, -math.inf, "5", [], 1j, True, False])
 def test_what_is_no_time_is_refused(seconds: Any) -> None:
     with pytest.raises(errors.UsageError, match="timeout"):
         Deadline(seconds)

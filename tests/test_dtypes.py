@@ -97,8 +97,10 @@ def test_other_spellings(spec: object, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["float31", "", "F6", object(), None, 4, np.dtype("U3"), "<f4", float, int]
-)
+    "spec",
+    ["float31", "", "F6", object(), None, 4, np.dtype("U3"), "<f4", float, int, complex,
+     "float", "int", "Float", "torch.float", "complex"],
+)  # fmt: skip
 def test_what_names_no_dtype(spec: object) -> None:
     with pytest.raises(errors.UsageError, match="dtype"):
         dtypes.resolve(spec)

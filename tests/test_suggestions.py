@@ -37,7 +37,7 @@ def test_what_was_meant() -> None:
         ("bf61", "bf16"),
         ("float8", "float8_e4m3fn"),
         ("float8e5m2", "float8_e5m2"),
-        ("int4", None),
+        ("int5", None),
         ("int46", "int64"),
         ("fp8", None),
         ("q4", None),

@@ -389,6 +389,8 @@ def rewrite(
     start = time.perf_counter()
     work = _Rewrite(source, target, wishes, started(wishes.options))
     files, notes = [], [*work.index.notes]
+    narrow = dtypes.NARROW.keys() & {kind.name for kind, _ in work.index.columns.kinds}
+    notes += [f"{n} as {dtypes.NARROW[n].wide}: safetensors has no {n}" for n in sorted(narrow)]
     if wishes.beside and work.place.place.whole:
         files, more = beside.find(work.found, work.place.place.directory)
         notes += more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.dtypes import DType
+from mfload.dtypes import NARROW, DType
 from mfload.formats import structure
 from mfload.index import Index, Piece, Table, TensorInfo
 from mfload.planning import selection
@@ -62,9 +62,11 @@ def cast(index: Index, dtype: Any) -> dict[str, tuple[DType, bool]]:
     if isinstance(wish, selection.Rules):
         wish.warn_of_unmatched(index.names)
     made: dict[str, tuple[DType, bool]] = {}
-    for info in index.columns if wish is not None else ():
+    narrow = any(kind.name in NARROW for kind, _ in index.columns.kinds)
+    for info in index.columns if wish is not None or narrow else ():
         with errors.about(file=index.files[info.pieces[0].source]):
             wanted, checked = selection.target(info, wish)
+        wanted = wanted.wide  # Of what safetensors lacks.
         if wanted is not info.dtype:
             made[info.name] = wanted, checked
     return made

@@ -22,7 +22,7 @@ from mfload.formats import hints, structure
 from mfload.formats.strict_json import brief
 from mfload.index import Piece, TensorInfo
 from mfload.sources.base import Source
-from mfload.stored import Stored
+from mfload.stored import Encoding, Stored
 
 MAX_DEPTH = 64
 """Maps and lists within each other."""
@@ -45,7 +45,7 @@ _SIZED = {0xC4: ("bin", 1), 0xC5: ("bin", 2), 0xC6: ("bin", 4), 0xC7: ("ext", 1)
           0xDC: ("list", 2), 0xDD: ("list", 4), 0xDE: ("map", 2), 0xDF: ("map", 4)}  # fmt: skip
 _FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
-_DTYPES = {row.numpy_name: row for row in dtypes.TABLE.values() if row.numpy_name is not None}
+_DTYPES = {row.numpy_name: row for row in dtypes.KNOWN.values() if row.numpy_name is not None}
 
 
 class _Array(NamedTuple):
@@ -267,7 +267,10 @@ class _Walk:
             what = "the bytes of the array do not fit its shape"
             expected = "no dims" if scalar and shape else errors.amount(dtype.size_of(shape))
             raise self.bad(what, expected, f"{errors.amount(nbytes)}, {brief(shape)} of {name}")
-        return _Array(dtype, shape, (Piece(self._source, self._pass(nbytes), nbytes),))
+        stored = None
+        if name in dtypes.NARROW and nbytes:
+            stored = Stored(encodings=(Encoding(name, nbytes),))
+        return _Array(dtype, shape, (Piece(self._source, self._pass(nbytes), nbytes, stored),))
 
     def _shape(self, dims: Any) -> tuple[int, ...]:
         sizes = isinstance(dims, list) and all(type(n) is int and n >= 0 for n in dims)
@@ -291,8 +294,9 @@ class _Walk:
                 raise self.bad(what, f"chunks of one dim and of {dtype}", found)
             stop = start + each.shape[0]
             if start < stop:
-                flat = Stored(flat=(start, stop))
-                pieces += [piece._replace(stored=flat) for piece in each.pieces]
+                for piece in each.pieces:
+                    stored = (piece.stored or Stored())._replace(flat=(start, stop))
+                    pieces.append(piece._replace(stored=stored))
             start = stop
         if start != math.prod(shape):
             found = f"{errors.counted(start, 'element')} for shape {brief(shape)}"

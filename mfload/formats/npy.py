@@ -31,6 +31,7 @@ MAX_HEADER = 10_000
 """Longest header in bytes; NumPy's own reader has the same limit."""
 
 _MAGIC = b"\x93NUMPY"
+_VERSIONS = (b"\1\0", b"\2\0", b"\3\0")
 _FIELD = re.compile(
     r"""\s*(['"])(?P<key>\w+)\1\s*:\s*(?:
         (['"])(?P<text>[^'"\\]*)\3 | (?P<flag>True|False) | \((?P<dims>[\d\s,L]*)\)
@@ -76,10 +77,11 @@ class Member(NamedTuple):
 
 def recognise(head: bytes, name: str) -> bool:
     """Whether a file looks like one of NumPy's, by its first bytes."""
-    length = int.from_bytes(head[26:28], "little")
-    return head.startswith(_MAGIC) or (
-        head.startswith(_LOCAL) and head[30 : 30 + length].endswith(b".npy")
-    )
+    if not head.startswith(_LOCAL):
+        return head.startswith(_MAGIC)
+    length, extra = struct.unpack_from("<2H", head.ljust(30, b"\0"), 26)
+    member, data = head[30 : 30 + length], head[30 + length + extra :]
+    return member.endswith(b".npy") or data.startswith(_MAGIC)
 
 
 def read(file: Source, source: int = 0) -> tuple[list[TensorInfo], dict[str, str] | None]:
@@ -118,25 +120,54 @@ def checksums(file: Source) -> list[Checksum]:
 def members(file: Source) -> list[Member]:
     """The arrays in a zip archive, by offset; other members are passed over.
 
-    Raises HeaderError if the directory and the members' own headers disagree, members overlap each
-    other or the directory, or one is encrypted or compressed by anything but deflate.
+    As in NumPy, an array is what begins with the magic, whatever its member is called; of one that
+    can't be unpacked its name tells. Raises HeaderError if the directory and the members' own
+    headers disagree, members overlap each other or the directory, two arrays have one name, or one
+    is encrypted or compressed by anything but deflate.
     """
     start, entries = _directory(file)
-    arrays = [each for each in entries if each.name.endswith(".npy")]
-    if entries and not arrays:
-        what, first = "no member of the archive is an array", entries[0].name
-        raise _bad(file, what, None, "NAME.npy", first)
-    arrays.sort(key=lambda each: each.offset)
+    read = [each for each in entries if each.name.endswith(".npy") or _readable(each)]
+    read.sort(key=lambda each: each.offset)
     found: dict[str, Member] = {}
     end = 0
-    for entry, head in zip(arrays, _heads(file, arrays, start), strict=True):
-        if entry.name in found:
+    for entry, head in zip(read, _heads(file, read, start), strict=True):
+        member = _located(file, entry, head, start)
+        name = entry.name.removesuffix(".npy")
+        array = name != entry.name or _first(file, member, len(_MAGIC)) == _MAGIC
+        if array and name in found:
             raise _bad(file, "the archive has two members of one name", entry.name)
         if entry.offset < end:
             raise _bad(file, "the member overlaps another", entry.name, end, entry.offset)
-        found[entry.name] = member = _located(file, entry, head, start)
         end = member.offset + member.nbytes
-    return [each._replace(name=name.removesuffix(".npy")) for name, each in found.items()]
+        if array:
+            found[name] = member._replace(name=name)
+    if entries and not found:
+        what, first = "no member of the archive is an array", entries[0].name
+        raise _bad(file, what, None, "NAME.npy", first)
+    return list(found.values())
+
+
+def _readable(entry: Member) -> bool:
+    return entry.method in (_STORED, _DEFLATED) and not entry.flags & _ENCRYPTED
+
+
+def _first(file: Source, member: Member, length: int) -> bytes:
+    """The first bytes of a member, unpacked; fewer if it has no more."""
+    _, method, _, _, nbytes, _, offset, head = member
+    made = _unpacked(file, member, head, length)
+    if len(made) < length and len(head) < nbytes:
+        spare = 0 if method == _STORED else _SPARE
+        made = _unpacked(file, member, file.read(offset, min(length + spare, nbytes)), length)
+    return made
+
+
+def _unpacked(file: Source, member: Member, packed: bytes, length: int) -> bytes:
+    if member.method == _STORED:
+        return packed[:length]
+    try:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, length)
+    except zlib.error as error:
+        raise _bad(file, "malformed deflate data", member.name, None, str(error)) from None
 
 
 def _directory(file: Source) -> tuple[int, list[Member]]:
@@ -265,33 +296,16 @@ def _located(file: Source, entry: Member, head: bytes, stop: int) -> Member:
 
 def _tensor(file: Source, source: int, member: Member) -> TensorInfo:
     """The tensor in a `.npy` file, or in a member that is one."""
-    name, method, _, _, nbytes, size, offset, head = member
-
-    def start(length: int) -> bytes:
-        """The first bytes of the array's file."""
-        made = unpacked(head, length)
-        if len(made) < length and len(head) < nbytes:
-            spare = 0 if method == _STORED else _SPARE
-            made = unpacked(file.read(offset, min(length + spare, nbytes)), length)
-        return made
-
-    def unpacked(packed: bytes, length: int) -> bytes:
-        if method == _STORED:
-            return packed[:length]
-        try:
-            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, length)
-        except zlib.error as error:
-            raise _bad(file, "malformed deflate data", name, None, str(error)) from None
-
-    begin = start(12)
-    if not begin.startswith(_MAGIC) or len(begin) < 12 or begin[6:7] not in b"\1\2\3":
+    name, method, _, _, nbytes, size, offset, _ = member
+    begin = _first(file, member, 12)
+    if not begin.startswith(_MAGIC) or len(begin) < 12 or begin[6:8] not in _VERSIONS:
         raise _bad(file, "not a NumPy array", name, "\\x93NUMPY, version 1 to 3", repr(begin[:8]))
     wide = 2 if begin[6] == 1 else 4
     length = int.from_bytes(begin[8 : 8 + wide], "little")
     if length > MAX_HEADER:
         raise _bad(file, "the array's header is over the limit", name, MAX_HEADER, length)
     ahead = 8 + wide + length
-    raw = start(ahead)[8 + wide :]
+    raw = _first(file, member, ahead)[8 + wide :]
     if len(raw) < length:
         raise _bad(file, "the file ends within the array's header", name, ahead, size)
     dtype, shape, big, fortran = _parse(file, name, raw)
@@ -322,7 +336,7 @@ def _parse(file: Source, name: str, raw: bytes) -> tuple[DType, tuple[int, ...],
     while text.startswith("{") and (field := _FIELD.match(text, at)) is not None:
         key, at = field["key"], field.end()
         if key in found:
-            break
+            raise _malformed(file, name, text)
         found[key] = field
     whole = text[at:].strip() == "}"
     if not whole or found.keys() != {"descr", "fortran_order", "shape"}:

@@ -290,7 +290,7 @@ def _row(
     nbytes = end - begin
     if nbytes < 0:
         raise _bad(path, name, "data_offsets that end after they begin", offsets)
-    dtype = dtypes.TABLE.get(dtype_name) or dtypes.lookup(dtype_name)
+    dtype = dtypes.lookup(dtype_name, dtypes.TABLE)
     # An unknown dtype has elements of no bytes: whatever it holds is taken on trust.
     if dtype.nbytes * count != nbytes * dtype.elements and dtype.known:
         whole, rest = divmod(dtype.nbytes * count, dtype.elements)

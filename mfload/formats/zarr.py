@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from mfload import errors, sources
+from mfload.dtypes import NARROW
 from mfload.formats.crc32c import crc32c
 from mfload.formats.ocdbt import Value
 from mfload.formats.strict_json import brief
@@ -178,6 +179,8 @@ def _chunk(
         raise array.bad("a chunk is truncated", "4 bytes or more", errors.amount(value.nbytes))
     pairs = zip(codecs.steps, made, strict=False)
     encodings = tuple(Encoding(step, nbytes) for step, nbytes in reversed([*pairs]))
+    if array.dtype.name in NARROW:
+        encodings += (Encoding(array.dtype.name, made[0]),)
     strides = None
     if codecs.order != tuple(range(len(chunk))):
         steps, step = [1] * len(chunk), 1

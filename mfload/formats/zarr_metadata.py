@@ -19,7 +19,7 @@ MAX_METADATA = 1 << 20
 
 _MAX_RANK = 255
 _V2_KIND = re.compile(r"([<>|])([biufc])(\d{1,2})")
-_BY_NAME = {row.numpy_name: row for row in dtypes.TABLE.values() if row.numpy_name is not None}
+_BY_NAME = {row.numpy_name: row for row in dtypes.KNOWN.values() if row.numpy_name is not None}
 _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 _COMPRESSORS = ("zstd", "gzip", "zlib")
 
@@ -103,7 +103,10 @@ def fill_bytes(array: Array) -> bytes:
         elif dtype.kind in ("bool", "int", "uint"):
             if not isinstance(value, int) or (dtype.kind == "bool" and value not in (0, 1)):
                 raise ValueError
-            made = np.array(value, dtype.numpy).tobytes()
+            number = np.array(value, dtype.wide.numpy)
+            if int(number.astype(dtype.numpy)) != value:  # One of 2 or 4 bits.
+                raise ValueError
+            made = number.tobytes()
         else:
             made = np.array(float(value), dtype.numpy).tobytes()
     except (ValueError, TypeError, OverflowError):

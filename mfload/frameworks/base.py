@@ -33,7 +33,7 @@ class Form(NamedTuple):
     type: str
 
 
-NAMES = {name: row.aliases[0] for name, row in dtypes.TABLE.items()}
+NAMES = {name: row.aliases[0] for name, row in dtypes.KNOWN.items()}
 """What NumPy, ml_dtypes and most frameworks call each dtype."""
 
 COMMON = {
@@ -45,8 +45,12 @@ COMMON = {
 
 
 def forms(own: Mapping[str, str], copied: Collection[str] = ()) -> Mapping[str, Form]:
-    """The table of a framework: its own types by dtype, some of them copied; else bytes."""
+    """The table of a framework: its own types by dtype, some of them copied; else bytes.
+
+    For `dtypes.NARROW` that it lacks, it is the 8-bit integer that their bytes are as well.
+    """
     made = {name: Form("bytes", "uint8") for name in dtypes.TABLE}
+    made |= {name: Form("alias", NAMES[row.wide.name]) for name, row in dtypes.NARROW.items()}
     return made | {
         name: Form("copy" if name in copied else "alias", kind) for name, kind in own.items()
     }
@@ -195,8 +199,9 @@ def on_device(view: View) -> bool:
 
 
 def host_array(view: View) -> Any:
-    """A NumPy array over a view in host memory."""
-    return np.ndarray(view.shape, view.dtype.numpy, view.memory, view.at)
+    """A NumPy array over a view in host memory; of `dtypes.NARROW` a copy, as NumPy keeps them."""
+    made = np.ndarray(view.shape, view.dtype.wide.numpy, view.memory, view.at)
+    return made.astype(view.dtype.numpy, copy=False)
 
 
 @contextlib.contextmanager
@@ -285,7 +290,7 @@ ROWS = {NAMES[name]: row for name, row in dtypes.TABLE.items()}
 
 def row_of(framework: str, name: str) -> DType:
     """The row of the dtype with that name."""
-    row = ROWS.get(name)
+    row = ROWS.get(name) or dtypes.NARROW.get(name)
     if row is None:
         raise errors.UnsupportedArrayError(
             f"{framework}: safetensors has no dtype for this one; convert it, or view its bytes",

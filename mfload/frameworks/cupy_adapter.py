@@ -40,12 +40,15 @@ class CupyAdapter(base.Adapter):
     def _over(self, view: View) -> Any:
         memory, cuda = view.memory, self._cupy.cuda
         held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self.place)
-        return self._cupy.ndarray(view.shape, view.dtype.numpy, cuda.MemoryPointer(held, view.at))
+        return self._cupy.ndarray(
+            view.shape, view.dtype.wide.numpy, cuda.MemoryPointer(held, view.at)
+        )
 
     def _copy(self, view: View) -> Any:
         with self._current():
+            host = base.host_array(view._replace(dtype=view.dtype.wide))
             # Other streams than the current one would not wait for the copy.
-            return self._cupy.asarray(base.host_array(view), blocking=True)
+            return self._cupy.asarray(host, blocking=True)
 
     @contextlib.contextmanager
     def _current(self) -> Generator[None]:

@@ -70,13 +70,19 @@ class JaxAdapter(base.Adapter):
 
     def copies(self, view: View) -> bool:
         """Whether `array` makes a copy of a view."""
-        return view.dtype.elements > 1 or not (self.on_host or base.on_device(view))
+        copied = self.forms[view.dtype.name].how == "copy"
+        return copied or not (self.on_host or base.on_device(view))
 
     def array(self, view: View) -> Any:
         """The `jax.Array` of one view; JAX may hold what it was copied from a while."""
         take = self._import if self.devices and base.on_device(view) else self.take
-        if view.dtype.elements == 1:
+        how, kind = self.forms[view.dtype.name]
+        if how != "copy":
             return take(view)
+        if view.dtype.elements == 1:
+            given = take(view._replace(dtype=view.dtype.wide))
+            with undisturbed():
+                return jax.block_until_ready(given.astype(kind))
         # F4 takes a byte an element in JAX on the CPU: the one type that must be copied.
         given = take(view.as_bytes()._replace(shape=(view.dtype.size_of(view.shape) or 0,)))
         with undisturbed():
@@ -227,7 +233,7 @@ def _gather(array: Any) -> Any:
 
 def on_host(array: Any) -> Any:
     """An array of one device as a NumPy array, over its own memory if that is on the host."""
-    if array.device.platform != "cpu" or base.ROWS[array.dtype.name].elements > 1:
+    if array.device.platform != "cpu" or base.row_of("jax", array.dtype.name).elements > 1:
         # Host copies that were dropped are freed by JAX in its part of a collection only.
         gc.collect(0)
     # An array keeps the copy that NumPy is given for as long as it lives: the one that does so

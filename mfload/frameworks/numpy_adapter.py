@@ -22,14 +22,20 @@ class NumpyAdapter(base.Adapter):
 
     name = "numpy"
     readonly_maps = slices_are_views = True
-    forms = base.forms({name: kind.name for name, kind in _KINDS.items() if kind is not None})
+    forms = base.forms(
+        {name: row.numpy_name for name, row in dtypes.KNOWN.items() if row.numpy_name is not None},
+        dtypes.NARROW,
+    )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         if type(views) is Views:  # To ask an abstract class takes as long as the rest.
             return _in_columns(views)
         arrays: list[Any] = []
-        for _, dtype, shape, memory, at, _ in views:
-            arrays.append(np.ndarray(shape, _KINDS[dtype.name], memory, at))
+        try:
+            for _, dtype, shape, memory, at, _ in views:
+                arrays.append(np.ndarray(shape, _KINDS[dtype.name], memory, at))
+        except KeyError:  # One of `dtypes.NARROW`: to look for them first would slow all loads.
+            return list(map(base.host_array, views))
         return arrays
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:

@@ -50,6 +50,7 @@ class PaddleAdapter(base.Adapter):
         return "framework"
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
+        private_api.dynamic_paddle()  # The mode may have changed since the adapter was made.
         tensors = [self._tensor(view) for view in views]
         return tensors if self.on_host else [x.to(self.place) for x in tensors]
 
@@ -60,6 +61,7 @@ class PaddleAdapter(base.Adapter):
         return tensor.view(getattr(paddle, kind)) if kind in _VIEWED else tensor
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
+        private_api.dynamic_paddle()
         # Only the latest versions of Paddle take the place call by call.
         before = paddle.get_device()
         place = self.place if self.devices else paddle.CPUPlace()
@@ -97,6 +99,7 @@ def _empty(kind: str, shape: tuple[int, ...]) -> Any:
 def make(device: object) -> PaddleAdapter:
     """The adapter for a device."""
     base.check_version("paddle", paddle.__version__, OLDEST)
+    private_api.dynamic_paddle()
     name = paddle.get_device() if device is None else str(device)
     kind, number = base.split_device(name.removeprefix("Place(").removesuffix(")"))
     if kind == "cpu":
@@ -131,6 +134,8 @@ def _refusal(array: Any) -> str | None:
     """Why a tensor can't be saved, and what to save instead."""
     if not isinstance(array, paddle.Tensor):
         return "not a tensor with numbers; of a layer, save state_dict(), and in dynamic mode"
+    if not paddle.in_dynamic_mode():
+        return "its numbers can't be read in static mode; call paddle.disable_static() before"
     if array.is_dist():
         return "one process's part of a tensor; save it replicated, as a local tensor"
     if array.is_sparse():

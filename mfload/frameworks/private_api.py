@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mfload import dtypes
+from mfload import dtypes, errors
 from mfload.dlpack import View, capsule, data_address
 from mfload.io import buffers
 
@@ -129,13 +129,27 @@ def jax_address(array: Any) -> int:
     return data_address(array.__dlpack__()) if pointer is None else pointer()
 
 
+def dynamic_paddle() -> Any:
+    """Paddle, which is asked for its mode first: in static mode private constructors crash it.
+
+    Raises UsageError in static mode, in which there are no tensors with numbers.
+    """
+    paddle = importlib.import_module("paddle")
+    if not paddle.in_dynamic_mode():
+        raise errors.UsageError(
+            "Paddle is in static mode, in which tensors hold no numbers",
+            expected="dynamic mode: call paddle.disable_static(), or load outside to_static",
+        )
+    return paddle
+
+
 @functools.lru_cache(maxsize=1)
 def paddle_constructor() -> Callable[[Any], Any] | None:
     """Paddle's constructor of a tensor over a NumPy array's memory, undocumented since 2.x.
 
     None if the constructor does not do that: then `paddle.to_tensor` copies.
     """
-    paddle = importlib.import_module("paddle")
+    paddle = dynamic_paddle()
     place = paddle.CPUPlace()
 
     def construct(array: Any) -> Any:
@@ -199,7 +213,7 @@ def paddle_sharder() -> Callable[[Any, tuple[int, ...], Any, list[Any]], Any] | 
     Paddle's own code for experts uses this constructor. None if it does not keep the part and the
     shape: then there is no way, since `dtensor_from_local` multiplies the part's shape.
     """
-    paddle = importlib.import_module("paddle")
+    paddle = dynamic_paddle()
     dist = importlib.import_module("paddle.distributed")
 
     def construct(part: Any, shape: tuple[int, ...], mesh: Any, placements: list[Any]) -> Any:

@@ -8,8 +8,9 @@ nothing for buffers of others. So there tensors land in memory of its own.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from mfload.cuda.device import Device
 
 OLDEST = "2.19"
-
-# `tf.bitcast` and the DLPack import know none of these; the import of NumPy arrays does.
-_COPIED = TRAITS["tensorflow"].copied
 
 
 def _has(kind: str) -> bool:
@@ -87,11 +85,11 @@ class TensorflowAdapter(base.Adapter):
         )
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        with tf.device(self.place):
+        with _eager(), tf.device(self.place):
             return [self._tensor(view) for view in views]
 
     def _tensor(self, view: View) -> Any:
-        if view.dtype.name in _COPIED:
+        if self.forms[view.dtype.name].how == "copy":
             return tf.convert_to_tensor(base.host_array(view))
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
         return tensor if self.on_host or base.on_device(view) else tf.identity(tensor)
@@ -106,13 +104,30 @@ class TensorflowAdapter(base.Adapter):
 
     def _new(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
         full = base.full_device("TensorFlow", tf.errors.ResourceExhaustedError)
-        with full, tf.device(self.place if self.devices else self._host):
+        with _eager(), full, tf.device(self.place if self.devices else self._host):
             return [
                 tf.raw_ops.Empty(shape=shape, dtype=tf.as_dtype(kind), init=False)
                 for kind, shape in wanted
             ]
 
 
+@contextlib.contextmanager
+def _eager() -> Generator[None]:
+    """A context of eager execution, also while a `tf.function` is traced.
+
+    Raises UsageError within a `tf.Graph`, whose tensors hold no numbers.
+    """
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            raise errors.UsageError(
+                "TensorFlow builds a graph here, whose tensors hold no numbers",
+                expected="eager execution: a load before the tf.Graph, and without "
+                "tf.compat.v1.disable_eager_execution()",
+            )
+        yield
+
+
+@_eager()
 def make(device: object) -> TensorflowAdapter:
     """The adapter for a device."""
     base.check_version("tensorflow", tf.__version__, OLDEST)

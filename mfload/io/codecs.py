@@ -88,11 +88,19 @@ def crc32c(read: Reader) -> Reader:
     return made
 
 
+def narrow(read: Reader, bits: int, sign: int) -> Reader:
+    """Integers of so many bits in a byte each, as 8-bit ones; the other bits count for nothing."""
+    table = bytes(((code & (1 << bits) - 1) ^ sign) - sign & 255 for code in range(256))
+    return lambda most: bytes(read(most)).translate(table)
+
+
 CODECS: dict[str, Callable[[Reader], Reader]] = {
     "deflate": deflate,
     "zlib": functools.partial(deflate, what="zlib", wbits=zlib.MAX_WBITS),
     "gzip": functools.partial(deflate, what="gzip", wbits=zlib.MAX_WBITS | 16),
     "zstd": zstd,
     "crc32c": crc32c,
+    **{f"int{n}": functools.partial(narrow, bits=n, sign=1 << n - 1) for n in (2, 4)},
+    **{f"uint{n}": functools.partial(narrow, bits=n, sign=0) for n in (2, 4)},
 }
 """The codecs by name."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mfload import errors
+from mfload import dtypes, errors
 
 BLOCK = 1 << 16
 """Elements that are converted at once: enough that readers seldom wait for the interpreter."""
@@ -29,6 +29,7 @@ _LENT = 1 << 19  # The same, for a framework's loop.
 _FEW = 1 << 13  # What has fewer elements is converted before a kernel is prepared.
 _EXPONENT = np.uint32(0x7F80_0000)
 _FRACTION_BITS = 23
+_WIDE = {name: row.wide.numpy_name for name, row in dtypes.NARROW.items()}
 _FLAGS: Any = ["external_loop", "buffered"]
 _OPERANDS: Any = [["readonly", "contig", "aligned"], ["writeonly", "contig", "aligned"]]
 
@@ -46,6 +47,7 @@ def convert(
     `converter` is the loop of a framework, for arrays in C order. If `checked`, a number that an
     integer target can't hold, or a fraction that is to become a bool, raises LossyCastError.
     """
+    wanted, source, target = target.dtype, _plain(source), _plain(target)
     # Overflow to infinity or NaN is what a narrower float means, and warns in NumPy.
     with np.errstate(all="ignore"):
         worth = source.size >= _FEW and source.dtype.isnative
@@ -59,8 +61,14 @@ def convert(
         size = BLOCK if isinstance(kernel, _Rounding) else _LENT if lent else _LARGE
         for given, made in _blocks(source, target, plain, size):
             if checked:
-                _check_range(given, target.dtype, tensor)
+                _check_range(given, wanted, tensor)
             (kernel or _as_type)(given, made)
+
+
+def _plain(array: Any) -> Any:
+    """The array; one of `dtypes.NARROW` as the 8-bit integers that its bytes are as well."""
+    wide = _WIDE.get(array.dtype.name)
+    return array if wide is None else array.view(wide)
 
 
 def _blocks(source: Any, target: Any, plain: bool, size: int) -> Iterator[tuple[Any, Any]]:
@@ -238,7 +246,11 @@ def _check_range(source: Any, target: np.dtype[Any], tensor: str | None) -> None
     """Stops a conversion to integers that would wrap, and of fractions to bool."""
     if source.dtype.kind not in "iub":
         source = source.astype(np.float64 if source.itemsize > 4 else np.float32, copy=False)
-    low, high = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
+    low, high = 0, 1
+    if target.kind != "b":
+        import ml_dtypes
+
+        low, high = ml_dtypes.iinfo(target).min, ml_dtypes.iinfo(target).max
     if target.kind == "b":
         wrong = source[(source != low) & (source != high)].tolist()
     else:  # Where one is NaN, both ends are. Python compares integers with floats exactly.

@@ -259,7 +259,7 @@ class JaxMeshAdapter(SeveralAdapter):
         copied = [
             view.memory
             for view in views
-            if view.dtype.elements > 1
+            if self.forms[view.dtype.name].how == "copy"
             or (some and any(self._adapters[n].copies(view) for n in view.devices))
         ]
         before = references(copied)
@@ -267,7 +267,7 @@ class JaxMeshAdapter(SeveralAdapter):
             arrays: list[Any] = []
             for number in view.devices:
                 take = self.takes[number]
-                if take is not None and view.dtype.elements == 1:
+                if take is not None and self.forms[view.dtype.name].how != "copy":
                     arrays.append(view if late else take(view))
                     continue
                 array = self._adapters[number].array(view)

@@ -12,7 +12,7 @@ from mfload.index import Box
 
 
 def dtype_of(array: Any) -> DType:
-    """The stored dtype of an array."""
+    """The stored dtype of an array: of one that safetensors lacks, a wider one."""
     if array.is_deleted():
         raise errors.UnsupportedArrayError("the array was deleted or donated")
     row = base.row_of("jax", array.dtype.name)
@@ -21,7 +21,7 @@ def dtype_of(array: Any) -> DType:
             "elements that share a byte can't be saved in parts; replicate the array",
             found=array.dtype.name,
         )
-    return row
+    return row.wide
 
 
 def pieces(array: Any) -> Iterator[tuple[Box, Any]]:

@@ -94,7 +94,7 @@ def _address(arena: Bytes) -> int:
 def whole(given: Any) -> int | None:
     """A whole number, also one of a framework; None if it is anything else."""
     try:
-        return operator.index(given)
+        return None if isinstance(given, bool) else operator.index(given)
     except TypeError:
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from mfload import dtypes, errors
 from mfload.dtypes import DType
@@ -27,21 +27,18 @@ def select(index: Index, names: Names) -> Columns:
     """The tensors that `names=` asks for, in the index's order.
 
     None for all; a regex that is searched for; a list of exact names; or a function from a name to
-    a bool. Raises TensorNotFoundError if a name or every match is missing, or UsageError.
+    a bool. Raises TensorNotFoundError if a name is missing or nothing is chosen, or UsageError.
     """
     if names is None:
         return index.columns
     if callable(names):
-        return index.take(list(filter(names, index.searched)))
+        found = list(filter(names, index.searched))
+        return index.take(found or _nothing(index, "a name for which the function is true"))
     if isinstance(names, str | re.Pattern):
         pattern = compiled(names)
         found = list(filter(pattern.search, index.searched))
         if not found:
-            raise errors.TensorNotFoundError(
-                "no tensor matches",
-                expected=f"a name with {pattern.pattern!r}{_hint(pattern, index)}",
-                found=", ".join(itertools.islice(index.names, 5)) or "no tensors at all",
-            )
+            _nothing(index, f"a name with {pattern.pattern!r}{_hint(pattern, index)}")
         return index.take(found)
     try:
         wanted = list(dict.fromkeys(names))
@@ -54,7 +51,12 @@ def select(index: Index, names: Names) -> Columns:
                 text = "no such tensor; names=[…] takes exact names, names='…' a regular expression"
                 raise errors.TensorNotFoundError(text, tensor=name, expected="exact names")
             index[name]
-    return index.take(wanted)
+    return index.take(wanted or _nothing(index, "a name in names=[…]; None is for all tensors"))
+
+
+def _nothing(index: Index, expected: str) -> NoReturn:
+    there = ", ".join(itertools.islice(index.names, 5)) or "no tensors at all"
+    raise errors.TensorNotFoundError("no tensor matches", expected=expected, found=there)
 
 
 def _hint(pattern: re.Pattern[str], index: Index) -> str:
@@ -100,7 +102,10 @@ class Rules:
         return next((value for regex, value in self._searched if regex.search(name)), default)
 
     def warn_of_unmatched(self, names: Collection[str]) -> None:
-        """Warns of rules that match none of the names."""
+        """Warns of rules that match none of the names.
+
+        Raises TensorNotFoundError if there are rules and none matches any.
+        """
         if not names:
             return
         every = list(names)
@@ -114,10 +119,11 @@ class Rules:
             shown.append(f"{rule!r}{errors.did_you_mean(rule, every)}{form}")
         if missed:
             more = f", and {len(missed) - _LISTED} more" if len(missed) > _LISTED else ""
-            errors.warn(
-                f"{self._argument} has rules that match no tensor: {', '.join(shown)}"
-                f"{more}; names are such as {every[0]!r}"
-            )
+            text = f"{self._argument} has rules that match no tensor: {', '.join(shown)}{more}"
+            text = f"{text}; names are such as {every[0]!r}"
+            if len(missed) == len(self._exact) + len(self._searched):
+                raise errors.TensorNotFoundError(text)
+            errors.warn(text)
 
 
 def read_dtype(dtype: Any) -> DType | Rules | None:
@@ -190,6 +196,10 @@ def holds(wanted: DType, given: DType) -> bool:
         return True
     if wanted.kind == "bool" or (given.kind == "int" and wanted.kind == "uint"):
         return False
+    if wanted.name in dtypes.NARROW:
+        return wanted is given
+    if given.name in dtypes.NARROW:
+        return True
     return wanted.bits > given.bits or (wanted.kind == given.kind and wanted.bits == given.bits)
 
 

@@ -37,6 +37,7 @@ class TensorToSave(NamedTuple):
             lie like that, else a copy. To be called once, right before writing.
         owner: A number that no other array has, if only views of this one share its memory;
             None if it may be such a view.
+        given: The dtype of the array, if it is one that safetensors lacks.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TensorToSave(NamedTuple):
     where: Span | Callable[[], Span] | None
     fetch: Callable[[], Any]
     owner: int | None = None
+    given: DType | None = None
 
     @property
     def span(self) -> Span | None:
@@ -115,7 +117,7 @@ def _any(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSav
             array = unboxed(array)
             exporters.setdefault(type(array), _exporter(array))
         exported = exporters[type(array)](array)
-    row, shape = exported.dtype, exported.shape
+    row, shape = exported.dtype.wide, exported.shape
     nbytes = row.size_of(shape)
     if nbytes is None:
         raise errors.UnsupportedArrayError(
@@ -125,12 +127,15 @@ def _any(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSav
             found=f"shape {list(shape)}",
         )
     fetch = functools.partial(_fetch, name, exported)
-    return TensorToSave(name, row, shape, nbytes, exported.span, fetch)
+    given = None if row is exported.dtype else exported.dtype
+    return TensorToSave(name, row, shape, nbytes, exported.span, fetch, given=given)
 
 
 def _fetch(name: str, exported: Exported) -> Any:
     with _naming(name):
         array = exported.read()
+        if exported.dtype.name in dtypes.NARROW:
+            array = array.view(exported.dtype.numpy).astype(exported.dtype.wide.numpy)
         if exported.dtype.elements > 1 and array.size != exported.dtype.size_of(exported.shape):
             return packed.pack(array, exported.dtype)
         native = array.dtype.newbyteorder("=")

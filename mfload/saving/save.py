@@ -88,7 +88,7 @@ def save(
     with gc_paused():
         given = export(arrays)
         layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
-        notes = _shared(given)
+        notes = widened(given) + _shared(given)
     size = sum(made.size for made in layouts)
     quiet = gc_paused() if size <= _SOON else nullcontext()
     with quiet, target.drafts(layouts) as drafts:
@@ -157,6 +157,20 @@ def fetched(tensor: TensorToSave) -> Any:
             found=errors.amount(data.nbytes),
         )
     return data
+
+
+def widened(given: Sequence[TensorToSave]) -> list[str]:
+    """Says which tensors are of a dtype that safetensors lacks."""
+    kinds: dict[str, list[str]] = {}
+    for each in given:
+        if each.given is not None:
+            kinds.setdefault(f"{each.given} as {each.dtype}", []).append(each.name)
+    return [
+        f"{kind}, which safetensors has no smaller one for; dtype={{name: …}} or a target of that "
+        f"dtype brings it back: {', '.join(names[:_SHOWN])}"
+        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        for kind, names in kinds.items()
+    ]
 
 
 def _shared(given: Sequence[TensorToSave]) -> list[str]:

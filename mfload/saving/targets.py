@@ -18,8 +18,12 @@ from mfload.formats.strict_json import encodable
 from mfload.saving.layout import REPLACED
 from mfload.sources.local import kind_of
 
-OTHERS = tuple(suffix for suffix in FORMATS if suffix != SUFFIX)
-"""Ends of names by which files are read as another format than the one that is written."""
+_FOREIGN = (
+    ".bin", ".ckpt", ".distcp", ".ggml", ".gguf", ".h5", ".hdf5", ".keras", ".onnx", ".pb",
+    ".pdopt", ".pdparams", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".tflite", ".zip",
+)  # fmt: skip
+OTHERS = (*(suffix for suffix in FORMATS if suffix != SUFFIX), *_FOREIGN)
+"""Ends of names by which files are taken for another format than the one that is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +138,13 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
             expected=f"a {SUFFIX} file or a directory",
             found=place.name,
         )
-    if place.name.endswith(OTHERS):
+    foreign = [n for n in (place.linked or "", place.name) if n.lower().endswith(OTHERS)]
+    if foreign:
         raise errors.UsageError(
-            "checkpoints are written as safetensors; a name of another format can't be loaded",
+            "checkpoints are written as safetensors; the name is one of another format",
             file=given,
             expected=f"a {SUFFIX} file or a directory",
-            found=place.name,
+            found=foreign[0],
         )
     place.check_names([place.name])
     return place

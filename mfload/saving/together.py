@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
+from mfload.dtypes import NARROW
 from mfload.mesh import agree, base
 from mfload.progress import Progress, shown
 from mfload.runtime import Deadline
@@ -29,7 +30,7 @@ from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
 from mfload.saving.export import TensorToSave, export, unboxed
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.save import Saved, fetched
+from mfload.saving.save import Saved, fetched, widened
 
 _LOOK = 0.25  # Seconds between looks at the other processes, while writing.
 _ARRIVAL = 600.0  # Seconds until the other processes must have made the call.
@@ -116,9 +117,10 @@ def save(
             for draft in drafts:
                 draft.count(draft.size)
                 draft.sync()
-            files, notes = target.publish(drafts, layouts)
+            files, more = target.publish(drafts, layouts)
+            notes = *widened(given), *more
             took = time.perf_counter() - start
-            saved = finish(Saved(tuple(files), len(given), size, took, tuple(notes)))
+            saved = finish(Saved(tuple(files), len(given), size, took, notes))
             done = saved.files, saved.seconds, saved.notes
         said = group.gather("publishing", json.dumps(done))[group.ranks[0]]
         files, took, notes = json.loads(said)
@@ -138,7 +140,8 @@ def _global(name: str, array: Any) -> TensorToSave:
         error.tensor = name
         raise
     nbytes = row.size_of(array.shape) or 0
-    return TensorToSave(name, row, array.shape, nbytes, None, lambda: None)
+    given = NARROW.get(array.dtype.name)
+    return TensorToSave(name, row, array.shape, nbytes, None, lambda: None, given=given)
 
 
 def _write(

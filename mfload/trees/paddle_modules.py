@@ -24,6 +24,7 @@ class PaddleModule(Module):
     sharded_by = "a layer that is sharded already, by paddle.distributed.shard_layer"
 
     def __init__(self, layer: Any) -> None:
+        private_api.dynamic_paddle()
         self._layer = layer
         own = set(map(id, (*layer.parameters(), *layer.buffers())))
         state: dict[str, Any] = layer.state_dict()

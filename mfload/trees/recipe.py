@@ -318,7 +318,8 @@ def _as_target(leaf: Leaf, rule: Rule, stored: DType) -> tuple[DType, bool]:
         if rule.scale is not None and wanted.kind == "float":
             return wanted, False
         holds = selection.holds(wanted, stored)
-        if wanted.kind in ("int", "uint") and (holds or (not leaf.shape and rule.scale is None)):
+        fits = holds or wanted.wide is stored or (not leaf.shape and rule.scale is None)
+        if wanted.kind in ("int", "uint") and fits:
             return wanted, not holds
     message = f"wants {wanted}, stored is {stored}"
     if {stored.kind, wanted.kind}.isdisjoint(_OPAQUE) and stored.kind != "complex":

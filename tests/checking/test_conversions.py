@@ -254,7 +254,7 @@ class TestDtypes:
             with pytest.raises(errors.LossyCastError):
                 mfload.convert(path, tmp_path / "b.safetensors", dtype=dtype)
             assert _visible(tmp_path) == {path.name}
-        with pytest.warns(match="match no tensor"):
+        with pytest.raises(errors.TensorNotFoundError, match="match no tensor"):
             mfload.convert(path, tmp_path / "c.safetensors", dtype={"none": "float32"})
 
     def test_a_manifest_is_made_anew(self, tmp_path: Path) -> None:

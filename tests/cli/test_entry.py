@@ -150,7 +150,7 @@ def test_full_streams_are_told_once_and_by_the_code(model: Path, unbuffered: str
 
 
 def test_a_warning_is_one_line(model: Path) -> None:
-    ran = process("plan", model, "--dtype", "no such name=bfloat16")
+    ran = process("plan", model, "--dtype", "no such name=bfloat16", "--dtype", ".=bfloat16")
     assert ran.code == 0
     said = (
         "mfload: warning: --dtype has rules that match no tensor: 'no such name'; names are such as"

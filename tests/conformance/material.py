@@ -7,6 +7,7 @@ tested too.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ WRITER = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
+
+NARROW = ("int2", "int4", "uint2", "uint4")
+"""Integers that safetensors lacks."""
 
 COMMON = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
@@ -107,6 +111,16 @@ def zoo(names: Iterable[str] = BITS) -> list[Stored]:
 def aligned(names: Iterable[str] = BITS) -> list[Stored]:
     """Every dtype once, each a multiple of 64 bytes and so on a multiple of 64 in the file."""
     return [stored(dtype, dtype, (4, 128)) for dtype in names]
+
+
+def narrow(raw: bytes, shape: tuple[int, int]) -> bytes:
+    """A file of Flax with the same bytes as int2, int4, uint2 and uint4, shorter than 60,000."""
+    file = bytes([0x84])
+    for name in NARROW:
+        key = bytes([0xA0 | len(name)]) + name.encode()
+        data = b"\x93\x92" + bytes(shape) + key + b"\xc5" + struct.pack(">H", len(raw)) + raw
+        file += key + b"\xc8" + struct.pack(">HB", len(data), 1) + data
+    return file
 
 
 def save(path: Path, rows: list[Stored], start: int = 0) -> Path:

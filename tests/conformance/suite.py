@@ -85,6 +85,7 @@ class Conformance:
         bfloat16: Its object for that dtype.
         own: The framework's name of every dtype that is aliased.
         copied: The same for those that are copied. All others must arrive as bytes.
+        narrow: Whether integers of 2 and 4 bits have dtypes of their own.
         unpacked: Packed dtypes that arrive with a byte for each element.
         parts_alias: Whether a part of an array is a view that keeps the memory.
         on_gpu: Whether the framework is to be tried on a GPU where there is one.
@@ -95,6 +96,7 @@ class Conformance:
     bfloat16: ClassVar[Any]
     own: ClassVar[dict[str, str]]
     copied: ClassVar[dict[str, str]] = {}
+    narrow: ClassVar[bool] = True
     unpacked: ClassVar[frozenset[str]] = frozenset()
     parts_alias: ClassVar[bool] = True
     on_gpu: ClassVar[bool] = True
@@ -179,7 +181,40 @@ class Conformance:
         stated = {name: ("alias", kind) for name, kind in self.own.items()}
         stated |= {name: ("copy", kind) for name, kind in self.copied.items()}
         stated |= {name: ("bytes", "uint8") for name in material.BITS if name not in stated}
+        for name in material.NARROW:
+            wide = "uint8" if name.startswith("u") else "int8"
+            stated[name] = ("copy", name) if self.narrow else ("alias", wide)
         assert {name: tuple(form) for name, form in forms.items()} == stated
+
+    @pytest.mark.parametrize("allocator", ALLOCATORS)
+    def test_narrow_integers(self, tmp_path: Path, allocator: str) -> None:
+        """The bits above the number may be anything."""
+        codes = np.random.default_rng(0).integers(0, 256, (40, 100), np.uint8)
+        path = tmp_path / "m.msgpack"
+        path.write_bytes(material.narrow(codes.tobytes(), codes.shape))
+        report = mfload.Report()
+        loaded = self.load(path, allocator=allocator, report=report)
+        assert any("arrives as int8" in note for note in report.notes) != self.narrow
+        opened = mfload.open(path, self.framework)
+        for name in material.NARROW:
+            kind, wide = getattr(ml_dtypes, name), "uint8" if name.startswith("u") else "int8"
+            numbers = codes.view(kind).astype(wide)
+            wanted = numbers.astype(kind if self.narrow else wide)
+            part = opened.get_slice(name)[3:7, 50:]
+            for array, expected in ((loaded[name], wanted), (part, wanted[3:7, 50:])):
+                assert self.type_name(array) == (name if self.narrow else wide)
+                assert self.raw(array) == expected.tobytes()
+        cast = self.load(path, dtype=[("", "float32")])
+        assert self.raw(cast["int4"]) == codes.view(ml_dtypes.int4).astype(np.float32).tobytes()
+        saved = mfload.save(loaded, tmp_path / "m.safetensors")
+        assert any("dtype={name" in note for note in saved.notes) == self.narrow
+        if self.narrow:
+            back = {name: name for name in material.NARROW}
+            again = self.load(tmp_path / "m.safetensors", dtype=back)
+            assert {n: self.raw(x) for n, x in again.items()} == {
+                name: self.raw(array) for name, array in loaded.items()
+            }
+        assert mfload.diff(path, tmp_path / "m.safetensors").tensors[0].max_abs == 0
 
     @pytest.mark.parametrize("start", STARTS)
     @pytest.mark.parametrize("allocator", ALLOCATORS)
@@ -283,6 +318,8 @@ class Conformance:
             wanted = [row for row in rows if row.raw and self.aliased(row.dtype) == alias]
             allocated.clear()
             names = [row.name for row in wanted]
+            if not names:
+                continue
             loaded = self.load(path, names=names, engine=engine)
             inside = [n for n in names if any(self.address(loaded[n]) in x for x in allocated)]
             assert inside == (names if alias else [])

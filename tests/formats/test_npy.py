@@ -279,6 +279,30 @@ def test_what_is_not_an_array_is_passed_over(tmp_path: Path) -> None:
     assert list(mfload.load(tmp_path / "x.npz", "numpy")) == ["w"]
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_arrays_are_found_by_their_magic_as_numpy_finds_them(method: int, tmp_path: Path) -> None:
+    array = np.arange(300, dtype=np.int16).reshape(3, 100)
+    members = {"plain": array, "a/b.bin": array.T, "w.npy": array[0]}
+    others = {"notes.txt": b"hello", "empty": b"", "dir/": b"", "short": b"\x93NUM"}
+    raw = archive({**{name: member(each) for name, each in members.items()}, **others}, method)
+    (tmp_path / "x.npz").write_bytes(raw)
+    held = np.load(tmp_path / "x.npz")
+    wanted = {n: held[n] for n in held.files if isinstance(held[n], np.ndarray)}
+    loaded = mfload.load(tmp_path / "x.npz", "numpy")
+    assert loaded.keys() == wanted.keys() == {"plain", "a/b.bin", "w"}
+    for name, each in wanted.items():
+        same(loaded[name], each)
+    assert mfload.verify(tmp_path / "x.npz").ok
+    if method == zipfile.ZIP_STORED:
+        assert mfload.load(raw, "numpy").keys() == wanted.keys()  # Known by its first bytes.
+
+
+def test_a_far_header_is_read_to_find_an_array(tmp_path: Path) -> None:
+    raw = archive({"x" * 3000: member(np.arange(5)), "w.npy": member(np.arange(3))})
+    (tmp_path / "x.npz").write_bytes(raw)
+    assert mfload.load(tmp_path / "x.npz", "numpy").keys() == {"x" * 3000, "w"}
+
+
 _FOREIGN: dict[str, Any] = {
     "object": np.array([None, 3], object),
     "structured": np.zeros(3, [("a", "<f4"), ("b", "<i2", (2,))]),
@@ -345,6 +369,7 @@ _TEXTS = {
     "huge": "{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}",
     "many": "{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9999999," * 1200 + ")}",
     "twice": "{'descr': '<f4', 'descr': '<f4', 'fortran_order': False, 'shape': (1,)}",
+    "twice at the end": "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'shape': (2,)}",
     "more": "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'x': '1'}",
     "fewer": "{'descr': '<f4', 'shape': (1,)}",
     "order": "{'descr': '<f4', 'fortran_order': 0, 'shape': (1,)}",
@@ -446,6 +471,10 @@ _HOSTILE: dict[str, Callable[[], bytes]] = {
     "a header cut short": lambda: archive({"a.npy": member(np.arange(9))[:40]}),
     "a long header": lambda: archive({"a.npy": b"\x93NUMPY\2\0" + _u4(1 << 31)}),
     "another version": lambda: archive({"a.npy": b"\x93NUMPY\4\0" + bytes(99)}),
+    "a minor version": lambda: archive({"a.npy": b"\x93NUMPY\1\1" + member(np.arange(9))[8:]}),
+    "two arrays of one name": lambda: archive(
+        {"a": member(np.arange(9)), "a.npy": member(np.arange(9))}
+    ),
     "deflate data that is none": lambda: _edited(_PACKED, {35: b"\xff" * 8}),
 }
 

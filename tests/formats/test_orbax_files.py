@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import orbax_writer
 import pytest
@@ -484,11 +485,30 @@ def test_metadata_of_arrays(tmp_path: Path, changes: dict[str, Any], what: str) 
 
 
 def test_a_dtype_that_is_not_known_fails_its_tensor_alone(tmp_path: Path) -> None:
-    laid(tmp_path, leaf((b"w/.zarray", array(dtype="int4")), (b"w/0", bytes(2))), 0)
+    laid(tmp_path, leaf((b"w/.zarray", array(dtype="int3")), (b"w/0", bytes(2))), 0)
     assert mfload.open(tmp_path, "numpy").keys() == ["w"]
     with pytest.raises(errors.UnsupportedDtypeError) as caught:
         mfload.load(tmp_path, "numpy")
-    assert (caught.value.tensor, caught.value.found) == ("w", "int4")
+    assert (caught.value.tensor, caught.value.found) == ("w", "int3")
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint2", "uint4"])
+def test_narrow_integers_with_a_fill_value(tmp_path: Path, dtype: str) -> None:
+    """tensorstore writes no unsigned ones; whoever does may set the bits above the number."""
+    codes = np.array([0x0E, 0xFE, 0x71, 0x02], np.uint8)
+    fill = 3 if dtype.startswith("u") else -2
+    metadata = array(dtype=dtype, shape=[6], chunks=[4], fill_value=fill)
+    laid(tmp_path, leaf((b"w/.zarray", metadata), (b"w/0", codes.tobytes())), 0)
+    kind = np.dtype(getattr(ml_dtypes, dtype))
+    wanted = [*codes.view(kind).astype(np.int8).tolist(), fill, fill]
+    found = mfload.load(tmp_path, "numpy")["w"]
+    assert found.dtype == kind
+    assert found.astype(np.int8).tolist() == wanted
+    assert mfload.load(tmp_path, "numpy", dtype=[("", "int32")])["w"].tolist() == wanted
+    metadata = array(dtype=dtype, shape=[6], chunks=[4], fill_value=16)
+    (tmp_path / "bad").mkdir()
+    laid(tmp_path / "bad", leaf((b"w/.zarray", metadata), (b"w/0", codes.tobytes())), 0)
+    assert failure(tmp_path / "bad", errors.HeaderError).message == "not a fill value"
 
 
 def test_many_absent_chunks_take_no_memory(tmp_path: Path) -> None:

@@ -236,7 +236,6 @@ class TestJaxGives(ExportConformance):
     turned = False
     refused: ClassVar = {
         "complex128": "no dtype",
-        "int4": "no dtype",
         "float8_e3m4": "no dtype",
         "key": "key_data.*wrap_key_data.*impl='threefry2x32'",
         "jit": "tracer",

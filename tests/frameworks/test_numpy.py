@@ -85,7 +85,6 @@ class TestNumpyGives(ExportConformance):
         "timedelta64[s]": "no dtype",
         "V2": "no dtype",
         "structured": "no dtype",
-        "int4": "no dtype",
         "float8_e3m4": "no dtype",
         "masked": "filled",
         "dtype": "not an array",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import samples
 from conformance import material
 from conformance.device_memory import DeviceMemoryConformance, request
 from conformance.export import ExportConformance, give, read
@@ -31,14 +32,51 @@ with warnings.catch_warnings():
     import paddle
     import safetensors.paddle
 
-    from mfload.frameworks import paddle_adapter
+    from mfload.frameworks import paddle_adapter, private_api
 
 # Paddle has them since 3.3.
 UNSIGNED = ("U32", "U64") if hasattr(paddle, "uint32") else ()
 
 
+@pytest.fixture
+def static() -> Any:
+    paddle.enable_static()
+    yield
+    paddle.disable_static()
+
+
+def test_static_mode_is_asked_for_before_a_private_constructor_is_tried(
+    tmp_path: Path, static: Any
+) -> None:
+    """The constructors end the process there."""
+    private_api.paddle_constructor.cache_clear()
+    private_api.paddle_sharder.cache_clear()
+    path = samples.save(tmp_path / "w.safetensors", {"w": np.ones((3, 4), np.float32)})
+    calls: list[Any] = [
+        private_api.paddle_constructor,
+        private_api.paddle_sharder,
+        lambda: mfload.load(path, "paddle"),
+        lambda: mfload.plan(path, "paddle"),
+        lambda: list(mfload.stream(path, "paddle")),
+        lambda: mfload.load(path, "paddle", options=mfload.Options(allocator="framework")),
+    ]
+    for call in calls:
+        with pytest.raises(mfload.errors.UsageError, match="static mode"):
+            call()
+    paddle.disable_static()
+    layer, held = paddle.nn.Linear(4, 3), mfload.open(path, "paddle")
+    tensor = held.get_tensor("w")
+    paddle.enable_static()
+    for call in (lambda: held.get_tensor("w"), lambda: mfload.load_into(layer, path)):
+        with pytest.raises(mfload.errors.UsageError, match="static mode"):
+            call()
+    with pytest.raises(mfload.errors.UnsupportedArrayError, match="static mode"):
+        mfload.save({"w": tensor}, tmp_path / "x.safetensors")
+
+
 class TestPaddle(WritableConformance):
     framework = "paddle"
+    narrow = False
     bfloat16 = paddle.bfloat16
     own: ClassVar = {
         key: name

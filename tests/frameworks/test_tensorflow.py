@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.tensorflow
+import samples
 import tensorflow as tf
 from conformance import material
 from conformance.device_memory import DeviceMemoryConformance, request
@@ -113,6 +114,39 @@ class TestTensorflow(Conformance):
                 )
                 assert {x.device.rsplit("/")[-1] for x in loaded.values()} == {"device:CPU:1"}
                 self.assert_loaded(loaded, [row for row in rows if row.name in names])
+
+    @pytest.mark.parametrize("allocator", ["auto", "framework"])
+    def test_within_a_function_numbers_are_loaded(self, allocator: Any, tmp_path: Path) -> None:
+        arrays = {"w": np.arange(6, dtype=np.float32), "f": np.ones(3, ml_dtypes.float8_e5m2)}
+        path = samples.save(tmp_path / "m.safetensors", arrays)
+        options = mfload.Options(allocator=allocator)
+        seen: list[Any] = []
+
+        def function() -> Any:
+            seen.append(mfload.load(path, "tensorflow", options=options))
+            seen.append(dict(mfload.stream(path, "tensorflow", options=options)))
+            return seen[0]["w"] * 2
+
+        made = tf.function(function, autograph=False)()
+        assert made.numpy().tolist() == (2 * arrays["w"]).tolist()
+        for loaded in seen:
+            found = {name: x.numpy().tobytes() for name, x in loaded.items()}
+            assert found == {name: array.tobytes() for name, array in arrays.items()}
+
+    def test_a_graph_is_refused(self, tmp_path: Path) -> None:
+        path = samples.save(tmp_path / "m.safetensors", {"w": np.ones(3, np.float32)})
+        held, lent = mfload.open(path, "tensorflow"), mfload.Options(allocator="framework")
+        held.get_tensor("w")
+        calls: list[Any] = [
+            lambda: mfload.load(path, "tensorflow"),
+            lambda: mfload.load(path, "tensorflow", options=lent),
+            lambda: list(mfload.stream(path, "tensorflow")),
+            lambda: mfload.plan(path, "tensorflow"),
+            lambda: held.get_tensor("w"),
+        ]
+        for call in calls:
+            with tf.Graph().as_default(), pytest.raises(errors.UsageError, match="a graph"):
+                call()
 
     def test_tensorflows_own_names_of_a_device(self, aligned: Any) -> None:
         own = tf.config.list_logical_devices("CPU")[0]
@@ -276,7 +310,6 @@ class TestTensorflowGives(ExportConformance):
     turned = False
     refused: ClassVar = {
         "complex128": "no dtype",
-        "int4": "no dtype",
         "qint8": "no dtype",
         "string": "no dtype",
         "variant": "no dtype",
@@ -317,7 +350,6 @@ class TestTensorflowGives(ExportConformance):
             return tf.experimental.dtensor.copy_to_mesh(ones, layout)
         made = {
             "complex128": lambda: tf.cast(ones, tf.complex128),
-            "int4": lambda: tf.convert_to_tensor(np.zeros(2, ml_dtypes.int4)),
             "qint8": lambda: tf.bitcast(tf.zeros(2, tf.int8), tf.qint8),
             "string": lambda: tf.constant("x"),
             "variant": lambda: tf.raw_ops.TensorListReserve(

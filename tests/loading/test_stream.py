@@ -428,8 +428,10 @@ def test_several_devices_and_plain_shards(path: Path) -> None:
 
 
 def test_an_empty_selection(path: Path) -> None:
-    assert list(_stream(path, names=[])) == []
-    assert list(_stream(path, names=[], lazy=True)) == []
+    for names in ([], lambda _: False):
+        for lazy in (False, True):
+            with pytest.raises(errors.TensorNotFoundError, match="no tensor matches"):
+                list(_stream(path, names=names, lazy=lazy))
 
 
 def test_batches_hold_at_most_so_much() -> None:

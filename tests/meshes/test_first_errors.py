@@ -203,9 +203,9 @@ def test_the_message_tells_the_next_step(case: str) -> None:
         assert part in str(info.value), str(info.value)
 
 
-def test_a_rule_that_matches_nothing_warns_with_names() -> None:
+def test_rules_that_match_nothing_are_refused_with_names() -> None:
     text = r"'kernle', did you mean 'dense.kernel'\?; names are such as 'dense.bias'"
-    with pytest.warns(UserWarning, match=text):
+    with pytest.raises(errors.TensorNotFoundError, match=text):
         _on_mesh([("kernle", P("data"))])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import orbax_writer
@@ -53,6 +54,38 @@ def test_what_orbax_restores(tmp_path: Path, kind: str, devices: int) -> None:
     assert rebuilt["params"]["layers"][1]["k"] is found["params.layers.1.k"]
     assert rebuilt["numbered"]["3"] is found["numbered.3"]
     assert len(jax.devices()) == 8
+
+
+@pytest.mark.parametrize("kind", orbax_writer.KINDS)
+def test_integers_of_2_and_4_bits(tmp_path: Path, kind: str) -> None:
+    """Those that tensorstore has; it keeps a byte an element, and clears the bits above."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    parts = NamedSharding(mesh, P("a", "b"))
+    numbers = np.arange(96).reshape(16, 6)
+    saved = {
+        "int4": jax.device_put(jnp.asarray(numbers % 16 - 8, jnp.int4), parts),
+        "int2": jnp.asarray(numbers % 4 - 2, jnp.int2),
+        "scalar": jnp.int4(-3),
+    }
+    orbax_writer.save(tmp_path / "x", kind, saved)
+    same(mfload.load(tmp_path / "x", "numpy"), saved)
+    for found in (
+        mfload.load(tmp_path / "x", "jax"),
+        mfload.load(tmp_path / "x", "jax", mesh=mesh, shardings={"int4": P("b", None)}),
+        mfload.restore(tmp_path / "x"),
+        mfload.restore(
+            tmp_path / "x", {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in saved.items()}
+        ),
+        mfload.load_into(saved, tmp_path / "x"),
+    ):
+        same(found, saved)
+    made = mfload.convert(tmp_path / "x", tmp_path / "x.safetensors")
+    assert "int4 as I8: safetensors has no int4" in made.notes
+    again = mfload.save(saved, tmp_path / "y.safetensors")
+    assert any(note.startswith("int4 as I8") for note in again.notes)
+    for path in (tmp_path / "x.safetensors", tmp_path / "y.safetensors"):
+        same(mfload.load_into(saved, path), saved)
+        same(mfload.load(path, "numpy"), jax.tree.map(lambda x: x.astype(jnp.int8), saved))
 
 
 def test_random_keys_strings_and_items(tmp_path: Path) -> None:

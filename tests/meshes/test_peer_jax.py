@@ -109,7 +109,9 @@ def test_what_can_not_be_published_is_named() -> None:
     """Deleted arrays, tracers, keys, and packed elements in parts."""
     gone = jnp.ones(3)
     gone.delete()
-    packed = jax.device_put(jnp.zeros((8, 8), jnp.int4), NamedSharding(_mesh(2, 4), P("a")))
+    packed = jax.device_put(
+        jnp.zeros((8, 8), jnp.float4_e2m1fn), NamedSharding(_mesh(2, 4), P("a"))
+    )
     for array in (gone, jax.random.key(0), packed):
         with pytest.raises(errors.UnsupportedArrayError) as caught:
             fragments.held({"x": array})

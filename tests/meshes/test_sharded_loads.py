@@ -345,7 +345,7 @@ def test_rules_for_tensors_that_were_not_asked_for_are_fine(tmp_path: Path) -> N
     options: Any = {"mesh": shards.mesh((8,)), "shardings": [("kernel", P("x"))]}
     loaded = mfload.load(path, framework="jax", names="bias", **as_options(options))
     assert loaded["a.bias"].is_fully_replicated
-    with pytest.warns(UserWarning, match="match no tensor: 'q_proj'"):
+    with pytest.raises(errors.TensorNotFoundError, match="match no tensor: 'q_proj'"):
         mfload.load(
             path, framework="jax", **as_options(options | {"shardings": [("q_proj", P("x"))]})
         )

@@ -152,15 +152,17 @@ def test_rules_without_a_tensor_warn(path: Path) -> None:
     for rules, missed in (
         ([("^w", P("x")), ("q_proj", P("x")), ("", None)], "'q_proj'"),
         ({"w": P("x"), "layers": {"q": P()}}, "'layers.q'"),
-        ([("q_proj", P("x"))], "'q_proj'"),
-        ({"^w": P("x")}, "'^w'"),
     ):
         for call in _calls(path, mesh=mesh, shardings=rules)[1:]:
             with pytest.warns(UserWarning, match=f"match no tensor: {re.escape(missed)}") as told:
                 call()
             assert [each.filename for each in told] == [__file__]
     with pytest.warns(UserWarning, match="regexes go in a list of pairs"):
-        mfload.plan(path, mesh=mesh, shardings={"^w": P("x")})
+        mfload.plan(path, mesh=mesh, shardings={"^w": P("x"), "w": P("x")})
+    for alone in ([("q_proj", P("x"))], {"^w": P("x")}):
+        for call in _calls(path, mesh=mesh, shardings=alone):
+            with pytest.raises(errors.TensorNotFoundError, match="match no tensor"):
+                call()
 
 
 def test_a_name_that_is_not_loaded_is_no_mistake(path: Path, recwarn: Any) -> None:

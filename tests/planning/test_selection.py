@@ -41,9 +41,10 @@ def test_names_are_chosen_in_the_order_of_the_file() -> None:
     assert _chosen(lambda name: name.startswith("a")) == ["a.weight", "a.bias"]
 
 
-def test_nothing_chosen_by_list_or_function_is_nothing() -> None:
-    assert _chosen([]) == []
-    assert _chosen(lambda _: False) == []
+@pytest.mark.parametrize("names", [[], lambda _: False, "nothing"])
+def test_nothing_chosen_is_an_error(names: Any) -> None:
+    with pytest.raises(errors.TensorNotFoundError, match="no tensor matches"):
+        _chosen(names)
 
 
 def test_a_missing_name_is_an_error_with_near_ones() -> None:
@@ -95,6 +96,18 @@ def test_integers_go_where_every_value_fits(stored: str, to: str) -> None:
     assert to in str(info.value)
     # By name it is asked for, and checked value by value.
     assert _target_of(_info("w", stored), {"w": to}) == (dtypes.TABLE[to], True)
+
+
+def test_integers_of_2_and_4_bits_become_wider_ones() -> None:
+    narrow = list(dtypes.NARROW.values())
+    for given in (*narrow, *(dtypes.TABLE[name] for name in INTS)):
+        for wanted in (*narrow, *(dtypes.TABLE[name] for name in INTS)):
+            few, many = (ml_dtypes.iinfo(each.numpy) for each in (given, wanted))
+            fits = int(many.min) <= int(few.min) and int(few.max) <= int(many.max)
+            if wanted in narrow:  # What becomes narrower is asked for by name.
+                fits = wanted is given
+            assert selection.holds(wanted, given) == fits, (wanted, given)
+    assert selection.holds(dtypes.TABLE["C64"], dtypes.NARROW["int4"])
 
 
 @pytest.mark.parametrize("stored", FLOATS)
@@ -160,17 +173,22 @@ def test_what_is_no_dtype_is_refused(spelling: Any) -> None:
         _target("F32", spelling)
 
 
-def test_a_rule_that_matches_nothing_warns(tmp_path: Path) -> None:
+def test_rules_that_match_nothing_are_refused_and_one_among_others_warns(tmp_path: Path) -> None:
     path = samples.save(tmp_path / "a.safetensors", {"q.weight": np.zeros(3, np.float32)})
     for dtype, said in (
         ([("wieght", "bfloat16")], "match no tensor: 'wieght'"),
         ({"q.wieght": "bfloat16"}, "did you mean 'q.weight'"),
         ({r"q\..*": "bfloat16"}, "list of pairs"),
     ):
+        with pytest.raises(errors.TensorNotFoundError, match=re.escape(said)):
+            mfload.load(path, "numpy", dtype=dtype)
+        more: Any = (
+            [*dtype, ("q", "float16")] if isinstance(dtype, list) else dtype | {"q.weight": "F16"}
+        )
         with pytest.warns(UserWarning, match=re.escape(said)) as caught:
-            loaded = mfload.load(path, "numpy", dtype=dtype)
+            loaded = mfload.load(path, "numpy", dtype=more)
         assert caught[0].filename == __file__
-        assert loaded["q.weight"].dtype == np.float32
+        assert loaded["q.weight"].dtype == np.float16
     with pytest.raises(errors.TensorNotFoundError, match="exact names"):
         mfload.load(path, "numpy", names=[r"q\..*"])
 
@@ -181,8 +199,9 @@ def test_only_names_that_are_shown_are_compared(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(errors, "did_you_mean", lambda name, _: compared.append(name) or "")
     for rules in ({f"q{n}": "F16" for n in range(99)}, [(f"q{n}$", "F16") for n in range(99)]):
         compared.clear()
+        made = [*rules, ("", "F16")] if isinstance(rules, list) else {**rules, NAMES[0]: "F16"}
         with pytest.warns(UserWarning, match="and 91 more"):
-            selection.Rules("dtype=", rules).warn_of_unmatched(NAMES)
+            selection.Rules("dtype=", made).warn_of_unmatched(NAMES)
         assert len(compared) == 8
 
 

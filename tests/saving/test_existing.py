@@ -84,10 +84,10 @@ class TestLook:
         assert self.look(tmp_path).doubt == "other.safetensors.index.json"
 
     def test_a_name_that_is_no_safetensors_name_has_no_neighbours(self, tmp_path: Path) -> None:
-        touch(tmp_path / "weights.bin")
+        touch(tmp_path / "weights.dat")
         touch(tmp_path / "weights-00001-of-00002.safetensors")
-        found = self.look(tmp_path, "weights.bin")
-        assert found == NOTHING._replace(found=["weights.bin"], files=frozenset({"weights.bin"}))
+        found = self.look(tmp_path, "weights.dat")
+        assert found == NOTHING._replace(found=["weights.dat"], files=frozenset({"weights.dat"}))
 
     def test_names_that_regexes_know(self, tmp_path: Path) -> None:
         touch(tmp_path / "a+b-00001-of-00001.safetensors")

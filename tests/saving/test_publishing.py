@@ -73,9 +73,9 @@ class TestTarget:
             return target.publish(drafts, layouts)
 
     def test_one_file(self, tmp_path: Path) -> None:
-        there = self.write(SaveTarget(tmp_path / "a.bin"), [b"x" * 5000], [["w"]])
-        assert there == ([str(tmp_path / "a.bin")], [])
-        assert files(tmp_path) == {"a.bin": b"x" * 5000}
+        there = self.write(SaveTarget(tmp_path / "a.dat"), [b"x" * 5000], [["w"]])
+        assert there == ([str(tmp_path / "a.dat")], [])
+        assert files(tmp_path) == {"a.dat": b"x" * 5000}
 
     def test_several(self, tmp_path: Path) -> None:
         there, _ = self.write(SaveTarget(tmp_path), [b"x", b"yy"], [["a"], ["b", "c"]])

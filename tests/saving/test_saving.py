@@ -379,12 +379,12 @@ class TestArguments:
         assert os.listdir(tmp_path) == []
 
     def test_any_file_name(self, tmp_path: Path) -> None:
-        for name in ("weights", "weights.bin", "ä b.st", ".hidden"):
+        for name in ("weights", "weights.dat", "ä b.st", ".hidden"):
             saved = mfload.save({"w": np.ones(3)}, tmp_path / name)
             assert saved.files == (str(tmp_path / name),)
             assert mfload.load(tmp_path / name, framework="numpy")["w"].sum() == 3
         with pytest.raises(errors.UsageError, match="count up"):
-            mfload.save({"a": np.ones(3), "b": np.ones(3)}, tmp_path / "x.bin", max_shard_size=24)
+            mfload.save({"a": np.ones(3), "b": np.ones(3)}, tmp_path / "x.dat", max_shard_size=24)
 
     def test_a_name_as_long_as_names_can_be(self, tmp_path: Path) -> None:
         path = tmp_path / ("x" * 243 + ".safetensors")

@@ -26,7 +26,7 @@ class TestResolve:
         path = f"{root}/a.safetensors"
         for given in (Path(path), path, f"{root}/./a.safetensors", os.fsencode(path)):
             assert resolve(given) == Location(root, "a.safetensors")
-        assert resolve(tmp_path / "weights.bin") == Location(root, "weights.bin")
+        assert resolve(tmp_path / "weights.dat") == Location(root, "weights.dat")
         monkeypatch.chdir(tmp_path)
         assert resolve("a.safetensors") == Location(root, "a.safetensors")
 
@@ -62,6 +62,16 @@ class TestResolve:
     def test_names_of_indexes(self, name: str, tmp_path: Path) -> None:
         with pytest.raises(errors.UsageError, match="index"):
             resolve(tmp_path / name)
+
+    @pytest.mark.parametrize("name", ["x.pt", "X.PT", "pytorch_model.bin", "w.gguf", "w.npz"])
+    def test_names_of_other_formats(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / "linked.pt").symlink_to(tmp_path / "w.safetensors")
+        for path in (tmp_path / name, tmp_path / "linked.pt"):
+            with pytest.raises(errors.UsageError, match="another format") as caught:
+                resolve(path)
+            assert str(caught.value.found).endswith(path.name)
+        (tmp_path / name).mkdir()
+        assert resolve(tmp_path / name).name == "model.safetensors"
 
     @pytest.mark.parametrize("path", ["", "\0", "a\0b", "\ud800", None, 5, [], ["a"], {}, object()])
     def test_what_is_no_path(self, path: Any) -> None:
@@ -123,7 +133,7 @@ class TestNames:
         assert place.index == "model.safetensors.index.json"
 
     def test_a_name_that_can_t_be_numbered(self) -> None:
-        for name in ("weights.bin", ".safetensors"):
+        for name in ("weights.dat", ".safetensors"):
             place = Location("/d", name)
             assert place.names(1) == [name]
             assert place.stem == ""
