@@ -141,6 +141,9 @@ TABLE: dict[str, DType] = dict(
 )
 """Every dtype mfload loads, by its safetensors name."""
 
+NO_INFINITY = frozenset(("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+"""Floats in which a number beyond their range has no place."""
+
 _WITHOUT_NAME = (
     "the array saved as unsigned integers, or in safetensors: NumPy's files drop the name"
 )
