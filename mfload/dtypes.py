@@ -158,6 +158,9 @@ An element takes a byte, which is also the 8-bit integer of that value.
 KNOWN = TABLE | NARROW
 """Every dtype that mfload loads."""
 
+NO_INFINITY = frozenset(("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
+"""Floats in which a number beyond their range has no place."""
+
 _WITHOUT_NAME = (
     "the array saved as unsigned integers, or in safetensors: NumPy's files drop the name"
 )

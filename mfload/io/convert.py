@@ -21,8 +21,8 @@ from mfload import dtypes, errors
 BLOCK = 1 << 16
 """Elements that are converted at once: enough that readers seldom wait for the interpreter."""
 
-Converter = Callable[[Any, Any], None]
-"""Fills an array, its second argument, with the numbers of another."""
+Converter = Callable[[Any, Any], bool | None]
+"""Fills an array, its second argument, with the numbers of another; True if all were in range."""
 
 _LARGE = 1 << 18  # The same, where the arithmetic takes no memory of its own.
 _LENT = 1 << 19  # The same, for a framework's loop.
@@ -45,24 +45,29 @@ def convert(
     """Fills an array with the numbers of another one of its shape.
 
     `converter` is the loop of a framework, for arrays in C order. If `checked`, a number that an
-    integer target can't hold, or a fraction that is to become a bool, raises LossyCastError.
+    integer target or a float without infinity can't hold, or a fraction that is to become a bool,
+    raises LossyCastError.
     """
     wanted, source, target = target.dtype, _plain(source), _plain(target)
-    # Overflow to infinity or NaN is what a narrower float means, and warns in NumPy.
+    # Overflow to infinity is what a narrower float means, and warns in NumPy.
     with np.errstate(all="ignore"):
         worth = source.size >= _FEW and source.dtype.isnative
         plain = source.flags.carray and target.flags.carray
         lent = converter if plain else None
         kernel = _kernel(source.dtype, target.dtype, lent) if worth else None
-        checked = checked and target.dtype.kind in "iub" and source.size > 0
-        if kernel is None and not checked:
+        checked = checked and source.size > 0
+        ranged = checked and target.dtype.kind in "iub"
+        finite = checked and target.dtype.name in _FINITE
+        if kernel is None and not ranged and not finite:
             _as_type(source, target)
             return
         size = BLOCK if isinstance(kernel, _Rounding) else _LENT if lent else _LARGE
         for given, made in _blocks(source, target, plain, size):
-            if checked:
+            if ranged:
                 _check_range(given, wanted, tensor)
-            (kernel or _as_type)(given, made)
+            moderate = (kernel or _as_type)(given, made)
+            if finite and not moderate:
+                _check_overflow(given, made, tensor)
 
 
 def _plain(array: Any) -> Any:
@@ -115,6 +120,10 @@ def _every(dtype: np.dtype[Any]) -> Any:
 _ROUNDED = ("float16", "float8_e4m3fn", "float8_e5m2")
 
 
+# Floats without infinity, and the bits of their NaN but for the sign; -0 is that of some.
+_FINITE = {"float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0, "float8_e5m2fnuz": 0}
+
+
 class _Scratch(threading.local):
     """Memory of each thread's own: the kernel would have to clear new one for each block."""
 
@@ -145,13 +154,13 @@ class _Rounding:
         # NumPy's maximum of two arrays takes half the time of that of an array and a number.
         self._least = np.full(BLOCK, least)
 
-    def __call__(self, given: Any, made: Any) -> None:
+    def __call__(self, given: Any, made: Any) -> bool:
         bits, exponent = _SCRATCH.words[:, : given.size]
         total, power = bits.view(np.float32), exponent.view(np.float32)
         np.abs(given, out=total)
         if not total.max() <= self._most:  # NaN compares as false.
             _as_type(given, made)
-            return
+            return False
         np.maximum(total, self._least[: given.size], out=power)
         np.bitwise_and(exponent, _EXPONENT, out=exponent)
         np.add(exponent, self._raise, out=exponent)
@@ -164,6 +173,7 @@ class _Rounding:
         np.signbit(given, out=negative)
         np.multiply(negative.view(np.uint8), self._sign, out=signs)
         np.bitwise_or(made, signs, out=made)
+        return True
 
 
 @functools.cache
@@ -190,7 +200,7 @@ def _range(source: np.dtype[Any], target: np.dtype[Any]) -> tuple[float, int]:
     return np.inf, _float(source)[3]
 
 
-def _lent(converter: Converter, most: float, largest: int, given: Any, made: Any) -> None:
+def _lent(converter: Converter, most: float, largest: int, given: Any, made: Any) -> bool:
     """Converts with a framework's loop what it converts as NumPy does.
 
     Frameworks differ in the NaN that they make, and in what they make of numbers out of range.
@@ -200,8 +210,9 @@ def _lent(converter: Converter, most: float, largest: int, given: Any, made: Any
         narrow, wide = sorted((given, made), key=lambda each: each.itemsize)
         # Fewer bytes are looked at first. NaN compares as false.
         if _moderate(narrow, largest) or (-most <= wide.min() and wide.max() <= most):
-            return
+            return True
     _as_type(given, made)
+    return False
 
 
 def _moderate(numbers: Any, largest: int) -> bool:
@@ -240,6 +251,24 @@ def _agrees(converter: Converter, source: np.dtype[Any], target: np.dtype[Any]) 
         if np.any(bits & ((1 << 8 * bits.itemsize - 1) - 1) < largest):
             return False
     return made[numbers].tobytes() == wanted[numbers].tobytes()
+
+
+def _check_overflow(source: Any, made: Any, tensor: str | None) -> None:
+    """Stops a conversion that made NaN of numbers, as those to floats without infinity do."""
+    import ml_dtypes
+
+    nan = _FINITE[made.dtype.name]
+    if _moderate(made, nan) if nan else made.view(np.int8).min() > -128:
+        return
+    wrong = source[np.isnan(made) & ~np.isnan(source)]
+    if wrong.size:
+        most = float(ml_dtypes.finfo(made.dtype).max)
+        raise errors.LossyCastError(
+            "a value does not fit the dtype asked for",
+            tensor=tensor,
+            expected=f"{-most:g} to {most:g} for {made.dtype}, or a dtype that has infinity",
+            found=float(wrong[0]),
+        )
 
 
 def _check_range(source: Any, target: np.dtype[Any], tensor: str | None) -> None:

@@ -160,19 +160,19 @@ def target(info: TensorInfo, dtype: DType | Rules | None) -> tuple[DType, bool]:
             expected=f"a dtype that {dtype} holds",
             found=info.dtype.name,
         )
-    return dtype, False
+    return dtype, dtype.name in dtypes.NO_INFINITY
 
 
 def asked(info: TensorInfo, wanted: DType) -> tuple[DType, bool]:
     """The same for a tensor whose dtype is asked for by name.
 
-    The conversion may lose precision, but a value outside an integer target's range stops the load
-    (a float outside a narrower float's becomes infinity or NaN, as it does in every framework).
+    The conversion may lose precision, but a value outside the target's range stops the load
+    (a float outside a narrower float's becomes infinity, if that has one).
     """
     if wanted is info.dtype:
         return wanted, False
     _convertible(info, wanted)
-    return wanted, wanted.kind in ("int", "uint", "bool")
+    return wanted, wanted.kind in ("int", "uint", "bool") or wanted.name in dtypes.NO_INFINITY
 
 
 def _convertible(info: TensorInfo, wanted: DType) -> None:

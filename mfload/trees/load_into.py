@@ -263,6 +263,10 @@ def fill(
                     **how_to_match,
                 )
                 notes += found.notes
+                if found.ties:
+                    importlib.import_module("mfload.trees.ties").warn(
+                        found.ties, index, sources, how
+                    )
                 _tell_what_stays(leaves, found.recipes, notes)
                 numbers = {} if state is None else state.numbers(found.recipes)
                 chosen = jax_shardings.resolve(

@@ -33,6 +33,7 @@ class Matched(NamedTuple):
 
     recipes: dict[int, Recipe]  # By number of the leaf; leaves without one stay as they are.
     notes: tuple[str, ...]
+    ties: tuple[tuple[Recipe, Recipe], ...] = ()  # What `ties.warn` compares.
 
 
 _REMEDY = "the same names; or mapping=, which gives others, or strict=False, which loads what fits"
@@ -116,15 +117,18 @@ def match(
         if target in unheld:
             notes.append(f"{target} was not loaded{_unheld_hint(unheld[target])}")
     recipes: dict[int, Recipe] = {}
+    ties: list[tuple[Recipe, Recipe]] = []
     for number, leaf in enumerate(leaves):
         names = list(filter(made.__contains__, leaf.names))
         if names:
-            recipes[number] = made[names[0]]
-        for other in names[1:]:
-            notes.append(f"{other} was not loaded: it is the same variable as {names[0]}")
+            kept = recipes[number] = made[names.pop()]
+            ties += ((kept, made[other]) for other in names)
+    for kept, other in ties:
+        notes.append(f"{other.name} was not loaded: it is the same variable as {kept.name}")
     if isinstance(wish, selection.Rules):
         wish.warn_of_unmatched(held)
-    return Matched(recipes, tuple(notes))
+    plain = ((a, b) for a, b in ties if a.transform.plain and b.transform.plain)
+    return Matched(recipes, tuple(notes), tuple(plain))
 
 
 # -- claims ----------------------------------------------------------------------------------

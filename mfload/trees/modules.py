@@ -42,7 +42,7 @@ from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
-from mfload.trees import batches, matching
+from mfload.trees import batches, matching, ties
 from mfload.trees.batches import BatchItem, LeafPart
 from mfload.trees.recipe import Leaf, MisfitError, Recipe, brief
 
@@ -242,6 +242,8 @@ def load_into(
                 loader = Loader(index, sources, module.adapter(), how)
                 filling = _Filling(module, backend, group, loader)
                 found = filling.match(mapping, strict=strict, dtype=dtype)
+                if found.ties:
+                    ties.warn(found.ties, index, sources, how)
             done.add_stage("matching", read, time.perf_counter())
             with shown(progress, filling.stored_bytes if progress else 0) as advance:
                 filling.run(done, advance)

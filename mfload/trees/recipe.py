@@ -313,7 +313,7 @@ def _as_target(leaf: Leaf, rule: Rule, stored: DType) -> tuple[DType, bool]:
     """
     wanted = leaf.dtype or stored
     if wanted is stored or stored.kind == wanted.kind == "float":
-        return wanted, False
+        return wanted, wanted is not stored and wanted.name in dtypes.NO_INFINITY
     if stored.kind in _INTEGERS:
         if rule.scale is not None and wanted.kind == "float":
             return wanted, False
@@ -335,6 +335,9 @@ def _product(stored: Collection[DType], result: DType, scale: float) -> DType:
         names = ", ".join(sorted(each.name for each in stored))
         text = "scale= makes floats of floats, or of integers up to 16 bits"
         raise MisfitError("wrong dtype", f"{names} to {result}: {text}")
+    if result.name in dtypes.NO_INFINITY:
+        text = f"scale= can't make {result}, which has no infinity for products beyond its range"
+        raise MisfitError("bad rule", text)
     if "complex" in {*kinds, result.kind}:
         made = dtypes.TABLE["C64"]
     else:

@@ -30,7 +30,7 @@ from hypothesis.extra import numpy as arrays
 from leaks import left
 
 import mfload
-from mfload import errors, frameworks
+from mfload import dtypes, errors, frameworks
 from mfload.frameworks.traits import TRAITS
 from mfload.io import buffers
 
@@ -651,6 +651,24 @@ class Conformance:
         self.assert_loaded(loaded, [small, rows[1]])
         with pytest.raises(errors.LossyCastError):
             self.load(path, dtype={"ids": "uint8"})
+
+    @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"])
+    def test_numbers_beyond_floats_without_infinity_are_refused(
+        self, folder: Path, dtype: str
+    ) -> None:
+        numbers = np.array([240.0, -1e6, np.nan, 1], np.float32)
+        path = save(folder / "large.safetensors", [Stored("w", "F32", (4,), numbers.tobytes())])
+        if dtype not in self.own | self.copied:
+            return
+        for wanted in (dtype, {"w": dtype}):
+            with pytest.raises(errors.LossyCastError, match="a value does not fit") as caught:
+                self.load(path, dtype=wanted)
+            assert (caught.value.tensor, caught.value.found) == ("w", -1e6)
+        numbers[1] = -200
+        save(path, [Stored("w", "F32", (4,), numbers.tobytes())])
+        kind = dtypes.TABLE[dtype].numpy
+        narrow = Stored("w", dtype, (4,), numbers.astype(kind).tobytes())
+        self.assert_loaded(self.load(path, dtype=dtype), [narrow])
 
     # Errors.
 

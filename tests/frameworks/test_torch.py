@@ -314,14 +314,17 @@ def dtensor() -> Any:
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_conversions_have_the_bits_of_numpy(tmp_path: Any, kind: str) -> None:
-    """Also of NaN and of numbers out of range, for which torch has other results."""
+    """Also of NaN and, where there is infinity, of numbers out of range, in which torch differs."""
     first = np.arange(1 << 19, dtype=np.uint32) << 13
     rest = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF], np.uint32)
     sound = np.random.default_rng(0).standard_normal(1 << 19).astype(np.float32)
     numbers = np.concatenate([np.ravel(first[:, None] | rest).view(np.float32), sound])
     file = tmp_path / "w.safetensors"
-    save(file, [Stored("w", "F32", numbers.shape, numbers.tobytes())])
     row = dtypes.resolve(kind).numpy
+    if kind == "float8_e4m3fn":
+        with np.errstate(all="ignore"):
+            numbers = numbers[np.isnan(numbers) | ~np.isnan(numbers.astype(row))]
+    save(file, [Stored("w", "F32", numbers.shape, numbers.tobytes())])
     with np.errstate(all="ignore"):
         narrow = numbers.astype(row)
         wide = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)

@@ -123,6 +123,25 @@ def test_what_is_copied_stays_within_the_overhead(tmp_path: Path) -> None:
     assert report.peak_bytes <= 8 << 20
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_a_float_without_infinity_can_not_hold_is_refused(tmp_path: Path, kind: Any) -> None:
+    whole = torch.tensor([3.0, torch.nan, -448, 448], dtype=kind)
+    for n, value in enumerate((460.0, 1024.0, torch.inf)):
+        save_file({"w": whole}, tmp_path / "a.safetensors")
+        state = {"w": torch.zeros(4, dtype=torch.float8_e4m3fn)}
+        dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
+        assert torch.equal(state["w"].float()[[0, 2, 3]], whole.float()[[0, 2, 3]])
+        save_file({"w": whole.index_fill(0, torch.tensor([2]), value)}, tmp_path / "a.safetensors")
+        if not n:  # It rounds to the largest number.
+            dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
+            continue
+        with pytest.raises(CheckpointException) as raised:
+            dcp.load(state, storage_reader=HuggingFaceReader(tmp_path))
+        (error, _), *_ = raised.value.failures.values()
+        assert isinstance(error, errors.LossyCastError)
+        assert (error.tensor, error.found) == ("w", value)
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_box_of_a_tensor(tmp_path_factory: Any, data: Any) -> None:

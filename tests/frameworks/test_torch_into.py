@@ -140,9 +140,33 @@ def test_a_tie_is_filled_from_whichever_name_is_stored(tmp_path: Path) -> None:
     both = dict(make(1).state_dict())
     both["head.weight"] = both["head.weight"] + 1
     safetensors.torch.save_file(both, tmp_path / "both.safetensors")
-    report = mfload.Report()
-    check(mfload.load_into(make(2), tmp_path / "both.safetensors", report=report), make(1))
-    assert any("head.weight was not loaded" in note for note in report.notes)
+    like = make(2)
+    like.load_state_dict(both)  # Copies one after the other.
+    for net in (make(2), on_meta()):
+        report, net.table = mfload.Report(), torch.zeros(4)
+        with pytest.warns(UserWarning, match="embed.weight and head.weight are one variable"):
+            mfload.load_into(net, tmp_path / "both.safetensors", report=report)
+        check(net, like)
+        assert any("embed.weight was not loaded" in note for note in report.notes)
+    both["embed.weight"] = both["head.weight"].clone()
+    safetensors.torch.save_file(both, tmp_path / "both.safetensors")
+    check(mfload.load_into(make(2), tmp_path / "both.safetensors"), like)  # No warning.
+
+
+@pytest.mark.parametrize("shape", [(700_000,), (1, 700_000), (3, 5, 50_000), (900, 1000), (), (0,)])
+@pytest.mark.parametrize("meta", [False, True])
+def test_ties_of_any_size_are_compared(tmp_path: Path, shape: tuple[int, ...], meta: bool) -> None:
+    one = torch.rand(shape)
+    for last in (one.clone(), one + 1):
+        safetensors.torch.save_file({"a": one, "b": last}, tmp_path / "tied.safetensors")
+        net = torch.nn.Module()
+        net.a = net.b = torch.nn.Parameter(torch.zeros(shape, device="meta" if meta else "cpu"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mfload.load_into(net, tmp_path / "tied.safetensors")
+        assert len(caught) == (not torch.equal(one, last))
+        assert torch.equal(net.a, last)
+        assert net.a is net.b
 
 
 def test_parameters_over_the_same_memory_are_one(tmp_path: Path) -> None:

@@ -155,6 +155,26 @@ def test_one_value_out_of_range_is_found_wherever_it_is(value: float) -> None:
         assert info.value.found == str(np.float64(value)) or str(value) in str(info.value)
 
 
+FINITE = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz]
+
+
+@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize("target", FINITE)
+def test_floats_without_infinity_take_what_fits_and_no_more(source: str, target: Any) -> None:
+    given = np.dtype(getattr(ml_dtypes, source, source))
+    most = float(ml_dtypes.finfo(target).max)
+    near = min(most, 224) if source == "float8_e5m2" else most
+    for size, numbers in itertools.product((9, 400_000), (near, -near, np.nan, 0.0)):
+        whole = np.full(size, numbers).astype(given)
+        made = np.empty(size, target)
+        convert.convert(whole, made, "w", checked=True)
+        same_bits(made, as_type(whole, made.dtype))
+        for wrong in (np.inf, -np.inf, 5e4 if most < 500 else np.inf):
+            whole[size // 2] = wrong
+            with pytest.raises(errors.LossyCastError, match=f"expected: -{most:g} to {most:g}"):
+                convert.convert(whole, made, "w", checked=True)
+
+
 @pytest.mark.parametrize("target", [each for each in DTYPES if each.kind in "iub"], ids=str)
 @pytest.mark.parametrize("source", [each for each in DTYPES if each.kind in "fV"], ids=str)
 def test_numbers_that_fit_integers(source: np.dtype[Any], target: np.dtype[Any]) -> None:

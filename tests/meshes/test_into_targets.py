@@ -461,7 +461,11 @@ def test_a_shared_variable_goes_by_any_of_its_names(tmp_path):
     both = whole | {"embed.embedding": whole["head"]}
     report = mfload.Report()
     mfload.load_into(target, save(tmp_path / "both.safetensors", both), report=report)
-    assert any("head was not loaded" in note for note in report.notes)
+    assert any("embed.embedding was not loaded" in note for note in report.notes)
+    path = save(tmp_path / "both.safetensors", both | {"head": whole["head"][::-1]})
+    with pytest.warns(UserWarning, match=r"embed\.embedding and head are one variable"):
+        made = mfload.load_into(target, path)
+    same(made.embed.embedding.get_value(), whole["head"][::-1])  # As by `nnx.update`.
 
 
 def test_statistics_are_loaded_where_the_checkpoint_has_them(tmp_path):
