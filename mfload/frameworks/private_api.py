@@ -11,6 +11,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import datetime
 
 log = logging.getLogger("mfload")
+_libraries: list[Any] = []
 
 
 @functools.lru_cache(maxsize=64)  # Probed once a process, not once a load.
@@ -272,6 +274,46 @@ def torch_dispatches() -> bool:
 
     count: Any = getattr(torch._C, "_len_torch_dispatch_stack", int)
     return count() > 0
+
+
+def torch_parameter_class() -> Any:
+    """The class of the parameter that `nn.Parameter.__new__`, two frames up, is to return.
+
+    It returns itself what it was given of another class. `nn.Parameter` if its frame has no class.
+    """
+    from torch import nn
+
+    found = sys._getframe(2).f_locals.get("cls")  # pyright: ignore[reportPrivateUsage]
+    return found if isinstance(found, type) and issubclass(found, nn.Parameter) else nn.Parameter
+
+
+def torch_data_answers(lazy: Any) -> dict[Any, Callable[[Any, Any], bool]]:
+    """What PyTorch asks before `tensor.data = other`, with an answer that reads `other`.
+
+    `lazy` is a class of tensors on the meta device, with `read`. PyTorch calls nothing else of it,
+    and asks this class itself in inference mode only; so the question is answered for all tensors
+    on the meta device. Empty without the private operation: then PyTorch refuses lazy tensors.
+    """
+    import torch
+
+    try:
+        asked: Any = torch.ops.aten._has_compatible_shallow_copy_type.default
+        library = torch.library.Library("aten", "IMPL")
+    except (AttributeError, RuntimeError) as error:
+        log.info("tensor.data = lazy can't be had: %s", error)
+        return {}
+
+    def answer(tensor: Any, other: Any) -> bool:
+        if type(tensor) is lazy:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            if type(other) is lazy and other.is_meta:
+                other.data = other.read(unknown=False)
+            return asked.decompose(tensor, other)
+
+    library.impl("_has_compatible_shallow_copy_type", answer, "AutogradMeta")
+    _libraries.append(library)  # Without it, the answer goes.
+    return {asked: answer}
 
 
 def torch_store() -> Any | None:

@@ -12,6 +12,7 @@ from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from mfload import errors
 from mfload.frameworks import private_api
@@ -34,13 +35,13 @@ _METADATA = {
 # Operations whose results share the memory of the tensor, or do so if its layout allows it.
 _VIEWS = {
     "H", "T", "__getitem__", "__iter__", "chunk", "contiguous", "data", "detach", "diagonal",
-    "dsplit", "expand", "flatten", "hsplit", "mH", "mT", "moveaxis", "movedim", "narrow", "permute",
-    "ravel", "reshape", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims",
-    "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
-    "vsplit",
+    "dsplit", "expand", "expand_as", "flatten", "hsplit", "mH", "mT", "moveaxis", "movedim",
+    "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split", "split_with_sizes",
+    "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten",
+    "unfold", "unsqueeze", "view", "view_as", "vsplit",
 }  # fmt: skip
-# These would give it other memory, or a history.
-_REFUSED = {"requires_grad_", "resize_", "resize_as_", "share_memory_"}
+# These give it memory of its own.
+_OWNED = {"resize_", "resize_as_", "share_memory_"}
 # New tensors that are like it in shape, dtype or device alone.
 _LIKE = {
     "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
@@ -58,13 +59,40 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor on the
     CPU of the same shape and dtype, and from a file into one on a CUDA device through page-locked
     memory. So do `target[index] = lazy`, and `to` and `cuda` onto a CUDA device. To change one in
-    place reads the whole tensor, which all its views then share.
+    place reads the whole tensor, which all its views then share. What PyTorch keeps is read, once:
+    as a parameter, a buffer, or the data of another tensor.
     """
 
     whole: Whole
     like: Any
     """A plain tensor on the meta device: as a view of the whole one it has the same layout."""
     _taken: Any = None
+
+    # `nn.Parameter` and `nn.Buffer` set these on what they return.
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        self.become(private_api.torch_parameter_class())
+
+    @property
+    def _is_buffer(self) -> bool:
+        return False
+
+    @_is_buffer.setter
+    def _is_buffer(self, value: bool) -> None:
+        self.become()._is_buffer = value
+
+    def become(self, kind: Any = torch.Tensor) -> Any:
+        """Reads it; from now on it is a tensor of another class, with its other attributes."""
+        kept = {key: value for key, value in vars(self).items() if key not in _ATTRIBUTES}
+        made = torch.Tensor._make_subclass(kind, self.read(unknown=False), self.like.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(self, made)
+        self.__dict__.update(kept)
+        return self
 
     def __repr__(self, **_: Any) -> str:
         whole = self.whole.part
@@ -87,11 +115,20 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             if name in _METADATA and kind != "__set__":
                 return id(first) if name == "__hash__" else func(first.like, *args[1:], **kwargs)
             place = first.whole.part.adapter.place
-            if kind == "__set__" or name in _REFUSED:
-                raise _refused(first, f"a lazy tensor can't be changed so: {name}", name)
+            if name in ("requires_grad", "requires_grad_"):
+                func(first.like, *args[1:], **kwargs)
+                return first
+            if kind == "__set__" or name in _OWNED or first.like.requires_grad:
+                return func(first.become(), *_read(args[1:], True), **_read(kwargs, True))
             if name == "data_ptr" and first.whole.held is None:
                 # What is read would be gone before its address is used.
-                raise _refused(first, "a lazy tensor has no memory of its own", "data_ptr()")
+                expected = "a tensor that was read, such as lazy.clone()"
+                raise errors.UsageError(
+                    "a lazy tensor has no memory of its own",
+                    tensor=first.whole.part.name,
+                    expected=expected,
+                    found="data_ptr()",
+                )
             if name == "device":
                 return place
             if name in ("is_cpu", "is_cuda", "is_meta"):
@@ -128,7 +165,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             return func(*like[: len(args)], **dict(zip(kwargs, like[len(args) :], strict=True)))
         for each in _lazy([first if _changes(kind) else None, kwargs.get("out")]):
             each.whole.hold()
-        needed = name in ("copy_", "__setitem__") or (
+        needed = name in ("copy_", "__setitem__", "module_load") or (
             name in _WHOLE and isinstance(first, LazyTensor)
         )
         return func(*_read(args, not needed), **_read(kwargs, not needed))
@@ -138,6 +175,8 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # What PyTorch calls past the protocol above, such as `torch.tensor(lazy)`.
+        if func in _ANSWERS:
+            return _ANSWERS[func](*args)
         return func(*_read(args, True), **_read(kwargs or {}, True))
 
     def taken(self) -> tuple[Any, tuple[int, ...], int]:
@@ -174,6 +213,17 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         return _view(read.contiguous(), shape, strides, offset)
 
 
+_ATTRIBUTES = ("whole", "like", "_taken")
+_ANSWERS = private_api.torch_data_answers(LazyTensor)
+
+
+def _read_buffer(module: Any, name: str, buffer: Any) -> Any:
+    return buffer.read(unknown=False) if isinstance(buffer, LazyTensor) else None
+
+
+register_module_buffer_registration_hook(_read_buffer)
+
+
 class Whole:
     """A tensor of a checkpoint, whose views share what is changed in it.
 
@@ -208,11 +258,6 @@ def _view(dense: Any, shape: Sequence[int], strides: Sequence[int], offset: int)
     return dense.as_strided(shape, strides, dense.storage_offset() + offset)
 
 
-def _refused(lazy: LazyTensor, what: str, found: str) -> errors.UsageError:
-    expected = "a tensor that was read, such as lazy.clone()"
-    return errors.UsageError(what, tensor=lazy.whole.part.name, expected=expected, found=found)
-
-
 def _changes(name: str) -> bool:
     """Whether a function of that name changes its first argument: `add_`, `__iadd__`."""
     in_place = name.endswith("_") and not name.endswith("__")
@@ -235,7 +280,7 @@ def _views(
         return None
     # PyTorch checks the arguments, and makes the layout.
     made = func(first.like, *rest, **kwargs)
-    if made is first.like or name in ("data", "detach"):
+    if made is first.like or name == "data":
         return first
     plain = name == "contiguous" and not kwargs and not rest and first.whole.held is None
     if plain and _is_dense(first):
@@ -332,6 +377,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         and target.is_contiguous()
         and not (target.requires_grad and torch.is_grad_enabled())
         and not (target.is_conj() or target.is_neg() or target.is_inference())
+        and not lazy.like.requires_grad
         and lazy.whole.held is None
         and _is_dense(lazy)
     )
@@ -475,7 +521,7 @@ def _is_dense(lazy: LazyTensor) -> bool:
 def _read(value: Any, unknown: bool) -> Any:
     """The same arguments with all lazy tensors in them read."""
     if isinstance(value, LazyTensor):
-        return value.read(unknown)
+        return value.become() if value.like.requires_grad else value.read(unknown)
     if type(value) in (list, tuple):
         return type(value)(_read(each, unknown) for each in value)
     if isinstance(value, dict):

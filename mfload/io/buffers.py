@@ -164,13 +164,16 @@ _asked, _MOST_ASKED = set[tuple[int, int]](), 8192
 
 
 @functools.cache
-def _libc() -> ctypes.CDLL | None:
+def libc() -> ctypes.CDLL | None:
+    """The C library of Linux; None on another system."""
     if not sys.platform.startswith("linux"):
         return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    return libc
+    found, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
+    found.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
+    found.mincore.argtypes = [ctypes.c_void_p, size, ctypes.c_char_p]
+    found.mmap.argtypes = [ctypes.c_void_p, size, *[ctypes.c_int] * 3, ctypes.c_long]
+    found.mmap.restype, found.munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, size]
+    return found
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:
@@ -179,10 +182,10 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
     Python's own call keeps the interpreter lock, so reading a cold file into a map would stop every
     thread.
     """
-    libc = _libc()
-    if libc is None:
+    system = libc()
+    if system is None:
         raise OSError(errno.EINVAL, "no madvise on this system")
-    if libc.madvise(address, nbytes, advice) != 0:
+    if system.madvise(address, nbytes, advice) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
@@ -193,12 +196,12 @@ def populate(memory: Any) -> None:
     Memory whose last page is there is left alone: most likely it was used before, as a heap's is.
     Of shared memory, a page is there once any process made it.
     """
-    address, libc = memory.ctypes.data, _libc()
+    address, system = memory.ctypes.data, libc()
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (address + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if whole > 0 and libc is not None:
+    if whole > 0 and system is not None:
         there = ctypes.create_string_buffer(1)
-        libc.mincore(start + whole - mmap.PAGESIZE, mmap.PAGESIZE, there)
+        system.mincore(start + whole - mmap.PAGESIZE, mmap.PAGESIZE, there)
         if there.raw == b"\0":
             with contextlib.suppress(OSError):  # Older kernels fault.
                 madvise(start, whole, _POPULATE_WRITE)

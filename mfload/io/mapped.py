@@ -7,11 +7,11 @@ pages in during the load reports it as an error; later it is a risk of this engi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import mmap
 import os
-import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,12 +21,37 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.sources.base import Source, shrunk
 
-# A map needs no descriptor, and a thousand shards would exceed the usual limit of them.
-_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _PART = 64 << 20
 _WILLNEED = 3  # Of `madvise`; the module `mmap` has it on some systems.
 _F_SETSIG = 10  # Linux's, which `fcntl` does not name.
-_MOST_SHARED = 64  # Before Python 3.13 each holds a descriptor.
+
+
+class _Map:
+    """Owner of a private map of a file. NumPy keeps it alive as the base of the arrays over it.
+
+    It holds no descriptor, as Python's maps do before 3.13: a thousand shards would exceed the
+    usual limit of them.
+    """
+
+    __slots__ = ("__array_interface__", "_unmap")
+
+    def __init__(self, libc: Any, fd: int, begin: int, nbytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = libc.mmap(None, nbytes, access, mmap.MAP_PRIVATE, fd, begin)
+        if address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self._unmap = functools.partial(libc.munmap, address, nbytes)
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (address, False),
+        }
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unmap"):
+            self._unmap()
 
 
 def map_file(
@@ -45,19 +70,20 @@ def map_file(
     file is shorter than its header said, ReadError if the device failed, and MemoryLimitError if
     the system has no room for the map.
     """
-    length = source.size if nbytes is None else nbytes
-    how: dict[str, Any] = {"access": mmap.ACCESS_COPY, "offset": begin, **_UNTRACKED}
+    length, libc = source.size if nbytes is None else nbytes, buffers.libc()
     with source.open() as opened:
+        if (size := os.fstat(opened.fd).st_size) < begin + length:
+            raise shrunk(source.name, begin + length, size)
         try:
-            mapped = mmap.mmap(opened.fd, length, **how)
-        except ValueError as error:
-            # mmap looks at the size itself.
-            raise shrunk(source.name, begin + length, os.fstat(opened.fd).st_size) from error
-        except OSError as error:
+            if libc is None:
+                how: Any = {"access": mmap.ACCESS_COPY, "offset": begin}
+                array = np.frombuffer(mmap.mmap(opened.fd, length, **how), np.uint8)
+            else:
+                array = np.asarray(_Map(libc, opened.fd, begin, length))
+        except (OSError, ValueError) as error:
             raise errors.MemoryLimitError(
                 "the file could not be mapped", file=source.name, found=str(error)
             ) from error
-    array = np.frombuffer(mapped, np.uint8)
     address = array.ctypes.data
     for start, size in ranges:
         bring_in(address, start, size, source, cold=cold)
@@ -135,7 +161,7 @@ class Window:
 def shared_maps() -> MapRange:
     """What maps ranges for many requests: each file once, and its memory refuses writing."""
 
-    @functools.lru_cache(_MOST_SHARED)
+    @functools.cache
     def whole(source: Source) -> tuple[Any, int]:
         memory = map_file(source, [])
         memory.flags.writeable = False

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -355,6 +356,38 @@ def test_what_the_page_cache_lacks_is_read(
     found = ours_torch.load_file(path)
     assert torch.equal(found["a"], torch.arange(5000.0))
     assert (str(path) in Path("/proc/self/maps").read_text()) != cold
+
+
+KEPT: dict[str, Callable[[Any, Path], Any]] = {
+    "load_file": lambda module, path: _sub(module, "torch").load_file(path),
+    "load_file of NumPy": lambda module, path: _sub(module, "numpy").load_file(path),
+    "safe_open": lambda module, path: module.safe_open(path, "pt"),
+    "safe_open of NumPy": lambda module, path: module.safe_open(path, "np"),
+    "get_slice": lambda module, path: module.safe_open(path, "pt").get_slice("a"),
+    "get_tensor": lambda module, path: module.safe_open(path, "pt").get_tensor("a"),
+}
+
+
+def _sub(module: Any, name: str) -> Any:
+    return importlib.import_module(f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize("act", KEPT.values(), ids=KEPT)
+def test_more_files_than_descriptors(tmp_path: Path, act: Any) -> None:
+    paths = [tmp_path / str(n) for n in range(120)]
+    for n, path in enumerate(paths):
+        safetensors.numpy.save_file({"a": np.full(3, n)}, path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for module in (safetensors, ours):
+        act(module, paths[0])  # What it imports needs descriptors.
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, before[1])
+        )
+        try:
+            kept = [act(module, path) for path in paths]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert len(kept) == len(paths)
 
 
 @pytest.mark.parametrize("framework", ["pt", "np"])

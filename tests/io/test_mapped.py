@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +64,14 @@ def test_a_file_cut_short_before_the_map_is_an_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = LocalFile(path)
+    real = source.open
 
-    class Late(mmap.mmap):
-        def __new__(cls, *args: Any, **options: Any) -> Any:
-            os.truncate(path, 100)
-            return super().__new__(cls, *args, **options)
+    def late() -> Any:
+        opened = real()
+        os.truncate(path, 100)
+        return opened
 
-    monkeypatch.setattr(mmap, "mmap", Late)
+    monkeypatch.setattr(source, "open", late)
     with watch.nothing_left():
         with pytest.raises(errors.SourceChangedError, match="100 bytes") as info:
             mapped.map_file(source, [(0, source.size)])
@@ -82,21 +86,55 @@ def test_kernels_that_bring_nothing_in_do_so_on_touch(
         raise OSError(number, os.strerror(number))
 
     if number is None:
-        monkeypatch.setattr(buffers, "_libc", lambda: None)
+        monkeypatch.setattr(buffers, "libc", lambda: None)
     else:
         monkeypatch.setattr(buffers, "madvise", old)
     loaded = mfload.load(path, framework="numpy", options=mfload.Options(engine="mmap"))
     assert samples.same(loaded["a"], samples.numbers((5000,), np.float32))
 
 
-def test_no_room_for_a_map_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(mmap.mmap):
-        def __new__(cls, *_: Any, **__: Any) -> Any:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+@pytest.mark.parametrize("linux", [True, False])
+def test_no_room_for_a_map_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, linux: bool
+) -> None:
+    if not linux:
+        monkeypatch.setattr(buffers, "libc", lambda: None)
+    source, before = LocalFile(path), resource.getrlimit(resource.RLIMIT_AS)
+    os.truncate(path, 1 << 40)  # Of which no byte is stored.
+    source = LocalFile(path)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 39, before[1]))
+    try:
+        with pytest.raises(errors.MemoryLimitError, match="could not be mapped"):
+            mapped.map_file(source, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
-    monkeypatch.setattr(mmap, "mmap", Full)
-    with pytest.raises(errors.MemoryLimitError, match="mapped"):
-        mapped.map_file(LocalFile(path), [])
+
+def test_a_map_keeps_no_descriptor_and_goes_with_its_last_view(path: Path) -> None:
+    source, before = LocalFile(path), watch.open_files()
+    array = mapped.map_file(source, [(0, source.size)])
+    view = array[100:]
+    assert watch.open_files() == before
+    del array
+    assert view.tobytes() == path.read_bytes()[100:]
+    assert str(path) in Path("/proc/self/maps").read_text()
+    view[:] = 1
+    del view
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_map_that_lives_to_the_end_of_the_process_says_nothing(path: Path) -> None:
+    code = """
+import sys
+from mfload.io import mapped
+from mfload.sources.local import LocalFile
+kept = mapped.map_file(LocalFile(sys.argv[1]), [])
+sys.modules["kept"] = [kept]
+print(kept[0])
+"""
+    command = [sys.executable, "-W", "error", "-c", code, os.fspath(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{path.read_bytes()[0]}\n", "")
 
 
 def test_neighbours_share_a_map_within_a_window(
