@@ -87,23 +87,30 @@ class Deadline:
             f"timed out while {what}", file=file, expected=f"an end within {self.seconds} s"
         )
 
-    def bound(self, call: Callable[[], T], what: str, file: str | None = None) -> T:
-        """Runs a call, with a timeout in a thread of its own, which is left behind if it hangs."""
-        if self._end is None:
+    def bound(
+        self, call: Callable[[], T], what: str, file: str | None = None, *, apart: bool = False
+    ) -> T:
+        """Runs a call, with a timeout in a thread of its own, which is left behind if it hangs.
+
+        With `apart`, it has a thread without a timeout too, so that an interrupt ends the waiting.
+        """
+        if self._end is None and not apart:
             return call()
         import threading
 
         outcome: list[tuple[Any, BaseException | None]] = []
+        work = [call]  # It is in no frame of an error, which would keep what it refers to.
+        del call
 
         def run() -> None:
             try:
-                outcome.append((call(), None))
+                outcome.append((work.pop()(), None))
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 outcome.append((None, error))
 
         thread = threading.Thread(target=run, name="mfload-bounded", daemon=True)
         thread.start()
-        thread.join(max(0.0, self.left()))
+        thread.join(None if self._end is None else max(0.0, self.left()))
         if not outcome:
             raise self.error(what, file)
         value, error = outcome.pop()

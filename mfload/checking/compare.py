@@ -139,6 +139,7 @@ class Comparison:
                 self._parts += pair.parts()
         self._blocks: dict[Block, list[Part]] = {}  # Of the left side.
         self._direct: set[int] = set()
+        self._under_way: dict[int, tuple[str, str]] = {}  # Reads of the right side, by thread.
 
     def run(self, options: LoadOptions, advance: Advance) -> tuple[str, ...]:
         """Reads both sides once; tells `advance` the bytes of the left one, returns notes."""
@@ -150,7 +151,12 @@ class Comparison:
             block: [self._parts[n] for n in numbers]
             for block, numbers in joined(ranges, gap(self._left), scanning.BLOCK)
         }
-        notes = scan(self._left, [*self._blocks], self, options, advance)
+        try:
+            notes = scan(self._left, [*self._blocks], self, options, advance)
+        except errors.LoadTimeoutError as error:
+            for waited_for in [*self._under_way.values()][:1]:  # The scan knows the left side only.
+                error.file, error.tensor = waited_for
+            raise
         check_unchanged(self._right, sizes, options)
         for pair in self._apart:
             left = _whole(self._left, pair.left, options)
@@ -177,7 +183,10 @@ class Comparison:
                 reader = DirectReader(file) if number in self._direct else PreadReader(file)
                 with closing(reader):
                     for block, members in some:
+                        me = threading.get_ident()
+                        self._under_way[me] = file.name, parts[members[0]].pair.right.name
                         other = reader.land(block, self._mine.slot)
+                        del self._under_way[me]
                         for part in map(parts.__getitem__, members):
                             mine = _cut(data, part.left, offset)
                             self._compare(part, mine, _cut(other, part.right, block.offset))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.checking import headers, manifest as manifests, published, scan as scanning
 from mfload.checking.checksums import Hasher
 from mfload.checking.compare import Comparison, Pair, pairs
@@ -150,7 +150,9 @@ def verify(
     errors.check_choice("checksums", checksums, get_args(Checksums))
     errors.check_choice("algorithm", algorithm, ALGORITHMS)
     of_tensors, of_files = algorithm != "sha256", algorithm != "xxh3"
-    seen = how.deadline.bound(lambda: headers.inspect(path, how), "reading headers")
+    seen = how.deadline.bound(
+        lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
+    )
     beside = _manifest_beside(seen)
     given = beside if manifest is None else manifest
     known = target = None
@@ -197,7 +199,9 @@ def verify(
     total = read = sum(part.nbytes for parts in ranges.values() for part in parts)
     other = comparison = None
     if against is not None:
-        other = how.deadline.bound(lambda: headers.inspect(against, how), "reading headers")
+        other = how.deadline.bound(
+            lambda: headers.inspect(against, how), "reading headers", sources.shown(against)
+        )
         with gc_paused():
             both = _pairs(seen, other)
             comparison = Comparison(seen.sources, other.sources, both, values=False)

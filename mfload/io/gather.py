@@ -124,14 +124,17 @@ class Gather(ClosedAtEnd):
         unit: int,
         make: Callable[[], Ring] | None,
         depth: int = DEPTH,
+        count: int | None = None,
     ) -> None:
         self.name, self.why, self.unit, self.direct = name, why, unit, unit > 1
-        self.depth = depth if make else min(depth, _THREADS)
+        self.depth = depth if make else min(depth, count or _THREADS)
+        self._count = count
         self.sources, self._handles, self._make = sources, list(handles), make
         self._fds = np.array([each.fd for each in handles], np.int32)
         self._idle: deque[Ring] = deque()
         self._crew, self._process = threads.Crew(), os.getpid()
         self._lock, self._active, self._closed = threading.Lock(), 0, False
+        self._stopped = False
 
     def read(self, reads: Reads) -> None:
         """Returns when all has arrived; the caller keeps the memory alive, and unmoved.
@@ -163,6 +166,14 @@ class Gather(ClosedAtEnd):
             if ends:
                 self._release()
 
+    def stop(self) -> None:
+        """Ends the calls under way, each after the reads that it has begun: none waits for them."""
+        self._stopped = True
+
+    def _check_going(self) -> None:
+        if self._stopped:
+            raise errors.UsageError("it was stopped")
+
     def _by_ring(self, reads: Reads, make: Callable[[], Ring]) -> None:
         try:
             try:
@@ -170,7 +181,7 @@ class Gather(ClosedAtEnd):
             except IndexError:
                 ring = make()
             try:
-                results = _drive(ring, self._fds[reads.source], reads)
+                results = _drive(ring, self._fds[reads.source], reads, self._check_going)
             except BaseException:
                 ring.close()
                 raise
@@ -205,10 +216,11 @@ class Gather(ClosedAtEnd):
 
     def _by_threads(self, reads: Reads) -> None:
         waits = self.direct or any(each.costs.concurrency for each in self.sources)
-        count = min(len(reads), self.depth, *([] if waits else [share_of_cores()]))
+        count = min(len(reads), self.depth, *([] if waits or self._count else [share_of_cores()]))
         self._crew.share(lambda number: self._read_one(reads, number), len(reads), count)
 
     def _read_one(self, reads: Reads, n: int) -> None:
+        self._check_going()
         number, least, offset = (int(each[n]) for each in (reads.source, reads.least, reads.offset))
         source, vector = self.sources[number], _vector(reads, n)
         if not self.direct:
@@ -254,8 +266,11 @@ def _vector(reads: Reads, n: int) -> list[memoryview]:
     return [memoryview(part).cast("B") for part in parts]
 
 
-def _drive(ring: Ring, fds: Any, reads: Reads) -> Any:
-    """Keeps a ring full until all reads are at their end; returns the result of each."""
+def _drive(ring: Ring, fds: Any, reads: Reads, check: Callable[[], object] = bool) -> Any:
+    """Keeps a ring full until all reads are at their end; returns the result of each.
+
+    `check` is called before more are begun, and may raise.
+    """
     count, parts = reads.nbytes.shape
     vectors = np.empty((count, parts, 2), np.uint64)  # struct iovec: address, length.
     vectors[:, :, 0], vectors[:, :, 1] = reads.address, reads.nbytes
@@ -265,6 +280,7 @@ def _drive(ring: Ring, fds: Any, reads: Reads) -> Any:
     while ended < count:
         more = min(ring.depth - (begun - ended), count - begun)
         if more:
+            check()
             some = slice(begun, begun + more)
             ring.submit(fds[some], reads.offset[some], first[some], parts, begun)
             begun += more
@@ -283,6 +299,7 @@ def open_gather(
     files: str = "auto",
     page_cache: str = "auto",
     depth: int = DEPTH,
+    threads: int | None = None,
 ) -> Gather:
     """Opens sources to gather from.
 
@@ -292,6 +309,7 @@ def open_gather(
         files: As `Options.engine`: "direct" for O_DIRECT, "pread" for the page cache, "auto" by
             what the page cache holds.
         page_cache: As `Options.page_cache`.
+        threads: As `Options.threads`; for reads by threads.
 
     Raises:
         SourceError: A source can't be opened.
@@ -327,7 +345,9 @@ def open_gather(
         _close(handles)
         raise
     how = "O_DIRECT" if direct else "page cache" if local else "not a local file"
-    return Gather(sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make, depth)
+    return Gather(
+        sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make, depth, threads
+    )
 
 
 def _close(handles: list[Handle]) -> None:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+_GRACE = 5.0  # Seconds, as for loads.
+
 Work = Callable[[Callable[[], bool]], None]
 """Reads ahead; what it is given says whether to end waiting, and read nothing."""
 
@@ -50,12 +52,12 @@ class Background:
             self._asked.clear()
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Ends the thread, and waits for it."""
+    def close(self, seconds: float = _GRACE) -> None:
+        """Ends the thread, and waits for it; a read that hangs for longer is left behind."""
         self.end()
         thread, here = self._thread, threading.current_thread()
         if thread is not None and thread is not here and os.getpid() == self._pid:
-            thread.join()
+            thread.join(seconds)
 
     def _work(self) -> None:
         while True:

@@ -23,9 +23,11 @@ import numpy as np
 from mfload import errors
 from mfload.dlpack import array_at
 from mfload.errors import counted
+from mfload.io import threads
 from mfload.ondemand.background import Background
 from mfload.ondemand.policies import Lru
 from mfload.ondemand.report import OndemandReport
+from mfload.runtime import Deadline
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     """Reads keys to addresses, uint64[keys, arenas]; returns how many reads and wanted bytes."""
 
 _TICK = 0.001  # Seconds between looks at pins; what ends one may run in any thread.
+_GRACE = 5.0  # As long as a load waits for reads that it breaks off.
 _COLLECTED = 20  # Ticks after which the garbage collector has a look for views in cycles.
 
 
@@ -121,6 +124,11 @@ def checked_wait(wait: object) -> float:
     return errors.number("wait", wait, "seconds, 0 or more", lambda seconds: seconds >= 0)
 
 
+def patience(timeout: float | None) -> float:
+    """Seconds for which a close waits for reads under way."""
+    return min(_GRACE, _GRACE if timeout is None else timeout)
+
+
 class _Reading:
     """Keys on their way into slots."""
 
@@ -139,7 +147,9 @@ class SlotCache:
         arenas: uint8[capacity, bytes of a slot], one for each part of what a key stands for.
         policy: Which keys leave; it is called under the lock.
         wait: Seconds to wait for slots that are pinned.
+        timeout: Seconds that a request has in all. Default: no limit.
         what: What a key is, for messages.
+        file: Where keys are read from, for messages.
         background: The thread that reads ahead.
 
     Attributes:
@@ -157,7 +167,9 @@ class SlotCache:
         policy: Lru,
         *,
         wait: float = 2.0,
+        timeout: float | None = None,
         what: str = "key",
+        file: str | None = None,
         background: Background | None = None,
     ) -> None:
         self.capacity = len(arenas[0])
@@ -165,8 +177,9 @@ class SlotCache:
         self.key_of = np.full(self.capacity, -1, np.int64)
         self.pins = np.zeros(self.capacity, np.int64)
         self.counts = OndemandReport()
-        self.wait, self.policy = wait, policy
-        self._fill, self._what, self._arenas = fill, what, tuple(arenas)
+        self.wait, self.timeout, self.policy = wait, timeout, policy
+        self._fill, self._arenas = fill, tuple(arenas)
+        self._what, self._file = what, file
         self._background = background
         self._busy = np.zeros(self.capacity, bool)  # A read is under way.
         self._under_way: list[_Reading] = []
@@ -174,10 +187,14 @@ class SlotCache:
         # An interrupt can leave a condition that is entered itself locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._crew = threads.Crew()
         self._pid, self._closed = os.getpid(), False
 
     def use(self, keys: Iterable[int] | Numbers, counted: Numbers | None = None) -> Lease:
         """A lease for keys, which are read if they are not there.
+
+        A thread reads them, since a read that hangs in the kernel can't be broken off: at a timeout
+        or an interrupt it is left behind, and its slots with it until it returns.
 
         `counted` are those of them that the policy is told of. Default: all.
 
@@ -185,8 +202,10 @@ class SlotCache:
             UsageError: There is no such key; or the cache was closed, or made before a fork.
             MemoryLimitError: There are fewer slots than keys, or none became free in time.
             SourceError: The read failed; what it was for is not there.
+            LoadTimeoutError: The timeout passed.
         """
         self._check()
+        deadline = Deadline(self.timeout)
         asked = np.sort(self._known(keys))
         if asked.size > self.capacity:
             raise errors.MemoryLimitError(
@@ -200,6 +219,9 @@ class SlotCache:
                 self.policy.use(asked if counted is None else counted)
             while (taken := self._take(asked)) is None:
                 ticks += 1
+                if deadline.left() <= 0:
+                    what = "waiting for slots that are pinned by arrays that still live"
+                    raise deadline.error(what, self._file)
                 if time.perf_counter() - start > self.wait:
                     raise self._pinned(asked)
                 if ticks == _COLLECTED:
@@ -209,9 +231,13 @@ class SlotCache:
             lease, own, others = taken
             del taken
             if own is not None:
-                self._read(own)
+                try:
+                    self._crew.start(functools.partial(self._run, own))
+                except RuntimeError:  # The system gives no more threads.
+                    self._run(own)
+                self._await(own, deadline, mine=True)
             for each in others:
-                self._await(each)
+                self._await(each, deadline)
         except BaseException as error:
             lease = None  # The error may be kept.
             self._break_off(error)
@@ -263,15 +289,22 @@ class SlotCache:
             self._break_off(error)
             raise
 
-    def close(self) -> None:
-        """Ends it, once the reads under way are over; arrays of before live on."""
+    def close(self, end: float | None = None) -> None:
+        """Ends it, once the reads under way are over; arrays of before live on.
+
+        It waits until `end` at most, of `time.monotonic`. Default: `patience` from now on. A read
+        that takes longer keeps the slots until it returns.
+        """
         if os.getpid() != self._pid:
             return
+        end = time.monotonic() + patience(self.timeout) if end is None else end
         with self._lock:
             self._closed = True
-            while self._under_way:
-                self._changed.wait(0.1)
-            self._arenas = ()
+            while self._under_way and (left := end - time.monotonic()) > 0:
+                self._changed.wait(min(left, 0.1))
+            if not self._under_way:
+                self._arenas = ()
+        self._crew.close()
 
     def _check(self) -> None:
         if self._closed:
@@ -386,6 +419,17 @@ class SlotCache:
         self.key_of[slots], self.slot_of[keys] = keys, slots
         return made
 
+    def _run(self, own: _Reading) -> None:
+        """Reads what another thread assigned, and waits for."""
+        with self._lock:
+            if own.done:  # That was interrupted before this began.
+                return
+            own.thread = threading.get_ident()
+        try:
+            self._read(own)
+        except BaseException as error:  # noqa: BLE001 - who waits raises it
+            self._break_off(error)
+
     def _read(self, own: _Reading) -> None:
         """Reads what was assigned."""
         # An error that is kept keeps local variables, which are to be no arenas.
@@ -402,6 +446,8 @@ class SlotCache:
         self._busy[reading.slots] = False
         reading.done = True
         self._changed.notify_all()
+        if self._closed and self._under_way == [reading]:  # It was not waited for.
+            self._arenas = ()
         self._under_way.remove(reading)  # Last: until here, who waits is told if it is interrupted.
 
     def _break_off(self, error: BaseException) -> None:
@@ -412,14 +458,23 @@ class SlotCache:
                 each.error = error
                 self._end(each)
 
-    def _await(self, reading: _Reading) -> None:
-        """Waits for what another thread reads; raises what it met."""
+    def _await(self, reading: _Reading, deadline: Deadline, *, mine: bool = False) -> None:
+        """Waits for what another thread reads, for this one if `mine`; raises what it met."""
         with self._lock:
             while not reading.done:
-                self._changed.wait()
+                if (left := deadline.left()) <= 0:
+                    what = f"reading {counted(reading.keys.size, self._what)}"
+                    raise deadline.error(what, self._file)
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
         error = reading.error
-        if isinstance(error, errors.MfloadError | OSError | MemoryError):
-            raise copy.copy(error) from error
-        if error is not None:
+        if error is None:
+            return
+        try:
+            if mine:
+                raise error
+            if isinstance(error, errors.MfloadError | OSError | MemoryError):
+                raise copy.copy(error) from error
             what = f"the read was broken off in another thread: {type(error).__name__}"
             raise errors.ReadError(what) from error
+        finally:
+            del error, reading  # Its frames refer to this one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +22,7 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.io.gather import Reads
 from mfload.ondemand import bundles, policies
-from mfload.ondemand.cache import checked_wait, numbers, whole
+from mfload.ondemand.cache import checked_wait, numbers, patience, whole
 from mfload.ondemand.rows import RowCache
 from mfload.ondemand.store import Part, Slots, Store, regex
 from mfload.options import Options, byte_count
@@ -216,6 +217,7 @@ class NeuronCache(ClosedAtEnd):
             raise
         self._store, self._background = store, store.background()
         more: dict[str, Any] = {"wait": wait, "what": "neuron", "background": self._background}
+        more |= {"timeout": store.timeout, "file": store.file}
         self._layers: dict[int, tuple[Part, RowCache]] = {}
         for (layer, part), each in zip(layers.items(), chosen, strict=True):
             mine = [*islice(arenas, len(_slots(store, part)))]
@@ -304,9 +306,11 @@ class NeuronCache(ClosedAtEnd):
 
     def close(self) -> None:
         """Closes the file, once the reads under way are over; arrays live on."""
-        self._background.close()
+        seconds = patience(self._store.timeout)
+        end = time.monotonic() + seconds
+        self._background.close(seconds)
         for _, cache in self._layers.values():
-            cache.close()
+            cache.close(end)
         self._store.close()
 
     def __del__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from mfload import errors
 from mfload.errors import counted
 from mfload.io import buffers
-from mfload.ondemand.cache import SlotCache, checked_wait
+from mfload.ondemand.cache import SlotCache, checked_wait, patience
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
@@ -100,6 +101,7 @@ class Pools(ClosedAtEnd):
         )
         self._background = store.background()
         how: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
+        how |= {"timeout": store.timeout, "file": store.file}
         self._pools = [
             Pool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))
             for each, arena, policy in zip(slots, arenas, chosen, strict=True)
@@ -154,10 +156,12 @@ class Pools(ClosedAtEnd):
         return made
 
     def close(self) -> None:
-        """Closes the caches, once the reads under way are over; arrays live on."""
-        self._background.close()
+        """Closes the caches, once the reads under way are over, or after 5 seconds."""
+        seconds = patience(self._store.timeout)
+        end = time.monotonic() + seconds
+        self._background.close(seconds)
         for each in self._pools:
-            each.cache.close()
+            each.cache.close(end)
         self._store.close()
 
     def __del__(self) -> None:

@@ -36,6 +36,9 @@ class _Counter:
     def read(self, reads: Reads) -> None:
         self.batches.append((len(reads), int(reads.nbytes.sum())))
 
+    def stop(self) -> None:
+        """Nothing is under way."""
+
 
 class Later(Background):
     """Reads ahead when it is told to, as a thread does while its user computes."""

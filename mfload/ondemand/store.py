@@ -20,6 +20,7 @@ but the disk writes to the pages of these.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -69,7 +70,8 @@ class Store(ClosedAtEnd):
         path: As for `mfload.load`.
         wanted: Says of a name whether the tensor is one of them.
         framework: As for `mfload.load`; its arrays lie in host memory.
-        options: `engine` ("auto", "pread" or "direct"), `page_cache` and what opening takes.
+        options: `engine` ("auto", "pread" or "direct"), `page_cache`, `threads`, `timeout` and
+            what opening takes; the timeout is for opening, and for each request.
         gather: What reads: "auto", "io_uring", "aio" or "threads".
 
     Attributes:
@@ -79,12 +81,15 @@ class Store(ClosedAtEnd):
         gather: Reads of the sources that hold them.
         alignment: Bytes on which each tensor has to lie.
         allocated: Bytes of memory made so far.
+        timeout: Seconds that a request has; None for no limit.
+        deadline: When that of opening has run out.
 
     Raises:
         UsageError: Framework, engine or options are unknown or do not work here; or tensors are
             compressed, or not in one piece: it names all.
         UnsupportedDtypeError, UnsupportedShapeError: No array can hold a tensor.
         DeviceError: The framework has no arrays in host memory.
+        LoadTimeoutError: The timeout passed.
         SourceError: A file is missing or can't be read.
         FormatError: The checkpoint is malformed.
     """
@@ -100,6 +105,7 @@ class Store(ClosedAtEnd):
     ) -> None:
         given = load_options.started(options)
         errors.check_choice("engine", given.engine, _ENGINES)
+        errors.check_choice("allocator", given.allocator, ("auto", "mfload"))
         self.adapter = frameworks.get(framework, "cpu")
         if self.adapter.devices or not self.adapter.on_host:
             what = f"{self.adapter.name} has no arrays over host memory"
@@ -121,13 +127,17 @@ class Store(ClosedAtEnd):
         sizes = [info.dtype.nbytes for info in self.tensors if info.dtype.elements == 1]
         self.alignment = self.adapter.alignment or min(8, max(sizes, default=1))
         self.allocated = 0
-        self.gather = open_gather(
+        self.timeout, self.deadline = given.timeout, given.deadline
+        opens = functools.partial(
+            open_gather,
             [files[source] for source in nbytes],
             [*nbytes.values()],
             engine=gather,
             files=given.engine,
             page_cache=given.page_cache,
+            threads=given.threads,
         )
+        self.gather = given.deadline.bound(opens, "opening", self.file)
 
     def part(self, info: TensorInfo, name: str | None = None) -> Part:
         """A whole tensor, by the name that its user knows. Default: the one in the file."""
@@ -291,10 +301,14 @@ class Slots:
         [memory] = self._store.arenas([(len(self.parts), self.nbytes)])
         try:
             addresses = memory.ctypes.data + self.nbytes * np.arange(len(self.parts))
-            self.fill(np.arange(len(self.parts)), addresses[:, None])
+            read: Any = functools.partial(self.fill, np.arange(len(self.parts)), addresses[:, None])
+            read.memory = memory  # A thread that is left behind keeps it.
+            self._store.deadline.bound(read, "reading what stays", self._store.file, apart=True)
+            read = None
             return [self.arrays(key, row) for key, row in enumerate(memory)]
         except BaseException:
-            memory = None  # The error may be kept.
+            memory = read = None  # The error may be kept.
+            self._store.gather.stop()
             raise
 
     def arrays(self, key: int, memory: Bytes) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
 from mfload import errors
@@ -156,6 +156,14 @@ class PeerSource:
             if not self.way.check():
                 raise _changed(self.name, self.identity, None)
 
+    def check_after(self, error: Exception) -> None:
+        """Raises SourceChangedError if the seed can be asked, and has another generation now."""
+        same = True
+        with suppress(errors.SourceError, errors.FormatError):
+            same = self.way.check()
+        if not same:
+            raise _changed(self.name, self.identity, None) from error
+
     @contextmanager
     def blamed(self) -> Generator[None]:
         """A context of which an error counts against the seed."""
@@ -229,7 +237,16 @@ class PeerHandle(ClosedAtEnd):
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector (see `Handle`)."""
         with self._source.blamed():
-            return self._read(vector, offset, least)
+            try:
+                return self._read(vector, offset, least)
+            except errors.SourceChangedError:
+                raise
+            except OSError as error:
+                # Some ways end with the weights, and break off before the seed can tell why. One
+                # that stalls was waited for already.
+                if not isinstance(error.__cause__, TimeoutError):
+                    self._source.check_after(error)
+                raise
 
     def _read(self, vector: list[Any], offset: int, least: int | None) -> int:
         source, wanted = self._source, sum(each.nbytes for each in vector)

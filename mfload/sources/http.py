@@ -7,10 +7,7 @@ size. Whatever breaks off is taken up again at the byte, a few times and after a
 
 from __future__ import annotations
 
-import base64
 import http.client
-import netrc
-import os
 import posixpath
 import random
 import re
@@ -21,12 +18,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
 from mfload import errors
 from mfload.load_options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
+from mfload.sources.connections import Pool, from_netrc, proxy_of
 from mfload.sources.tls import Tls, mismatch
 
 T = TypeVar("T")
@@ -36,6 +35,9 @@ COSTS = Costs(block=8 << 20, merge_gap=256 << 10, staged=8 << 20, span=8 << 20, 
 
 STALLED = 30.0
 """Seconds without a byte after which a connection is given up."""
+
+PATIENCE = 300.0
+"""Seconds of a pause that a server may ask for, if there is no timeout."""
 
 TRIES = 5
 """Tries in a row that bring next to nothing, after which a read fails."""
@@ -48,22 +50,28 @@ _REDIRECTS = 5
 _MOVED = (301, 302, 303, 307, 308)
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _EXPIRED = (400, 401, 403, 404, 410)  # What servers say to a signed URL whose time is up.
-_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")  # Fits 64 bits.
+# Numbers fit 64 bits.
+_RANGE = re.compile(r"bytes[ =]+(\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.IGNORECASE)
 _PLAIN = re.compile(r"[!-~]+")
 _SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
 # `http.client` raises a ValueError for a chunk of a negative size.
 _BROKEN = (OSError, http.client.HTTPException, ValueError)
-_PLAIN_BODY = ("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")
+# Not encodings of what is stored: S3 keeps the first from an upload, others name a charset.
+_PLAIN_CONTENT = {"", "identity", "aws-chunked", "utf-8", "binary"}
+_PLAIN_BODY = ("Content-Encoding", _PLAIN_CONTENT), ("Transfer-Encoding", {"", "chunked"})
+_IN_URLS = "!#$%&'()*+,/:;=?@[]~"
 _PORTS = {"http": 80, "https": 443}
 _NO_RANGES = "the server does not answer requests for ranges: download the file first"
 _NO_ACCESS = "the server refuses access; credentials go into Options(headers=…) or ~/.netrc"
 _TRUSTED = "ca_file=, the certificates of its authority; or SSL_CERT_FILE in the environment"
+_NO_PROXY = "the proxy refuses access; a user and a password go into its URL in the environment"
 _NO_FILE = "no such file on the server"
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     200: (errors.SourceError, _NO_RANGES),
     401: (errors.SourcePermissionError, _NO_ACCESS),
     403: (errors.SourcePermissionError, _NO_ACCESS),
     404: (errors.SourceNotFoundError, _NO_FILE),
+    407: (errors.SourcePermissionError, _NO_PROXY),
     410: (errors.SourceNotFoundError, _NO_FILE),
 }
 
@@ -135,9 +143,8 @@ def open_url(url: str, options: LoadOptions) -> HttpSource:
             expected="the URL of a .safetensors file or of a .safetensors.index.json",
             found=redacted(url),
         )
-    stalled = STALLED if options.timeout is None else min(STALLED, options.timeout)
     tls = Tls(options.cert_file, options.key_file, options.ca_file)
-    return HttpSource(url, options.headers or (), stalled, tls)
+    return HttpSource(url, options.headers or (), options.timeout, tls)
 
 
 class HttpSource:
@@ -145,7 +152,8 @@ class HttpSource:
 
     Args:
         headers: Names and values that are sent to this server alone.
-        stalled: Seconds without a byte after which a connection is given up.
+        timeout: Seconds that a call has, which bound each wait. Default: `STALLED` without a byte,
+            `PATIENCE` where the server asks for a pause.
         tls: Certificates of `https://` connections. Default: the system's.
         version: The one that was seen before. Default: the one that the first answer has.
     """
@@ -156,17 +164,19 @@ class HttpSource:
         self,
         url: str,
         headers: tuple[tuple[str, str], ...] = (),
-        stalled: float = STALLED,
+        timeout: float | None = None,
         tls: Tls = _SYSTEM,
         version: Version | None = None,
     ) -> None:
-        self.name, self.stalled = redacted(url), stalled
+        self.name, self.patience = redacted(url), PATIENCE if timeout is None else timeout
+        self.stalled = min(STALLED, self.patience)
         self.first = self.target = Target.of(url)
         self.headers = {name.title(): value for name, value in headers}
         if "Authorization" not in self.headers:
-            self.headers |= _from_netrc(self.first.host)
-        self.pool = _pools.setdefault((*self.first[:3], tls), _Pool(tls))
-        self._given, self._version, self._head = (url, headers, stalled, tls), version, b""
+            self.headers |= from_netrc(self.first.host)
+        self.pool = _pools.setdefault((*self.first[:3], tls), Pool(tls, COSTS.concurrency or 0))
+        self._given, self._version, self._head = (url, headers, timeout, tls), version, b""
+        self.whole = 0  # The size, of a server that does not say it beside a range.
         self.keeps = True
         self.unchecked = False  # Whether the file may have changed within an answer.
 
@@ -186,6 +196,11 @@ class HttpSource:
             with self.open() as opened:
                 self._version, self._head = opened.first_answer()
         return self._version
+
+    @property
+    def known_size(self) -> int:
+        """In bytes, for an answer that does not say it; 0 if it is not known."""
+        return self.whole if self._version is None else self._version.size
 
     @property
     def size(self) -> int:
@@ -237,8 +252,10 @@ class HttpSource:
     def follow(self, target: Target, location: str | None) -> Target:
         """Where a redirect leads; raises SourceError if it must not be followed."""
         what, url = "without saying where to", ""
+        with suppress(UnicodeError):  # `http.client` takes UTF-8 for Latin-1.
+            location = location and location.encode("latin-1").decode()
         try:
-            url = urljoin(target.url, location or "")
+            url = urljoin(target.url, quote((location or "").strip(), safe=_IN_URLS))
             made = Target.of(url)
             if location is not None and (target.scheme, made.scheme) != ("https", "http"):
                 self.target = made
@@ -293,6 +310,10 @@ class HttpHandle(ClosedAtEnd):
 
         def step() -> tuple[Version, bytes]:
             response = self._ask(0, _HEAD - 1, opening=True)
+            if response.getheader("Content-Range", "").strip().endswith("/*"):
+                self._drop()
+                self._source.whole = self._whole()
+                response = self._ask(0, _HEAD - 1, opening=True)
             if response.status != 206:  # An empty file has no range.
                 self._drop()
                 return Version(_validator(response) or "", 0), b""
@@ -304,6 +325,16 @@ class HttpHandle(ClosedAtEnd):
             return version, head
 
         return self._persist(step)
+
+    def _whole(self) -> int:
+        """The size of the file, by an answer that is left before its bytes."""
+        response = self._response = self._send(self._source.target, None)
+        size = response.length
+        self._drop()
+        if response.status != 200 or size is None:
+            what = "the server does not say how long the file is: download it first"
+            raise errors.SourceError(what, file=self._source.name, expected="Content-Length")
+        return size
 
     def _persist(self, step: Callable[[], T]) -> T:
         """Calls a step until it ends, as long as tries bring anything."""
@@ -323,16 +354,20 @@ class HttpHandle(ClosedAtEnd):
                 final = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL)
                 if isinstance(error, socket.gaierror):
                     final = error.errno != socket.EAI_AGAIN
-                if tries >= TRIES or final:
+                final |= str(error).startswith("Tunnel connection failed: 4")  # By the proxy.
+                after = getattr(error, "after", 0)
+                if tries >= TRIES or final or after > self._source.patience:
                     unknown = isinstance(error, ssl.SSLCertVerificationError)
+                    proxy = proxy_of(*self._source.target[:3])
+                    through = "" if proxy is None else f" through the proxy {proxy}"
                     raise errors.ReadError(
-                        f"could not read from the server: {self._reason(error)}",
+                        f"could not read from the server{through}: {self._reason(error)}",
                         file=self._source.name,
                         expected=_TRUSTED if unknown else None,
                         found=f"given up after {errors.counted(tries, 'try', 'tries')}",
                     ) from error
                 pause = _PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5)
-                time.sleep(min(max(pause, getattr(error, "after", 0)), _LONGEST_PAUSE))
+                time.sleep(max(min(pause, _LONGEST_PAUSE), after))
             except BaseException:
                 self._drop()
                 raise
@@ -340,6 +375,8 @@ class HttpHandle(ClosedAtEnd):
     def _check_scheme(self, error: Exception) -> None:
         """Raises SourceError if the server speaks TLS and the URL does not, or the reverse."""
         scheme, host, port, _ = self._source.target
+        if proxy_of(scheme, host, port) is not None:  # It alone may reach the server.
+            return
         if problem := mismatch(error, host, port, tls=scheme == "https"):
             raise errors.SourceError(
                 f"the server {problem}",
@@ -360,7 +397,7 @@ class HttpHandle(ClosedAtEnd):
         """The answer to a request for a range, whose head is checked (see `_version`)."""
         source, target, followed = self._source, self._source.target, 0
         while True:
-            response = self._response = self._send(target, first, last)
+            response = self._response = self._send(target, f"bytes={first}-{last}")
             if response.status in _MOVED:
                 self._drop()
                 followed += 1
@@ -379,20 +416,22 @@ class HttpHandle(ClosedAtEnd):
                 version, _ = self._version(response, first, last)
                 if version != source.identity:
                     self._changed(version)
-        elif not (opening and response.getheader("Content-Range") == "bytes */0"):
+        elif not (
+            opening and response.getheader("Content-Range", "").strip().lower() == "bytes */0"
+        ):
             self._refuse(response, opening)
         return response
 
-    def _send(self, target: Target, first: int, last: int) -> http.client.HTTPResponse:
+    def _send(self, target: Target, span: str | None) -> http.client.HTTPResponse:
         source, server = self._source, target[:3]
         if self._connection is not None and self._server != server:
             self._drop()
-        connection = self._connection or source.pool.take(server) or source.pool.connect(target)
+        connection = self._connection or source.pool.take(server) or source.pool.connect(*server)
         self._connection, self._server = connection, server
         connection.timeout = source.stalled  # Another source may have made it.
         if connection.sock is not None:
             connection.sock.settimeout(source.stalled)
-        headers = {"User-Agent": "mfload", "Range": f"bytes={first}-{last}"}
+        headers = {"User-Agent": "mfload"} | ({} if span is None else {"Range": span})
         if source.first.same_server(target):
             headers |= source.headers
         while True:
@@ -411,12 +450,13 @@ class HttpHandle(ClosedAtEnd):
         """The version of the file, and bytes in the answer, which must be those asked for."""
         name, found = self._source.name, response.getheader("Content-Range", "no Content-Range")
         for header, plain in _PLAIN_BODY:
-            encoding = response.getheader(header, plain)
-            if encoding.lower() != plain:
+            encoding = response.getheader(header, "")
+            if not plain.issuperset(each.strip() for each in encoding.lower().split(",")):
                 what = "the server sends encoded bytes"
                 raise errors.ReadError(what, file=name, expected=f"no {header}", found=encoding)
-        match = _RANGE.fullmatch(found)
-        size = int(match[3]) if match else 0
+        match = _RANGE.fullmatch(found.strip())
+        said = match[3] if match else "0"
+        size = self._source.known_size if said == "*" else int(said)
         stop = min(last + 1, size)
         if not match or (int(match[1]), int(match[2])) != (first, stop - 1):
             what = "the server sends another range than it was asked for"
@@ -483,78 +523,19 @@ class _BusyError(http.client.HTTPException):
     """An answer that asks to come again later."""
 
     def __init__(self, status: str, after: str) -> None:
-        super().__init__(f"it answers {status}")
-        self.after = int(after) if after.isdecimal() and len(after) < 9 else 0
-
-
-class _Pool:
-    """Connections to a server, and to those it redirects to, that wait to be used again."""
-
-    def __init__(self, tls: Tls) -> None:
-        self._tls, self._context = tls, None
-        self._idle: deque[tuple[tuple[Any, ...], http.client.HTTPConnection]] = deque()
-        self._process = os.getpid()
-
-    def connect(self, target: Target) -> http.client.HTTPConnection:
-        """A new connection, not yet opened; raises UsageError as `Tls.context`."""
-        scheme, host, port, _ = target
-        if scheme == "http":
-            return http.client.HTTPConnection(host, port)
-        if self._context is None:
-            self._context = self._tls.context(server=False)
-        return http.client.HTTPSConnection(host, port, context=self._context)
-
-    def take(self, server: tuple[Any, ...]) -> http.client.HTTPConnection | None:
-        """A connection to a server; None if there is none."""
-        if self._process != os.getpid():  # They are those of the parent of a fork.
-            self.close()
-            self._process = os.getpid()
-        for _ in range(len(self._idle)):
-            with suppress(IndexError):
-                entry = self._idle.popleft()
-                if entry[0] == server:
-                    return entry[1]
-                self._idle.append(entry)
-        return None
-
-    def give(self, server: tuple[Any, ...], connection: http.client.HTTPConnection) -> None:
-        """Keeps a connection, or closes it if there are enough."""
-        if len(self._idle) < (COSTS.concurrency or 0) and self._process == os.getpid():
-            self._idle.append((server, connection))
+        self.after = 0.0
+        if after.strip().isdecimal():
+            self.after = float(after)
         else:
-            connection.close()
-
-    def close(self) -> None:
-        """Closes all of them."""
-        with suppress(IndexError):
-            while True:
-                self._idle.pop()[1].close()
-
-    def __del__(self) -> None:
-        self.close()
+            with suppress(ValueError, TypeError):  # It may be none, or a date.
+                self.after = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+        asks = f", and asks for a pause of {self.after:.0f} s" if self.after else ""
+        super().__init__(f"it answers {status}{asks}")
 
 
 # A pool lives as long as a source of its server does.
-_pools: weakref.WeakValueDictionary[tuple[Any, ...], _Pool] = weakref.WeakValueDictionary()
+_pools: weakref.WeakValueDictionary[tuple[Any, ...], Pool] = weakref.WeakValueDictionary()
 
 
 def _validator(response: http.client.HTTPResponse) -> str | None:
     return response.getheader("ETag") or response.getheader("Last-Modified")
-
-
-def _from_netrc(host: str) -> dict[str, str]:
-    """The header that `.netrc` gives for a host; the environment variable NETRC names the file."""
-    path = os.environ.get("NETRC")
-    try:
-        found = netrc.netrc(path).authenticators(host)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, netrc.NetrcParseError):
-        # Their texts may quote the file.
-        what = "the netrc file can't be read, is malformed, or is open to other users"
-        raise errors.UsageError(what, file=path or "~/.netrc") from None
-    if found is None:
-        return {}
-    login, _, password = found
-    token = base64.b64encode(f"{login}:{password}".encode()).decode()
-    return {"Authorization": f"Basic {token}"}

@@ -558,6 +558,31 @@ def test_a_message_that_does_not_come(ranks: list[int], monkeypatch: pytest.Monk
     assert isinstance(tensor, Tensor)
 
 
+@pytest.mark.parametrize("at", ["recv", "wait"])
+def test_weights_replaced_before_a_group_breaks_off(
+    ranks: list[int], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The seed's side ends with its generation: the message fails before the seed is asked."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    unchecked = PeerOptions(transports=("collective",), checksums=False)
+    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+        ranks[0] = 1
+        with mfload.open(seed.url, "numpy", options=Options(peer=unchecked)) as opened:
+            name = opened.keys()[-1]
+            opened.get_tensor(name)
+            ranks[0] = 0
+            seed.update(ARRAYS)
+            ranks[0] = 1
+            broken = fail if at == "recv" else lambda *_: SimpleNamespace(wait=fail)
+            monkeypatch.setattr(Nccl, "recv", broken)
+            for _ in range(2):
+                with pytest.raises(errors.SourceChangedError):
+                    opened.get_tensor(name)
+
+
 def test_what_a_seed_is_asked_to_send(ranks: list[int]) -> None:
     """Ranks of others, names once, and ranges within the data."""
     name = "0" * 32
