@@ -28,7 +28,7 @@ from mfload.dtypes import TABLE
 from mfload.io import buffers, pread
 from mfload.mesh import link
 
-NO_MAPS = mock.patch.object(pread, "_WORTH_MAPPING", 1 << 60)  # What is mapped is not read.
+NO_MAPS = mock.patch.object(pread, "_ROWS_A_MAP", 1 << 60)  # What is mapped is not read.
 
 
 class World:

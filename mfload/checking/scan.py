@@ -1,8 +1,7 @@
 """Shows blocks of files to an observer, in bounded memory, as a load reads them.
 
 A block without segments stays in the slot of its reader, where the observer hashes it, compares
-it or writes it elsewhere. So the memory held is one slot a reader. What is hashed and in the page
-cache is not even read: the observer sees a map of it.
+it or writes it elsewhere. So the memory held is one slot a reader.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from operator import methodcaller
 from mfload.index import Piece
 from mfload.io import route as routing
 from mfload.io.engine import Observer
-from mfload.io.mapped import held_still
 from mfload.io.pread import SHOWN
 from mfload.io.route import Leg
 from mfload.load_options import LoadOptions
@@ -105,10 +103,7 @@ def scan_ranges(
     route = choose_route(sources, total_sizes(ranges), options)
 
     def cached(number: int) -> bool:
-        if (route[number].cached or 0) < _CACHED:
-            return False  # Or unknown, as on a kernel that can't bring in a map's pages.
-        with sources[number].open() as opened, held_still(opened.fd) as still:
-            return still
+        return (route[number].cached or 0) >= _CACHED  # Or unknown, as on some kernels.
 
     whole = set(filter(cached, route))
     rows = [

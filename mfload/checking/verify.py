@@ -301,7 +301,7 @@ def _manifest_beside(seen: Headers) -> str | Source | None:
         return path
     try:
         return files[0].beside(os.path.basename(path))
-    except errors.UsageError:
+    except (errors.UsageError, errors.SourceNotFoundError):
         return None
 
 

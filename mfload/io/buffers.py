@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 from _thread import RLock  # That of `threading`, which small loads do not import.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,13 +154,17 @@ class WorkerSlot:
         return self._held
 
 
+IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+"""Buffers that one vectored call takes: 1024 on Linux; POSIX promises 16."""
+
 POPULATE_READ = 22  # Linux 5.14 and newer.
 _POPULATE_WRITE = 23
 _DONT_FORK = 10
 _DO_FORK = 11
 _HUGE_PAGES = 14
-# Each range that is asked for may cost two of the 65,530 maps that Linux gives a process.
-_asked, _MOST_ASKED = set[tuple[int, int]](), 8192
+# Each range that is asked for may cost two of the 65,530 maps that Linux gives a process. Whether
+# there is room for more is looked at after so many ranges.
+_MOST_ASKED, _MOST_MAPS = 8192, 32768
 
 
 @functools.cache
@@ -190,6 +194,30 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
+@functools.cache
+def copier() -> Callable[[int, Any], bool] | None:
+    """What has the kernel copy ranges of this process's memory to an address, one after the other.
+
+    Called with the address and an array of uintp[ranges, (address, bytes)], at most `IOV_MAX`;
+    whether all were copied: a page that can't be had is no signal. None if the system has no
+    such call.
+    """
+    call: Any = getattr(_libc(), "process_vm_readv", None)
+    if call is None:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_ulong
+    call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+    call.restype = ctypes.c_ssize_t
+
+    def copy(target: int, ranges: Any) -> bool:
+        nbytes = int(ranges[:, 1].sum())
+        into = np.array([[target, nbytes]], np.uintp)
+        addresses = into.ctypes.data, 1, ranges.ctypes.data, len(ranges)
+        return call(os.getpid(), *addresses, 0) == nbytes
+
+    return copy
+
+
 def populate(memory: Any) -> None:
     """Has the kernel make the pages of a uint8 array at once: a fault for each takes as long.
 
@@ -207,6 +235,21 @@ def populate(memory: Any) -> None:
                 madvise(start, whole, _POPULATE_WRITE)
 
 
+class _Asked:
+    """The ranges that were asked for since the process's maps were counted."""
+
+    ranges, room = set[tuple[int, int]](), True
+
+    @classmethod
+    def may(cls, asked: tuple[int, int]) -> bool:
+        if asked not in cls.ranges and len(cls.ranges) >= _MOST_ASKED:
+            cls.ranges.clear()
+            with contextlib.suppress(OSError), open("/proc/self/maps", "rb") as maps:
+                cls.room = sum(1 for _ in maps) < _MOST_MAPS
+        cls.ranges.add(asked)
+        return cls.room
+
+
 def ask_huge(address: int, nbytes: int) -> None:
     """Asks for huge pages within memory that was lent: they are made in less time.
 
@@ -214,8 +257,7 @@ def ask_huge(address: int, nbytes: int) -> None:
     """
     start, stop = -(-address // HUGE) * HUGE, (address + nbytes) // HUGE * HUGE
     asked = start, stop - start
-    if start < stop and (asked in _asked or len(_asked) < _MOST_ASKED):
-        _asked.add(asked)
+    if start < stop and _Asked.may(asked):
         with contextlib.suppress(OSError):  # As of `_Map`.
             madvise(*asked, _HUGE_PAGES)
 

@@ -12,7 +12,7 @@ import errno
 import functools
 import mmap
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from mfload.sources.base import Source, shrunk
 
 _PART = 64 << 20
 _WILLNEED = 3  # Of `madvise`; the module `mmap` has it on some systems.
-_F_SETSIG = 10  # Linux's, which `fcntl` does not name.
 
 
 class _Map:
@@ -90,35 +89,28 @@ def map_file(
     return array
 
 
-@contextlib.contextmanager
-def held_still(fd: int) -> Generator[bool]:
-    """Whether an open file can't be cut short meanwhile, so that a map of it is safe to touch.
+def take_rows(source: Source, starts: Any, rows: Any) -> bool:
+    """Copies rows of a file out of the page cache, many with one call.
 
-    A read lease of the kernel's: a process that opens the file for writing, or truncates it, waits
-    until the context ends. False if the kernel refuses it: another process has the file open for
-    writing already, it belongs to another user, or its file system or this system has no leases.
+    `starts` are their offsets, and `rows` a C-contiguous uint8[rows, bytes]. False if that can't be
+    had, or if bytes are missing, which a read explains. The kernel copies out of a map of the file:
+    a page that the file no longer has is an error of the call, where a load from it would kill the
+    process.
     """
-    own = -1
+    copy, nbytes, first = buffers.copier(), rows.shape[1], int(starts.min())
     try:
-        try:
-            import fcntl
-            from _signal import SIGURG  # That of `signal`, which takes longer to import.
-
-            # A lease belongs to what was opened once, and `fd` may be that of many threads.
-            own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            # The signal of a process that waits: by default it would end this one.
-            fcntl.fcntl(own, _F_SETSIG, SIGURG)
-            fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        except (ImportError, AttributeError, OSError):
-            yield False
-            return
-        try:
-            yield True
-        finally:  # Also of a child that was forked meanwhile, which has the descriptor.
-            fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    finally:
-        if own >= 0:
-            os.close(own)
+        if copy is None:
+            return False
+        file, at = map_range(source, first, int(starts.max()) + nbytes - first, cold=False)
+    except errors.MfloadError:  # No room for a map, or the file is shorter: the read says so.
+        return False
+    places = file.ctypes.data + at - first + starts
+    for n in range(0, len(starts), buffers.IOV_MAX):
+        ranges = np.full((len(places[n : n + buffers.IOV_MAX]), 2), nbytes, np.uintp)
+        ranges[:, 0] = places[n : n + buffers.IOV_MAX]
+        if not copy(rows.ctypes.data + n * nbytes, ranges):
+            return False
+    return True
 
 
 MapRange = Callable[[Source, int, int], tuple[Any, int]]
@@ -129,33 +121,6 @@ def map_range(source: Source, offset: int, nbytes: int, *, cold: bool = True) ->
     """Maps the pages of a range for one request alone (see `map_file`)."""
     at = offset % mmap.ALLOCATIONGRANULARITY
     return map_file(source, [(at, nbytes)], offset - at, at + nbytes, cold=cold), at
-
-
-class Window:
-    """Maps ranges of a file one after the other; those that lie together share a map.
-
-    Unless it is `cold`, the page cache holds most of the file. To map and unmap each of them
-    takes a fifth of the time of a conversion, and threads wait for each other meanwhile. A map has
-    `most` bytes, or as many as a range needs.
-    """
-
-    def __init__(self, source: Source, most: int, *, cold: bool = True) -> None:
-        self._source, self._most, self._cold = source, most, cold
-        self._begin, self._memory = 0, np.empty(0, np.uint8)
-
-    def map_range(self, offset: int, nbytes: int) -> tuple[Any, int]:
-        """Maps a range, and says where in the memory it begins."""
-        at = offset - self._begin
-        if at >= 0 and at + nbytes <= self._memory.size:
-            bring_in(self._memory.ctypes.data, at, nbytes, self._source, cold=self._cold)
-            return self._memory, at
-        at = offset % mmap.ALLOCATIONGRANULARITY
-        begin = offset - at
-        end = max(offset + nbytes, min(begin + self._most, self._source.size))
-        how = begin, end - begin
-        self._memory = map_file(self._source, [(at, nbytes)], *how, cold=self._cold)
-        self._begin = begin
-        return self._memory, at
 
 
 def shared_maps() -> MapRange:

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mfload import errors
 from mfload.io import buffers
-from mfload.io.buffers import PAGE, WorkerSlot
+from mfload.io.buffers import IOV_MAX, PAGE, WorkerSlot
 from mfload.planning.blocks import Block, Copy, Rows, Segment
 from mfload.sources.base import Source
 
@@ -21,18 +20,12 @@ SHOWN = 4 << 20
 FETCHED = 256 << 10
 """Bytes that the kernel is asked for at once: it leaves out what is more than a disk request."""
 
-IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
-"""Buffers that one vectored call takes: 1024 on Linux; POSIX promises 16."""
-
 CONVERTER: Callable[[Any, Any], None] | None = None
 """A loaded framework's: fills one array with the numbers of another, both in C order."""
 
 _WORTH_POPULATING = 64 << 10  # Of memory in small pages, which is not mfload's.
-_WORTH_MAPPING = 256 << 10  # To map less takes longer than to read it.
-_ROWS_A_MAP = 96  # To read fewer rows that lie apart takes less time than to map them.
-# Of a file that is mapped to be shown or converted, at once: long enough to be worth a map, and so
-# short that a process that wants to write to the file waits for some milliseconds.
-_WINDOW = 16 << 20
+# To map rows that lie so far apart, or fewer, takes more time than to read them.
+_APART, _ROWS_A_MAP = 32 << 10, 96
 
 
 class PreadReader:
@@ -42,14 +35,11 @@ class PreadReader:
 
     Args:
         cold: Most of the file comes from a disk: rows that lie apart are asked for in advance.
-        window: Bytes of rows, at most, that are copied out of the page cache itself, where the file
-            is a local one; 0 for none.
     """
 
-    def __init__(self, source: Source, *, cold: bool = False, window: int = 0) -> None:
-        self._source, self._cold, self._window = source, cold and source.file is not None, window
-        self._maps = window > 0 and source.file is not None
-        self._map: Any = None
+    def __init__(self, source: Source, *, cold: bool = False) -> None:
+        self._source, self._cold = source, cold and source.file is not None
+        self._maps = source.file is not None and not cold
         self._file = source.open()
 
     def fill(self, block: Block, memory: list[Any], slot: WorkerSlot) -> Any | None:
@@ -67,11 +57,11 @@ class PreadReader:
             _, nbytes, buffer, at, _ = segments[0]
             if block.rows is None:
                 self._file.read([memory[buffer][at : at + nbytes]], block.offset)
-            elif not self._copied(block, memory):
+            else:
                 self._take_rows(block, block.rows, memory[buffer][at : at + nbytes])
             return None
         if block.staged:
-            return None if self._copied(block, memory) else self._picked(block, memory, slot)
+            return self._picked(block, memory, slot)
         # One vectored read for segments with gaps in the file, in memory, or both.
         sink: Any = None
         vector: list[Any] = []
@@ -97,62 +87,21 @@ class PreadReader:
             landed = self.land(block, slot)
             place(landed, block.offset, block, memory)
             return landed
-        for low, count, taken, places in rows.windows(rows.together):
-            start, nbytes = block.offset + low * rows.stride, rows.reach(count)
+        for first in range(0, len(rows.numbers), rows.together):
+            count = min(rows.together, len(rows.numbers) - first)
+            start, nbytes = block.offset + first * rows.stride, rows.reach(count)
             landed = self.land(Block(block.source, start, nbytes, ()), slot)
-            _place_rows(landed, block, rows, taken, places, memory)
+            _place_rows(landed, block, rows, slice(first, first + count), memory)
         return None
-
-    def _copied(self, block: Block, memory: list[Any]) -> bool:
-        """Copies a block to its places out of maps of its range, if that is safe."""
-        rows, nbytes = block.rows, block.span
-        few = False
-        if rows is not None and not rows.together:
-            # A map would read from the disk what lies between.
-            most = min(self._window, nbytes)
-            few = self._cold or len(rows.numbers) * most < _ROWS_A_MAP * nbytes
-            if not isinstance(rows.numbers, range):  # Their places lie apart as well.
-                copies = (segment.copy for segment in block.segments)
-                few = few or any(each and each.source != each.target for each in copies)
-        if few or not self._maps or nbytes < _WORTH_MAPPING:
-            return False
-        from mfload.io import mapped  # Late: most blocks lie in the file as they are wanted.
-
-        self._maps = False
-        self._map = self._map or mapped.Window(self._source, _WINDOW, cold=self._cold)
-        with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
-            if still and rows is None:
-                window, at = self._map.map_range(block.offset, nbytes)
-                place(window[at:], block.offset, block, memory)
-            elif still and rows is not None:
-                most = max(1, (self._window - rows.nbytes) // rows.stride + 1)
-                for low, count, taken, places in rows.windows(most):
-                    start, nbytes = block.offset + low * rows.stride, rows.reach(count)
-                    window, at = mapped.map_range(self._source, start, nbytes, cold=self._cold)
-                    _place_rows(window[at:], block, rows, taken, places, memory)
-            self._maps = still
-        return self._maps
 
     def shown(self, block: Block, slot: WorkerSlot) -> Generator[tuple[int, Any]]:
         """The bytes of a block for an observer, with their offsets; each part until the next one.
 
-        A block of more than `SHOWN` bytes is one of a file that the page cache holds. It is shown
-        there, window by window; a window of a file that can't be held still is read.
+        A block of more than `SHOWN` bytes is one of a file that the page cache holds.
         """
-        from mfload.io import mapped  # Late: a load reads.
-
         end = block.offset + block.nbytes
-        for start in range(block.offset, end, _WINDOW):
-            stop, window = min(start + _WINDOW, end), None
-            if block.nbytes > SHOWN:
-                with mapped.held_still(self._file.fd) as still, suppress(errors.MemoryLimitError):
-                    if still:
-                        held = start, stop - start
-                        window, at = mapped.map_range(self._source, *held, cold=self._cold)
-                        yield start, window[at:]
-            for at in range(start, stop if window is None else start, SHOWN):
-                part = Block(block.source, at, min(SHOWN, stop - at), ())
-                yield at, self.land(part, slot)
+        for at in range(block.offset, end, SHOWN):
+            yield at, self.land(Block(block.source, at, min(SHOWN, end - at), ()), slot)
 
     def land(self, block: Block, slot: WorkerSlot) -> Any:
         """Reads a block into a slot, and returns its bytes there."""
@@ -166,6 +115,13 @@ class PreadReader:
     def _take_rows(self, block: Block, rows: Rows, memory: Any) -> None:
         """Reads rows that lie apart into memory, one behind the other."""
         nbytes, view, read = rows.nbytes, memoryview(memory), self._file.read
+        if self._maps and block.span < _APART * len(rows.numbers) >= _APART * _ROWS_A_MAP:
+            from mfload.io import mapped  # Late: most loads take no rows.
+
+            starts = block.offset + np.asarray(rows.numbers) * rows.stride
+            self._maps = mapped.take_rows(self._source, starts, memory.reshape(-1, nbytes))
+            if self._maps:
+                return
         starts = [block.offset + n * rows.stride for n in rows.numbers]
         if self._cold and hasattr(os, "posix_fadvise"):
             for start in starts:  # The disk reads them side by side.
@@ -219,25 +175,19 @@ def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:
         put(landed[segment.offset - origin :], segment, memory[segment.buffer], segment.at)
 
 
-def _place_rows(
-    landed: Any, block: Block, rows: Rows, taken: Any, places: Any, memory: list[Any]
-) -> None:
-    """Puts rows in their places: of those that `landed` begins with, those that are `taken`."""
+def _place_rows(landed: Any, block: Block, rows: Rows, places: slice, memory: list[Any]) -> None:
+    """Puts rows that lie in a slot as in the file in their places among all."""
     count, opaque = len(rows.numbers), np.dtype(f"V{rows.nbytes}")
     for segment in block.segments:
         copy = segment.copy or Copy((count,), (rows.nbytes,), 0, opaque, opaque)
         # Backwards, the last row in the file is the first in its place.
         back = copy.strides[0] < 0
         first = segment.offset - block.offset + copy.start + back * (count - 1) * copy.strides[0]
-        height = 1 + (landed.size - rows.nbytes) // rows.stride
-        shape, strides = (height, *copy.shape[1:]), (rows.stride, *copy.strides[1:])
-        source: Any = np.ndarray(shape, copy.source, landed, first, strides)[taken]
+        shape = (places.stop - places.start, *copy.shape[1:])
+        strides = (rows.stride, *copy.strides[1:])
+        source = np.ndarray(shape, copy.source, landed, first, strides)
         target = np.ndarray(copy.shape, copy.target, memory[segment.buffer], segment.at, copy.into)
-        target = target[::-1] if back else target
-        if isinstance(places, slice):
-            _copy(source, target[places], copy)
-        else:
-            target[places] = source
+        _copy(source, (target[::-1] if back else target)[places], copy)
 
 
 def put(landed: Any, segment: Segment, memory: Any, at: int) -> None:

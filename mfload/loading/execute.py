@@ -14,7 +14,7 @@ from mfload.io import buffers
 from mfload.io.engine import Engine, Observer, Pool, Share, fill
 from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
-from mfload.planning.blocks import Block, Costs, Segment
+from mfload.planning.blocks import Block, Segment
 from mfload.planning.plan import Plan
 from mfload.runtime import Deadline, share_of_cores
 from mfload.sources import together
@@ -63,7 +63,6 @@ def run(
     advance: Advance | None = None,
     observer: Observer | None = None,
     staging: Staging | None = None,
-    window: int = Costs().span,
     recorder: Recorder | None = None,
     start: Start | None = None,
     kits: Kits | None = None,
@@ -72,10 +71,9 @@ def run(
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
-    `staging` has the slots of what lands on devices. Rows that lie apart are mapped where they
-    reach over `window` bytes at most. `recorder` records what threads do,
-    `start` gives them, and `kits` what they land on devices with. If bytes can't be read or the
-    files change, the readers are stopped and SourceError is raised.
+    `staging` has the slots of what lands on devices. `recorder` records what threads do, `start`
+    gives them, and `kits` what they land on devices with. If bytes can't be read or the files
+    change, the readers are stopped and SourceError is raised.
     """
     notes: list[str] = []
     if recorder is not None:
@@ -91,10 +89,7 @@ def run(
     def open_reader(number: int) -> PreadReader:
         leg = route.get(number)
         if leg is None or not leg.direct:
-            cold = leg is not None and leg.cold
-            # What an observer sees must not change under its eyes.
-            most = window if observer is None else 0
-            return PreadReader(sources[number], cold=cold, window=most)
+            return PreadReader(sources[number], cold=leg is not None and leg.cold)
         from mfload.io.direct import DirectReader
 
         return DirectReader(sources[number], note)

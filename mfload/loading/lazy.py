@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from _thread import get_ident
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -72,16 +73,20 @@ class _Reader:
             how.engine in ("auto", "pread", "mmap")
             and how.page_cache != "bypass"
             and how.allocator != "framework"
-            and how.timeout is None
             and adapter.on_host
             and not adapter.devices
             and adapter.assign(none := []) is none  # One of several devices splits requests.
         )
-        # A map holds one range, reads that are waited for are better made side by side, and a map
-        # of rows counts as overhead.
+        # A map holds one range, reads that are waited for are better made side by side, and slots
+        # count as overhead.
         limit, costs = how.max_host_overhead, sources[0].costs if sources else Costs()
         waits = costs.concurrency is not None or (limit is not None and limit < 2 * costs.span)
         self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
+        # With a timeout, what the page cache holds is read at once, since that never waits.
+        self._never_waits = how.timeout is not None
+        if self._never_waits:
+            at_once = how.engine != "mmap" and hasattr(os, "RWF_NOWAIT")
+            self._reads_small, self._reads_parts = self._reads_small and at_once, False
         self._in_pieces = how.engine != "direct" and how.page_cache != "bypass"
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
@@ -118,7 +123,9 @@ class _Reader:
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
         if self._reads_small and self._is_small(row, row.nbytes):
-            return self._read_small(row, row.shape, ((0,), row.nbytes))
+            made = self._read_small(row, row.shape, ((0,), row.nbytes))
+            if made is not None:
+                return made
         return self.load([Request(row, row.dtype)])[0]
 
     def read_part(self, row: TensorInfo, index: Any) -> Any:
@@ -129,7 +136,9 @@ class _Reader:
             start, shape = found
             nbytes = math.prod(shape) * row.dtype.nbytes
             if self._is_small(row, nbytes):
-                return self._read_small(row, shape, ((start,), nbytes))
+                made = self._read_small(row, shape, ((start,), nbytes))
+                if made is not None:
+                    return made
         with errors.about(file=self.file_of(row)):
             request = Request(row, row.dtype, select(row, index))
         if self._reads_parts and self._is_small(row, request.nbytes):
@@ -154,7 +163,8 @@ class _Reader:
     ) -> Any:
         """A part of a tensor of some shape: a request, or ranges by where they begin, and bytes.
 
-        Past plan and session, which take longer than to read it.
+        Past plan and session, which take longer than to read it. None if it must not wait, and the
+        read would.
         """
         adapter, dtype = self._adapter, row.dtype
         source = self._sources[row.pieces[0].source]
@@ -164,6 +174,8 @@ class _Reader:
                 self._land_part(source, part, memory)
             else:
                 memory, at = self._land(source, row, *part)
+            if memory is None:
+                return None
             source.check()
         except (OSError, MemoryError, errors.MfloadError) as error:
             memory = None
@@ -176,8 +188,10 @@ class _Reader:
     def _land(
         self, source: Source, row: TensorInfo, starts: Sequence[int], nbytes: int
     ) -> tuple[Any, int]:
-        """Memory that holds ranges of a tensor, and where in it they begin."""
+        """Memory that holds ranges of a tensor, and where in it they begin; None: see above."""
         align = self._adapter.alignment or max(1, row.dtype.nbytes // row.dtype.elements)
+        if self._never_waits and getattr(source, "kept", None) is None:
+            return None, 0  # To open a file may take long.
         map_range = self._map  # None after another thread has closed the checkpoint.
         offset = row.pieces[0].offset
         # As in a plan, what is not aligned in the file is read.
@@ -188,7 +202,11 @@ class _Reader:
         handle = source.open()
         try:
             for n, start in enumerate(starts):
-                handle.read([memory[n * nbytes : (n + 1) * nbytes]], offset + start)
+                part = memory[n * nbytes : (n + 1) * nbytes]
+                if not self._never_waits:
+                    handle.read([part], offset + start)
+                elif not _read_at_once(handle, part, offset + start):
+                    return None, 0
         finally:
             handle.close()
         return memory, 0
@@ -203,7 +221,7 @@ class _Reader:
         # Lists of numbers are long, and seldom twice the same.
         listed = any(axis.picks is not None for axis in chosen)
         reads.parts([request], [None], [(0, 0)], None if listed else kind)
-        reader, slot = PreadReader(source, window=source.costs.span), buffers.WorkerSlot()
+        reader, slot = PreadReader(source), buffers.WorkerSlot()
         try:
             blocks = reads.end()
             for block in blocks:
@@ -326,6 +344,14 @@ class _Reader:
         if self.closed:
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
         return self._index
+
+
+def _read_at_once(handle: Any, memory: Any, offset: int) -> bool:
+    """Reads a range out of the page cache; False if that has not all of it, or can't be asked."""
+    try:
+        return os.preadv(handle.fd, [memory], offset, os.RWF_NOWAIT) == memory.nbytes
+    except (AttributeError, OSError):  # Not a file, its file system can't tell, or the disk failed.
+        return False
 
 
 class LazyCheckpoint(_Reader, Generic[Array]):

@@ -279,6 +279,8 @@ class Session:
             if leg.engine == "mmap":
                 self._mapped[number] = sources[number].size
         costs = sources[used[0]].costs if used else Costs()
+        if cold or observer is not None:
+            costs = costs._replace(row_gap=None)  # A disk reads on in less time than it turns.
         if observer is not None:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
@@ -536,7 +538,6 @@ class Session:
                 advance=advance,
                 observer=self._observer,
                 staging=planned.staging,
-                window=self.limits.costs.span,
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
                 kits=None if self._shared is None else self._shared.kits,

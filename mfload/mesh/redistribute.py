@@ -227,7 +227,6 @@ def load(
                 execute.run,
                 threads=threads,
                 deadline=options.deadline,
-                window=costs.span,
                 recorder=session.recorder,
             )
             # Half of the overhead is for what travels.
@@ -239,7 +238,7 @@ def load(
                 pages, costs = pages // (DEPTH * growth) - 3, costs._replace(span=0)
             block = max(buffers.PAGE, min(costs.block, pages * buffers.PAGE))
             # What lies between parts is mostly for another process to read.
-            costs = costs._replace(block=block, merge_gap=buffers.PAGE)
+            costs = costs._replace(block=block, merge_gap=buffers.PAGE, row_gap=None)
             plans, notes = list[Plan](), list[str]()
             cold = {number: sources[number] for number, leg in session.route.items() if leg.cold}
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from mfload import errors
 from mfload.index import TensorInfo
 from mfload.ondemand import policies
@@ -18,7 +20,6 @@ from mfload.options import byte_count
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from mfload.frameworks import Framework
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from mfload.options import Options
     from mfload.sources import PathOrBytes
 
-PATTERN = r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight"
+# The layers of the model itself, not those that predict tokens beyond the next.
+PATTERN = r"(?<!\bmtp\.)layers\.(\d+)\.mlp\.experts\.(\d+)\.([\w.]+?)(?:\.weight)?"
 _GROUPS = "(layer)(expert)(name), or (layer)(name) for stacked experts; or these names of groups"
 
 
@@ -93,7 +95,8 @@ class ExpertCache(ClosedAtEnd):
             match is no expert's. Its groups are layer, expert and name: "(…)" in this order, or
             "(?P<layer>…)" in any. Without one for the expert, a tensor holds all experts of the
             layer, `[experts, …]`, and each gets a row. Default: a tensor an expert, as DeepSeek,
-            Qwen and OLMoE name them.
+            Qwen and OLMoE name them, without those below `mtp.`; "up_proj" is a weight, and what
+            else an expert has keeps its ending, "up_proj.weight_scale_inv".
         budget: Bytes, or a text such as "2GiB".
         framework: As for `mfload.load`. The arrays lie in host memory.
         policy: Which experts leave: "lru", "lfu" (with ageing), "pin+lru", "window(k)", or a
@@ -105,12 +108,15 @@ class ExpertCache(ClosedAtEnd):
         wait: Seconds to wait for slots that are pinned.
 
     Attributes:
-        experts: By layer, how many it has.
+        experts: By layer, how many it has. Their numbers are those in the names, such as 4 to 7 of
+            a rank's part of a model.
 
     Raises:
         UsageError: An argument is invalid; or tensors are compressed, or in several pieces.
         TensorNotFoundError: No name matches, or an expert lacks tensors that others of its layer
             have.
+        UnsupportedShapeError: Stacked tensors of a layer have two dims at most, so that their rows
+            can't be the matrices of experts.
         MemoryLimitError: The budget has no room for one expert, or the system refuses it.
         SourceError: A file is missing or can't be read.
         FormatError: The checkpoint is malformed.
@@ -136,7 +142,7 @@ class ExpertCache(ClosedAtEnd):
             layers = _by_layer(store, match)
             self._pools = Pools(
                 store,
-                [*layers.values()],
+                [[*keys.values()] for keys in layers.values()],
                 limit,
                 functools.partial(policies.make, policy),
                 what="expert",
@@ -146,7 +152,8 @@ class ExpertCache(ClosedAtEnd):
             store.close()
             raise
         self.experts = {layer: len(keys) for layer, keys in layers.items()}
-        self._numbers = {layer: number for number, layer in enumerate(layers)}
+        each = (np.array([*keys], np.int64) for keys in layers.values())
+        self._layers = dict(zip(layers, enumerate(each), strict=True))
 
     def use(self, layer: int, experts: Iterable[int] | NDArray[np.int64]) -> Experts:
         """Experts of a layer, for a `with` block; those that are not there are read.
@@ -166,8 +173,10 @@ class ExpertCache(ClosedAtEnd):
             SourceChangedError: A file is no longer the one that was opened.
             ReadError: The system can't read it.
         """
-        number, asked = self._known(layer, experts)
-        return Experts(self._pools, number, self._pools.use(number, asked))
+        number, keys = self._known(layer, experts)
+        names = self._layers[layer][1]
+        leases = self._pools.use(number, keys)
+        return Experts(self._pools, number, {int(names[key]): leases[key] for key in leases})
 
     def prefetch(self, layer: int, experts: Iterable[int] | NDArray[np.int64]) -> None:
         """Has a thread read experts ahead, the first of them first, into slots that are not pinned.
@@ -193,20 +202,23 @@ class ExpertCache(ClosedAtEnd):
         self._pools.close()
 
     def _known(self, layer: int, experts: Iterable[int] | Numbers) -> tuple[int, Numbers]:
-        """The number of a layer, and its experts as an array."""
+        """The number of a layer, and the keys of its experts as an array."""
         known = whole(layer)
-        if known is None or known not in self._numbers:
-            layers = ", ".join(map(str, self._numbers))
+        if known is None or known not in self._layers:
+            layers = ", ".join(map(str, self._layers))
             raise errors.UsageError("no such layer of experts", expected=layers, found=repr(layer))
-        asked, count = numbers(experts, "expert"), self.experts[known]
-        wrong = asked[(asked < 0) | (asked >= count)]
+        asked, (number, there) = numbers(experts, "expert"), self._layers[known]
+        keys = np.searchsorted(there, asked)
+        wrong = asked[there[np.minimum(keys, there.size - 1)] != asked]
         if wrong.size:
+            low, high, count = there[0], there[-1], there.size
+            gaps = f", {count} of them" if count <= high - low else ""
             raise errors.UsageError(
                 f"layer {layer} has no such expert",
-                expected=f"numbers from 0 to {count - 1}",
+                expected=f"numbers from {low} to {high}{gaps}",
                 found=wrong[0],
             )
-        return self._numbers[known], asked
+        return number, keys
 
 
 class _Pattern:
@@ -241,15 +253,18 @@ class _Pattern:
             ) from None
 
 
-def _by_layer(store: Store, match: _Pattern) -> dict[int, list[list[Part]]]:
-    """By layer, the parts of each of its experts."""
+def _by_layer(store: Store, match: _Pattern) -> dict[int, dict[int, Sequence[Part]]]:
+    """By layer, and by number of the expert, its parts."""
     layers: dict[int, dict[int, dict[str, Part]]] = {}
+    stacked: dict[int, list[TensorInfo]] = {}
     holders: dict[Part, TensorInfo] = {}
     for info in store.tensors:
         found = match(info.name)
         assert found is not None
         layer, expert, name = found
         parts = [store.part(info, name)] if expert is not None else store.rows(info, name)
+        if expert is None:
+            stacked.setdefault(layer, []).append(info)
         for number, part in enumerate(parts, expert or 0):
             there = layers.setdefault(layer, {}).setdefault(number, {}).setdefault(name, part)
             if holders.setdefault(there, info) is not info:
@@ -263,9 +278,20 @@ def _by_layer(store: Store, match: _Pattern) -> dict[int, list[list[Part]]]:
         raise errors.TensorNotFoundError(
             "no name is one of an expert", file=store.file, expected=match.regex.pattern
         )
+    everywhere = set[int]().union(*layers.values())
     for layer, experts in sorted(layers.items()):
         names = {name for each in experts.values() for name in each}
-        for number in range(len(experts)):
+        if layer in stacked and all(len(info.shape) < 3 for info in stacked[layer]):
+            raise errors.UnsupportedShapeError(
+                "the tensor has no dim of experts",
+                file=store.file,
+                tensor=stacked[layer][0].name,
+                expected="[experts, rows, columns], of one of the layer's tensors at least",
+                found=list(stacked[layer][0].shape),
+            )
+        # A rank's part of a model may begin and end anywhere; what other layers have is no gap.
+        gaps = {number for number in everywhere if min(experts) < number < max(experts)}
+        for number in sorted(gaps | experts.keys()):
             lacking = names - experts.get(number, {}).keys()
             if lacking:
                 raise errors.TensorNotFoundError(
@@ -275,6 +301,6 @@ def _by_layer(store: Store, match: _Pattern) -> dict[int, list[list[Part]]]:
                     found=f"no {', '.join(sorted(lacking))}",
                 )
     return {
-        layer: [list(experts[number].values()) for number in range(len(experts))]
+        layer: {number: list(experts[number].values()) for number in sorted(experts)}
         for layer, experts in sorted(layers.items())
     }

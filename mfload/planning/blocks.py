@@ -108,26 +108,6 @@ class Rows(NamedTuple):
         """Bytes from the first of so many rows in a row to the end of the last."""
         return (count - 1) * self.stride + self.nbytes
 
-    def windows(self, most: int) -> Iterator[tuple[int, int, Any, Any]]:
-        """All rows in file order, cut where they reach over more than `most` of the tensor's.
-
-        Of each window: the number of its first row, how many it reaches over, which of those are
-        taken, and their places among all.
-        """
-        if isinstance(self.numbers, range):
-            for first in range(0, len(self.numbers), most):
-                count = min(most, len(self.numbers) - first)
-                yield first, count, slice(count), slice(first, first + count)
-            return
-        order = np.argsort(self.numbers)
-        numbers, first = np.asarray(self.numbers)[order], 0
-        while first < len(order):
-            low = int(numbers[first])
-            end = int(np.searchsorted(numbers, low + most))
-            taken = numbers[first:end] - low
-            yield low, int(taken[-1]) + 1, taken, order[first:end]
-            first = end
-
 
 class Block(NamedTuple):
     """One contiguous read and the segments it fills, in file order.

@@ -60,7 +60,7 @@ def contiguous(request: Request) -> int | None:
         return None
     ahead = 0
     if selection is not None and request.nbytes:
-        ahead, _ = _extent(selection, info.shape, dtype.elements, dtype.nbytes)
+        ahead, _ = _extent_of(selection, info)
     return None if ahead is None else info.pieces[0].offset + ahead
 
 
@@ -69,7 +69,13 @@ def span(request: Request) -> int:
     info, _, selection, *_ = request
     if selection is None or not request.nbytes or not info.simple:
         return info.nbytes if selection is None else request.nbytes
-    return _extent(selection, info.shape, info.dtype.elements, info.dtype.nbytes)[1]
+    return _extent_of(selection, info)[1]
+
+
+def _extent_of(selection: Selection, info: TensorInfo) -> tuple[int | None, int]:
+    listed = any(axis.picks for axis in selection)  # Long, and seldom twice the same: not kept.
+    extent = _extent.__wrapped__ if listed else _extent
+    return extent(selection, info.shape, info.dtype.elements, info.dtype.nbytes)
 
 
 @functools.lru_cache(4096)  # Layers of a model are alike.
@@ -153,6 +159,7 @@ class _Tensor:
 
     def __init__(self, requests: Sequence[Request], costs: Costs) -> None:
         self._gap = max(1, costs.merge_gap)
+        self._row_gap = max(1, self._gap if costs.row_gap is None else costs.row_gap)
         self._slot, self._span = costs.slot, max(costs.span, costs.slot)
         # Rows that a server is asked for are requests of their own, under way at once.
         self._apart = 1 if costs.concurrency else max(_LEAST_APART, self._span // _APART)
@@ -296,7 +303,7 @@ class _Tensor:
         most = min(self._slot // reach, self._apart)
         if isinstance(rows, range):
             stride, listed = stride * rows.step, False
-            if self._longest_gap(dim, rows, row) < self._gap:
+            if self._longest_gap(dim, rows, row) < self._row_gap:
                 together = (self._slot - reach) // stride + 1
                 most = max(together, (self._span - reach) // stride + 1)
         found: list[Cell] = []

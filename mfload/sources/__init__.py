@@ -49,16 +49,26 @@ def find(where: PathOrBytes, options: LoadOptions | None = None) -> Source:
                 file=redacted(where),
                 expected=f"a path, or a URL of {', '.join(SCHEMES)}",
             )
-        source = importlib.import_module(SCHEMES[scheme]).open_url(where, options or LoadOptions())
+        opened = importlib.import_module(SCHEMES[scheme]).open_url(where, options or LoadOptions())
+        source = checked(opened)
     elif isinstance(where, bytes | bytearray | memoryview):
         from mfload.sources.memory import MemorySource
 
         source = MemorySource(where)
     else:
-        source = where
+        source = checked(where)
     if options is not None:
         check_engine(source, options.engine)
     return source
+
+
+def checked(source: Any) -> Any:
+    """A source, which is checked if it is none of mfload's."""
+    if type(source).__module__.startswith("mfload."):
+        return source
+    from mfload.sources.given import GivenSource  # Late: most loads have files.
+
+    return GivenSource(source)
 
 
 def checkpoint(where: object, options: LoadOptions | None = None) -> Any:

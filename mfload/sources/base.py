@@ -130,7 +130,9 @@ class Costs(NamedTuple):
     Attributes:
         merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
         staged: Bytes a read, at most, that is picked apart in a slot.
-        span: Bytes that a block of rows reaches over, at most; it is mapped, or cut to a slot.
+        span: Bytes that a block of rows reaches over, at most; it is cut to slots.
+        row_gap: The same as `merge_gap` for what lies between rows of a tensor, of which many are
+            read by one call. Default: `merge_gap`.
         concurrency: Reads that are worth having under way at once, for a source that is waited
             for, such as a server. Default: as many as suit the cores and the engine.
     """
@@ -142,6 +144,7 @@ class Costs(NamedTuple):
     staged: int = 2 << 20
     span: int = 64 << 20
     concurrency: int | None = None
+    row_gap: int | None = None
 
     @property
     def slot(self) -> int:

@@ -49,7 +49,7 @@ class LocalFile:
         SourceError: There is no file, or not a regular one.
     """
 
-    costs, engine = Costs(), "pread"
+    costs, engine = Costs(row_gap=4 << 10), "pread"
 
     def __init__(
         self, path: str | os.PathLike[str], identity: Identity | None = None, now: bool = True

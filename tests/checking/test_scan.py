@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import functools
-import itertools
 import os
-import subprocess
-import sys
 import threading
-from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +16,7 @@ from mfload import errors
 from mfload.checking import scan as scanning
 from mfload.checking.scan import cut, in_turns, joined, scan, scan_ranges
 from mfload.index import Piece
-from mfload.io import buffers, mapped, pread, probes
+from mfload.io import buffers, pread, probes
 from mfload.load_options import started
 from mfload.planning.blocks import Block
 from mfload.sources.local import LocalFile
@@ -197,113 +190,23 @@ def large(tmp_path: Path) -> tuple[LocalFile, bytes]:
     return LocalFile(tmp_path / "large"), raw
 
 
-def _in_windows(
-    source: LocalFile,
-    ranges: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    seen: _Seen | None = None,
-    **options: Any,
-) -> tuple[_Seen, int]:
-    """What is shown, and how often a map is asked for."""
-    monkeypatch.setattr(scanning, "BLOCK", 100_000)
-    monkeypatch.setattr(pread, "_WINDOW", 1 << 20)
-    monkeypatch.setattr(pread, "SHOWN", 300_000)
-    monkeypatch.setattr(scanning, "SHOWN", 300_000)
-    maps = mock.Mock(side_effect=mapped.map_range)
-    with mock.patch.object(mapped, "map_range", maps):
-        seen, how = seen or _Seen(), started(mfload.Options(**options))
-        scan_ranges([source], ranges, seen, how)
-    return seen, maps.call_count
-
-
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_is_cached_is_shown_in_maps(
-    threads: int, large: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cached", [True, False])
+def test_ranges_are_shown_in_parts(
+    threads: int, cached: bool, large: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, raw = large
+    monkeypatch.setattr(scanning, "BLOCK", 100_000)
+    monkeypatch.setattr(pread, "SHOWN", 300_000)
+    monkeypatch.setattr(scanning, "SHOWN", 300_000)
+    if not cached:  # Or unknown.
+        monkeypatch.setattr(probes, "cached_share", lambda *_: None)
     ranges = [part(0, 7, 5_000_000), part(0, 5_000_100, 300_000), part(0, 5_400_000, 3_600_001)]
-    told: list[int] = []
-    seen, maps = _in_windows(source, ranges, monkeypatch, threads=threads)
-    assert maps == 5 + 4
+    told, seen, how = list[int](), _Seen(), started(mfload.Options(threads=threads))
+    scan_ranges([source], ranges, seen, how, told.append)
     for _, offset, nbytes, *_ in ranges:
         shown = [each for each in sorted(seen.parts) if offset <= each[1] < offset + nbytes]
         assert b"".join(each[2] for each in shown) == raw[offset : offset + nbytes]
+        assert max(len(each[2]) for each in shown) <= (300_000 if cached else 100_000)
     assert buffers.live_bytes() == 0
-    whole = [part(0, 0, source.size)]
-    scan_ranges([source], whole, _Seen(), started(mfload.Options(threads=threads)), told.append)
-    assert (sum(told), len(told) > 1) == (source.size, True)
-
-
-@pytest.mark.parametrize("why", ["writer", "no leases", "no room", "engine", "unknown"])
-def test_what_can_t_be_mapped_is_read(
-    why: str, large: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, raw = large
-    options: dict[str, Any] = {"engine": "pread"} if why == "engine" else {}
-    opened = open(source.name, "r+b") if why == "writer" else nullcontext()  # noqa: SIM115
-    if why == "no leases":
-        monkeypatch.setattr(fcntl, "fcntl", mock.Mock(side_effect=OSError(22, "no leases")))
-    if why == "no room":
-        refuse = mock.Mock(side_effect=errors.MemoryLimitError("no room"))
-        monkeypatch.setattr(mapped, "map_range", refuse)
-    if why == "unknown":
-        monkeypatch.setattr(probes, "cached_share", lambda *_: None)
-    with opened:
-        seen, maps = _in_windows(source, [part(0, 0, source.size)], monkeypatch, **options)
-    assert b"".join(data for _, _, data in sorted(seen.parts)) == raw
-    assert maps == (9 if why == "no room" else 0)
-
-
-def _between_windows(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
-    """Has `act` called before each window but the first."""
-    real, count = mapped.held_still, itertools.count()
-
-    def held_still(fd: int) -> Any:
-        if next(count):
-            act()
-        return real(fd)
-
-    monkeypatch.setattr(mapped, "held_still", held_still)
-
-
-def test_a_writer_that_comes_meanwhile(
-    large: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, raw = large
-
-    class Refused(_Seen):
-        def saw(self, *args: Any) -> None:
-            super().saw(*args)
-            if len(self.parts) == 1:
-                with pytest.raises(BlockingIOError):
-                    os.open(source.name, os.O_RDWR | os.O_NONBLOCK)
-
-    with ExitStack() as stack:
-        writes = functools.cache(lambda: stack.enter_context(open(source.name, "r+b")))
-        _between_windows(monkeypatch, writes)
-        seen, maps = _in_windows(source, [part(0, 0, source.size)], monkeypatch, Refused())
-    assert maps == 1
-    assert b"".join(data for _, _, data in sorted(seen.parts)) == raw
-
-
-def test_a_file_cut_short_while_it_is_mapped(
-    large: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that cuts it waits for the window; this one is not killed by a signal."""
-    source, _ = large
-    cutting = "import os, sys; os.truncate(sys.argv[1], 100)"
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Cut(_Seen):
-        def saw(self, *args: Any) -> None:
-            started.append(subprocess.Popen([sys.executable, "-c", cutting, source.name]))
-            with pytest.raises(subprocess.TimeoutExpired):
-                started[0].wait(0.5)
-            super().saw(*args)
-
-    cut_short = Cut()
-    _between_windows(monkeypatch, lambda: started[0].wait(10))
-    with pytest.raises(errors.SourceChangedError):
-        _in_windows(source, [part(0, 0, source.size)], monkeypatch, cut_short)
-    assert [len(data) for _, _, data in cut_short.parts] == [1 << 20]
-    assert started[0].returncode == 0
+    assert sum(told) == sum(each.nbytes for each in ranges)

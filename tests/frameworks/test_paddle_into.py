@@ -277,7 +277,7 @@ def test_a_fault_in_the_middle_says_so(tmp_path: Path) -> None:
 
     options = mfload.Options(engine="pread", threads=1)
     with (
-        mock.patch.object(pread, "_WORTH_MAPPING", 1 << 60),
+        mock.patch.object(pread, "_ROWS_A_MAP", 1 << 60),
         mock.patch.object(os, "preadv", preadv),
         pytest.raises(errors.MfloadError) as caught,
     ):

@@ -226,3 +226,24 @@ def test_fork_protection_lasts_until_a_hung_reader_has_ended() -> None:
     go.set()
     assert watch.wait_for(lambda: not watch.readers())
     assert _forked(array)
+
+
+def test_memory_is_asked_to_be_huge_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the process has few maps, which are counted now and then."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        buffers, "madvise", lambda address, nbytes, _: asked.append((address, nbytes))
+    )
+    huge = buffers.HUGE
+    for n in range(20_000):
+        buffers.ask_huge(n * huge, huge)
+    assert len(asked) == 20_000
+    monkeypatch.setattr(buffers, "_MOST_MAPS", 1)
+    for n in range(20_000, 40_000):
+        buffers.ask_huge(n * huge, huge)
+    assert 20_000 < len(asked) < 30_000
+    monkeypatch.undo()
+    for n in range(40_000, 60_000):  # There is room again.
+        buffers.ask_huge(n * huge, 0)
+        buffers._Asked.may((n * huge, huge))  # pyright: ignore[reportPrivateUsage]
+    assert buffers._Asked.room  # pyright: ignore[reportPrivateUsage]

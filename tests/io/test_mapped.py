@@ -137,31 +137,6 @@ print(kept[0])
     assert (done.stdout, done.stderr) == (f"{path.read_bytes()[0]}\n", "")
 
 
-def test_neighbours_share_a_map_within_a_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, page = tmp_path / "file", mmap.PAGESIZE
-    data = np.random.default_rng(0).integers(0, 256, 20 * page + 77, np.uint8)
-    path.write_bytes(data.tobytes())
-    source, made = LocalFile(path), list[int]()
-    real = mapped.map_file
-
-    def map_file(*given: Any, **more: Any) -> Any:
-        made.append(given[-1])
-        return real(*given, **more)
-
-    monkeypatch.setattr(mapped, "map_file", map_file)
-    window = mapped.Window(source, 4 * page)
-    for offset, nbytes in [(9, 5), (page, page), (3 * page, page), (3 * page, page + 1), (0, 1),
-                           (20 * page, 77), (5, 10 * page), (6, 10 * page - 1)]:  # fmt: skip
-        memory, at = window.map_range(offset, nbytes)
-        assert np.array_equal(memory[at : at + nbytes], data[offset : offset + nbytes])
-    assert made == [4 * page, 4 * page, 4 * page, 77, 10 * page + 5]
-    os.truncate(path, page)
-    with pytest.raises(errors.SourceChangedError):
-        window.map_range(2 * page, 9)
-
-
 def test_a_range_is_mapped_alone_or_out_of_one_map(tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = np.random.default_rng(0).integers(0, 256, 5 * mmap.PAGESIZE + 77, np.uint8)

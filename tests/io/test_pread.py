@@ -258,7 +258,7 @@ def test_pages_of_a_target_are_made_at_once(
         request = Request(row, row.dtype, select(row, part))
         reads, memory = Reads(sources[0].costs), np.empty(request.nbytes, np.uint8)
         reads.parts([request], [None], [(0, 0)])
-        reader = pread.PreadReader(sources[0], window=sources[0].costs.span)
+        reader = pread.PreadReader(sources[0])
         for block in reads.end():
             reader.fill(block, [memory], WorkerSlot())
         reader.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,8 +37,8 @@ COLUMNS = np.s_[:, 8:16]
 @contextmanager
 def _way(name: str) -> Generator[str]:
     """One way of reading rows, for tensors of any size; the engine that it belongs to."""
-    worth = 0 if name == "map" else 1 << 60
-    with mock.patch.multiple(pread, _WORTH_MAPPING=worth, _ROWS_A_MAP=0):
+    few = 0 if name == "map" else 1 << 60
+    with mock.patch.multiple(pread, _APART=1 << 60, _ROWS_A_MAP=few):
         yield "direct" if name == "direct" else "pread"
 
 
@@ -61,6 +60,7 @@ def parts(draw: Any) -> tuple[Any, Any, Costs]:
         merge_gap=draw(st.sampled_from([0, 5, 17, 60, 10_000])),
         staged=draw(st.integers(16, 400)),
         span=draw(st.integers(16, 5000)),
+        row_gap=draw(st.sampled_from([None, 0, 10])),
     )
     return samples.numbers(shape, dtype), index, costs
 
@@ -80,8 +80,7 @@ def test_parts_are_what_numpy_gives(way: str, case: tuple[Any, Any, Costs], thre
         plan = make_plan([Request(info, dtype, select(info, index))], costs=costs)
         legs = dict(enumerate(route.choose([(source, source.size)], engine)))
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-        how = {"deadline": Deadline(None), "window": costs.span}
-        execute.run(plan, memory, [source], legs, threads=threads, **how)
+        execute.run(plan, memory, [source], legs, threads=threads, deadline=Deadline(None))
         (place,) = plan.places
         taken = np.ascontiguousarray(array[index])
         assert memory[place.buffer][place.at :][: taken.nbytes].tobytes() == taken.tobytes()
@@ -101,13 +100,13 @@ def large(tmp_path: Path) -> tuple[Path, Any]:
 def _maps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each block was copied out of a map, from now on."""
     seen: list[bool] = []
-    real = pread.PreadReader._copied  # pyright: ignore[reportPrivateUsage]
+    real = mapped.take_rows
 
-    def copied(reader: Any, block: Any, memory: Any) -> bool:
-        seen.append(real(reader, block, memory))
+    def take_rows(*given: Any) -> bool:
+        seen.append(real(*given))
         return seen[-1]
 
-    monkeypatch.setattr(pread.PreadReader, "_copied", copied)
+    monkeypatch.setattr(mapped, "take_rows", take_rows)
     return seen
 
 
@@ -119,89 +118,58 @@ def test_columns_are_copied_out_of_a_map(
         assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
         assert samples.same(opened.get_slice("a")[::-3, ::2], array[::-3, ::2])
     assert seen == [True, True]
-    with path.open("r+b"):  # No lease is left behind.
-        pass
 
 
-def test_steps_within_long_rows_are_copied_out_of_a_map(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refused", ["call", "map", "missing"])
+def test_what_the_kernel_refuses_to_copy_is_read(
+    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    array, seen = samples.numbers((8, 1 << 18), np.float32), _maps(monkeypatch)
+    (path, array), seen = large, _maps(monkeypatch)
+    if refused == "map":
+        refuse = mock.Mock(side_effect=errors.MemoryLimitError("no room"))
+        monkeypatch.setattr(mapped, "map_range", refuse)
+    else:
+        copier = None if refused == "missing" else lambda *_: False
+        monkeypatch.setattr(buffers, "copier", lambda: copier)
+    with mfload.open(path) as opened:
+        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
+    assert seen == [False]
+
+
+_CUT = """
+import fcntl, os, sys
+from mfload import errors, options
+import mfload
+from mfload.io import mapped
+
+path, call = sys.argv[1:]
+real = mapped.map_range
+
+def map_range(*given, **more):
+    made = real(*given, **more)
+    os.truncate(path, 5000)
+    return made
+
+mapped.map_range = map_range
+fcntl.fcntl = lambda *_: 0  # A file system that grants leases, and does not hold to them.
+try:
+    if call == "rows":
+        mfload.open(path).get_slice("a")[:, 8:16]
+    elif call == "convert":
+        mfload.load(path, "numpy", dtype="float16")
+    else:
+        mfload.verify(path, against=path)
+except errors.SourceChangedError:
+    pass
+"""
+
+
+@pytest.mark.parametrize("call", ["rows", "convert", "verify"])
+def test_a_file_that_is_cut_short_kills_no_reader(call: str, tmp_path: Path) -> None:
+    array = samples.numbers((4096, 2048), np.float32)
     path = samples.save(tmp_path / "a.safetensors", {"a": array})
-    with mfload.open(path) as opened:
-        assert samples.same(opened.get_slice("a")[:, ::3000], array[:, ::3000])
-    assert seen == [True]
-
-
-def test_a_file_that_is_open_for_writing_is_read_without_a_map(
-    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (path, array), seen = large, _maps(monkeypatch)
-    with path.open("r+b"), mfload.open(path) as opened:
-        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
-    assert seen == [False]
-
-
-@pytest.mark.parametrize("error", [OSError(22, "no leases"), AttributeError("F_SETLEASE")])
-def test_a_system_without_leases_reads_without_a_map(
-    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    (path, array), seen = large, _maps(monkeypatch)
-    monkeypatch.setattr(fcntl, "fcntl", mock.Mock(side_effect=error))
-    with mfload.open(path) as opened:
-        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
-    assert seen == [False]
-
-
-def test_where_a_map_is_refused_rows_are_read(
-    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (path, array), seen = large, _maps(monkeypatch)
-    refuse = mock.Mock(side_effect=errors.MemoryLimitError("no room"))
-    monkeypatch.setattr(mapped, "map_range", refuse)
-    with mfload.open(path) as opened:
-        assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
-    assert (seen, refuse.call_count) == ([False], 1)
-
-
-def test_a_process_that_cuts_the_file_waits_for_the_copy(
-    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, array = large
-    cutting = "import os, sys; os.truncate(sys.argv[1], 100)"
-    real, started = mapped.map_range, list[subprocess.Popen[bytes]]()
-
-    def map_range(*given: Any, **more: Any) -> Any:
-        made = real(*given, **more)
-        started.append(subprocess.Popen([sys.executable, "-c", cutting, str(path)]))
-        with pytest.raises(subprocess.TimeoutExpired):
-            started[0].wait(1)
-        return made
-
-    monkeypatch.setattr(mapped, "map_range", map_range)
-    with mfload.open(path) as opened:
-        # Not killed by a signal. Whether it is cut before the last look at it, is a matter of time.
-        with suppress(errors.SourceChangedError):
-            assert samples.same(opened.get_slice("a")[COLUMNS], array[COLUMNS])
-        assert started[0].wait(10) == 0
-        with pytest.raises(errors.SourceChangedError):
-            opened.get_slice("a")[COLUMNS]
-    assert path.stat().st_size == 100
-
-
-def test_threads_of_one_process_hold_a_lease_each(large: tuple[Path, Any]) -> None:
-    fd = os.open(large[0], os.O_RDONLY)
-    with mapped.held_still(fd) as first:
-        with mapped.held_still(fd) as second:
-            assert first
-            assert second
-        waits = threading.Thread(target=lambda: os.close(os.open(large[0], os.O_RDWR)))
-        waits.start()
-        waits.join(0.2)
-        assert waits.is_alive()
-    waits.join(10)
-    assert not waits.is_alive()
-    os.close(fd)
+    done = subprocess.run([sys.executable, "-c", _CUT, str(path), call], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_many_small_blocks_have_one_reader(tmp_path: Path) -> None:
@@ -224,10 +192,8 @@ def test_many_small_blocks_have_one_reader(tmp_path: Path) -> None:
     assert len(seen) == 1
 
 
-def test_a_map_of_rows_stays_within_the_overhead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    array = samples.numbers((1200, 25_000), np.float32)
+def test_maps_of_rows_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = samples.numbers((9000, 2500), np.float32)
     path, lengths = samples.save(tmp_path / "a.safetensors", {"a": array}), list[int]()
     real = mapped.map_range
 
@@ -236,12 +202,29 @@ def test_a_map_of_rows_stays_within_the_overhead(
         return real(source, offset, nbytes, **more)
 
     monkeypatch.setattr(mapped, "map_range", map_range)
-    for limit in (None, 4 << 20):
+    for limit, most in ((None, Costs().span), (16 << 20, 16 << 20)):
         options = mfload.Options(max_host_overhead=limit)
         with mfload.open(path, options=options) as opened:
             assert samples.same(opened.get_slice("a")[::-1, 8:16], array[::-1, 8:16])
-    assert len(lengths) == 2  # With the limit, each row is read.
-    assert max(lengths) <= Costs().span
+        assert 0 < max(lengths) <= most
+        lengths.clear()
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_what_lies_between_rows_is_read_over_by_one_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: bool
+) -> None:
+    """4 KiB in the page cache, 64 KiB on a disk; plan and report say so."""
+    leg = route.Leg("a", "pread", "", cold=cold)
+    monkeypatch.setattr(route, "choose", lambda wanted, *_: (leg,) * len(wanted))
+    for gap in (4095, 4096, 65535, 65536):
+        array, report = samples.numbers((40, 64 + gap), np.uint8), mfload.Report()
+        path = samples.save(tmp_path / f"{gap}.safetensors", {"a": array})
+        with mfload.open(path) as opened:
+            info = opened.info("a")
+            request = Request(info, info.dtype, select(info, np.s_[:, :64]))
+            assert samples.same(opened.load([request], report)[0], array[:, :64])
+        assert (report.over_read_bytes > 0) == (gap < ((64 << 10) if cold else (4 << 10)))
 
 
 def test_rows_past_the_page_cache_leave_nothing_there(
@@ -261,21 +244,6 @@ def test_rows_past_the_page_cache_leave_nothing_there(
     os.close(fd)
     assert cached is not None
     assert cached * path.stat().st_size <= 16 << 10  # The header.
-
-
-def test_conversions_take_their_numbers_from_a_map(
-    large: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (path, array), seen = large, _maps(monkeypatch)
-    with np.errstate(all="ignore"):
-        wanted = array.astype(np.float16)
-    made = mfload.load(path, "numpy", dtype={"a": "float16"})["a"]
-    assert samples.same(made, wanted)
-    assert set(seen) == {True}
-    with path.open("r+b"):  # No lease is left behind, and the load takes the other way.
-        made = mfload.load(path, "numpy", dtype={"a": "float16"})["a"]
-    assert samples.same(made, wanted)
-    assert not seen[-1]
 
 
 def test_rows_of_a_list_are_checked_when_they_are_converted(large: tuple[Path, Any]) -> None:

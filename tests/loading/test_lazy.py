@@ -363,7 +363,7 @@ def test_a_slice_reads_no_page_that_it_does_not_need(
         return got
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr("mfload.io.pread._WORTH_MAPPING", 1 << 60)
+    monkeypatch.setattr("mfload.io.pread._ROWS_A_MAP", 1 << 60)
     with mfload.open(path, options=mfload.Options(engine=engine)) as opened:
         assert samples.same(opened.get_slice("a")[index], np.asarray(array[index]))
     assert seen == pages
@@ -537,7 +537,7 @@ def test_what_is_asked_for_otherwise_takes_the_long_way(
     _no_session(monkeypatch)
     for options in (
         mfload.Options(engine="direct"),
-        mfload.Options(timeout=60),
+        mfload.Options(timeout=60, engine="mmap"),
         mfload.Options(allocator="framework"),
         mfload.Options(page_cache="bypass"),
     ):
@@ -553,6 +553,26 @@ def test_what_is_asked_for_otherwise_takes_the_long_way(
         opened.get_tensor("odd")
     with mfload.open(large) as opened, pytest.raises(AssertionError, match="session"):
         opened.get_slice("a")[1]
+
+
+@pytest.mark.parametrize("error", [None, BlockingIOError(), OSError(95, "not supported")])
+def test_with_a_timeout_what_is_cached_is_read_at_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
+        if flags and error is not None:
+            raise error
+        return real(fd, vector, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with mfload.open(path, options=mfload.Options(timeout=60)) as opened:
+        assert samples.same(opened.get_slice("embed")[3], MODEL["embed"][3])  # Opens the file.
+        if error is None:
+            _no_session(monkeypatch)
+        assert samples.same(opened.get_slice("embed")[3], MODEL["embed"][3])
+        assert samples.same(opened.get_tensor("odd"), MODEL["odd"])
 
 
 def test_files_stay_open_until_it_is_closed(path: Path) -> None:

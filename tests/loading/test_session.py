@@ -70,8 +70,7 @@ def test_memory_beside_the_result_is_bounded(
     else:
         assert samples.same(loaded["x"], LARGE["x"].astype(np.int32))
         assert samples.same(loaded["y"], LARGE["y"].astype(np.float64))
-        # What the page cache holds is converted out of it, the rest out of slots.
-        assert (report.peak_bytes > held) == (engine == "direct")
+        assert report.peak_bytes > held  # What is converted passes through slots.
 
 
 @pytest.mark.parametrize("limit", [0, 4096, 100_000])

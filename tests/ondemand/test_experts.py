@@ -117,6 +117,47 @@ class TestArguments:
         with ExpertCache(path, r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(.+)") as cache:
             assert set(cache.use(0, [0])[0]) == {"up_proj.weight", "up_proj.weight_scale"}
 
+    def test_names_of_checkpoints(self, tmp_path: Path) -> None:
+        """Scales come along, layers that predict further tokens do not."""
+        made: dict[str, Any] = {}
+        for layer, expert in itertools.product(range(2), range(4, 8)):
+            stem = f"layers.{layer}.mlp.experts.{expert}.up_proj"
+            made[f"model.{stem}.weight"] = np.full(64, 10 * layer + expert, np.uint8)
+            made[f"model.{stem}.weight_scale_inv"] = np.full(2, expert, np.float32)
+            made[f"mtp.{stem}.weight"] = np.zeros(64, np.uint8)
+        path = samples.save(tmp_path / "a.safetensors", made)
+        with ExpertCache(path) as cache:
+            assert cache.experts == {0: 4, 1: 4}
+            cache.prefetch(1, [5])
+            with cache.use(1, [7, 5]) as experts:  # As on a rank that has experts 4 to 7.
+                for number in (5, 7):
+                    arrays = experts[number]
+                    assert set(arrays) == {"up_proj", "up_proj.weight_scale_inv"}
+                    assert (arrays["up_proj"] == 10 + number).all()
+                    assert (arrays["up_proj.weight_scale_inv"] == number).all()
+            for wrong in (3, 8, -1):
+                with pytest.raises(errors.UsageError, match="numbers from 4 to 7"):
+                    cache.use(1, [wrong])
+        with ExpertCache(path, r"mtp\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight") as cache:
+            assert not cache.use(1, [4])[4]["up_proj"].any()
+
+    def test_every_second_expert(self, tmp_path: Path) -> None:
+        stem = "layers.0.mlp.experts"
+        made = {f"{stem}.{n}.up_proj.weight": np.full(64, n, np.uint8) for n in range(1, 9, 2)}
+        with ExpertCache(samples.save(tmp_path / "a.safetensors", made)) as cache:
+            assert (cache.use(0, [3])[3]["up_proj"] == 3).all()
+            with pytest.raises(errors.UsageError, match="from 1 to 7, 4 of them"):
+                cache.use(0, [2])
+
+    def test_experts_one_below_the_other_are_refused(self, tmp_path: Path) -> None:
+        """As in DBRX: 16 experts of 12 rows each."""
+        stem = "transformer.blocks.0.ffn.experts.mlp"
+        made = {f"{stem}.{name}": np.zeros((16 * 12, 6), np.float16) for name in ("w1", "v1", "w2")}
+        path = samples.save(tmp_path / "a.safetensors", made)
+        with pytest.raises(errors.UnsupportedShapeError, match="no dim of experts") as caught:
+            ExpertCache(path, r"blocks\.(\d+)\.ffn\.experts\.mlp\.(\w+)")
+        assert (caught.value.tensor, caught.value.found) == (f"{stem}.v1", [192, 6])
+
     def test_no_match(self, path: Path) -> None:
         with pytest.raises(errors.TensorNotFoundError, match="no name is one of an expert"):
             ExpertCache(path, r"blocks\.(\d)\.(\d)\.(\w)")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import samples
 
+import mfload
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
 from mfload.planning import boxes
@@ -144,3 +149,18 @@ def test_packed_elements_move_as_bytes() -> None:
     (cell,) = boxes.cells([request], COSTS)
     assert (cell.offset, cell.nbytes) == (4, 64 + 8)
     assert cell.wanted == request.nbytes == 16
+
+
+def test_lists_of_rows_are_not_kept(tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros((4096, 8), np.float32)})
+    with mfload.open(path) as opened:
+        part, rows = opened.get_slice("a"), np.random.default_rng(0)
+        for number in range(20):
+            if number == 2:
+                tracemalloc.start()
+                before, _ = tracemalloc.get_traced_memory()
+            part[rows.integers(0, 4096, 10_000).tolist(), :4]
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert after - before < 1 << 20

@@ -120,6 +120,7 @@ def cases(draw: Any, most: int = 12) -> Case:
         merge_gap=draw(st.sampled_from([0, 1, 2, 5, 17, 60, 10_000])),
         staged=draw(st.integers(16, 400)),
         span=draw(st.integers(16, 2000)),
+        row_gap=draw(st.sampled_from([None, 0, 3])),
     )
     flags = np.zeros(len(data), np.bool_)
     flags[wanted] = True
@@ -170,8 +171,8 @@ def _check_gaps(read: Any, case: Case) -> None:
     over = np.concatenate([[False], (read > 0) & ~case.wanted, [False]])
     (edges,) = np.nonzero(over[1:] != over[:-1])
     gaps = edges[1::2] - edges[::2]
-    assert (gaps < max(1, case.costs.merge_gap)).all()
-    if case.costs.merge_gap <= 1:
+    assert (gaps < max(1, case.costs.merge_gap, case.costs.row_gap or 0)).all()
+    if case.costs.merge_gap <= 1 and not case.costs.row_gap:
         assert not gaps.size
 
 
@@ -179,7 +180,7 @@ def _check_gaps(read: Any, case: Case) -> None:
 @given(cases(most=400))
 @settings(max_examples=60)
 def test_engines_read_what_the_plan_says(way: str, case: Case) -> None:
-    engine, worth = ("pread", 0) if way == "map" else (way, 1 << 60)
+    engine, few = ("pread", 0) if way == "map" else (way, 1 << 60)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
         path.write_bytes(case.file)
@@ -196,8 +197,8 @@ def test_engines_read_what_the_plan_says(way: str, case: Case) -> None:
             return done
 
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-        maps = mock.patch.multiple(pread, _WORTH_MAPPING=worth, _ROWS_A_MAP=0)
-        how = {"threads": 2, "deadline": Deadline(None), "window": case.costs.span}
+        maps = mock.patch.multiple(pread, _APART=1 << 60, _ROWS_A_MAP=few)
+        how = {"threads": 2, "deadline": Deadline(None)}
         with mock.patch.object(os, "preadv", preadv), maps:
             execute.run(plan, memory, [source], legs, **how)
         _hold(case, plan, memory)
