@@ -202,7 +202,7 @@ def copier() -> Callable[[int, Any], bool] | None:
     whether all were copied: a page that can't be had is no signal. None if the system has no
     such call.
     """
-    call: Any = getattr(_libc(), "process_vm_readv", None)
+    call: Any = getattr(libc(), "process_vm_readv", None)
     if call is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_ulong
