@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -281,7 +280,9 @@ class Index:
 
     def part(self, columns: Columns) -> Index:
         """The index of some of the tensors."""
-        made = copy.copy(self)
+        from copy import copy  # Late: loads do without it.
+
+        made = copy(self)
         made.tensors = made.names = Table(columns)
         made.columns = columns
         return made

@@ -5,7 +5,6 @@ If an index file says which shard holds each tensor, a shard's header is read wh
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -89,12 +88,13 @@ class Headers:
     def chosen(self, rows: Sequence[TensorInfo], file: str) -> Sequence[TensorInfo]:
         """The rows of a file without copies: tensors that the index has in another file."""
         placed = self.found.placed or {}
-        columns = rows if isinstance(rows, Columns) else Columns.of(rows)
-        copies = [name for name in columns.names if placed.get(name, file) != file]
-        for name in copies:
-            self.copies.setdefault(name, []).append(file)
-        gone = {*copies}
-        return [row for row in columns if row.name not in gone] if gone else rows
+        names = rows.names if isinstance(rows, Columns) else [row.name for row in rows]
+        if [*map(placed.get, names)].count(file) == len(names):  # Fast, for it is nearly always so.
+            return rows
+        for name in names:
+            if placed.get(name, file) != file:
+                self.copies.setdefault(name, []).append(file)
+        return [row for row in rows if placed.get(row.name, file) == file]
 
     def add(
         self, what: str, info: TensorInfo, expected: object = None, found: object = None
@@ -137,7 +137,9 @@ class ShardedIndex(Index):
         with suppress(errors.ShardNotFoundError):
             _ = self.tensors
             return self
-        return self._bounded(lambda: _whole(copy.copy(self.found), missing_ok=True).every)
+        from copy import copy
+
+        return self._bounded(lambda: _whole(copy(self.found), missing_ok=True).every)
 
     @property
     def searched(self) -> Collection[str]:
@@ -566,15 +568,17 @@ def _ask_ahead(files: Collection[str | Source]) -> None:
 
 
 def _compare_index(seen: Headers, placed: dict[str, str]) -> None:
-    files, numbers = {source.name for source in seen.sources}, seen.tensors.numbers
-    for name, file in placed.items():
-        if name not in numbers and file in files:
+    files, held = {source.name for source in seen.sources}, seen.tensors.numbers.keys()
+    for name in () if placed.keys() <= held else placed:
+        if name not in held and (file := placed[name]) in files:
             what, holders = "the tensor is not where the index says", seen.copies.pop(name, None)
             where = " and ".join(holders or ["no file"])
             seen.problems.append(Problem(what, seen.found.name, name, file, where))
-    seen.unnamed = seen.tensors.keys() - placed.keys()
+    seen.unnamed = held - placed.keys()
     complete = not seen.unnamed and len(files) == len(seen.found.files)
-    total = sum(row.nbytes for row in seen.tensors.values())
+    columns = seen.tensors.columns  # The column has bytes of the first piece.
+    total = sum(columns.nbytes)
+    total += sum(row.nbytes - row.pieces[0].nbytes for row in columns.others.values())
     if complete and seen.found.total not in (None, total):
         # Off in many published checkpoints, and no loader uses it.
         given = brief(seen.found.total)
