@@ -40,7 +40,7 @@ _COMMITTED = "commit_success.txt"
 _MARKS = frozenset({TREE, CHECKPOINT, "orbax.checkpoint", ARRAYS, ocdbt.MANIFEST})
 _UNSIGNED = r"(?:\d{1,18}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?"
 _NUMBER = f"[-+]?{_UNSIGNED}"
-_NUMBERED = re.compile(rf"(?s)(?P<prefix>.*?)(?P<step>(?:(?<![A-Za-z0-9])[-+])?{_UNSIGNED})")
+_NUMBERED = re.compile(rf"(?s)(?P<prefix>.*?)(?<!\d)(?P<step>(?:(?<![A-Za-z])[-+])?{_UNSIGNED})")
 # As Flax takes names apart, so that their order is the same here.
 _NUMBERS = re.compile(f"({_NUMBER})")
 _USUAL = ("", "checkpoint_")  # Prefixes that Orbax and Flax look for unless told another.
@@ -174,21 +174,21 @@ def _choose(directory: str, found: Sequence[Step], step: Number | None) -> Step:
     for some in ({*_USUAL}, {each.prefix for each in found if asked(each)}):
         if len(prefixes) > 1:
             prefixes = (prefixes & some) or prefixes
-    newest = {each.prefix: each.name for each in sorted(found, key=_age) if each.prefix in prefixes}
+    mine = sorted((each for each in found if each.prefix in prefixes), key=_age)
     if len(prefixes) > 1:
         what = "steps of several trainings side by side; name one, or give the prefix"
-        raise errors.CheckpointError(what, file=directory, problems=(*sorted(newest.values()),))
-    mine = [each for each in found if each.prefix in prefixes]
+        newest = sorted({each.prefix: each.name for each in mine}.values())
+        raise errors.CheckpointError(what, file=directory, problems=tuple(newest))
     wanted = [each for each in mine if asked(each)]
     finished = [each for each in wanted if each.finished]
     if not finished and wanted:
-        raise _unfinished(os.path.join(directory, max(wanted, key=_age).name))
+        raise _unfinished(os.path.join(directory, wanted[-1].name))
     if not finished:
         there = sorted({each.number for each in mine if each.finished})[-_SHOWN:]
         what, expected = f"there is no step {step}", ", ".join(map(str, there)) or "a step"
         raise errors.SourceNotFoundError(what, file=directory, expected=expected)
     exact = [each for each in finished if each.name == f"{each.prefix}{step}"] or finished
-    chosen = max(exact, key=_age)
+    chosen = exact[-1]
     same = [each.name for each in exact if each.number == chosen.number]
     if len(same) > 1:
         what = f"several checkpoints of step {chosen.number}; name one of them"
@@ -241,21 +241,22 @@ def _unfinished(directory: str) -> errors.CheckpointError:
 
 def items(directory: str) -> Items:
     """The items of a checkpoint. Metrics beside a single other item are not one of them."""
-    found = Items(_trees(directory), {}, [])
-    handlers = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+    trees, plain, other = _trees(directory), dict[str, str](), list[str]()
     for name in listed(directory):
         place = os.path.join(directory, name)
-        if name in found.trees or _TEMPORARY in name or not os.path.isdir(place):
+        if name in trees or _TEMPORARY in name or not os.path.isdir(place):
             continue
         files = [os.path.join(place, each) for each in _JSON]
-        file = next(filter(os.path.isfile, files), None)
-        if file is not None:
-            found.plain[name] = file
-        elif not isinstance(handlers, dict) or name in handlers:
-            found.other.append(name)
-    if len(found.trees) + len(found.plain) == 2:
-        found.plain.pop(_METRICS, None)
-    return found
+        if file := next(filter(os.path.isfile, files), None):
+            plain[name] = file
+        else:
+            other.append(name)
+    if other:  # Orbax may have directories of its own there.
+        handlers = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+        other = [name for name in other if not isinstance(handlers, dict) or name in handlers]
+    if len(trees) + len(plain) == 2:
+        plain.pop(_METRICS, None)
+    return Items(trees, plain, other)
 
 
 def _trees(directory: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ or msgpack files, `<prefix><step>`, which have their names when they are whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,5 +76,7 @@ def _is_msgpack(path: str) -> bool:
     from mfload import sources
     from mfload.formats import msgpack
 
-    file = sources.local_file(path)
-    return msgpack.recognise(file.read(0, min(file.size, _HEAD)), path)
+    with contextlib.suppress(errors.SourceError):
+        file = sources.local_file(path)
+        return msgpack.recognise(file.read(0, min(file.size, _HEAD)), path)
+    return False

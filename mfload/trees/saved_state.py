@@ -67,7 +67,9 @@ class SavedState:
         if [*self._by_name] == [""] and len(index.tensors) == 1:  # One array, however it is named.
             self._by_name |= dict.fromkeys(index.tensors, "")
         self._values: dict[str, Any] = {}
-        self._paths: dict[str, str] = {}  # Of tensors in the tree, by name.
+        self._paths: dict[
+            str, str
+        ] = {}  # Of tensors in the tree, by name; not what mapping= gives.
         self.notes: list[str] = []
         self.index = self._with_numbers(index, mapped)
         picked = None if names is None else selection.select(self.index, names)
@@ -75,11 +77,8 @@ class SavedState:
 
     def resolve(self, name: str) -> str:
         """The leaf's name for one that a file has; the same if there is no such leaf."""
-        for each in (name, self._paths.get(name, name)):
-            found = self._by_name.get(each, self._short.get(_without_value(each)))
-            if found is not None:
-                return found
-        return name
+        name = self._paths.get(name, name)
+        return self._by_name.get(name, self._short.get(_without_value(name), name))
 
     def matching(self) -> dict[str, Any]:
         """Arguments of `matching.match`."""
@@ -92,9 +91,13 @@ class SavedState:
         if structure.KEY not in metadata:
             return index
         file, tensors = index.files[0], index.tensors
-        tree = structure.loads(metadata[structure.KEY], file, lambda name: (tensors[name], name)[1])
+
+        def tensor(name: structure.TensorName) -> structure.TensorName:
+            return tensors[name] and name  # A row is true; KeyError if there is none.
+
+        tree = structure.loads(metadata[structure.KEY], file, tensor)
         tree = self._of_target(tree, structure.items(metadata, file), file, mapped)
-        _collect(tree, (), self._values, self._paths, file)
+        _collect(tree, (), self._values, {} if mapped else self._paths, file)
         held = {leaf.name: leaf for leaf in self.leaves}
         rows = [
             _row(name, value, held.get(self.resolve(name)))
@@ -219,7 +222,7 @@ def _collect(
         for key, each in items:
             _collect(each, (*path, str(key)), found, paths, file)
     elif isinstance(value, structure.TensorName):
-        paths[value] = ".".join(path)
+        paths.setdefault(value, ".".join(path))
     elif value is not None:
         name = ".".join(path)
         if name in found:

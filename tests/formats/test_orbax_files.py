@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.formats import ocdbt, orbax, structure
+from mfload.formats import ocdbt, orbax, orbax_directories, structure
 from mfload.formats.crc32c import crc32c
 
 KINDS = ["v0-ocdbt-zarr2-zstd", "v0-ocdbt-zarr3-raw", "v1-files-zarr2-raw", "v1-files-zarr3-zstd"]
@@ -99,6 +99,19 @@ def test_steps_with_a_prefix(written: Path, tmp_path: Path) -> None:
     assert len(mfload.load(tmp_path, "numpy")) == 17
     with pytest.raises(errors.SourceNotFoundError, match="no step with the prefix 'run_'"):
         orbax.locate(tmp_path, prefix="run_")
+
+
+def test_the_numbers_of_steps() -> None:
+    for name, wanted in {
+        "5": ("", 5), "model_0002": ("model_", 2), "checkpoint_0.5": ("checkpoint_", 0.5),
+        "a_1e-05": ("a_", 1e-5), "a_-1.5": ("a_", -1.5), "run-5": ("run-", 5), "v1.2": ("v", 1.2),
+        "-3": ("", -3), "a" + "1" * 18: ("a", int("1" * 18)),
+    }.items():  # fmt: skip
+        assert orbax_directories.numbered(name) == wanted
+    for name in ("checkpoint_tmp", "checkpoint_5_gda", "a" + "1" * 19, "", "a_", "inf"):
+        assert orbax_directories.numbered(name) is None
+    assert orbax_directories.numbered("v15", "v1") == ("v1", 5)
+    assert orbax_directories.numbered("run-5", "run") == ("run", -5)
 
 
 def test_one_step_twice_is_refused(written: Path, tmp_path: Path) -> None:

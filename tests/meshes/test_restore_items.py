@@ -198,6 +198,16 @@ def test_the_only_item_with_arrays(root: Path) -> None:
     assert_same(whole, mfload.restore(root, blank(whole)))
 
 
+def test_keys_that_are_called_like_an_item(tmp_path: Path) -> None:
+    item = {"b": jnp.zeros(2), "a": {"b": jnp.ones(2)}}
+    args = {"a": ocp.args.StandardSave(item), "config": ocp.args.JsonSave({"n": 1})}
+    with orbax_savers.manager(tmp_path, enable_async_checkpointing=False) as manager:
+        manager.save(1, args=ocp.args.Composite(**args))
+    wanted = {"a": item, "config": {"n": 1}}
+    assert_same(mfload.restore(tmp_path, blank(wanted)), wanted)
+    assert_same(mfload.restore(tmp_path), wanted)
+
+
 def test_arrays_and_random_keys_as_items(root: Path) -> None:
     found = mfload.restore(root, step=2)
     assert found["seeds"].tolist() == [0, 1, 2, 3]

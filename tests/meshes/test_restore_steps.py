@@ -128,6 +128,8 @@ def test_what_is_no_step(tmp_path: Path) -> None:
         manager.save(3, args=orbax_savers.ocp.args.StandardSave({"w": jnp.full(2, 3.0)}))
     (tmp_path / "run" / "log.4").write_text("text")
     (tmp_path / "run" / "plot_5").write_bytes(b"\x89PNG")
+    (tmp_path / "run" / "core.6").write_bytes(b"")
+    (tmp_path / "run" / ("data" + "7" * 30)).write_bytes(b"\x81\xa1a\x01")
     assert found(tmp_path / "run") == [3, 3]
     for how in ({"prefix": "checkpoint_"}, {"step": 4}):
         with pytest.raises(errors.SourceNotFoundError):
