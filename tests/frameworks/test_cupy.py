@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance import material
 from conformance.device_memory import DeviceMemoryConformance, Ground
 from conformance.export import kind, read
-from conformance import material
 from conformance.material import COMMON, stored
 from conformance.suite import Conformance, assert_documented, no_gpu
 from devices.entered import entered
