@@ -33,8 +33,8 @@ class Form(NamedTuple):
     type: str
 
 
-NAMES = {name: row.aliases[0] for name, row in dtypes.KNOWN.items()}
-"""What NumPy, ml_dtypes and most frameworks call each dtype."""
+NAMES = {name: row.aliases[0] for name, row in dtypes.TABLE.items()}
+"""What NumPy, ml_dtypes and most frameworks call each dtype of safetensors."""
 
 COMMON = {
     name: NAMES[name]

@@ -14,7 +14,7 @@ from mfload.runtime import NamedTuple
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _WIDE = {name: kind for name, kind in NAMES.items() if not name.startswith("F6_")}
-_NARROW = tuple(NARROW)
+_NARROW = {name: name for name in NARROW}
 _BRAIN = {"BF16": "bfloat16"}
 
 
@@ -31,22 +31,19 @@ class Traits(NamedTuple):
         return forms({name: kind for name, kind in self.own.items() if has(kind)}, self.copied)
 
 
-_TENSORFLOW = (*_FLOAT8, "F8_E4M3FNUZ", "F8_E5M2FNUZ", *_NARROW)
+_TENSORFLOW = (*_FLOAT8, "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 # Paddle takes uint16 for bfloat16.
 _PADDLE = {name: kind for name, kind in COMMON.items() if name != "U16"} | _BRAIN
 
 TRAITS = {
-    "jax": Traits(_WIDE, ("F4", *_NARROW), 64, True),
+    "jax": Traits(_WIDE | _NARROW, ("F4", *_NARROW), 64, True),
     # Its own integers of 2 and 4 bits are names alone: no operation takes them, not even a copy.
-    "torch": Traits(
-        {name: kind for name, kind in _WIDE.items() if name not in NARROW}
-        | {"F4": "float4_e2m1fn_x2"},
-        (),
-        None,
-        True,
-    ),
+    "torch": Traits(_WIDE | {"F4": "float4_e2m1fn_x2"}, (), None, True),
     "tensorflow": Traits(
-        COMMON | _BRAIN | {name: NAMES[name] for name in _TENSORFLOW}, _TENSORFLOW, 64, True
+        COMMON | _BRAIN | {name: NAMES[name] for name in _TENSORFLOW} | _NARROW,
+        (*_TENSORFLOW, *_NARROW),
+        64,
+        True,
     ),
     "paddle": Traits(_PADDLE | {name: NAMES[name] for name in _FLOAT8}, (), 64, True),
     "cupy": Traits(COMMON | _BRAIN, (), None, False),

@@ -303,7 +303,7 @@ class Session:
             readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
         self.notes = (*index.notes, *adapter.notes)
-        for name in {name for name, *_ in self._known} & dtypes.NARROW.keys():
+        for name in sorted({name for name, *_ in self._known} & dtypes.NARROW.keys()):
             if (kind := adapter.forms[name].type) != name:
                 what = f"{name} arrives as {kind}, with its numbers"
                 self.notes += (f"{what}: {adapter.name} has no such arrays",)

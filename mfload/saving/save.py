@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
+from mfload.dtypes import DType
 from mfload.errors import counted
 from mfload.progress import Progress, shown
 from mfload.report import Printable, human
@@ -161,13 +162,13 @@ def fetched(tensor: TensorToSave) -> Any:
 
 def widened(given: Sequence[TensorToSave]) -> list[str]:
     """Says which tensors are of a dtype that safetensors lacks."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[DType, list[str]] = {}
     for each in given:
         if each.given is not None:
-            kinds.setdefault(f"{each.given} as {each.dtype}", []).append(each.name)
+            kinds.setdefault(each.given, []).append(each.name)
     return [
-        f"{kind}, which safetensors has no smaller one for; dtype={{name: …}} or a target of that "
-        f"dtype brings it back: {', '.join(names[:_SHOWN])}"
+        f"{kind} as {kind.wide}: safetensors has no {kind}; dtype={{name: {kind.name!r}}}, or a "
+        f"target of that dtype, brings it back: {', '.join(names[:_SHOWN])}"
         + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         for kind, names in kinds.items()
     ]

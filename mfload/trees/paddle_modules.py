@@ -68,7 +68,9 @@ class PaddleModule(Module):
 
     def empty(self, number: int, shape: tuple[int, ...], dtype: DType) -> Any:
         """Memory of Paddle's own."""
-        ((self._new[number], _),) = self._adapter.empty([(base.NAMES[dtype.name], shape)])
+        ((self._new[number], _),) = self._adapter.empty(
+            [(self._adapter.forms[dtype.name].type, shape)]
+        )
         return self._new[number]
 
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
