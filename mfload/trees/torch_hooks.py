@@ -7,7 +7,6 @@ names. Other modules are filled without it, so only their hooks for afterwards a
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -176,15 +175,12 @@ def _own(module: Any) -> bool:
 
 
 def _overrides(module: Any) -> bool:
-    return "_load_from_state_dict" in vars(module) or not _is_plain(type(module))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_plain(kind: Any) -> bool:
+    kind = type(module)  # Not remembered: one made by a parametrization holds its module.
     return (
-        kind._load_from_state_dict in _PLAIN
-        and kind.set_extra_state is _BASE.set_extra_state
-        and kind.get_extra_state is _BASE.get_extra_state
+        "_load_from_state_dict" in vars(module)
+        or kind._load_from_state_dict not in _PLAIN
+        or kind.set_extra_state is not _BASE.set_extra_state
+        or kind.get_extra_state is not _BASE.get_extra_state
     )
 
 
