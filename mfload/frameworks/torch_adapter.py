@@ -17,7 +17,7 @@ from mfload.dlpack import View, capsule
 from mfload.dtypes import NO_INFINITY, TABLE
 from mfload.frameworks import base, private_api
 from mfload.frameworks.traits import TRAITS
-from mfload.io import convert, pread
+from mfload.io import pread
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
@@ -125,6 +125,8 @@ def check_range(name: str, tensor: Any, dtype: Any) -> None:
     row = base.ROWS.get(str(dtype).removeprefix("torch."))
     if row is None or row.name not in NO_INFINITY or tensor.dtype == dtype or not tensor.numel():
         return
+    from mfload.io import convert  # A load that converts nothing does without it.
+
     wide = torch.float64 if tensor.element_size() > 4 else torch.float32
     most = tensor.detach().to(wide).abs().nan_to_num(0.0, torch.inf).max().reshape(1).cpu().numpy()
     convert.convert(most, np.empty(1, row.numpy), name, checked=True)
