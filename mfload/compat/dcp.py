@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,12 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from mfload import dtypes, errors
+from mfload import errors
 from mfload.formats import checkpoint
 from mfload.frameworks import torch_adapter, torch_memory
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Box, Index, TensorInfo
-from mfload.io import convert
 from mfload.load_options import OVERHEAD, LoadOptions, started
 from mfload.loading.session import Loader, Shared, let_go
 from mfload.mesh import base, load as mesh_load
@@ -44,7 +42,6 @@ from mfload.sources.base import Source
 from mfload.trees.modules import gather_rows
 
 _FORMS = torch_adapter.TorchAdapter.forms
-_FINITE = {f"torch.{row.aliases[0]}": row for row in map(dtypes.lookup, dtypes.NO_INFINITY)}
 _BATCH, _PARTS = 64 << 20, 4  # What waits to be copied is at most a fourth of the overhead.
 # What HuggingFaceStorageWriter says of the parts that a file holds, and how one that is not the
 # first is known.
@@ -229,7 +226,7 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
                     torch.autograd.graph.increment_version(view)
                 else:  # What inference mode made is changed in it alone, and by views made there.
                     with torch.inference_mode(view.is_inference()):
-                        self._check_range(parts[n][1], array, view)
+                        self._check_range(parts[n][1], array, view.dtype)
                         view[...].copy_(array)
         return report
 
@@ -290,15 +287,10 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
                 what, **given, expected=expected, found=f"shape {shape}"
             )
 
-    def _check_range(self, name: str, array: Any, view: Any) -> None:
-        """Refuses numbers that a float without infinity can't hold, which `copy_` changes."""
-        info, to = self._index.tensors[name], _FINITE.get(str(view.dtype))
-        if to is None or to is info.dtype or not array.numel():
-            return
-        wide = torch.float64 if array.element_size() > 4 else torch.float32
-        most = array.to(wide).abs().nan_to_num(0.0, torch.inf).max().cpu().numpy()
-        with errors.about(file=self._index.files[info.pieces[0].source]):
-            convert.convert(most.reshape(1), np.empty(1, to.numpy), name, checked=True)
+    def _check_range(self, name: str, array: Any, dtype: Any) -> None:
+        piece = self._index.tensors[name].pieces[0]
+        with errors.about(file=self._index.files[piece.source]):
+            torch_adapter.check_range(name, array, dtype)
 
     def _memory(self, part: _Part, target: Any, alone: bool) -> Any:
         """The memory of a tensor that a part can be read straight into; None if it can't.

@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -266,6 +266,26 @@ def torch_copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def torch_load_hooks(module: Any) -> tuple[Collection[Any], Collection[Any]]:
+    """The hooks that `load_state_dict` calls before and after a module is filled.
+
+    There is no public way to learn of them; of a version that keeps them elsewhere none is found.
+    """
+    before = getattr(module, "_load_state_dict_pre_hooks", {})
+    return before.values(), getattr(module, "_load_state_dict_post_hooks", {}).values()
+
+
+def torch_before_loading(module: Any, hook: Callable[..., None]) -> Any:
+    """Adds a hook that `load_state_dict` calls before a module is filled; gives its handle."""
+    given = {"with_module": True}  # What the public method, which came with 2.5, is short for.
+    return module._register_load_state_dict_pre_hook(hook, **given)
+
+
+def torch_saves(module: Any, buffer: str) -> bool:
+    """Whether a buffer is one that `state_dict` saves; True if this version does not say."""
+    return buffer not in getattr(module, "_non_persistent_buffers_set", ())
 
 
 def torch_dispatches() -> bool:

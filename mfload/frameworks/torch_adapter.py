@@ -16,7 +16,7 @@ from torch.utils import dlpack
 
 from mfload import errors
 from mfload.dlpack import View, capsule
-from mfload.dtypes import TABLE
+from mfload.dtypes import NO_INFINITY, TABLE
 from mfload.frameworks import base, private_api
 from mfload.frameworks.traits import TRAITS
 from mfload.io import pread
@@ -128,6 +128,18 @@ def _tensor(view: View) -> Any:
     if kind is None:
         return dlpack.from_dlpack(capsule(view))
     return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
+
+
+def check_range(name: str, tensor: Any, dtype: Any) -> None:
+    """Raises LossyCastError if `copy_` to a float without infinity would change numbers."""
+    row = base.ROWS.get(str(dtype).removeprefix("torch."))
+    if row is None or row.name not in NO_INFINITY or tensor.dtype == dtype or not tensor.numel():
+        return
+    from mfload.io import convert  # A load that converts nothing does without it.
+
+    wide = torch.float64 if tensor.element_size() > 4 else torch.float32
+    most = tensor.detach().to(wide).abs().nan_to_num(0.0, torch.inf).max().reshape(1).cpu().numpy()
+    convert.convert(most, np.empty(1, row.numpy), name, checked=True)
 
 
 def make(device: object) -> TorchAdapter:

@@ -84,7 +84,8 @@ def load_into(
     A `torch.nn.Module` is filled in place and returned: its parameters and the buffers that it
     saves, by their names in `state_dict()`. What lies on the meta device gets memory; DTensors
     (`fully_shard`, `distribute_module`) are filled with the part of this process, and all processes
-    of their meshes must call this together. So is a `paddle.nn.Layer`, with its distributed
+    of their meshes must call this together. Modules in it that have load hooks are loaded through
+    these, by `load_state_dict`. A `paddle.nn.Layer` is filled likewise, with its distributed
     tensors; parameters that were made under `paddle.LazyGuard` get memory. Of a `keras.Model` or
     another layer of Keras, which must be built, the weights are filled, by `variable.path`
     ("dense/kernel"): where TensorFlow or JAX is under Keras, they are assigned new arrays.

@@ -34,6 +34,7 @@ class Matched(NamedTuple):
     recipes: dict[int, Recipe]  # By number of the leaf; leaves without one stay as they are.
     notes: tuple[str, ...]
     ties: tuple[tuple[Recipe, Recipe], ...] = ()  # What `ties.warn` compares.
+    stray: tuple[str, ...] = ()  # Names of the target's that it has no place for.
 
 
 _REMEDY = "the same names; or mapping=, which gives others, or strict=False, which loads what fits"
@@ -51,6 +52,7 @@ def match(
     resolve: Callable[[str], str] | None = None,
     picked: Collection[str] | None = None,
     remedy: str = _REMEDY,
+    judged: tuple[str, ...] = (),
     file: str | None = None,
 ) -> Matched:
     """Finds out how a target is made of a checkpoint; arguments as for `mfload.load_into`.
@@ -58,11 +60,10 @@ def match(
     `arrays` are the names of the dtypes that the framework has arrays of. `fits` raises MisfitError
     if a leaf can't take what a recipe makes. `resolve` gives the leaf's name for one that files may
     have for it. `picked` are the tensors that are loaded; leaves of others stay as they are.
-    `remedy` is what errors of names expect, `file` what errors name.
+    `judged` are the beginnings of names that the caller judges itself, if leaves or tensors lack
+    the other. `remedy` is what errors of names expect, `file` what errors name.
     """
-    if isinstance(dtype, str) and dtype in ("target", "stored"):
-        dtype = {} if dtype == "target" else None  # No rules, and as stored.
-    wish = selection.read_dtype(dtype)
+    wish = read_dtype(dtype)
     held = {name: leaf for leaf in leaves if leaf.held for name in leaf.names}
     unheld = {name: leaf for leaf in leaves if not leaf.held for name in leaf.names}
     claims = Claims(index.tensors.values(), held, mapping, resolve, picked)
@@ -83,10 +84,10 @@ def match(
             problems[misfit.kind].append(f"{name}: {misfit}")
     if strict:
         for leaf in leaves:
-            if not leaf.held and not leaf.optional:
+            if not leaf.held and not leaf.optional and not leaf.name.startswith(judged):
                 line = f"{leaf.name}: no stored tensor becomes {leaf.value.dtype}"
                 problems["misfit"].append(line)
-        _check_names(problems, claims, leaves, unheld)
+        _check_names(problems, claims, leaves, unheld, judged)
     notes = _check_rules(problems, claims, index.tensors)
     counts = ", ".join(
         f"{len(lines)} {kind}{'s' if len(lines) > 1 and kind.endswith(_PLURAL) else ''}"
@@ -128,7 +129,15 @@ def match(
     if isinstance(wish, selection.Rules):
         wish.warn_of_unmatched(held)
     plain = ((a, b) for a, b in ties if a.transform.plain and b.transform.plain)
-    return Matched(recipes, tuple(notes), tuple(plain))
+    stray = tuple(target for _, target in claims.stray if target is not None)
+    return Matched(recipes, tuple(notes), tuple(plain), stray)
+
+
+def read_dtype(dtype: Any) -> selection.Rules | dtypes.DType | None:
+    """What `dtype=` asks for: no rules for "target", None for "stored"."""
+    if isinstance(dtype, str) and dtype in ("target", "stored"):
+        dtype = {} if dtype == "target" else None
+    return selection.read_dtype(dtype)
 
 
 # -- claims ----------------------------------------------------------------------------------
@@ -299,6 +308,7 @@ def _check_names(
     claims: Claims,
     leaves: Sequence[Leaf],
     unheld: Mapping[str, Leaf],
+    judged: tuple[str, ...],
 ) -> None:
     """Leaves that nothing fills, and tensors that go nowhere."""
     filled = claims.by_target.keys() | claims.passed
@@ -310,6 +320,8 @@ def _check_names(
     for leaf in lacking:
         if leaf.optional or (leaf.optimizer and not some):
             spare += leaf.names
+        elif leaf.name.startswith(judged):
+            continue
         else:
             empty.append(leaf)
     given = [target or info.name for info, target in claims.stray]
@@ -320,6 +332,8 @@ def _check_names(
     wanted = [name for leaf in empty for name in leaf.names]
     wanted += spare if len(wanted) + len(spare) <= _AMONG else []
     for at, (info, target) in enumerate(claims.stray):
+        if target is not None and target.startswith(judged):
+            continue
         if target is None:
             reason, hint = "no rule matches", _meant(info.name, wanted, at)
             entries = claims.entries if at < _GUESSED else ()

@@ -44,7 +44,7 @@ from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.trees import batches, matching, ties
 from mfload.trees.batches import BatchItem, LeafPart
-from mfload.trees.recipe import Leaf, MisfitError, Recipe, brief
+from mfload.trees.recipe import OPEN, Leaf, MisfitError, Recipe, brief
 
 # `batches` counts what has landed twice; NumPy may hold two more copies of a part.
 _COPIES = 2
@@ -75,6 +75,9 @@ class Module:
             `abstract`: it has no memory; not `held`: it can't be filled, `value.dtype` says why.
         tensors: The framework's own, those of leaves first.
         sharded_by: What a user does instead of giving `mesh=` and `shardings=`.
+        own_code: What names begin with whose tensors `take` gets, as they are stored.
+        own_names: Names of what it fills with them.
+        judged: These, and beginnings of names of which `finish` tells what is wrong with them.
         replaces: Whether leaves that have no `memory` get new arrays from the adapter, installed
             batch by batch, where they are stored as they are wanted.
     """
@@ -83,6 +86,9 @@ class Module:
     leaves: Sequence[Leaf]
     tensors: Sequence[Any]
     sharded_by: str
+    own_code: tuple[str, ...] = ()
+    own_names: Sequence[str] = ()
+    judged: tuple[str, ...] = ()
     replaces = False
 
     def placed(self, tensor: Any) -> tuple[Any, Sequence[Any]] | None:
@@ -112,23 +118,24 @@ class Module:
             )
         return backend, tuple(sorted(ranks))
 
-    def sharding(self, number: int, dtype: DType, backend: MeshBackend) -> Any:
-        """The sharding of a leaf that becomes a dtype; None if this process holds all of it.
+    def sharding(
+        self, name: str, shape: tuple[int, ...], tensor: Any, dtype: DType, backend: MeshBackend
+    ) -> Any:
+        """The sharding of a tensor that becomes a dtype; None if this process holds all of it.
 
         Raises ShardingError if what this process holds is not a box.
         """
-        leaf, tensor = self.leaves[number], self.tensors[number]
         if (placed := self.placed(tensor)) is None:
             return None
-        request = Request(TensorInfo(leaf.name, dtype, leaf.shape, ()), dtype)
+        request = Request(TensorInfo(name, dtype, shape, ()), dtype)
         (made,) = backend.resolve([request], placed[0], list(placed[1]), "error", ())
-        shares = backend.shares(made, leaf.shape)
+        shares = backend.shares(made, shape)
         box = next((share.box for share in shares if share.process == backend.rank), None)
         held = tuple(self.local(tensor).shape)
         if box is None or stored(dtype, shape_of(box)) != held:
             raise errors.ShardingError(
                 "this process holds another part than the placements say",
-                tensor=leaf.name,
+                tensor=name,
                 expected=f"{box} by {placed[1]}",
                 found=f"a local tensor of shape {list(held)}",
             )
@@ -160,11 +167,33 @@ class Module:
         """
         raise NotImplementedError
 
-    def assembled(self, number: int, new: New) -> Any:
-        """The new tensor of a leaf, sharded if the leaf is."""
+    def own_adapter(self) -> Adapter:
+        """Makes the arrays for `take`."""
+        raise NotImplementedError
+
+    def take(self, prefix: str, state: dict[str, Any], wish: Any, *, strict: bool) -> None:
+        """Loads one of `own_code` from what is stored; `wish` is `matching.read_dtype`'s."""
+        raise NotImplementedError
+
+    def finish(
+        self, missing: Iterable[str], unexpected: Iterable[str]
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Ends a load by what the module itself does then, if any names are `judged`.
+
+        Args:
+            missing: Names of leaves that were not filled.
+            unexpected: Names that the module has no place for.
+
+        Returns:
+            Those that are still wrong, with those of `own_code`, and other errors.
+        """
+        raise NotImplementedError
+
+    def assembled(self, shape: tuple[int, ...], new: New) -> Any:
+        """The new tensor of a leaf of a shape, sharded if the leaf is."""
         if new.sharding is None:
             return new.array
-        whole = Whole(self.leaves[number].shape, new.dtype, new.sharding, {0: new.array})
+        whole = Whole(shape, new.dtype, new.sharding, {0: new.array})
         return base.backend(self.framework).assemble([whole])[0]
 
     def bare(self) -> list[str]:
@@ -248,6 +277,7 @@ def load_into(
             with shown(progress, filling.stored_bytes if progress else 0) as advance:
                 filling.run(done, advance)
         module.install(filling.made, filling.landing)
+        stay = filling.finish(found, strict=strict)
     except BaseException as error:
         if filling is not None and (begun := filling.begun):
             error.add_note(
@@ -259,10 +289,8 @@ def load_into(
         raise
     if report is not None:
         notes = [*found.notes, *done.notes]
-        stay = [n for n, leaf in enumerate(module.leaves) if leaf.held and n not in found.recipes]
         if stay:
-            names = brief([module.leaves[n].name for n in stay], 3)
-            notes.append(f"the checkpoint has nothing for {names}: they stay as they are")
+            notes.append(f"the checkpoint has nothing for {brief(stay, 3)}: they stay as they are")
         done.notes = tuple(dict.fromkeys(notes))
         vars(report).update(vars(done))
     if bare := module.bare():
@@ -313,6 +341,7 @@ class _Filling:
         self._put: set[int] = set()  # What was begun to be filled by it.
         self._steps: list[_Step] = []
         self._adapter: InPlaceAdapter | None = None
+        self._wish, self._strict = None, True
         self.made: dict[int, New] = {}
         self.landing: Collection[int] = ()
 
@@ -320,6 +349,13 @@ class _Filling:
         """Plans everything; what can be refused is refused here, on all processes."""
         index, sources, options = self._loader.index, self._loader.sources, self._loader.options
         forms = self._loader.adapter.forms.items()
+        self._wish, self._strict = matching.read_dtype(dtype), strict
+        if self._module.own_code:
+            targets = matching.Claims(index.tensors.values(), None, mapping).by_target
+            names = {name: None for name in targets if name.startswith(self._module.own_code)}
+            names |= dict.fromkeys(self._module.own_names)  # Rules may be for these.
+            some = (Leaf((name,), OPEN, abstract=True) for name in names)
+            self._module.leaves = [*self._module.leaves, *some]
         found = matching.match(
             index,
             self._module.leaves,
@@ -328,6 +364,7 @@ class _Filling:
             dtype=dtype,
             arrays={name for name, form in forms if form.how != "bytes"},
             fits=self._fit,
+            judged=self._module.judged,
         )
         if self._group is not None:
             recipes = found.recipes.values()
@@ -344,10 +381,11 @@ class _Filling:
                 f"the module holds {leaf.dtype} and keeps it, {recipe.dtype} is asked for; convert "
                 "the module first, or make it without memory",
             )
-        if self._backend is not None:
+        if self._backend is not None and leaf.shape != OPEN:
             number = self._numbers[leaf.name]
+            given = leaf.name, leaf.shape, self._module.tensors[number], recipe.dtype
             try:
-                sharding = self._module.sharding(number, recipe.dtype, self._backend)
+                sharding = self._module.sharding(*given, self._backend)
             except errors.ShardingError as error:
                 raise MisfitError("misfit", str(error)) from None
             self._shardings[number] = sharding
@@ -376,6 +414,7 @@ class _Filling:
         direct: list[TensorShares] = []
         replaced: list[tuple[int, TensorShares]] = []
         arranged: list[tuple[int, list[LeafPart]]] = []
+        taken: dict[int, TensorShares | None] = {}
         for at, (number, recipe) in enumerate(recipes.items()):
             boxes = {rank: tuple((a, b) for a, b in every[rank][at][0]) for rank in sorted(every)}
             shares = tuple(
@@ -385,6 +424,8 @@ class _Filling:
             nbytes = recipe.dtype.size_of(local) or 0
             self._nbytes += nbytes
             lands = all(row[at][1] for row in every.values())  # The same on all processes.
+            if leaves[number].shape == OPEN:
+                taken[number] = None
             if leaves[number].abstract:
                 self._new_bytes += nbytes
                 self.made[number] = New(None, recipe.dtype, self._shardings.get(number))
@@ -393,7 +434,9 @@ class _Filling:
             if lands:
                 info, checked = recipe.tensors[0], recipe.checked
                 wanted = TensorShares(info, recipe.landed, checked, shares)
-                if leaves[number].abstract or memory[number] is not None:
+                if number in taken:
+                    taken[number] = wanted if nbytes else None
+                elif leaves[number].abstract or memory[number] is not None:
                     direct.append(wanted)
                 else:
                     del memory[number]
@@ -410,6 +453,7 @@ class _Filling:
         self._steps.append(_Step(requests, loader, land))
         self._steps += self._replacing(replaced, loader)
         self._steps += self._arranged(arranged, options)
+        self._steps += self._taken(taken, recipes)
 
     def _memory(self, number: int, recipe: Recipe) -> Any:
         """The memory of a leaf; what processes exchange is put together on the host."""
@@ -479,6 +523,67 @@ class _Filling:
             Session(loader, [each for step in steps for each in step.requests[self._rank]])
         return steps
 
+    def _taken(
+        self, taken: Mapping[int, TensorShares | None], recipes: Mapping[int, Recipe]
+    ) -> list[_Step]:
+        """The steps of what the module's own code takes, of one or several of its parts."""
+        options, own = self._loader.options, self._module.own_code
+        if not own:
+            return []
+        given = self._loader.index, self._loader.sources, self._module.own_adapter(), options
+        loader, limit = Loader(*given), options.max_host_overhead
+        parts = {prefix: list[int]() for prefix in own}
+        for number in taken:
+            name = self._module.leaves[number].name
+            parts[next(prefix for prefix in own if name.startswith(prefix))].append(number)
+        units: list[tuple[int, tuple[str, list[int]]]] = []
+        for prefix, numbers in parts.items():
+            nbytes = sum(_nbytes(recipes[n]) for n in numbers)
+            if limit is not None and nbytes > limit:
+                raise errors.MemoryLimitError(
+                    "max_host_overhead is too small for what a module's load hooks take at once",
+                    tensor=recipes[numbers[0]].name,
+                    expected=f"{errors.amount(nbytes, limit)} or more",
+                    found=errors.amount(limit, limit),
+                )
+            units.append((nbytes, (prefix, numbers)))
+        steps: list[_Step] = []
+        for group in grouped(units, _TOGETHER, lambda unit: unit[0]):
+            some = dict(part for _, part in group)
+            wanted = (taken[n] for numbers in some.values() for n in numbers)
+            requests = self._requests(each for each in wanted if each is not None)
+            take = functools.partial(self._take, some, requests[self._rank])
+            steps.append(_Step(requests, loader, take))
+        return steps
+
+    def _take(
+        self, parts: Mapping[str, list[int]], requests: Sequence[Request], fetched: list[Any]
+    ) -> None:
+        self._put.update(*parts.values())
+        self._land(requests, fetched)
+        for prefix, numbers in parts.items():
+            state = {self._module.leaves[n].name: self.made.pop(n).array for n in numbers}
+            self._module.take(prefix, state, self._wish, strict=self._strict)
+
+    def finish(self, found: matching.Matched, *, strict: bool) -> list[str]:
+        """Ends the load; the names of what stays as it is."""
+        leaves = self._module.leaves
+        stay = [leaf for n, leaf in enumerate(leaves) if leaf.held and n not in found.recipes]
+        if not self._module.judged:
+            return [leaf.name for leaf in stay]
+        names = [name for leaf in stay if leaf.shape != OPEN for name in leaf.names]
+        missing, extra, wrong = self._module.finish(names, found.stray)
+        if strict:
+            wrong += (f"missing: {name}: nothing in the checkpoint goes there" for name in missing)
+            wrong += (f"extra: {name}: the module has no place for it" for name in extra)
+        if wrong:
+            raise errors.MappingError(
+                "the checkpoint does not fit the module, as its own code for loading says",
+                expected="what load_state_dict takes; or strict=False, if it is for names alone",
+                problems=tuple(wrong),
+            )
+        return missing
+
     def _requests(self, wanted: Iterable[TensorShares]) -> dict[int, list[Request]]:
         return {self._rank: []} | base.requests(wanted)
 
@@ -502,10 +607,10 @@ class _Filling:
             array = self._module.empty(number, shape, self.made[number].dtype)
             self.made[number] = self.made[number]._replace(array=array)
         for requests, loader, finish in self._steps:
-            if not any(requests.values()):
-                continue
             one, kept = Report(), buffers.live_bytes() - held
-            if self._group is None or self._backend is None:
+            if not any(requests.values()):
+                fetched = []
+            elif self._group is None or self._backend is None:
                 fetched = loader.load(requests[self._rank], report=one, advance=advance)
             else:
                 given = requests, loader, self._backend

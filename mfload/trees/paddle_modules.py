@@ -92,7 +92,9 @@ class PaddleModule(Module):
     def install(self, made: Mapping[int, New], written: Iterable[int]) -> None:
         """Gives parameters their memory; autograd refuses what it kept of others from before."""
         for number, new in made.items():
-            private_api.paddle_give(self.assembled(number, new), self.tensors[number])
+            private_api.paddle_give(
+                self.assembled(self.leaves[number].shape, new), self.tensors[number]
+            )
         for number in written:
             private_api.paddle_written(self.tensors[number])
 

@@ -24,6 +24,10 @@ new_row: Any = tuple.__new__
 """Makes a named tuple, of all of its fields, in half the time that its own constructor takes."""
 
 
+OPEN: Shape = (-1,)
+"""The shape of a leaf that takes any."""
+
+
 class Leaf(NamedTuple):
     """One leaf of a target."""
 
@@ -145,7 +149,7 @@ def _make(
     if len(set(axes)) < len(axes):
         raise MisfitError("bad rule", f"stack= names dim {axes[0]} twice")
     made = inner._replace(counts=counts, axes=axes)
-    if made.shape != leaf.shape:
+    if made.shape != leaf.shape != OPEN:
         found = f"{info.name} is {list(info.shape)}"
         if not made.plain:
             several = f"{len(claims)} tensors such as " if len(claims) > 1 else ""
@@ -250,7 +254,8 @@ def _stretch(claim: Claim, leaves: Mapping[str, Leaf], count: int) -> tuple[int,
     if sizes is None:
         # From the elements of the targets; one may be what the others leave.
         row = max(1, math.prod(shape[:axis] + shape[axis + 1 :]) * count)
-        targets = [None if name is None else leaves.get(name) for name in claim.names]
+        found = (None if name is None else leaves.get(name) for name in claim.names)
+        targets = [None if leaf is None or leaf.shape == OPEN else leaf for leaf in found]
         wanted = [0 if leaf is None else math.prod(leaf.shape) for leaf in targets]
         left = shape[axis] - sum(wanted) // row
         if any(size % row for size in wanted) or targets.count(None) > 1:

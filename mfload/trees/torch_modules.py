@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +12,14 @@ import torch
 
 from mfload import errors
 from mfload.dtypes import DType
-from mfload.frameworks import base, torch_adapter, torch_memory
+from mfload.frameworks import base, private_api, torch_adapter, torch_memory
+from mfload.mesh import base as mesh_base
+from mfload.planning import selection
+from mfload.trees import torch_hooks
 from mfload.trees.modules import Module, New, overlapping, stored, tied, unfit
-from mfload.trees.recipe import Leaf
+from mfload.trees.recipe import OPEN, Leaf
 
+_COUNT = "num_batches_tracked"
 # Integers of the width of each item: they are copied bit for bit, whatever they stand for.
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,12 +35,16 @@ class TorchModule(Module):
 
     def __init__(self, module: Any) -> None:
         fsdp = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
-        if any(isinstance(each, fsdp) for each in module.modules()):
-            raise errors.UsageError(
-                "FullyShardedDataParallel keeps parameters in flat ones, which no stored tensor is",
-                expected="fully_shard(module), or load_into before the module is wrapped",
-                found="FullyShardedDataParallel",
-            )
+        says = torch_hooks.whole(module)
+        for each in module.modules():
+            if isinstance(each, fsdp):
+                raise errors.UsageError(
+                    "FullyShardedDataParallel keeps parameters in flat ones, which no stored "
+                    "tensor is",
+                    expected="fully_shard(module), or load_into before the module is wrapped",
+                    found="FullyShardedDataParallel",
+                )
+            says = says or torch_hooks.says(each)
         self._module = module
         # With the tensors themselves; FSDP2 takes the sharded ones back first.
         state: dict[str, Any] = module.state_dict(keep_vars=True)
@@ -45,15 +54,44 @@ class TorchModule(Module):
                 self._owners.setdefault(id(tensor), []).append((each, name))
         found = tied(state, _key)
         self.tensors = [tensor for _, tensor in found]
+        self._parts: dict[str, Any] = {}
+        self._wrong: dict[str, torch_hooks.Wrong] = {}
+        if says:
+            self._aliases = {name: names for names, _ in found for name in names}
+            self._parts = {part.prefix: part.module for part in self._find_parts(state)}
+            self.own_code = tuple(self._parts)
+            self.own_names = [name for name in state if name.startswith(self.own_code)]
+            self.judged = (*self.own_code, *torch_hooks.listening(module))
+            found = [each for each in found if not each[0][0].startswith(self.own_code)]
+            filled = [tensor for _, tensor in found]
+            self.tensors = [*filled, *(state[name] for name in self.own_names)]
         self.leaves: Sequence[Leaf] = [self._leaf(*each) for each in found]
         saved = set(map(id, state.values()))
         self.leaves += [
             unfit((name,), "a buffer that the module does not save (persistent=False)", True)
             for name, buffer in module.named_buffers(remove_duplicate=False)
             if id(buffer) not in saved and name not in state
+            if not name.startswith(self.own_code)
         ]
         self._new: dict[int, Any] = {}
         self._mesh = next((t.device_mesh for t in self.tensors if _is_dtensor(t)), None)
+
+    def _find_parts(self, state: Mapping[str, Any]) -> list[torch_hooks.Part]:
+        """What loads by code of its own, and owners of what that shares: the last value counts."""
+        also: set[int] = set()
+        while parts := torch_hooks.parts(self._module, also):
+            inside = tuple(part.prefix for part in parts)
+            shared = {
+                id(owner)
+                for names in self._aliases.values()
+                if len({name.startswith(inside) for name in names}) > 1
+                for name in names
+                for owner, _ in self._owners.get(id(state[name]), ())
+            }
+            if shared <= also:
+                break
+            also |= shared
+        return parts
 
     def _leaf(self, names: Sequence[str], tensor: Any) -> Leaf:
         if (why := self._unfit(tensor)) is not None:
@@ -63,7 +101,7 @@ class TorchModule(Module):
         if row.elements > 1 and shape:
             shape = (*shape[:-1], shape[-1] * row.elements)
         # Files from before there were such counts lack them.
-        optional = all(name.endswith("num_batches_tracked") for name in names)
+        optional = all(name.endswith(_COUNT) for name in names)
         return Leaf(tuple(names), shape, row, tensor, optional=optional, abstract=tensor.is_meta)
 
     def _unfit(self, tensor: Any) -> str | None:
@@ -108,7 +146,7 @@ class TorchModule(Module):
         target = self._new.get(number)
         if target is None:
             target = self.local(self.tensors[number])
-        row = self.leaves[number].dtype
+        row = base.ROWS[_name(target)]
         first = (*start[:-1], start[-1] // row.elements) if row and start else start
         units = torch.from_numpy(array.view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
         with torch.no_grad(), torch.inference_mode(target.is_inference()):
@@ -126,8 +164,14 @@ class TorchModule(Module):
                 ) from error
 
     def adapter(self) -> base.Adapter:
-        if not any(leaf.abstract for leaf in self.leaves):
-            return torch_adapter.make("cpu")
+        made = any(leaf.abstract for leaf in self.leaves if leaf.shape != OPEN)
+        return self._on_device() if made else self.own_adapter()
+
+    def own_adapter(self) -> base.Adapter:
+        return torch_adapter.make("cpu")  # As from `safetensors.torch.load_file`.
+
+    def _on_device(self) -> torch_adapter.TorchAdapter:
+        """Where what has no memory gets it."""
         if self._mesh is None or self._mesh.device_type == "cpu":
             return torch_adapter.make(None if self._mesh is None else "cpu")
         module = torch.get_device_module(self._mesh.device_type)
@@ -135,7 +179,8 @@ class TorchModule(Module):
 
     def empty(self, number: int, shape: tuple[int, ...], dtype: DType) -> Any:
         kind = getattr(torch, torch_adapter.TorchAdapter.forms[dtype.name].type)
-        device = self.adapter().place
+        own = self.leaves[number].shape == OPEN
+        device = (self.own_adapter() if own else self.adapter()).place
         self._new[number] = torch.empty(stored(dtype, shape), dtype=kind, device=device)
         return self._new[number]
 
@@ -144,17 +189,83 @@ class TorchModule(Module):
             torch.autograd.graph.increment_version(self.local(self.tensors[number]))
         sharded: list[Any] = []
         for number, new in made.items():
-            old, array = self.tensors[number], self.assembled(number, new)
-            if isinstance(old, torch.nn.Parameter):
-                array = _parameter(old, array)
-            for key, value in vars(old).items():
-                vars(array).setdefault(key, value)
-            for owner, name in self._owners[id(old)]:
-                setattr(owner, name, array)
-                sharded += [owner] if new.sharding is not None else []
-        for owner in dict.fromkeys(sharded):
-            # Loads nothing; its hooks tell FSDP2 of the new parameters.
-            owner.load_state_dict({}, strict=False)
+            old = self.tensors[number]
+            self._replace(old, self.assembled(self.leaves[number].shape, new))
+            if new.sharding is not None:
+                sharded += (owner for owner, _ in self._owners[id(old)])
+        torch_hooks.tell_fsdp(dict.fromkeys(sharded))
+
+    def _replace(self, old: Any, array: Any, *where: tuple[Any, str]) -> None:
+        """Puts a new tensor in the place of another: in its owners, or `where` if it is new."""
+        if isinstance(old, torch.nn.Parameter):
+            array = _parameter(old, array)
+        for key, value in vars(old).items():
+            vars(array).setdefault(key, value)
+        for owner, name in self._owners.get(id(old), where):
+            setattr(owner, name, array)
+
+    # Modules that are loaded by code of their own.
+
+    def take(self, prefix: str, state: dict[str, Any], wish: Any, *, strict: bool) -> None:
+        part, own = torch_hooks.Part(prefix, self._parts[prefix]), torch_hooks.whole(self._module)
+        if own and strict:  # One name is enough for a variable.
+            for name in self._aliases.keys() - state.keys():
+                known = (other for other in self._aliases[name] if other in state)
+                state.update((name, state[other]) for other in known)
+        meet = functools.partial(self._meet, wish)
+        try:
+            self._wrong[prefix] = torch_hooks.load(part, state, meet, strict, own)
+        except Exception as error:
+            error.add_note(f"raised by what {prefix[:-1] or 'the module'} does when it is loaded")
+            raise
+
+    def _meet(self, wish: Any, module: Any, state: dict[str, Any], prefix: str) -> None:
+        """Gives memory to what is about to be copied to, and shards what is copied."""
+        for name, tensor in list(_variables(module, recurse=False)):
+            key = prefix + name
+            value: Any = state.get(key)
+            if not isinstance(value, torch.Tensor) or not private_api.torch_saves(module, name):
+                continue
+            if torch.nn.parameter.is_lazy(tensor) or tensor.shape != value.shape:
+                continue  # Said by `load_state_dict`.
+            kind = _asked(wish, key, tensor, value)
+            if kind != tensor.dtype and not tensor.is_meta:
+                what = f"the module holds {tensor.dtype} and keeps it, {kind} is asked for"
+                raise errors.MappingError(what, tensor=key, expected="a module without memory")
+            torch_adapter.check_range(key, value, kind)
+            sharded = _is_dtensor(tensor) and not _is_dtensor(value)
+            if sharded:
+                value = state[key] = self._part(key, tensor, value.to(kind))
+            if tensor.is_meta:
+                given: dict[str, Any] = {"dtype": kind, "device": self._on_device().place}
+                made = value if sharded else torch.empty(tensor.shape, **given)
+                self._replace(tensor, made, (module, name))
+
+    def _part(self, name: str, tensor: Any, value: Any) -> Any:
+        """What a DTensor is to hold of a value, as a DTensor."""
+        backend, shape, row = (
+            mesh_base.backend("torch"),
+            tuple(value.shape),
+            base.ROWS[_name(value)],
+        )
+        sharding = self.sharding(name, shape, tensor, row, backend)
+        shares = backend.shares(sharding, shape)
+        box = next(share.box for share in shares if share.process == backend.rank)
+        device = self._on_device().place if tensor.is_meta else self.local(tensor).device
+        mine = value[tuple(slice(*dim) for dim in box)].to(device).clone().contiguous()
+        return self.assembled(shape, New(mine, row, sharding))
+
+    def finish(
+        self, missing: Iterable[str], unexpected: Iterable[str]
+    ) -> tuple[list[str], list[str], list[str]]:
+        wrong = torch_hooks.finish(self._module, self._wrong, missing, unexpected)
+        absent = set(wrong.missing)
+        missing = [
+            name
+            for name in wrong.missing
+            if absent.issuperset(self._aliases.get(name, ())) and not name.endswith(_COUNT)
+        ]
+        return missing, wrong.unexpected, wrong.errors
 
     def bare(self) -> list[str]:
         return [name for name, tensor in _variables(self._module) if tensor.is_meta]
@@ -167,6 +278,17 @@ def _class(module: str, name: str) -> tuple[type, ...]:
     """A class of a module of PyTorch if that was imported; none else."""
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)
+
+
+def _asked(wish: Any, name: str, tensor: Any, value: Any) -> Any:
+    """The dtype of a tensor that gets memory for a value."""
+    by_name = isinstance(wish, selection.Rules)
+    asked = wish.find(name) if by_name else wish
+    if asked is None:
+        return tensor.dtype if by_name else value.dtype
+    if not by_name and not (asked.kind == "float" and value.is_floating_point()):
+        return value.dtype
+    return getattr(torch, torch_adapter.TorchAdapter.forms[asked.name].type)
 
 
 def _is_dtensor(tensor: Any) -> bool:

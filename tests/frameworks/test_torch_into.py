@@ -534,7 +534,8 @@ def test_arguments_that_are_for_jax_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_filled_is_named(tmp_path: Path) -> None:
-    lazy = torch.nn.LazyLinear(4)
+    lazy = torch.nn.Module()
+    lazy.weight = torch.nn.UninitializedParameter()
     path = write(tmp_path / "net.safetensors", torch.nn.Linear(4, 4))
     with pytest.raises(errors.MappingError, match="not initialised yet: run the module once"):
         mfload.load_into(lazy, path)

@@ -21,6 +21,8 @@ def files(directory: Path) -> None:
         each.copy_(torch.arange(each.numel()) + len(name))
     state = {name: each for name, each in net.state_dict().items() if name != "head.weight"}
     safetensors.torch.save_file(state, directory / "net.safetensors")
+    state["blocks.0.fc.weight"] = state.pop("blocks.0.up.weight")
+    safetensors.torch.save_file(state, directory / "hooked.safetensors")
     parts = {"part.0": torch.randn(90, 20), "part.1": torch.randn(90, 50)}
     safetensors.torch.save_file(parts, directory / "parts.safetensors")
     linear = torch.nn.Linear(8, 8).state_dict()
@@ -63,6 +65,17 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
     assert all(line["exchanged"] == 0 for line in lines(ended, "mapped:auto"))
     assert sum(line["exchanged"] for line in lines(ended, "mapped:once")) > 0
     assert sum(line["read"] for line in lines(ended, "plain")) == total
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_modules_with_hooks(tmp_path: Path, count: int) -> None:
+    files(tmp_path)
+    hows = ["fsdp", "tensor_parallel"] + ["both"] * (count > 2)
+    ways = [("held", "auto"), ("meta", "auto"), ("meta", "once")]
+    names = [f"hooked:{how}:{where}:{exchange}" for how in hows for where, exchange in ways]
+    ended = launching.launch(tmp_path, names, count=count, seconds=120, script=SCRIPT)
+    for name in names:
+        lines(ended, name)
 
 
 def cases_state(directory: Path) -> dict[str, Any]:

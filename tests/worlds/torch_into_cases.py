@@ -66,6 +66,24 @@ class Net(torch.nn.Module):
         return self.head(x)
 
 
+class Hooked(Net):
+    """Blocks that load names from before, and rows in another order; one is told of afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_load_state_dict_pre_hook(self._before)
+        self.blocks[0].told = self.blocks[1].told = 0
+        self.blocks[1].register_load_state_dict_post_hook(self._after)
+
+    @staticmethod
+    def _before(_: Any, state: Any, prefix: str, *more: Any) -> None:
+        state[f"{prefix}up.weight"] = state.pop(f"{prefix}fc.weight").flip(0)
+
+    @staticmethod
+    def _after(module: Any, _: Any) -> None:
+        module.told += 1
+
+
 def fsdp(net: Any, mesh: Any) -> None:
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
@@ -165,6 +183,31 @@ def compare(net: Any, like: Any) -> None:
 
 def part(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def hooked(here: World, how: str, where: str, exchange: str) -> dict[str, Any]:
+    """Against `load_state_dict` of a module that is not sharded."""
+    with torch.device("meta" if where == "meta" else "cpu"):
+        net = Hooked()
+    globals()[how](net, mesh_for(here.count, how))
+    path = here.directory / "hooked.safetensors"
+    mfload.load_into(net, path, **as_options({"timeout": 30, "exchange": exchange}))
+    like = Hooked()
+    state = safetensors.torch.load_file(path)
+    like.load_state_dict(state | {"head.weight": state["embed.weight"]})
+    for name, each in net.state_dict().items():
+        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        assert torch.equal(whole, like.state_dict()[name]), name
+    assert [block.told for block in net.blocks] == [0, 1]
+    assert all(
+        type(each) is torch.nn.Parameter or isinstance(each, DTensor) for each in net.parameters()
+    )
+    tokens = torch.arange(12).reshape(3, 4) * 4
+    ours, theirs = net(tokens), like(tokens)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    ours.sum().backward()
+    assert net.blocks[0].up.weight.grad is not None
+    return {}
 
 
 def again(here: World) -> dict[str, Any]:
