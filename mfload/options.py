@@ -105,7 +105,9 @@ class Options:
             disk. "keep": yes; "bypass": no, it is read with O_DIRECT where the file takes it;
             "auto": yes if the load reads at most a quarter of the available memory.
         threads: Number of reader threads. Default: chosen from the cores and the engine.
-        timeout: Seconds after which a call raises LoadTimeoutError. Default: never.
+        timeout: Seconds after which a call raises LoadTimeoutError; of what was opened, for each
+            request. Readers that hang keep the buffers that they fill until their reads return.
+            Default: never.
         max_host_overhead: Bytes of host memory beside the result, as a number or a text such as
             "256MiB". Default: 256 MiB, or one tensor where a framework must copy a larger one.
         max_device_overhead: The same for the memory of each device.

@@ -16,8 +16,8 @@ import pytest
 import watch
 
 import mfload
-import mfload.compat
 from mfload import Options, errors, ondemand
+from mfload.planning import layout
 from mfload.sources.base import ClosedAtEnd, Costs
 
 EXPERTS = {
@@ -27,7 +27,6 @@ EXPERTS = {
     for part in ("up_proj", "down_proj")
 }
 OTHERS = {"embed": np.zeros((100, 100), np.float32), "norm": np.ones(7, np.float32)}
-HEADER = 64 << 10
 
 
 class Slow:
@@ -191,24 +190,37 @@ def test_the_timeout(
     assert watch.wait_for(lambda: not watch.readers() and mfload.live_bytes() == 0)
 
 
-def test_the_timeout_of_neurons(bundled: Path) -> None:
+@pytest.mark.parametrize("opening", [True, False])
+def test_the_timeout_of_neurons(bundled: Path, opening: bool) -> None:
     slow = Slow(bundled)
-    for at_opening in (True, False):
-        slow.gate.clear()
-        start = time.monotonic()
-        with pytest.raises(errors.LoadTimeoutError) as info:
-            if at_opening:
-                _neurons(slow, Options(timeout=0.5))
-            slow.blocked = False
-            with ondemand.NeuronCache(slow, options=Options(timeout=0.5)) as cache:
-                slow.blocked = True
-                cache.use(0, [1])
-        assert time.monotonic() - start < 4
-        assert info.value.file == "slow"
-        del info
-        cache = None
-        slow.gate.set()
-        assert watch.wait_for(lambda: not watch.readers() and mfload.live_bytes() == 0)
+    slow.blocked = opening
+
+    def use() -> None:
+        with ondemand.NeuronCache(slow, options=Options(timeout=0.5)) as cache:
+            slow.blocked = True
+            cache.use(0, [1])
+
+    start = time.monotonic()
+    with pytest.raises(errors.LoadTimeoutError) as info:
+        use()
+    assert time.monotonic() - start < 4
+    assert info.value.file == "slow"
+    del info
+    slow.gate.set()
+    assert watch.wait_for(lambda: not watch.readers() and mfload.live_bytes() == 0)
+
+
+def test_what_a_load_leaves_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reader that hangs keeps the buffer that it writes to; the error says how many do."""
+    monkeypatch.setattr(layout, "BUFFER", 64 << 10)
+    slow = Slow(path)
+    slow.costs = Costs(block=64 << 10, concurrency=2)  # Or one thread would read so little.
+    with pytest.raises(errors.LoadTimeoutError, match="2 readers left behind") as info:
+        mfload.load(slow, "numpy", options=Options(timeout=0.5, threads=2))
+    del info
+    assert 0 < mfload.live_bytes() <= 2 * (64 << 10) + 8192
+    slow.gate.set()
+    assert watch.wait_for(lambda: not watch.readers() and mfload.live_bytes() == 0)
 
 
 def _interrupt() -> None:
@@ -250,13 +262,16 @@ class TestCaches:
         """It ends the waiting at once; the cache closes after 5 seconds at most."""
         start = time.monotonic()
         timer = threading.Timer(0.3, _interrupt)
-        with pytest.raises(KeyboardInterrupt):  # noqa: SIM117 - the cache is closed after it
+
+        def use() -> None:
             with ondemand.ExpertCache(slow, gather=engine) as cache:
                 timer.start()
                 cache.use(0, [2])
+
+        with pytest.raises(KeyboardInterrupt):
+            use()
         assert time.monotonic() - start < 7
         timer.join()
-        cache = None
         slow.gate.set()
         assert watch.wait_for(lambda: not watch.readers() and mfload.live_bytes() == 0)
 
@@ -294,11 +309,10 @@ def test_the_file_that_is_slow_is_blamed(path: Path, call: str, side: int) -> No
     slow, fast = Slow(path, "the slow one"), Slow(path, "the fast one")
     fast.gate.set()
     first, second = (slow, fast) if side == 0 else (fast, slow)
+    compare: Any = mfload.diff if call == "diff" else mfload.verify
+    other = {"b" if call == "diff" else "against": second}
     with pytest.raises(errors.LoadTimeoutError) as info:
-        if call == "diff":
-            mfload.diff(first, second, options=Options(timeout=0.5))
-        else:
-            mfload.verify(first, against=second, options=Options(timeout=0.5))
+        compare(first, **other, options=Options(timeout=0.5))
     assert info.value.file == "the slow one"
     assert info.value.tensor in EXPERTS | OTHERS or side == 0
     slow.gate.set()

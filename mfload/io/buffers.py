@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 import sys
+import weakref
 from _thread import RLock  # That of `threading`, which small loads do not import.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -275,11 +276,12 @@ class ForkProtection:
     open(2): O_DIRECT into private memory while the process forks can lose what the disk wrote, on
     kernels that share the page with the child before it arrives. Every reader enters the context
     while it reads; the protection ends when the last one has left it, so one that hangs in the
-    kernel keeps it. Each buffer has its pages to itself.
+    kernel keeps it. Each buffer has its pages to itself, and is not kept: with its pages the
+    protection goes.
     """
 
     def __init__(self, arrays: Sequence[Any] = ()) -> None:
-        self._arrays = arrays
+        self._arrays = [*map(weakref.ref, arrays)]
         self._readers = 0
         self._lock = RLock()
 
@@ -287,13 +289,16 @@ class ForkProtection:
         with self._lock:
             self._readers += 1
             if self._readers == 1:
-                for array in self._arrays:
+                for array in self._live():
                     never_forked(array)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._readers -= 1
             if self._readers == 0:
-                for array in self._arrays:
+                for array in self._live():
                     with contextlib.suppress(OSError):
                         madvise(array.ctypes.data, array.nbytes, _DO_FORK)
+
+    def _live(self) -> list[Any]:
+        return [array for each in self._arrays if (array := each()) is not None]

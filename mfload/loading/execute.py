@@ -143,7 +143,11 @@ def run(
                 work(here)
             else:
                 engine.run(deadline, advance)
-        except (OSError, errors.MfloadError) as error:
+        except BaseException as error:
+            if staging is None:
+                memory.clear()  # A thread that is left behind keeps what it writes to, no more.
+            if not isinstance(error, OSError | errors.MfloadError):
+                raise
             block = here.block if engine is None else engine.block
             if block is None:
                 raise

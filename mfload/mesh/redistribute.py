@@ -246,7 +246,9 @@ def load(
                 specs = [BufferSpec(array.nbytes) for array in there]
                 plans.append(make_plan(some, costs=costs, given=given, specs=specs))
                 slots = None if link.device is None else _slots(plans[-1], there, block)
-                notes.extend(execute_run(plans[-1], there, sources, session.route, staging=slots))
+                # Of a copy, as a failure empties the list: this process takes part further.
+                held = [*there]
+                notes.extend(execute_run(plans[-1], held, sources, session.route, staging=slots))
 
             def ahead(some: Sequence[Request]) -> None:
                 blocks = make_plan(some, costs=costs).blocks

@@ -231,11 +231,7 @@ class SlotCache:
             lease, own, others = taken
             del taken
             if own is not None:
-                try:
-                    self._crew.start(functools.partial(self._run, own))
-                except RuntimeError:  # The system gives no more threads.
-                    self._run(own)
-                self._await(own, deadline, mine=True)
+                self._apart(own, deadline)
             for each in others:
                 self._await(each, deadline)
         except BaseException as error:
@@ -418,6 +414,19 @@ class SlotCache:
         self._busy[slots] = True
         self.key_of[slots], self.slot_of[keys] = keys, slots
         return made
+
+    def _apart(self, own: _Reading, deadline: Deadline) -> None:
+        """Has a thread read what was assigned, and waits for it."""
+        running = None
+        try:
+            running = self._crew.start(functools.partial(self._run, own))
+        except RuntimeError:  # The system gives no more threads.
+            self._run(own)
+        try:
+            self._await(own, deadline, mine=True)
+        finally:
+            if running is not None and own.done:
+                running.join()  # It refers to the cache no more.
 
     def _run(self, own: _Reading) -> None:
         """Reads what another thread assigned, and waits for."""

@@ -102,8 +102,8 @@ class ExpertCache(ClosedAtEnd):
         policy: Which experts leave: "lru", "lfu" (with ageing), "pin+lru", "window(k)", or a
             function of (keys, capacity) to an object of a class of `mfload.ondemand.policies`; the
             keys of the first layer come first.
-        options: How files are opened and read: `engine` ("auto", "pread" or "direct") and
-            `page_cache` above all.
+        options: How files are opened and read: `engine` ("auto", "pread" or "direct"),
+            `page_cache`, `threads`, and `timeout`, which opening has, and each request.
         gather: What reads: "auto", "io_uring", "aio" or "threads".
         wait: Seconds to wait for slots that are pinned.
 
@@ -172,6 +172,7 @@ class ExpertCache(ClosedAtEnd):
                 is not; or slots are pinned by arrays that still live, and none became free in time.
             SourceChangedError: A file is no longer the one that was opened.
             ReadError: The system can't read it.
+            LoadTimeoutError: The timeout passed. A read under way keeps its slots until it returns.
         """
         number, keys = self._known(layer, experts)
         names = self._layers[layer][1]
@@ -198,7 +199,11 @@ class ExpertCache(ClosedAtEnd):
         return self._pools.report()
 
     def close(self) -> None:
-        """Closes the files, once the reads under way are over; arrays live on."""
+        """Closes the files, once the reads under way are over; arrays live on.
+
+        It waits for reads for 5 seconds at most, or the timeout. One that takes longer keeps the
+        slots until it returns.
+        """
         self._pools.close()
 
     def _known(self, layer: int, experts: Iterable[int] | Numbers) -> tuple[int, Numbers]:

@@ -55,8 +55,8 @@ class LayerStream(ClosedAtEnd):
         resident: What stays in memory: a regex that is searched for in names, also in those of
             layers, which then come without these tensors. Default: the tensors of no layer, such as
             embeddings and head. What is neither resident nor of a layer is not read.
-        options: How files are opened and read: `engine` ("auto", "pread" or "direct") and
-            `page_cache` above all.
+        options: How files are opened and read: `engine` ("auto", "pread" or "direct"),
+            `page_cache`, `threads`, and `timeout`, which opening has, and each request.
         gather: What reads: "auto", "io_uring", "aio" or "threads".
         wait: Seconds to wait for a slot, such as for a computation that still runs.
 
@@ -160,5 +160,5 @@ class LayerStream(ClosedAtEnd):
         return self._pools.report()
 
     def close(self) -> None:
-        """Closes the files, once the reads under way are over; arrays live on."""
+        """Closes the files, once the reads under way are over (see `ExpertCache.close`)."""
         self._pools.close()

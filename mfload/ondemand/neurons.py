@@ -142,8 +142,8 @@ class NeuronCache(ClosedAtEnd):
             of `mfload.ondemand.policies`, for each layer.
         resident: A regex for the names of tensors that stay in memory. Default: all that are no
             bundles.
-        options: How files are opened and read: `engine` ("auto", "pread" or "direct") and
-            `page_cache` above all.
+        options: How files are opened and read: `engine` ("auto", "pread" or "direct"),
+            `page_cache`, `threads`, and `timeout`, which opening has, and each request.
         gather: What reads: "auto", "io_uring", "aio" or "threads".
         wait: Seconds to wait for rows that are pinned.
 
@@ -252,6 +252,7 @@ class NeuronCache(ClosedAtEnd):
                 pinned by arrays that still live, and none became free in time.
             SourceChangedError: The file is no longer the one that was opened.
             ReadError: The system can't read it.
+            LoadTimeoutError: The timeout passed. A read under way keeps its rows until it returns.
         """
         part, cache = self._known(layer)
         return Neurons(self._store, part, cache.use(rows))
@@ -305,7 +306,7 @@ class NeuronCache(ClosedAtEnd):
         return made
 
     def close(self) -> None:
-        """Closes the file, once the reads under way are over; arrays live on."""
+        """Closes the file, once the reads under way are over (see `ExpertCache.close`)."""
         seconds = patience(self._store.timeout)
         end = time.monotonic() + seconds
         self._background.close(seconds)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from email.utils import formatdate
 from functools import partial
 from http.client import HTTPResponse
@@ -819,3 +820,67 @@ class TestWhatIsRefused:
         server.always = refuse(status)
         with pytest.raises(kind, match=str(status)):
             load(server)
+
+
+_SPELLINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "Content_Range": st.sampled_from(
+            ["bytes {}-{}/{}", "Bytes  {}-{}/{}", "bytes {}-{}/*", "bytes={}-{}/{}"]
+        ),
+        "Content_Encoding": st.sampled_from(["", "identity", "aws-chunked", "utf-8", "x-none"]),
+        "Connection": st.sampled_from(["close", "keep-alive", ""]),
+        "Accept_Ranges": st.sampled_from(["none", "bytes"]),
+        "Content_Type": st.sampled_from(["", "text/html; charset=utf-8"]),
+        "Cache_Control": st.just("no-transform"),
+        "chunked": st.just(True),
+        "interim": st.sampled_from([100, 102, 103]),
+        "moved": st.sampled_from(["/a b", "/ü?x=%2F", "//127.0.0.1:{port}/ä ö", "a/../b"]),
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(how=_SPELLINGS)
+def test_answers_are_read_as_requests_reads_them(server: Server, how: dict[str, Any]) -> None:
+    """Or, of an encoding that is unknown, refused. `requests` takes no interim answers but 100."""
+    requests: Any = pytest.importorskip("requests")
+    how = dict(how)
+    chunked, interim, moved = (how.pop(each, None) for each in ("chunked", "interim", "moved"))
+    if chunked:
+        how |= {"Content_Length": None, "Transfer_Encoding": "chunked"}
+    raw = server.files["/model.safetensors"]
+
+    def reply(handler: Any) -> bool:
+        if moved is not None and handler.path == "/model.safetensors":
+            where = moved.format(port=server.port).encode().decode("latin-1")
+            return refuse(302, Location=where)(handler)
+        handler.path = "/model.safetensors"
+        if interim is not None:
+            handler.wfile.write(f"HTTP/1.1 {interim} Soon\r\n\r\n".encode())
+        first, last = handler.span()
+        changed = dict(how)
+        whole = "Range" not in handler.headers
+        given = changed.get("Content_Range", "bytes {}-{}/{}").format(first, last, len(raw))
+        body = handler.head(200 if whole else 206, **changed | {"Content_Range": given})
+        if chunked:
+            body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        with suppress(OSError):
+            handler.wfile.write(body)
+        handler.close_connection |= how.get("Connection") == "close"
+        return True
+
+    server.always = reply
+    theirs = None
+    if interim in (None, 100):
+        ours = {"Range": f"bytes=0-{len(raw) - 1}", "Accept-Encoding": "identity"}
+        theirs = requests.get(server.url(), headers=ours, timeout=20).content
+        assert theirs == raw
+    try:
+        found = load(server)
+    except errors.SourceError as error:
+        unknown = how.get("Content_Encoding") == "x-none" and "encoded bytes" in str(error)
+        unsaid = chunked and "*" in how.get("Content_Range", "") and "how long" in str(error)
+        assert unknown or unsaid
+    else:
+        samples.assert_same(found, MODEL)
