@@ -262,6 +262,16 @@ def torch_dispatches() -> bool:
     return count() > 0
 
 
+def torch_undispatched() -> Any:
+    """A context without the effect of a `TorchDispatchMode`, such as that of fake tensors.
+
+    Without the private class, it has no effect itself.
+    """
+    import torch
+
+    return getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)()
+
+
 def torch_parameter_class() -> Any:
     """The class of the parameter that `nn.Parameter.__new__`, two frames up, is to return.
 
