@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _OURS = "mfload.compat.safetensors"
-_SUBMODULES = ("torch", "numpy", "flax", "tensorflow", "paddle")
+_SUBMODULES = ("_safetensors_rust", "torch", "numpy", "flax", "tensorflow", "paddle")
 _REPLACED = {"safetensors": _OURS} | {f"safetensors.{n}": f"{_OURS}.{n}" for n in _SUBMODULES}
 _lock = threading.RLock()
 _active: list[patch] = []

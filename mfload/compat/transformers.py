@@ -29,7 +29,6 @@ _REFUSED = (
     "revision",
     "offload_folder",
     "quantization_config",
-    "use_safetensors",
 )
 _ELSEWHERE = ("transformers_weights", "extra_files", "quantization_config")
 _PARTED = ("tp_plan", "tp_size", "device_mesh", "distributed_config")
@@ -74,10 +73,12 @@ def from_pretrained(
     path = os.fspath(path)
     if given.get("revision") == "main":  # As of the Hub by default.
         del given["revision"]
-    for name in _REFUSED:
-        if given.get(name) or (name == "use_safetensors" and given.get(name) is False):
-            what = f"{name}= is not taken: weights come from a local directory, and go to memory"
-            raise errors.UsageError(what, expected=_THEIRS, file=path)
+    refused = [name for name in _REFUSED if given.get(name)]
+    if given.pop("use_safetensors", None) is False:  # Nothing else is read here.
+        refused.append("use_safetensors")
+    for name in refused:
+        what = f"{name}= is not taken: weights come from a local directory, and go to memory"
+        raise errors.UsageError(what, expected=_THEIRS, file=path)
     devices = given.get("device_map")
     if isinstance(devices, dict) and "disk" in devices.values():
         raise errors.UsageError(_DISK, found=repr(devices)[:200])

@@ -36,6 +36,7 @@ _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _ONE_ARRAY = ".npy"
 _TREE = ".msgpack"
+_FILES = (SUFFIX, INDEX_SUFFIX, ".npz", _ONE_ARRAY, _TREE)
 _SHARD = r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?"
 
 
@@ -168,12 +169,23 @@ def state(path: PathOrBytes | Sequence[PathOrBytes]) -> State | None:
         if not os.path.isdir(name):
             listed = os.listdir(os.path.dirname(name) or ".") if name.endswith(".json") else []
             return listed, [_VERSION(os.stat(name))]
-        listed = os.listdir(name)
+        listed = _listed(name)
         indexes, files = _names(name, listed)
         looked = indexes or (files if len(files) == 1 else [])
         return listed, [_VERSION(os.stat(os.path.join(name, each))) for each in looked]
     except (OSError, ValueError):
         return None
+
+
+def _listed(directory: str) -> list[str]:
+    """The names in a directory, without directories that are called like files of weights."""
+
+    def is_directory(entry: os.DirEntry[str]) -> bool:
+        linked = entry.is_symlink() and os.path.isdir(entry.path)
+        return entry.is_dir(follow_symlinks=False) or linked
+
+    with os.scandir(directory) as entries:
+        return [e.name for e in entries if not (e.name.endswith(_FILES) and is_directory(e))]
 
 
 def _names(directory: str, listed: list[str]) -> tuple[list[str], list[str]]:
@@ -237,7 +249,7 @@ def _refuse_open_file(path: Any) -> None:
 
 def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     try:
-        names = seen[0] if seen else os.listdir(directory)
+        names = seen[0] if seen else _listed(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
@@ -372,11 +384,14 @@ def read_index(source: Source) -> dict[str, Any]:
             expected=f"at most {errors.amount(safetensors.MAX_HEADER)}",
             found=errors.amount(source.size),
         )
+    raw = source.read(0, source.size)
     try:
-        table: Any = strict_json.loads(source.read(0, source.size), source.name, "index")
+        table: Any = strict_json.loads(raw, source.name, "index")
     except errors.HeaderError as error:
         from mfload.formats import hints
 
+        if b"{" in raw[:8]:  # It is an index, and the error says what is wrong with it.
+            raise
         raise hints.explain_file(error, source) from None
     weights = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(weights, dict) or not {*map(type, weights.values())} <= {str}:

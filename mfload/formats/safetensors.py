@@ -199,7 +199,7 @@ def _strings(text: str, gap: str, path: str) -> dict[str, str]:
 def _row_by_row(
     raw: bytes, size: int, path: str, source: int
 ) -> tuple[Columns, dict[str, str] | None]:
-    header = strict_json.loads(raw, path)
+    header = strict_json.loads(raw, path, loose="__metadata__")
     if not isinstance(header, dict):
         raise errors.HeaderError(
             "the header is not a JSON object", file=path, expected="{…}", found=brief(header)

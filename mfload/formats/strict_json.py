@@ -7,6 +7,7 @@ costs time to look for is looked for only where a cheap sign says that it may be
 
 from __future__ import annotations
 
+import codecs
 import functools
 import itertools
 import math
@@ -21,8 +22,10 @@ MAX_DEPTH = 127
 """Objects and lists within each other that the reference reader takes."""
 
 
-def loads(raw: bytes, path: str, what: str = "header") -> Any:
+def loads(raw: bytes, path: str, what: str = "header", loose: str | None = None) -> Any:
     """Parses; minus zero is a float.
+
+    In the object of the name `loose`, the last of two equal names counts.
 
     Raises:
         HeaderError: Not UTF-8, not JSON, nested too deep, a name given twice in one object,
@@ -44,7 +47,12 @@ def loads(raw: bytes, path: str, what: str = "header") -> Any:
                 names += len(each)
         if names != raw.count(b":"):
             value = None  # Freed before it is made once more.
-            value = parse(text, object_pairs_hook=_unique)
+            twice: list[tuple[dict[str, Any], errors.HeaderError]] = []
+            value = parse(text, object_pairs_hook=functools.partial(_table, twice))
+            spared = value.get(loose) if type(value) is dict else None
+            for table, error in twice:
+                if table is not spared:
+                    raise error
         # A lone surrogate can only come from an escape: UTF-8 itself has none.
         if b"\\u" in raw and re.search(rb"\\u[dD][89a-fA-F]", raw):
             check(value, path)
@@ -56,7 +64,7 @@ def loads(raw: bytes, path: str, what: str = "header") -> Any:
     except ValueError as error:
         reason = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
         raise errors.HeaderError(
-            f"the {what} is not {reason}", file=path, found=str(error)
+            f"the {what} is not {reason}", file=path, found=_said(raw, error)
         ) from None
     return value
 
@@ -97,19 +105,35 @@ brief = _brief.repr
 """A value for an error message, however long or deep it is."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _table(
+    twice: list[tuple[dict[str, Any], errors.HeaderError]], pairs: list[tuple[str, Any]]
+) -> dict[str, Any]:
+    """An object of the JSON; those that give a name twice are noted, with the error."""
     table = dict(pairs)
     if len(table) != len(pairs):
         seen: set[str] = set()
-        for name, value in pairs:
-            if name in seen:
-                raise errors.HeaderError(
-                    "the JSON gives a name twice in one object",
-                    tensor=name if isinstance(value, dict) else None,
-                    found=brief(name),
-                )
-            seen.add(name)
+        name, value = next(pair for pair in pairs if pair[0] in seen or seen.add(pair[0]))
+        error = errors.HeaderError(
+            "the JSON gives a name twice in one object",
+            tensor=name if isinstance(value, dict) else None,
+            found=brief(name),
+        )
+        twice.append((table, error))
     return table
+
+
+def _said(raw: bytes, error: ValueError) -> str:
+    """What is wrong with JSON, where other tools take it or Python's words don't say it."""
+    if raw.startswith(codecs.BOM_UTF8):
+        return "a byte order mark before the JSON; save it as UTF-8 without one"
+    at = getattr(error, "pos", None)
+    if at is not None:
+        text = raw.decode("utf-8")
+        match = re.search(r",\s*$", text[:at]) or re.match(r",\s*", text[at:])
+        rest = text[at:].lstrip(", \t\r\n")
+        if match and rest[:1] in ("}", "]"):
+            return f"a comma before the closing {rest[0]!r}: {str(error).partition(': ')[2]}"
+    return str(error)
 
 
 def _reject(constant: str) -> NoReturn:

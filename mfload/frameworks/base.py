@@ -88,6 +88,7 @@ class Adapter:
         alignment: Bytes on which a tensor must lie to be taken without a copy. Default: the size
             of its element.
         readonly_maps: Whether arrays over maps of files refuse writing.
+        counts_items: Whether strides count items, not bytes, so that empty arrays may be longer.
         slices_are_views: Whether `array[:, n]` is known to lie in the memory of the array.
         on_host: Whether the arrays stay in host memory.
         lends_held: Whether what it lends is held already, so that a load needs no more for it.
@@ -99,7 +100,7 @@ class Adapter:
     forms: Mapping[str, Form]
     alignment: int | None = None
     readonly_maps = False
-    slices_are_views = False
+    slices_are_views = counts_items = False
     on_host = True
     lends_held = False
 
@@ -114,7 +115,7 @@ class Adapter:
         """Takes over what does not depend on the device, for an adapter made of others."""
         self.name, self.forms, self.alignment = other.name, other.forms, other.alignment
         self.readonly_maps, self.on_host = other.readonly_maps, other.on_host
-        self.slices_are_views = other.slices_are_views
+        self.slices_are_views, self.counts_items = other.slices_are_views, other.counts_items
 
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
         """Where a request lands; it depends on its dtype and its devices alone."""

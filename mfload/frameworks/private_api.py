@@ -296,15 +296,28 @@ def torch_dispatches() -> bool:
     return count() > 0
 
 
-def torch_parameter_class() -> Any:
-    """The class of the parameter that `nn.Parameter.__new__`, two frames up, is to return.
+def torch_undispatched() -> Any:
+    """A context without the effect of a `TorchDispatchMode`, such as that of fake tensors.
 
-    It returns itself what it was given of another class. `nn.Parameter` if its frame has no class.
+    Without the private class, it has no effect itself.
+    """
+    import torch
+
+    return getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)()
+
+
+def torch_class_in_making() -> Any | None:
+    """The class of which `nn.Parameter` or `nn.Buffer`, two frames up, makes a tensor.
+
+    They call methods of tensors of other classes, and return these themselves. None if another
+    function is there.
     """
     from torch import nn
 
-    found = sys._getframe(2).f_locals.get("cls")  # pyright: ignore[reportPrivateUsage]
-    return found if isinstance(found, type) and issubclass(found, nn.Parameter) else nn.Parameter
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    makers = nn.Parameter, getattr(nn, "Buffer", nn.Parameter)  # PyTorch 2.5 and newer.
+    found = any(frame.f_code is kind.__new__.__code__ for kind in makers)
+    return frame.f_locals["cls"] if found else None
 
 
 def torch_data_answers(lazy: Any) -> dict[Any, Callable[[Any, Any], bool]]:

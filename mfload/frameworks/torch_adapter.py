@@ -72,7 +72,7 @@ class TorchAdapter(base.Adapter):
     """Tensors on the `torch.device` of `place` (see `base.Adapter`)."""
 
     name = "torch"
-    slices_are_views = True
+    slices_are_views = counts_items = True
     forms = base.forms({name: str(kind).removeprefix("torch.") for name, kind in _OWN.items()})
 
     def __init__(
@@ -124,6 +124,8 @@ class TorchAdapter(base.Adapter):
 
 
 def _tensor(view: View) -> Any:
+    if 0 in view.shape and view.dtype.elements == 1:  # NumPy refuses some of their shapes.
+        return torch.empty(view.shape, dtype=_OWN[view.dtype.name], device="cpu")
     kind = _VIEWED.get(view.dtype.name)
     if kind is None:
         return dlpack.from_dlpack(capsule(view))
@@ -186,10 +188,11 @@ def export(array: Any) -> base.Exported:
     if row.elements > 1:
         base.refuse("torch", None if shape else "two elements have no shape []", array)
         shape = (*shape[:-1], row.elements * shape[-1])
-    plain = array.detach()
     span = None
-    if plain.device.type == "cpu":
-        span = base.span_of(base.host_units(plain, plain.stride(), plain.element_size()))
+    with private_api.torch_undispatched():
+        plain = array.detach()
+        if plain.device.type == "cpu":
+            span = base.span_of(base.host_units(plain, plain.stride(), plain.element_size()))
     return base.Exported(row, shape, lambda: _units(plain), span)
 
 
@@ -198,9 +201,10 @@ def _units(plain: Any) -> Any:
 
     Not if it lies on a device, is strided, or is still to be conjugated or negated.
     """
-    settled = plain.cpu().resolve_conj().resolve_neg()
-    # PyTorch puts strided items in order on all cores.
-    return settled.view(_UNITS[settled.element_size()]).contiguous().numpy()
+    with private_api.torch_undispatched():
+        settled = plain.cpu().resolve_conj().resolve_neg()
+        # PyTorch puts strided items in order on all cores.
+        return settled.view(_UNITS[settled.element_size()]).contiguous().numpy()
 
 
 def _refusal(array: Any) -> str | None:

@@ -40,8 +40,8 @@ _VIEWS = {
     "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten",
     "unfold", "unsqueeze", "view", "view_as", "vsplit",
 }  # fmt: skip
-# These give it memory of its own.
-_OWNED = {"resize_", "resize_as_", "share_memory_"}
+# These give it memory of its own, or a history; DTensors call the first of what they keep.
+_OWNED = {"requires_grad_", "resize_", "resize_as_", "share_memory_"}
 # New tensors that are like it in shape, dtype or device alone.
 _LIKE = {
     "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
@@ -75,7 +75,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
 
     @_is_param.setter
     def _is_param(self, _: bool) -> None:
-        self.become(private_api.torch_parameter_class())
+        self.become(private_api.torch_class_in_making() or torch.nn.Parameter)
 
     @property
     def _is_buffer(self) -> bool:
@@ -115,10 +115,10 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             if name in _METADATA and kind != "__set__":
                 return id(first) if name == "__hash__" else func(first.like, *args[1:], **kwargs)
             place = first.whole.part.adapter.place
-            if name in ("requires_grad", "requires_grad_"):
+            if name == "requires_grad_" and private_api.torch_class_in_making() is not None:
                 func(first.like, *args[1:], **kwargs)
                 return first
-            if kind == "__set__" or name in _OWNED or first.like.requires_grad:
+            if kind == "__set__" or name in _OWNED:
                 return func(first.become(), *_read(args[1:], True), **_read(kwargs, True))
             if name == "data_ptr" and first.whole.held is None:
                 # What is read would be gone before its address is used.
@@ -377,7 +377,6 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         and target.is_contiguous()
         and not (target.requires_grad and torch.is_grad_enabled())
         and not (target.is_conj() or target.is_neg() or target.is_inference())
-        and not lazy.like.requires_grad
         and lazy.whole.held is None
         and _is_dense(lazy)
     )
@@ -521,7 +520,7 @@ def _is_dense(lazy: LazyTensor) -> bool:
 def _read(value: Any, unknown: bool) -> Any:
     """The same arguments with all lazy tensors in them read."""
     if isinstance(value, LazyTensor):
-        return value.become() if value.like.requires_grad else value.read(unknown)
+        return value.read(unknown)
     if type(value) in (list, tuple):
         return type(value)(_read(each, unknown) for each in value)
     if isinstance(value, dict):

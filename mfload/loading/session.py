@@ -222,7 +222,7 @@ class Session:
         observer: Observer | None = None,
     ) -> None:
         index, sources, options = loader.index, loader.sources, loader.options
-        check(requests, index)
+        check(requests, index, counts_items=loader.adapter.counts_items)
         self.adapter, self._sources, self._observer = loader.adapter, sources, observer
         self._options = options = options.replace(by_host=True) if by_host else options
         adapter = self.adapter
@@ -659,8 +659,10 @@ def wanted_bytes(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]
     return wanted, apart
 
 
-def check(requests: Sequence[Request], index: Index) -> None:
+def check(requests: Sequence[Request], index: Index, *, counts_items: bool = False) -> None:
     """Refuses tensors that are legal in an index and can't become arrays.
+
+    `counts_items`: as of an `Adapter`.
 
     Raises UnsupportedDtypeError or UnsupportedShapeError.
     """
@@ -677,7 +679,8 @@ def check(requests: Sequence[Request], index: Index) -> None:
         first = info.pieces[0]
         if 0 in shape or first.stored is not None or len(info.pieces) != 1:
             count = math.prod(filter(None, shape[:MAX_RANK]))
-            large = count * max(info.dtype.nbytes, request.dtype.nbytes) > _MAX_SPAN
+            width = max(info.dtype.nbytes, request.dtype.nbytes)
+            large = count * (1 if counts_items and 0 in shape else width) > _MAX_SPAN
         if request.dtype.nbytes and len(shape) <= MAX_RANK and not large:
             continue
         file = index.files[first.source]

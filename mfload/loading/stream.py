@@ -337,7 +337,7 @@ def lazily(
     if adapter.assign(requests) is not requests:
         expected = "one device, or lazy=False"
         raise errors.UsageError("lazy tensors are for one device", expected=expected)
-    check(requests, index)
+    check(requests, index, counts_items=adapter.counts_items)
     kinds: dict[str, Any] = {}
 
     def rows() -> Generator[tuple[str, Any]]:

@@ -24,7 +24,9 @@ import safetensors.torch
 import torch
 from devices.fake import FakeDevice
 from hypothesis import example, given, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import mfload
 from mfload import dtypes
 from mfload.compat import safetensors as ours
 from mfload.compat.safetensors import numpy as ours_numpy, torch as ours_torch
@@ -71,6 +73,11 @@ def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
             raise
         return "error", "panic"  # The original's numbers may overflow.
     return "value", plain(found)
+
+
+def layout(made: Any) -> Any:
+    """How a tensor lies in its memory, and how long that is."""
+    return made.stride(), made.storage_offset(), made.untyped_storage().nbytes()
 
 
 def plain(found: Any) -> Any:
@@ -388,6 +395,77 @@ def test_more_files_than_descriptors(tmp_path: Path, act: Any) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert len(kept) == len(paths)
+
+
+PARTS = st.tuples(
+    *[st.integers(0, 9) | st.builds(slice, st.integers(0, 5), st.integers(5, 10))] * 2
+)
+
+
+@given(PARTS | PARTS.map(lambda index: index[0]) | PARTS.map(lambda index: (..., index[1])))
+@example((slice(None), slice(0, 10, 2)))
+def test_slices_that_are_read_are_contiguous(tmp_path_factory: Any, index: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "parts.safetensors"
+    if not path.exists():
+        safetensors.numpy.save_file({"x": np.arange(100.0).reshape(10, 10)}, path)
+    one, other = (
+        m.safe_open(path, "pt", backend="pread").get_slice("x") for m in (ours, safetensors)
+    )
+    for small in (0, 1 << 20):
+        with mock.patch.object(ours, "_NEAR", small):
+            found = one[index]
+            assert torch.equal(found, other[index])
+            if found.numel() > 1:
+                assert layout(found) == layout(other[index])
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("dtype", ["F32", "F64", "U8", "BF16", "F8_E4M3"])
+def test_empty_tensors_of_any_length(tmp_path: Path, dtype: str, backend: str) -> None:
+    """PyTorch takes lengths that NumPy does not."""
+    shapes = {"a": (0, 2**62), "b": (2**62, 0), "c": (0, 2**63 - 1), "d": (3, 0)}
+    held = {name: reference.Tensor(dtype, shape, b"") for name, shape in shapes.items()}
+    (path := tmp_path / "x.safetensors").write_bytes(reference.write(held))
+    one, other = (m.safe_open(path, "pt", backend=backend) for m in (ours, safetensors))
+    for name, shape in shapes.items():
+        made, wanted = one.get_tensor(name), other.get_tensor(name)
+        assert made.shape == wanted.shape == shape
+        assert (made.dtype, made.stride()) == (wanted.dtype, wanted.stride())
+    assert one.get_slice("a")[:, 5:9].shape == (0, 4)  # The original's fails with "pread".
+    loaded = ours_torch.load_file(path, backend=backend)
+    assert {name: tuple(each.shape) for name, each in loaded.items()} == shapes
+    assert {name: tuple(each.shape) for name, each in mfload.load(path, "torch").items()} == shapes
+    if dtype == "F32":
+        with pytest.raises(ours.SafetensorError, match="no array can have this shape"):
+            ours.safe_open(path, "np", backend=backend).get_tensor("a")
+
+
+def test_metadata_keys_that_come_twice(tmp_path: Path) -> None:
+    entry = b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    text = b'{"__metadata__":{"a":"1","b":"0","a":"2"},"w":%b}' % entry
+    path = tmp_path / "x.safetensors"
+    for each in (text, text.replace(b'"a":"1"', b'"\\u0061":"1"'), text.replace(b",", b", ")):
+        path.write_bytes(len(each).to_bytes(8, "little") + each + b"x")
+        found, wanted = (m.safe_open(path, "np").metadata() for m in (ours, safetensors))
+        assert found == wanted == {"a": "2", "b": "0"}
+        assert mfload.open(path).metadata() == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+def test_tensors_are_saved_under_the_mode_of_fake_ones(tmp_path: Path) -> None:
+    held = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+    wanted = safetensors.torch.save(held)
+    with FakeTensorMode():
+        assert ours_torch.save(held) == wanted
+        ours_torch.save_file(held, tmp_path / "x.safetensors")
+        mfload.save(held, tmp_path / "y.safetensors")
+        fake = {"a": torch.ones(2)}
+        for module in (ours_torch, safetensors.torch):
+            with pytest.raises(safetensors.SafetensorError):
+                module.save(fake)
+    assert (tmp_path / "x.safetensors").read_bytes() == wanted
+    for name, tensor in mfload.load(tmp_path / "y.safetensors", "torch").items():
+        assert torch.equal(tensor, held[name])
 
 
 @pytest.mark.parametrize("framework", ["pt", "np"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -102,6 +104,46 @@ def test_other_threads_import_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> 
         del sys.modules[name]
     assert not wrong
     assert sys.modules["safetensors.numpy"] is original
+
+
+def test_the_module_of_the_originals_code(library: ModuleType, tmp_path: Path) -> None:
+    exec("import safetensors._safetensors_rust as rust", vars(library))
+    former = dict(vars(library))
+    (tmp_path / "x").write_bytes(b"nothing of the kind")
+    with patch():
+        import safetensors._safetensors_rust as imported
+        from safetensors._safetensors_rust import SafetensorError as by_name
+
+        assert library.rust is imported is sys.modules["safetensors"]._safetensors_rust  # pyright: ignore
+        assert imported.safe_open is safe_open
+        names = {name for name in vars(former["rust"]) if not name.startswith("__")}
+        assert names <= vars(imported).keys()
+        for kind in (by_name, imported.SafetensorError, former["rust"].SafetensorError):
+            with pytest.raises(kind):
+                library.safe_open(tmp_path / "x", "np")
+        assert library.safetensors.__version__ == imported.__version__ == safetensors.__version__
+    assert vars(library) == former
+
+
+def test_the_version_is_that_of_what_is_installed(tmp_path: Path) -> None:
+    """Of another one than mfload stands for, too; without the package, it is that one."""
+    code = """
+import sys
+from mfload.compat import patch
+with patch():
+    import safetensors
+    import safetensors._safetensors_rust
+    print(safetensors.__version__, safetensors._safetensors_rust.__version__)
+"""
+    fake = tmp_path / "safetensors"
+    fake.mkdir()
+    text = "class SafetensorError(Exception): ...\n__version__ = '0.99.1'\n"
+    for source, wanted in ((text, "0.99.1 0.99.1"), ("raise ImportError", "0.8.0 0.8.0")):
+        (fake / "__init__.py").write_text(source)
+        given = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        command = [sys.executable, "-B", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=given)
+        assert done.stdout.strip() == wanted
 
 
 def test_patches_nest_and_end_in_any_order(library: ModuleType) -> None:

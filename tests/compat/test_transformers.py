@@ -160,6 +160,7 @@ def test_generation_settings_that_only_the_config_has(
 def test_names_of_the_hub(saved: Any) -> None:
     cls, _, path = saved["llama"]
     same(from_pretrained(cls, path, revision="main"), cls.from_pretrained(path))
+    same(from_pretrained(cls, path, use_safetensors=True), cls.from_pretrained(path))
     for given in ({"revision": "v2"}, {"use_safetensors": False}):
         with pytest.raises(errors.UsageError, match=next(iter(given))):
             from_pretrained(cls, path, **given)

@@ -55,6 +55,34 @@ def test_refused(text: bytes, says: str) -> None:
     assert caught.value.file == "some/file"
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'\xef\xbb\xbf{"a": 1}', "a byte order mark before the JSON"),
+        (b'{"a": 1,}', "a comma before the closing '}': line 1 column"),
+        (b'{"a": [1, 2, ]}', "a comma before the closing ']': line 1 column"),
+        (b'{"a": {"b": 1},\n}', "a comma before the closing '}': line "),
+        (b'{"a": 1,,}', "line 1 column 9"),
+        (b'{"a" "b"}', "Expecting ':' delimiter"),
+    ],
+)
+def test_what_other_tools_take_is_named(text: bytes, says: str) -> None:
+    with pytest.raises(errors.HeaderError, match="the thing is not JSON") as caught:
+        strict_json.loads(text, "some/file", "thing")
+    assert says in str(caught.value.found)
+
+
+@hypothesis.given(st.lists(st.tuples(st.sampled_from("ab"), st.text("xy", max_size=2))))
+def test_of_equal_names_in_a_loose_object_the_last_counts(pairs: list[tuple[str, str]]) -> None:
+    inner = "{" + ",".join(f"{json.dumps(key)}:{json.dumps(text)}" for key, text in pairs) + "}"
+    given = f'{{"m":{inner},"n":1}}'.encode()
+    assert strict_json.loads(given, "f", loose="m") == {"m": dict(pairs), "n": 1}
+    if len(dict(pairs)) < len(pairs):
+        for other in (f'{{"x":{inner}}}', f'{{"m":[{inner}]}}', inner):
+            with pytest.raises(errors.HeaderError, match="gives a name twice"):
+                strict_json.loads(other.encode(), "f", loose="m")
+
+
 def test_pairs_of_surrogates_and_escaped_backslashes_are_fair() -> None:
     assert strict_json.loads(b'"\\ud83d\\ude00"', "f") == "\U0001f600"
     assert strict_json.loads(rb'"\\ud800"', "f") == "\\ud800"

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mfload
 from mfload.compat import serving
@@ -204,13 +206,27 @@ def test_a_module_is_trained_with_what_it_keeps(opened: Opened) -> None:
     layer(torch.ones(8)).sum().backward()
     assert torch.equal(layer.weight.grad, torch.ones(SHAPE))
     lazy = opened.lazy.detach().requires_grad_()
-    assert (type(lazy), lazy.requires_grad, lazy.is_leaf) == (LazyTensor, True, True)
+    assert (type(lazy), lazy.requires_grad, lazy.is_leaf) == (torch.Tensor, True, True)
     (torch.ones(8) * lazy).sum().backward()
     assert torch.equal(lazy.grad, torch.ones(SHAPE))
     target = torch.zeros(SHAPE)
     grown = opened.lazy.detach().requires_grad_()
     target.copy_(grown).sum().backward()
     assert torch.equal(grown.grad, torch.ones(SHAPE))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_dtensor_keeps_what_was_read(opened: Opened, placement: Any) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        made = distribute_tensor(opened.lazy.detach(), mesh, [placement], src_data_rank=None)
+        assert opened.report.read_bytes == LIKE.nbytes
+        opened.stream.close()
+        assert (made.device.type, type(made.to_local())) == ("cpu", torch.Tensor)
+        assert torch.equal(made.full_tensor(), LIKE)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_what_was_kept_leaves_the_tensor_lazy(opened: Opened) -> None:

@@ -119,8 +119,6 @@ refused("field-twice", header(w=entry()[:-1] + ',"dtype":"F32"}'), "name twice")
 refused("offsets-twice", header(w='{"data_offsets":[0,0],' + entry()[1:]), "name twice")
 refused("unknown-field-twice", header(w=entry(x="1")[:-1] + ',"x":2}'), "name twice", ours=True)
 refused("metadata-twice", '{"__metadata__":{},"__metadata__":{},' + GOOD[1:], "name twice")
-refused("metadata-key-twice", '{"__metadata__":{"a":"b","a":"c"},' + GOOD[1:], "name twice",
-        ours=True)  # fmt: skip
 
 # --- fields of a wrong type ------------------------------------------------------------------
 
@@ -252,6 +250,8 @@ odd("empty-checkpoint-padded", join("{}      "))
 odd("metadata-only", join('{"__metadata__":{"a":"b"}}'))
 odd("metadata-null", '{"__metadata__":null,' + GOOD[1:])
 odd("metadata-empty", '{"__metadata__":{},' + GOOD[1:])
+odd("metadata-key-twice", '{"__metadata__":{"a":"b","d":"","a":"c"},' + GOOD[1:])
+odd("metadata-key-twice-escaped", '{"__metadata__":{"a":"b","\\u0061":"c"}, ' + GOOD[1:])
 odd("metadata-unicode", '{"__metadata__":{"é\\n":"\\ud83d\\ude00","":""},' + GOOD[1:])
 odd("scalar", header(w=entry(shape=())))
 odd("zero-size", header(z=entry(shape=(0,), offsets=(0, 0)), w=entry()))

@@ -340,7 +340,19 @@ def socket_in_place(root: Path) -> Path:
 @refused(errors.SourceError, "not a regular file", "a directory")
 def directory_in_place(root: Path) -> Path:
     (root / "x.safetensors").mkdir()
-    shard(root / "y.safetensors", a=1)
+    return index(root, {"a": "x.safetensors"})
+
+
+@refused(errors.ShardNotFoundError, "shard 1 of 2 is missing")
+def directory_in_place_of_a_shard(root: Path) -> Path:
+    (root / "model-00001-of-00002.safetensors").mkdir()
+    shard(root / "model-00002-of-00002.safetensors", a=1)
+    return root
+
+
+@refused(errors.SourceNotFoundError, "nothing to load in the directory")
+def directory_alone(root: Path) -> Path:
+    shard(root / "x.safetensors" / "model.safetensors", a=1)
     return root
 
 
@@ -362,6 +374,15 @@ def proc_file_in_place(root: Path) -> Path:
 def plain_directory(root: Path) -> Path:
     shard(root / "anything.safetensors", a=1, b=2)
     (root / "config.json").write_text("{}")
+    return root
+
+
+@loads
+def directories_beside(root: Path) -> Path:
+    shard(root / "model.safetensors", a=1, b=2)
+    shard(root / "old.safetensors" / "model.safetensors", c=3)
+    (root / "linked.npz").symlink_to("old.safetensors")
+    (root / "old.safetensors.index.json").mkdir()
     return root
 
 

@@ -28,10 +28,9 @@ from mfload.options import Options
 from mfload.sources.memory import MemorySource
 
 _Base: Any = Exception
-with suppress(ImportError):
-    from safetensors import SafetensorError as _Base
-
 __version__ = "0.8.0"
+with suppress(ImportError):
+    from safetensors import SafetensorError as _Base, __version__ as __version__
 _FRAMEWORKS = {
     **{name: name for name in ("torch", "numpy", "tensorflow", "jax", "paddle")},
     **{"pt": "torch", "pytorch": "torch", "np": "numpy", "tf": "tensorflow", "flax": "jax"},
@@ -39,7 +38,7 @@ _FRAMEWORKS = {
 _PLACED = ("torch", "paddle")  # These take a device, and index tensors themselves.
 _DEVICES = frozenset({"cpu", "cuda", "musa", "mps", "npu", "xpu", "xla", "mlu", "hpu"})
 _ENGINES: dict[str, Any] = {"mmap": "auto", "pread": "pread"}
-_MODULES = ("flax", "numpy", "paddle", "tensorflow", "torch")
+_MODULES = ("_safetensors_rust", "flax", "numpy", "paddle", "tensorflow", "torch")
 _BYTES = bytes  # A parameter has the name.
 _NEAR = 256 << 10
 _SMALL = 32 << 20  # Up to here a tensor is read at once, without threads and buffers of its own.
@@ -140,6 +139,12 @@ class _Opened(NamedTuple):
                     self.source.check()
                     return made
         return self.settled(self.checkpoint.read_part(info, index))
+
+    def own(self, array: Any) -> Any:
+        """A part of an array in memory of its own, in C order."""
+        if self.adapter.name == "torch":
+            return array.clone(memory_format=frameworks.require("torch").contiguous_format)
+        return array.contiguous()
 
     def settled(self, array: Any) -> Any:
         """An array as the original gives it: JAX's with 64 bits only if `jax_enable_x64` is on."""
@@ -288,9 +293,11 @@ class _Slice(TensorSlice[Any]):
             if opened.adapter.name not in _PLACED:
                 return opened.part(info, _checked(index, info.shape))
             small = type(index) is tuple and info.nbytes <= _NEAR
-            if opened.memory is not None or small or not _is_basic(index):
+            if opened.memory is not None:
                 return opened.tensor(info.name)[index]
-            return opened.part(info, index)
+            if not small and _is_basic(index):
+                return opened.part(info, index)
+            return opened.own(opened.tensor(info.name)[index])
 
 
 def _is_basic(index: Any) -> bool:
