@@ -26,6 +26,9 @@ _Path = tuple[str, ...]
 _STATISTICS = "batch_stats"  # Linen's collection of them.
 _OPTIMIZER = ("opt_state", "step")  # Fields of a TrainState.
 
+NUMPY: Any = "numpy"
+"""What stands for the sharding of a leaf that is an array or a scalar of NumPy's."""
+
 
 class Axes(NamedTuple):
     """The axes that a variable or a box names for the dims of its array."""
@@ -75,7 +78,9 @@ def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
             expected="the state alone; merge what comes back: nnx.merge(graphdef, loaded)",
             found="(graphdef, state)",
         )
-    if not any(leaf.counts for leaf in made.leaves):
+    # Nothing at all, and texts, are what a checkpoint may hold as well.
+    others = [leaf for leaf in made.leaves if not isinstance(leaf.value, str | bytes)]
+    if others and not any(leaf.counts for leaf in others):
         kind = type(target).__name__
         if isinstance(target, type):
             raise errors.UsageError(
@@ -234,7 +239,7 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
     if len(paths) > 1:
         names = tuple(dict.fromkeys(map(".".join, paths)))
         parts = tuple(itertools.chain.from_iterable(paths))
-    tracer, number, abstract, array = _traits(type(value))
+    tracer, number, abstract, array, numpy = _traits(type(value))
     if tracer:
         raise errors.UsageError(
             "a tracer can't be loaded into; load outside jit, grad and vmap",
@@ -262,7 +267,7 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
     sharding = role.sharding
     # Others merely lie on the default device.
     if not array or getattr(value, "committed", getattr(value, "_committed", True)):
-        sharding = getattr(value, "sharding", None)
+        sharding = NUMPY if numpy else getattr(value, "sharding", None)
     held, also = row is not None, _also(paths)
     said = names, shape, row, value, sharding, role.axes, optional, role.optimizer, held, abstract
     return new_row(Leaf, (*said, also))
@@ -278,11 +283,12 @@ def _also(paths: Sequence[_Path]) -> tuple[str, ...]:
 
 
 @functools.lru_cache
-def _traits(kind: type) -> tuple[bool, bool, bool, bool]:
-    """Whether values of a type are tracers, plain numbers, shapes without numbers, JAX's arrays."""
+def _traits(kind: type) -> tuple[bool, bool, bool, bool, bool]:
+    """Whether values of a type are tracers, plain numbers, abstract, arrays of JAX, of NumPy."""
     number = issubclass(kind, bool | int | float | complex)
-    abstract = issubclass(kind, jax.ShapeDtypeStruct)
-    return issubclass(kind, jax.core.Tracer), number, abstract, issubclass(kind, jax.Array)
+    abstract = issubclass(kind, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    array, numpy = issubclass(kind, jax.Array), issubclass(kind, np.ndarray | np.generic)
+    return issubclass(kind, jax.core.Tracer), number, abstract, array, numpy
 
 
 @functools.lru_cache

@@ -25,7 +25,7 @@ from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.sources import PathOrBytes
 from mfload.trees import matching, outline
-from mfload.trees.recipe import Leaf, brief
+from mfload.trees.recipe import Leaf, brief, new_row
 
 T = TypeVar("T")
 
@@ -212,6 +212,7 @@ def fill(
     from mfload.mesh import load as mesh_load
     from mfload.mesh.jax_backend import JaxBackend
     from mfload.trees import assemble, jax_shardings, jax_trees
+    from mfload.trees.saved_state import PlainNumbers, SavedState
 
     tree: jax_trees.Tree | None = None
     how, wrong = LoadOptions(), None
@@ -242,13 +243,8 @@ def fill(
             index, sources = checkpoint.read(path, how)
             read = time.perf_counter()
             done.add_stage("headers", start, read)
-            state, how_to_match = None, {}
-            if whole:
-                from mfload.trees.saved_state import SavedState
-
-                state = SavedState(index, leaves, names)
-                index, leaves = state.index, state.leaves
-                how_to_match = state.matching()
+            state = SavedState(index, leaves, names) if whole else PlainNumbers(index, leaves)
+            index, leaves = state.index, state.leaves
             with gc_paused():
                 forms = JaxAdapter.forms.items()
                 arrays = {name for name, form in forms if form.how != "bytes"}
@@ -259,15 +255,16 @@ def fill(
                     strict=strict,
                     dtype=dtype,
                     arrays=arrays,
-                    **how_to_match,
+                    **state.matching(),
                 )
                 notes += found.notes
                 _tell_what_stays(leaves, found.recipes, notes)
-                numbers = {} if state is None else state.numbers(found.recipes)
+                numbers = state.numbers(found.recipes)
                 chosen = jax_shardings.resolve(
                     leaves, found.recipes, mesh, shardings, unmatched, logical_axis_rules
                 )
-                goals = list(map(assemble.Goal, found.recipes.values(), chosen))
+                pairs = zip(found.recipes.values(), chosen, strict=True)
+                goals = [new_row(assemble.Goal, (recipe, *place)) for recipe, place in pairs]
                 assembly = assemble.Assembly(index, sources, goals, how, backend)
             done.add_stage("matching", read, time.perf_counter())
             if group is not None:
@@ -275,13 +272,13 @@ def fill(
                 mesh_load.agree_on_inputs(group, index.columns, sources, how, arguments)
             with shown(progress, assembly.stored_bytes if progress else 0) as advance:
                 loaded = assembly.run(group, done, advance)
-            plain = {} if state is None else state.read(numbers, sources, how)
+            plain = state.read(numbers, sources, how)
     except BaseException as error:
         let_go(error)
         raise
     values = [leaf.value for leaf in leaves]
     for number, array in zip(found.recipes, loaded, strict=True):
-        values[number] = array if state is None else state.finished(number, array)
+        values[number] = state.finished(number, array)
     for number, value in plain.items():
         values[number] = value
     if report is not None:
