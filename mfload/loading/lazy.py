@@ -131,7 +131,14 @@ class _Reader:
             if self._is_small(row, nbytes):
                 return self._read_small(row, shape, ((start,), nbytes))
         with errors.about(file=self.file_of(row)):
-            request = Request(row, row.dtype, select(row, index))
+            selection = select(row, index)
+        array = self._read_request(Request(row, row.dtype, selection))
+        if selection is not None and selection.leads:
+            return self._adapter.with_first(array, selection.leads)
+        return array
+
+    def _read_request(self, request: Request) -> Any:
+        row = request.info
         if self._reads_parts and self._is_small(row, request.nbytes):
             rows = whole_rows(request)
             if rows is not None and len(rows[0]) <= _FEW_ROWS:

@@ -39,6 +39,7 @@ UNSIGNED = ("U32", "U64") if hasattr(paddle, "uint32") else ()
 
 class TestPaddle(WritableConformance):
     framework = "paddle"
+    lists_lead = False
     bfloat16 = paddle.bfloat16
     own: ClassVar = {
         key: name
