@@ -499,7 +499,9 @@ class TensorSlice(Generic[Array]):
                 tuple of these.
 
         Returns:
-            The part as an array.
+            The part as an array, its dims in the order of the framework's own indexing: where an
+            integer is apart from the list, the list's dim is the first in all but PyTorch and
+            Paddle.
 
         Raises:
             SliceError: The index does not fit the tensor.

@@ -70,7 +70,11 @@ def take_apart(target: Any, *, numbered: bool = False) -> Tree:
 
 
 def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
-    """The same for a target that is to be filled, which has a place for a tensor."""
+    """The same for a target that is to be filled.
+
+    It has a place for a tensor, unless it has no leaves at all, or texts alone: a checkpoint may
+    hold no more than that (see `check_places`).
+    """
     made = take_apart(target, numbered=numbered)
     if type(target) is tuple and target and isinstance(target[0], _flax("nnx", "GraphDef")):
         raise errors.UsageError(
@@ -78,24 +82,28 @@ def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
             expected="the state alone; merge what comes back: nnx.merge(graphdef, loaded)",
             found="(graphdef, state)",
         )
-    # Nothing at all, and texts, are what a checkpoint may hold as well.
-    others = [leaf for leaf in made.leaves if not isinstance(leaf.value, str | bytes)]
-    if others and not any(leaf.counts for leaf in others):
-        kind = type(target).__name__
-        if isinstance(target, type):
-            raise errors.UsageError(
-                f"no leaf of the target can hold a tensor: it is the class {target.__name__}",
-                expected="an instance, such as nnx.eval_shape makes without memory, or a module "
-                "of PyTorch on the meta device",
-            )
-        raise errors.UsageError(
-            "no leaf of the target can hold a tensor",
-            expected="a pytree with arrays or jax.ShapeDtypeStructs as its leaves, such as "
-            "nnx.eval_shape or jax.eval_shape makes; dataclasses must be registered with "
-            "jax.tree_util.register_dataclass",
-            found=kind,
-        )
+    if not all(isinstance(leaf.value, str | bytes) for leaf in made.leaves):
+        check_places(target, made.leaves)
     return made
+
+
+def check_places(target: Any, leaves: Sequence[Leaf]) -> None:
+    """Refuses a target that has no place for a tensor."""
+    if any(leaf.counts for leaf in leaves):
+        return
+    if isinstance(target, type):
+        raise errors.UsageError(
+            f"no leaf of the target can hold a tensor: it is the class {target.__name__}",
+            expected="an instance, such as nnx.eval_shape makes without memory, or a module "
+            "of PyTorch on the meta device",
+        )
+    raise errors.UsageError(
+        "no leaf of the target can hold a tensor",
+        expected="a pytree with arrays or jax.ShapeDtypeStructs as its leaves, such as "
+        "nnx.eval_shape or jax.eval_shape makes; dataclasses must be registered with "
+        "jax.tree_util.register_dataclass",
+        found=type(target).__name__,
+    )
 
 
 def children(value: Any) -> list[tuple[str | None, Any]] | None:

@@ -96,7 +96,9 @@ def load_into(
     Args:
         target: A module as above; or a pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists,
             named tuples, dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables,
-            Linen's params and boxes, a `TrainState`. What the checkpoint lacks of these stays as it
+            Linen's params and boxes, a `TrainState`. A leaf keeps its type: an array or a scalar of
+            NumPy's and a plain number come back as such, and a `Format` in a
+            `jax.ShapeDtypeStruct` says the layout. What the checkpoint lacks of these stays as it
             is: PRNG keys, batch statistics, plain numbers, leaves that are not arrays, and an
             optimizer's state as a whole (with a warning). Typed PRNG keys are never loaded: put
             `jax.random.key_data(key)` into the target, and wrap what is loaded with
@@ -108,10 +110,11 @@ def load_into(
             `{regex: mfload.rule(...)}`; `{regex: [...]}` with any of these for a tensor that goes
             to several leaves; `{regex: None}` for tensors that are left out, unless another regex
             matches them. Or a function from a name to a name, or to None.
-        mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves that name no
-            devices. Default: that of `jax.set_mesh`.
+        mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves of JAX that name
+            no devices. Default: that of `jax.set_mesh`. Without a mesh they lie on the default
+            device, to which they are not committed.
         shardings: As for `mfload.load`, for names of the target. It takes precedence over the
-            shardings of the leaves.
+            shardings of the leaves, and makes arrays of JAX of NumPy's.
         unmatched: What becomes of leaves for which neither a rule nor the leaf itself gives a
             sharding: "replicate" or "error".
         logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
@@ -133,7 +136,8 @@ def load_into(
         buffers on the meta device that a module does not save.
 
     Raises:
-        UsageError: The target has no leaf that could hold a tensor, or an argument is invalid.
+        UsageError: The target has no leaf that could hold a tensor, though the checkpoint has
+            tensors, or an argument is invalid.
         MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
             before data is read.
         ShardingError: A sharding does not fit its leaf.
@@ -245,6 +249,8 @@ def fill(
             done.add_stage("headers", start, read)
             state = SavedState(index, leaves, names) if whole else PlainNumbers(index, leaves)
             index, leaves = state.index, state.leaves
+            if index.tensors:
+                jax_trees.check_places(target, leaves)
             with gc_paused():
                 forms = JaxAdapter.forms.items()
                 arrays = {name for name, form in forms if form.how != "bytes"}

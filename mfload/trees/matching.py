@@ -97,7 +97,7 @@ def match(
             expected=remedy if names else None,
             problems=every,
         )
-    if not strict and held and not made and index.tensors:
+    if not strict and not made and index.tensors:
         given = next((to for _, to in claims.stray if to), next(iter(index.tensors)))
         close = errors.close_names(given, held) or [*held, "nothing"]
         raise errors.MappingError(

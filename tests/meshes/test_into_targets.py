@@ -750,6 +750,8 @@ class Unknown:
     [
         (None, ["NoneType", "a pytree with"]),
         ({}, ["dict", "a pytree with"]),
+        ({"w": None}, ["dict", "a pytree with"]),
+        ({"w": "text"}, ["dict", "a pytree with"]),
         (Unknown(sds(W)), ["Unknown", "jax.tree_util.register_dataclass"]),
         (Unknown, ["the class Unknown", "such as nnx.eval_shape"]),
         (nnx.Linear, ["the class Linear", "nnx.eval_shape"]),

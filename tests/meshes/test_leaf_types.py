@@ -208,3 +208,59 @@ def test_numbers_that_a_leaf_of_python_can_not_be(tmp_path: Path, stored: Any) -
             mfload.load_into(target, path)
     else:
         _is(mfload.load_into(target, path)["n"], float(stored))
+
+
+@pytest.mark.parametrize("tree", [{"x": None}, {"x": {}}, {"x": []}, {"x": None, "y": {"z": ()}}])
+@pytest.mark.parametrize("save", [orbax, msgpack])
+def test_states_without_arrays(
+    tmp_path: Path, tree: Any, save: Callable[[Any, Path], Path]
+) -> None:
+    """As Orbax and Flax give them back."""
+    path = save(tree, tmp_path)
+    for strict in (True, False):
+        assert mfload.restore(path, tree, strict=strict) == tree
+        assert mfload.load_into(tree, path, strict=strict) == tree
+    if save is orbax:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            assert checkpointer.restore(path, item=tree) == tree
+    with pytest.raises(errors.MappingError, match="missing"):
+        mfload.restore(path, {"w": np.zeros(3)})
+
+
+def test_texts_alone(tmp_path: Path) -> None:
+    for save in (orbax, msgpack):
+        path = save({"name": "stored"}, tmp_path)
+        assert mfload.restore(path, {"name": "mine"}) == {"name": "stored"}
+
+
+def test_nothing_can_not_take_the_place_of_arrays(tmp_path: Path) -> None:
+    path = orbax({"a": WIDE}, tmp_path)
+    for target in ({}, {"a": None}, {"x": None}, None, {"a": "text"}):
+        with pytest.raises(errors.UsageError, match="no leaf of the target can hold a tensor"):
+            mfload.restore(path, target if target is not None else [])
+
+
+def test_layouts(tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "m.safetensors", {"w": WIDE})
+    flat, split = Format(Layout((0, 1)), HERE), Format(Layout((1, 0)), SPLIT)
+    made = mfload.load_into({"w": like(WIDE, flat)}, path)["w"]
+    assert made.format.layout.major_to_minor == (0, 1)
+    made = mfload.load_into({"w": like(WIDE, split)}, path)["w"]
+    lies(SPLIT)(made, WIDE)
+    assert made.format.layout.major_to_minor == (1, 0)
+    # A rule goes before what the leaf says of itself.
+    made = mfload.load_into({"w": like(WIDE, split)}, path, mesh=MESH, shardings=P(None, None))["w"]
+    assert made.format.layout.major_to_minor == (0, 1)
+
+
+def test_what_typeof_gives(tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "m.safetensors", {"w": WIDE})
+    split = put(WIDE, SPLIT)
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    free(mfload.load_into({"w": jax.typeof(split)}, path)["w"], WIDE)  # Auto axes say nothing.
+    made = mfload.load_into({"w": jax.typeof(split)}, path, mesh=MESH)["w"]
+    assert made.sharding.device_set == set(jax.devices())
+    typed = jax.typeof(put(WIDE, NamedSharding(explicit, P("x"))))
+    with pytest.raises(errors.ShardingError, match="no mesh has devices"):
+        mfload.load_into({"w": typed}, path)
+    lies(SPLIT)(mfload.load_into({"w": typed}, path, mesh=MESH)["w"], WIDE)
