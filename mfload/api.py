@@ -165,9 +165,10 @@ def load(
         framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", an alias ("np",
             "flax", "pt", "pytorch", "tf"), or the module itself (`torch`, `jax.numpy`).
         device: A name such as "cpu:1" or "cuda:0", or the framework's own device object. Default:
-            the framework's default device. A list of devices puts every tensor on each of them,
-            as a list of arrays. A list of (regex, device) pairs puts a tensor on the device of
-            the first regex found in its name; `{name: device}` takes exact names.
+            the framework's default device, to which JAX's arrays are not committed. A list of
+            devices puts every tensor on each of them, as a list of arrays. A list of (regex,
+            device) pairs puts a tensor on the device of the first regex found in its name;
+            `{name: device}` takes exact names.
         names: Which tensors: a regex that is searched for, a list of exact names, or a
             function from a name to bool. Default: all.
         dtype: A dtype (of any framework, or its name) for all floating tensors, or rules: a list of

@@ -117,6 +117,13 @@ class Adapter:
         self.readonly_maps, self.on_host = other.readonly_maps, other.on_host
         self.slices_are_views, self.counts_items = other.slices_are_views, other.counts_items
 
+    def uncommitted(self) -> Adapter:
+        """Makes it give arrays that computations may move, as none asked for the device; itself.
+
+        Default: as it is, since other frameworks make no such difference.
+        """
+        return self
+
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
         """Where a request lands; it depends on its dtype and its devices alone."""
         copied = self.forms[request.dtype.name].how == "copy"
@@ -165,6 +172,14 @@ class Adapter:
         the same stream, after what still uses it there: so it has to be this thread's stream.
         """
         return contextlib.nullcontext()
+
+    def with_first(self, array: Any, dim: int) -> Any:
+        """An array with the dim of a list first, where the framework's own indexing puts it.
+
+        NumPy does so if an integer is apart from the list. Default: it stays in its place.
+        """
+        del dim
+        return array
 
     def lazy(self, tensor: Any) -> Any:
         """What a user gets for a lazy tensor (see `loading.lazy_tensor`). Default: the same."""

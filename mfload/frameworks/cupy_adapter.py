@@ -69,6 +69,9 @@ class CupyAdapter(base.Adapter):
         with self._current():
             return self._cupy.cuda.get_current_stream()
 
+    def with_first(self, array: Any, dim: int) -> Any:
+        return self._cupy.moveaxis(array, dim, 0)
+
     def pool(self, number: int) -> base.Pool | None:
         with self._current():
             kept = self._cupy.get_default_memory_pool().free_bytes()

@@ -46,11 +46,16 @@ class JaxAdapter(base.Adapter):
         self, place: Any, device: Device | None = None, notes: tuple[str, ...] = ()
     ) -> None:
         super().__init__(place, device, notes)
+        self._uncommit: jax_memory.Uncommitter | None = None
         self.on_host = place.platform == "cpu"
         # Takes views in host memory.
         self.take: Callable[[View], Any] = self._send
         if self.on_host:
             self.take = private_api.jax_capsule_importer(place) or self._import
+
+    def uncommitted(self) -> JaxAdapter:
+        self._uncommit = jax_memory.Uncommitter()
+        return self
 
     def owner(self, allocator: str) -> Owner:
         # The first answer for a device takes a trial on it, also for a plan.
@@ -63,10 +68,19 @@ class JaxAdapter(base.Adapter):
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         copied = [view.memory for view in views if self.copies(view)]
-        before = references(copied)
-        made = [self.array(view) for view in views]
-        wait_for_release(lambda: references(copied), before)
-        return made
+        if copied:
+            before = references(copied)
+            made = self._arrays(self.array, views)
+            wait_for_release(lambda: references(copied), before)
+            return made
+        return self._arrays(self.array if self.devices else self.take, views)
+
+    def _arrays(self, array: Callable[[View], Any], views: Sequence[View]) -> list[Any]:
+        uncommit = self._uncommit
+        if uncommit is None:
+            return [array(view) for view in views]
+        # What each is made of is let go at once.
+        return [uncommit(array(view), view.dtype, view.shape) for view in views]
 
     def copies(self, view: View) -> bool:
         """Whether `array` makes a copy of a view."""
@@ -96,13 +110,19 @@ class JaxAdapter(base.Adapter):
         with undisturbed():
             return jax.block_until_ready(jax.device_put(base.host_array(view), self.place))
 
+    def with_first(self, array: Any, dim: int) -> Any:
+        with undisturbed():
+            return jax.block_until_ready(jnp.moveaxis(array, dim, 0))
+
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         there = self.devices[0] if self.devices else None
-        return lend(requests, [(self.place, None, there)] * len(requests))
+        return lend(requests, [(self.place, None, there)] * len(requests), self._uncommit)
 
 
 def lend(
-    requests: Sequence[Request], places: Sequence[tuple[Any, str | None, Device | None]]
+    requests: Sequence[Request],
+    places: Sequence[tuple[Any, str | None, Device | None]],
+    uncommit: jax_memory.Uncommitter | None = None,
 ) -> list[base.Lent]:
     """Arrays in XLA's own memory, which a jitted function can take over (donation).
 
@@ -116,6 +136,8 @@ def lend(
     lent: list[base.Lent] = []
     arrays = jax_memory.allocate(wanted)
     for array, request, (*_, there) in zip(arrays, requests, places, strict=True):
+        if uncommit is not None:
+            array = uncommit(array, request.dtype, request.shape)
         address = private_api.jax_address(array) if request.nbytes else 0
         lent.append(base.Lent(array, base.memory_at(array, address, request.nbytes, there)))
     return lent
@@ -157,11 +179,11 @@ class _OnDevice:
 
 
 def make(device: object) -> JaxAdapter:
-    """The adapter for a device."""
+    """The adapter for a device. Default: JAX's own, to which arrays are not committed."""
     base.check_version("jax", jax.__version__, OLDEST)
     if device is None:
-        device = default_device()
-    elif isinstance(device, str):
+        return make(default_device()).uncommitted()
+    if isinstance(device, str):
         platform, number = base.split_device(device)
         try:
             there = jax.local_devices(backend=platform)

@@ -29,9 +29,11 @@ from mfload.io import buffers
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
     from mfload.cuda.memory import DeviceBuffer
+    from mfload.dtypes import DType
 
 log = logging.getLogger("mfload")
 
+_KINDS = 4096  # Of arrays, of which an open checkpoint keeps what describes them.
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
@@ -48,6 +50,46 @@ def undisturbed() -> Generator[None]:
         if hasattr(jax, "set_mesh"):
             stack.enter_context(jax.set_mesh(_NO_MESH))
         yield
+
+
+class Uncommitter:
+    """Makes arrays of one device that are not committed to it, over the memory of given ones.
+
+    As JAX makes them where nothing names a device: in a computation they follow those that are.
+    """
+
+    def __init__(self) -> None:
+        self._wrapper = private_api.jax_wrapper() or (lambda _: _uncommitted)
+        self._known: dict[Any, Callable[[tuple[Any]], Any]] = {}
+
+    def __call__(self, array: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """The array for one of a tensor; those of one dtype and shape are on one device."""
+        kind = id(dtype), shape  # Rows of the table, which stay.
+        wrap = self._known.get(kind)
+        if wrap is None:
+            if len(self._known) >= _KINDS:
+                self._known.clear()
+            wrap = self._known[kind] = self._wrapper(array)
+        return wrap((array,))
+
+
+def _uncommitted(arrays: tuple[Any]) -> Any:
+    (array,) = arrays
+    with undisturbed(), jax.default_device(array.device):
+        return jax.block_until_ready(jax.device_put(np.asarray(array)))
+
+
+def layout_of(form: Any) -> Any:
+    """The layout in one of JAX's Formats, None if it has none; until 0.7 they were Layouts."""
+    found = getattr(form, "layout", getattr(form, "device_local_layout", None))
+    return found if hasattr(found, "major_to_minor") else None
+
+
+def laid_out(array: Any, form: Any) -> Any:
+    """An array with its elements in the order that a Format names; new memory if they are not."""
+    form = type(form)(layout_of(form), array.sharding)
+    with full_device(), undisturbed():
+        return jax.block_until_ready(jax.device_put(array, form))
 
 
 def find_device(device: Any) -> tuple[Device | None, tuple[str, ...]]:

@@ -38,6 +38,9 @@ class NumpyAdapter(base.Adapter):
             return list(map(base.host_array, views))
         return arrays
 
+    def with_first(self, array: Any, dim: int) -> Any:
+        return np.moveaxis(array, dim, 0)
+
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         arrays = [np.empty(shape, kind) for kind, shape in wanted]
         return [(array, array.ctypes.data) for array in arrays]

@@ -85,6 +85,37 @@ def jax_constructor() -> Callable[[Any, list[Any]], Any] | None:
 
 
 @functools.lru_cache(maxsize=1)
+def jax_wrapper() -> Callable[[Any], Callable[[tuple[Any]], Any]] | None:
+    """Makes arrays that are not committed to their one device, over the memory of others.
+
+    It takes one of these, and returns what makes such an array of a tuple with any other of the
+    same shape, dtype and device. That takes 1.2 µs, and 0.3 µs if the other is let go at once, as
+    those that are made share what describes them. None if the private call does not make such
+    an array: then `jax.device_put` does, of what `numpy.asarray` gives, which is a copy on any
+    device but a CPU.
+    """
+    import jax
+
+    try:
+        handler = importlib.import_module("jaxlib._jax").array_result_handler
+    except (ImportError, AttributeError):
+        return None
+
+    def wrapper(like: Any) -> Any:
+        return handler(like.aval, like.sharding, committed=False, _skip_checks=True)
+
+    def behaves() -> bool:
+        given = jax.device_put(np.arange(16, dtype=np.int32), jax.local_devices()[-1])
+        made = wrapper(given)((given,))
+        same = (made.sharding, made.dtype, made.weak_type) == (given.sharding, given.dtype, False)
+        same = same and (given.committed, made.committed) == (True, False)
+        same = same and jax_address(made) == jax_address(given)
+        return same and np.asarray(made).tolist() == list(range(16))
+
+    return wrapper if _works("jaxlib's private handler of results", behaves) else None
+
+
+@functools.lru_cache(maxsize=1)
 def jax_placer() -> Callable[..., Any] | None:
     """Makes a sharded `jax.Array` of NumPy arrays of any strides, which it copies, in one call.
 

@@ -94,6 +94,11 @@ class TensorflowAdapter(base.Adapter):
         tensor = tf.experimental.dlpack.from_dlpack(capsule(view))
         return tensor if self.on_host or base.on_device(view) else tf.identity(tensor)
 
+    def with_first(self, array: Any, dim: int) -> Any:
+        # Of TensorFlow's own only `tf.experimental.numpy` takes lists; it goes by NumPy's rules.
+        rest = [n for n in range(len(array.shape)) if n != dim]
+        return tf.transpose(array, [dim, *rest])
+
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         tensors = self._new(wanted)
         if not self.on_host:

@@ -140,7 +140,14 @@ class _Reader:
                 if made is not None:
                     return made
         with errors.about(file=self.file_of(row)):
-            request = Request(row, row.dtype, select(row, index))
+            selection = select(row, index)
+        array = self._read_request(Request(row, row.dtype, selection))
+        if selection is not None and selection.leads:
+            return self._adapter.with_first(array, selection.leads)
+        return array
+
+    def _read_request(self, request: Request) -> Any:
+        row = request.info
         if self._reads_parts and self._is_small(row, request.nbytes):
             rows = whole_rows(request)
             if rows is not None and len(rows[0]) <= _FEW_ROWS:
@@ -515,7 +522,9 @@ class TensorSlice(Generic[Array]):
                 tuple of these.
 
         Returns:
-            The part as an array.
+            The part as an array, its dims in the order of the framework's own indexing: where an
+            integer is apart from the list, the list's dim is the first in all but PyTorch and
+            Paddle.
 
         Raises:
             SliceError: The index does not fit the tensor.

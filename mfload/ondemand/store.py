@@ -106,7 +106,7 @@ class Store(ClosedAtEnd):
         given = load_options.started(options)
         errors.check_choice("engine", given.engine, _ENGINES)
         errors.check_choice("allocator", given.allocator, ("auto", "mfload"))
-        self.adapter = frameworks.get(framework, "cpu")
+        self.adapter = frameworks.get(framework, "cpu").uncommitted()
         if self.adapter.devices or not self.adapter.on_host:
             what = f"{self.adapter.name} has no arrays over host memory"
             raise errors.DeviceError(what, expected="numpy, jax, torch, tensorflow or paddle")

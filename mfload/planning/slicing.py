@@ -28,7 +28,13 @@ class Axis(NamedTuple):
 
 
 class Selection(tuple[Axis, ...]):
-    """What is taken of each dim. Tensors that are alike share it, so it keeps what it computes."""
+    """What is taken of each dim. Tensors that are alike share it, so it keeps what it computes.
+
+    Attributes:
+        leads: The dim of the result that NumPy makes the first; 0 if it is in its place.
+    """
+
+    leads = 0
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
@@ -50,7 +56,8 @@ def select(info: TensorInfo, index: Any) -> Selection | None:
     """Turns an index as in NumPy's basic indexing into a selection; None if it takes all.
 
     An int, a slice, Ellipsis, a list of ints, or a tuple of these with one list at most; negatives
-    count from the end. Raises SliceError if it does not fit, or cuts through packed elements.
+    count from the end. Dims are in the order of the tensor's, also where NumPy's are not
+    (`Selection.leads`). Raises SliceError if it does not fit, or cuts through packed elements.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [at for at, item in enumerate(items) if item is Ellipsis]
@@ -58,16 +65,19 @@ def select(info: TensorInfo, index: Any) -> Selection | None:
     if len(dots) > 1 or missing < 0:
         raise _bad(info, index, f"{len(info.shape)} indices and one Ellipsis at most")
     at = dots[0] if dots else len(items)
+    # For NumPy a list is apart from an integer also by an Ellipsis that stands for nothing.
+    picked = [n for n, item in enumerate(items) if item is not ... and not isinstance(item, slice)]
+    apart = len(picked) > 1 and picked[-1] - picked[0] >= len(picked)
     items[at : at + len(dots)] = [slice(None)] * missing
-    # NumPy moves or joins the dims of several lists, and of lists apart from ints.
     lists = [n for n, item in enumerate(items) if _is_list(item)]
-    single = [n for n, item in enumerate(items) if not isinstance(item, slice)]
-    if len(lists) > 1 or (lists and single[-1] - single[0] >= len(single)):
-        raise _bad(info, index, "one list of integers at most, next to any integers")
+    if len(lists) > 1:
+        raise _bad(info, index, "one list of integers at most")
     try:
         axes = Selection(map(_axis, items, info.shape))
     except (TypeError, ValueError, IndexError) as error:
         raise _bad(info, index, str(error)) from None
+    if lists and apart:
+        axes.leads = sum(not axis.drop for axis in axes[: lists[0]])
     return _unless_whole(info, index, axes)
 
 
@@ -80,7 +90,7 @@ def within(info: TensorInfo, outer: Selection | None, index: Any) -> Selection |
     inner = select(part, index)
     if inner is None:
         return outer
-    if any(axis.picks for axis in inner):
+    if inner.leads or any(axis.picks for axis in inner):
         raise _bad(part, index, "integers, slices and Ellipsis")
     if outer is None:
         return inner

@@ -20,6 +20,7 @@ from mfload import errors
 from mfload.cuda import memory
 from mfload.frameworks import jax_adapter
 from mfload.frameworks.base import Adapter
+from mfload.frameworks.jax_memory import Uncommitter, laid_out
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Index
 from mfload.io import buffers
@@ -37,6 +38,7 @@ from mfload.report import Report
 from mfload.sources.base import Source
 from mfload.trees import batches, jax_transforms, small_leaves
 from mfload.trees.batches import BatchItem, LeafPart
+from mfload.trees.numpy_leaves import NumpyLeaves
 from mfload.trees.recipe import Recipe, new_row
 from mfload.trees.transforms import Shape, Transform
 
@@ -44,10 +46,15 @@ Advance = Callable[[int], None] | None
 
 
 class Goal(NamedTuple):
-    """A leaf that is to be filled: its recipe, and its sharding."""
+    """A leaf that is to be filled: its recipe, and its place (see `jax_shardings.Place`).
+
+    Without a sharding it is one of NumPy's.
+    """
 
     recipe: Recipe
     sharding: Any
+    committed: bool = True
+    form: Any = None
 
     @property
     def shape(self) -> Shape:
@@ -61,7 +68,8 @@ class _Kind(NamedTuple):
     Attributes:
         nbytes: What this process is to hold of one, replicas counted once.
         lands: Numbers of tensors, and the shares of what lands in its place as it is.
-        alone: The device that holds it whole, as a plain load gives it; None for any other.
+        alone: The device that holds it whole, as a plain load gives it, and whether it is committed
+            to that; None for any other.
         separate: Whether devices that hold the same part get memory of their own.
         small: How NumPy makes them; None if it does not.
         compiled: Whether compiled functions make what does not land in its place.
@@ -98,18 +106,25 @@ class Assembly:
         self._files = index, sources
         self._arrays: list[dict[int, Any]] = [{} for _ in goals]  # By number of the device.
         self._whole: dict[int, Any] = {}  # Those that are made at once, by number.
-        self._alone: dict[Any, list[int]] = {}  # Numbers of leaves by the device that holds them.
+        # Numbers of leaves by the device that holds them, and whether they are committed to it.
+        self._alone: dict[tuple[Any, bool], list[int]] = {}
         self._held = self._nbytes = self._placed = 0
         direct: list[tuple[int, TensorShares]] = []
         made: list[tuple[int, list[LeafPart]]] = []
         small: list[tuple[int, small_leaves.Kind]] = []
+        self._of_numpy = [n for n, goal in enumerate(goals) if goal.sharding is None]
+        recipes = [goals[number].recipe for number in self._of_numpy]
+        self._numpy = NumpyLeaves(index, sources, recipes, options)
         kinds: dict[Any, _Kind] = {}
         for number, goal in enumerate(goals):
-            recipe, sharding = goal
+            recipe, sharding, committed, _ = goal
+            if sharding is None:
+                continue
             # By id first, since hashes take longer: most alike leaves share these objects.
             key = id(recipe.transform), id(recipe.dtype), id(recipe.landed), id(sharding)
             if (kind := kinds.get(key)) is None:
-                same = recipe.transform, recipe.dtype.name, recipe.landed.name, sharding
+                names = recipe.dtype.name, recipe.landed.name
+                same = recipe.transform, names, sharding, committed
                 if same not in kinds:
                     kinds[same] = self._kind(goal)
                 kind = kinds[key] = kinds[same]
@@ -161,7 +176,7 @@ class Assembly:
             self._steps.append((wanted, for_numpy, functools.partial(self._arrange, dict(batch))))
 
     def _kind(self, goal: Goal) -> _Kind:
-        recipe, sharding = goal
+        recipe, sharding, committed, _ = goal
         shape, rank = goal.shape, self._backend.rank
         held = self._backend.shares(sharding, shape)
         boxes = {share.box for share in held if share.process == rank}
@@ -171,7 +186,7 @@ class Assembly:
         if recipe.transform.plain:
             one = isinstance(sharding, SingleDeviceSharding) and jax.process_count() == 1
             if one and self._backend.in_default_memory(sharding):
-                return kind._replace(alone=self._backend.device(held[0].device))
+                return kind._replace(alone=(self._backend.device(held[0].device), committed))
             return kind._replace(lands=((0, held),))
         if 0 in shape:
             return kind  # There is nothing to read.
@@ -190,7 +205,7 @@ class Assembly:
 
     def _small_kind(self, goal: Goal) -> small_leaves.Kind | None:
         """How NumPy makes a leaf; None if it is too large, or not moved alone."""
-        recipe, sharding = goal
+        recipe, sharding, *_ = goal
         given = self._options.max_host_overhead
         if recipe.transform.scale is not None or not self._backend.in_default_memory(sharding):
             return None
@@ -204,7 +219,7 @@ class Assembly:
 
     def _compiled_parts(self, goal: Goal) -> list[LeafPart]:
         """The parts of a leaf that compiled functions make."""
-        recipe, sharding = goal
+        recipe, sharding, *_ = goal
         if not self._backend.in_default_memory(sharding):
             # Transforms run in the memory that devices work in, and the result is moved.
             sharding = sharding.with_memory_kind(None)
@@ -257,7 +272,7 @@ class Assembly:
         """Bytes of the files that this process wants."""
         every = [self._direct.mine, *(wanted.mine for wanted, _, _ in self._steps)]
         every += map(self._whole_tensors, self._alone.values())
-        return sum(map(base.stored_bytes, every))
+        return sum(map(base.stored_bytes, every)) + self._numpy.stored_bytes
 
     def _whole_tensors(self, numbers: Sequence[int]) -> list[Request]:
         recipes = [self._goals[number].recipe for number in numbers]
@@ -269,7 +284,7 @@ class Assembly:
     def arguments(self) -> Iterator[str]:
         """What is wanted of each leaf: lines that must be the same on all processes."""
         for goal in self._goals:
-            shares = self._backend.shares(goal.sharding, goal.shape)
+            shares = goal.sharding and self._backend.shares(goal.sharding, goal.shape)
             digest = hashlib.sha256(repr((goal.recipe, shares)).encode()).hexdigest()[:16]
             yield f"{goal.recipe.name}: {goal.recipe.dtype} {goal.sharding} {digest}"
 
@@ -277,12 +292,16 @@ class Assembly:
         """Loads an array for each goal; nothing is left half loaded."""
         self._held = buffers.live_bytes()
         fetches = len(self._steps) + len(self._alone) + bool(self._direct.mine)
+        fetches += bool(self._of_numpy)
         if fetches > 1 and self._loader.adapter.on_host:
             # Each fetch is checked when its turn comes: what can't end must not begin.
             check_host(self._nbytes)
-        for device, numbers in self._alone.items():
+        for (device, committed), numbers in self._alone.items():
+            adapter = jax_adapter.make(device)
+            if not committed:
+                adapter = adapter.uncommitted()
             requests = {self._backend.rank: self._whole_tensors(numbers)}
-            loader = Loader(*self._files, jax_adapter.make(device), self._options)
+            loader = Loader(*self._files, adapter, self._options)
             made = self._fetch(requests, loader, group, report, advance)
             self._whole.update(zip(numbers, made, strict=True))
         if any(self._direct.requests.values()):
@@ -297,12 +316,29 @@ class Assembly:
             make(wanted, fetched)
             jax_adapter.wait_for_release(memory.live_bytes, before)
             report.add_stage("transforms", start, time.perf_counter())
+        if self._of_numpy:
+            made = self._numpy.run(report, advance)
+            self._placed += sum(array.nbytes for array in made)
+            self._whole.update(zip(self._of_numpy, made, strict=True))
         report.framework, report.tensors = "jax", len(self._goals)
         report.result_bytes = self._placed
         numbers = [number for number in range(len(self._goals)) if number not in self._whole]
         made = self._backend.assemble(self._assembled(n, report) for n in numbers)
         self._whole.update(zip(numbers, made, strict=True))
+        del made
+        self._settle()
         return [self._whole.pop(number) for number in range(len(self._goals))]
+
+    def _settle(self) -> None:
+        """Gives leaves the layout that they ask for, and commits none to a default device."""
+        done = set(itertools.chain.from_iterable(self._alone.values()))
+        uncommit = Uncommitter()
+        for number, (recipe, _, committed, form) in enumerate(self._goals):
+            if form is not None:
+                self._whole[number] = laid_out(self._whole[number], form)
+            elif not committed and number not in done:
+                array = self._whole[number]
+                self._whole[number] = uncommit(array, recipe.dtype, array.shape)
 
     def _fetch(
         self, requests: base.Requests, loader: Loader, group: Any, report: Report, advance: Advance

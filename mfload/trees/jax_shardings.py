@@ -2,27 +2,43 @@
 
 What `shardings=` says goes first, then the sharding that a leaf has, then the axes that Flax's
 variables and boxes name, then the mesh, on which the leaf is replicated. Without a mesh a leaf
-lies on the default device.
+lies on the default device, to which it is not committed. NumPy's stay NumPy's unless `shardings=`
+or the axes that they name say where they lie.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from mfload import errors
 from mfload.frameworks import jax_adapter
+from mfload.frameworks.jax_memory import layout_of
 from mfload.mesh import jax_specs
 from mfload.trees import jax_trees
-from mfload.trees.jax_trees import Axes
+from mfload.trees.jax_trees import NUMPY, Axes
 from mfload.trees.recipe import Leaf
 
 Rules = Sequence[tuple[str, Any]] | None
 """Pairs of a logical axis and the axis, the axes or None of the mesh that it lies on."""
+
+
+class Place(NamedTuple):
+    """Where a leaf lies, and how.
+
+    Attributes:
+        sharding: On devices; None for a leaf that stays NumPy's.
+        committed: Whether it stays there in computations.
+        form: A Format, which says in what order its elements lie on a device. Default: row-major.
+    """
+
+    sharding: Any
+    committed: bool = True
+    form: Any = None
 
 
 def resolve(
@@ -32,8 +48,8 @@ def resolve(
     asked: Any,
     unmatched: str,
     rules: Any,
-) -> list[Any]:
-    """A sharding on devices for each leaf that is filled, checked against its shape.
+) -> list[Place]:
+    """The place of each leaf that is filled; shardings are checked against the leaf's shape.
 
     `asked` is the value of `shardings=`: of a leaf's names the first that a rule matches counts.
     """
@@ -41,15 +57,22 @@ def resolve(
     asked = _by_name(asked)
     some = [leaves[number] for number in filled]
     mesh = _mesh(mesh, asked, some)
-    alone = None
-    if mesh is None and asked is None:
-        alone = SingleDeviceSharding(jax_adapter.default_device())
+    # They are known again by what they are, not by what they are equal to.
+    anywhere, nowhere = (SingleDeviceSharding(jax_adapter.default_device()) for _ in range(2))
+    forms: dict[int, Any] = {}
 
     def own(number: int) -> Any:
-        said = _own(some[number], mesh, pairs)
-        return alone if said is None else said
+        leaf = some[number]
+        said = _own(leaf, mesh, pairs)
+        if said is None:
+            return anywhere if mesh is None and asked is None else None
+        if said is NUMPY:
+            return nowhere
+        if leaf.sharding is said and (form := _form(leaf.value)) is not None:
+            forms[number] = form
+        return said
 
-    return jax_specs.resolve(
+    chosen = jax_specs.resolve(
         [(leaf.name, leaf.shape) for leaf in some],
         mesh,
         asked,
@@ -59,6 +82,10 @@ def resolve(
         aliases=[leaf.names for leaf in some],
         known=(name for leaf in leaves for name in leaf.names),
     )
+    places = {id(anywhere): Place(anywhere, committed=False), id(nowhere): Place(None)}
+    for number, form in forms.items():
+        chosen[number] = Place(chosen[number], form=form)
+    return [each if type(each) is Place else places.get(id(each)) or Place(each) for each in chosen]
 
 
 def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> tuple[int, ...]:
@@ -85,7 +112,7 @@ def _mesh(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> Any:
     """The user's mesh, or that of `jax.set_mesh` if a leaf has no devices of its own."""
     if mesh is None and leaves:
         every = {id(leaf.sharding): leaf.sharding for leaf in leaves if leaf.held}
-        if all(map(_has_devices, every.values())):
+        if all(each is NUMPY or _has_devices(each) for each in every.values()):
             return None
     return jax_specs.mesh_of(mesh, asked)
 
@@ -97,13 +124,16 @@ def _has_devices(sharding: Any) -> bool:
 def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:
     """What a leaf says of itself, if anything."""
     own = leaf.sharding
-    if own is None:
-        return None if leaf.axes is None else of_axes(leaf.name, leaf.axes, mesh, rules)
+    if own is None or own is NUMPY:
+        said = None if leaf.axes is None else of_axes(leaf.name, leaf.axes, mesh, rules)
+        return own if said is None else said
     abstract = jax_specs.is_abstract(own)
     # An abstract sharding that splits nothing is what tracing leaves behind on Auto axes.
     traced = abstract and all(part is None for part in tuple(own.spec))
     if traced and leaf.axes is not None:
         return of_axes(leaf.name, leaf.axes, mesh, rules)
+    if traced and mesh is None:
+        return None
     if abstract and mesh is None:
         raise errors.ShardingError(
             "the leaf names axes of a mesh, and no mesh has devices for them",
@@ -112,6 +142,14 @@ def _own(leaf: Leaf, mesh: Any, rules: Rules) -> Any:
             found=str(own.spec),
         )
     return own
+
+
+def _form(value: Any) -> Any:
+    """The Format of a shape without numbers that asks for a layout; None for any other leaf."""
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return None
+    form: Any = getattr(value, "format", None) or getattr(value, "layout", None)
+    return form if layout_of(form) is not None else None
 
 
 def _by_name(asked: Any) -> Any:

@@ -26,6 +26,9 @@ _Path = tuple[str, ...]
 _STATISTICS = "batch_stats"  # Linen's collection of them.
 _OPTIMIZER = ("opt_state", "step")  # Fields of a TrainState.
 
+NUMPY: Any = "numpy"
+"""What stands for the sharding of a leaf that is an array or a scalar of NumPy's."""
+
 
 class Axes(NamedTuple):
     """The axes that a variable or a box names for the dims of its array."""
@@ -67,7 +70,11 @@ def take_apart(target: Any, *, numbered: bool = False) -> Tree:
 
 
 def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
-    """The same for a target that is to be filled, which has a place for a tensor."""
+    """The same for a target that is to be filled.
+
+    It has a place for a tensor, unless it has no leaves at all, or texts alone: a checkpoint may
+    hold no more than that (see `check_places`).
+    """
     made = take_apart(target, numbered=numbered)
     if type(target) is tuple and target and isinstance(target[0], _flax("nnx", "GraphDef")):
         raise errors.UsageError(
@@ -75,22 +82,28 @@ def take_apart_target(target: Any, *, numbered: bool = False) -> Tree:
             expected="the state alone; merge what comes back: nnx.merge(graphdef, loaded)",
             found="(graphdef, state)",
         )
-    if not any(leaf.counts for leaf in made.leaves):
-        kind = type(target).__name__
-        if isinstance(target, type):
-            raise errors.UsageError(
-                f"no leaf of the target can hold a tensor: it is the class {target.__name__}",
-                expected="an instance, such as nnx.eval_shape makes without memory, or a module "
-                "of PyTorch on the meta device",
-            )
-        raise errors.UsageError(
-            "no leaf of the target can hold a tensor",
-            expected="a pytree with arrays or jax.ShapeDtypeStructs as its leaves, such as "
-            "nnx.eval_shape or jax.eval_shape makes; dataclasses must be registered with "
-            "jax.tree_util.register_dataclass",
-            found=kind,
-        )
+    if not all(isinstance(leaf.value, str | bytes) for leaf in made.leaves):
+        check_places(target, made.leaves)
     return made
+
+
+def check_places(target: Any, leaves: Sequence[Leaf]) -> None:
+    """Refuses a target that has no place for a tensor."""
+    if any(leaf.counts for leaf in leaves):
+        return
+    if isinstance(target, type):
+        raise errors.UsageError(
+            f"no leaf of the target can hold a tensor: it is the class {target.__name__}",
+            expected="an instance, such as nnx.eval_shape makes without memory, or a module "
+            "of PyTorch on the meta device",
+        )
+    raise errors.UsageError(
+        "no leaf of the target can hold a tensor",
+        expected="a pytree with arrays or jax.ShapeDtypeStructs as its leaves, such as "
+        "nnx.eval_shape or jax.eval_shape makes; dataclasses must be registered with "
+        "jax.tree_util.register_dataclass",
+        found=type(target).__name__,
+    )
 
 
 def children(value: Any) -> list[tuple[str | None, Any]] | None:
@@ -234,7 +247,7 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
     if len(paths) > 1:
         names = tuple(dict.fromkeys(map(".".join, paths)))
         parts = tuple(itertools.chain.from_iterable(paths))
-    tracer, number, abstract, array = _traits(type(value))
+    tracer, number, abstract, array, numpy = _traits(type(value))
     if tracer:
         raise errors.UsageError(
             "a tracer can't be loaded into; load outside jit, grad and vmap",
@@ -262,7 +275,7 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
     sharding = role.sharding
     # Others merely lie on the default device.
     if not array or getattr(value, "committed", getattr(value, "_committed", True)):
-        sharding = getattr(value, "sharding", None)
+        sharding = NUMPY if numpy else getattr(value, "sharding", None)
     held, also = row is not None, _also(paths)
     said = names, shape, row, value, sharding, role.axes, optional, role.optimizer, held, abstract
     return new_row(Leaf, (*said, also))
@@ -278,11 +291,12 @@ def _also(paths: Sequence[_Path]) -> tuple[str, ...]:
 
 
 @functools.lru_cache
-def _traits(kind: type) -> tuple[bool, bool, bool, bool]:
-    """Whether values of a type are tracers, plain numbers, shapes without numbers, JAX's arrays."""
+def _traits(kind: type) -> tuple[bool, bool, bool, bool, bool]:
+    """Whether values of a type are tracers, plain numbers, abstract, arrays of JAX, of NumPy."""
     number = issubclass(kind, bool | int | float | complex)
-    abstract = issubclass(kind, jax.ShapeDtypeStruct)
-    return issubclass(kind, jax.core.Tracer), number, abstract, issubclass(kind, jax.Array)
+    abstract = issubclass(kind, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    array, numpy = issubclass(kind, jax.Array), issubclass(kind, np.ndarray | np.generic)
+    return issubclass(kind, jax.core.Tracer), number, abstract, array, numpy
 
 
 @functools.lru_cache

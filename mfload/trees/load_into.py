@@ -25,7 +25,7 @@ from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.sources import PathOrBytes
 from mfload.trees import matching, outline
-from mfload.trees.recipe import Leaf, brief
+from mfload.trees.recipe import Leaf, brief, new_row
 
 T = TypeVar("T")
 
@@ -97,7 +97,9 @@ def load_into(
     Args:
         target: A module as above; or a pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists,
             named tuples, dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables,
-            Linen's params and boxes, a `TrainState`. What the checkpoint lacks of these stays as it
+            Linen's params and boxes, a `TrainState`. A leaf keeps its type: an array or a scalar of
+            NumPy's and a plain number come back as such, and a `Format` in a
+            `jax.ShapeDtypeStruct` says the layout. What the checkpoint lacks of these stays as it
             is: PRNG keys, batch statistics, plain numbers, leaves that are not arrays, and an
             optimizer's state as a whole (with a warning). Typed PRNG keys are never loaded: put
             `jax.random.key_data(key)` into the target, and wrap what is loaded with
@@ -109,10 +111,11 @@ def load_into(
             `{regex: mfload.rule(...)}`; `{regex: [...]}` with any of these for a tensor that goes
             to several leaves; `{regex: None}` for tensors that are left out, unless another regex
             matches them. Or a function from a name to a name, or to None.
-        mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves that name no
-            devices. Default: that of `jax.set_mesh`.
+        mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves of JAX that name
+            no devices. Default: that of `jax.set_mesh`. Without a mesh they lie on the default
+            device, to which they are not committed.
         shardings: As for `mfload.load`, for names of the target. It takes precedence over the
-            shardings of the leaves.
+            shardings of the leaves, and makes arrays of JAX of NumPy's.
         unmatched: What becomes of leaves for which neither a rule nor the leaf itself gives a
             sharding: "replicate" or "error".
         logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
@@ -134,7 +137,8 @@ def load_into(
         buffers on the meta device that a module does not save.
 
     Raises:
-        UsageError: The target has no leaf that could hold a tensor, or an argument is invalid.
+        UsageError: The target has no leaf that could hold a tensor, though the checkpoint has
+            tensors, or an argument is invalid.
         MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
             before data is read.
         ShardingError: A sharding does not fit its leaf.
@@ -213,6 +217,7 @@ def fill(
     from mfload.mesh import load as mesh_load
     from mfload.mesh.jax_backend import JaxBackend
     from mfload.trees import assemble, jax_shardings, jax_trees
+    from mfload.trees.saved_state import PlainNumbers, SavedState
 
     tree: jax_trees.Tree | None = None
     how, wrong = LoadOptions(), None
@@ -243,14 +248,15 @@ def fill(
             index, sources = checkpoint.read_every(path, how)
             read = time.perf_counter()
             done.add_stage("headers", start, read)
-            state, how_to_match = None, {}
-            if whole:
-                from mfload.trees.saved_state import SavedState
-
-                state = SavedState(index, leaves, names, mapped=mapping is not None)
-                index, leaves = state.index, state.leaves
-                notes += state.notes
-                how_to_match = state.matching()
+            state = (
+                SavedState(index, leaves, names, mapped=mapping is not None)
+                if whole
+                else PlainNumbers(index, leaves)
+            )
+            index, leaves = state.index, state.leaves
+            notes += state.notes
+            if index.tensors:
+                jax_trees.check_places(target, leaves)
             with gc_paused():
                 forms = JaxAdapter.forms.items()
                 arrays = {name for name, form in forms if form.how != "bytes"}
@@ -261,7 +267,7 @@ def fill(
                     strict=strict,
                     dtype=dtype,
                     arrays=arrays,
-                    **how_to_match,
+                    **state.matching(),
                 )
                 notes += found.notes
                 if found.ties:
@@ -269,11 +275,12 @@ def fill(
                         found.ties, index, sources, how
                     )
                 _tell_what_stays(leaves, found.recipes, notes)
-                numbers = {} if state is None else state.numbers(found.recipes)
+                numbers = state.numbers(found.recipes)
                 chosen = jax_shardings.resolve(
                     leaves, found.recipes, mesh, shardings, unmatched, logical_axis_rules
                 )
-                goals = list(map(assemble.Goal, found.recipes.values(), chosen))
+                pairs = zip(found.recipes.values(), chosen, strict=True)
+                goals = [new_row(assemble.Goal, (recipe, *place)) for recipe, place in pairs]
                 assembly = assemble.Assembly(index, sources, goals, how, backend)
             done.add_stage("matching", read, time.perf_counter())
             if group is not None:
@@ -281,13 +288,13 @@ def fill(
                 mesh_load.agree_on_inputs(group, index.columns, sources, how, arguments)
             with shown(progress, assembly.stored_bytes if progress else 0) as advance:
                 loaded = assembly.run(group, done, advance)
-            plain = {} if state is None else state.read(numbers, sources, how)
+            plain = state.read(numbers, sources, how)
     except BaseException as error:
         let_go(error)
         raise
     values = [leaf.value for leaf in leaves]
     for number, array in zip(found.recipes, loaded, strict=True):
-        values[number] = array if state is None else state.finished(number, array)
+        values[number] = state.finished(number, array)
     for number, value in plain.items():
         values[number] = value
     if report is not None:

@@ -41,20 +41,75 @@ _KINDS: dict[type, tuple[str, ...]] = {
 """The stored numbers that become one of Python's, or one of NumPy's that is one of Python's too."""
 
 
-class SavedState:
+class PlainNumbers:
+    """Python's numbers among the leaves of a target, which come from tensors without dims.
+
+    Attributes:
+        leaves: Those of the target.
+        index: The checkpoint's.
+        notes: What the target has no place for.
+    """
+
+    def __init__(self, index: Index, leaves: Sequence[Leaf]) -> None:
+        self.index, self.leaves = index, leaves
+        self.notes: list[str] = []
+        self._values: dict[str, Any] = {}  # Of the checkpoint's tree, by name.
+
+    def matching(self) -> dict[str, Any]:
+        """Arguments of `matching.match`."""
+        return {"fits": self.fits}
+
+    def fits(self, leaf: Leaf, recipe: Recipe) -> None:
+        """Raises MisfitError if a plain number of the target can't be what is stored."""
+        kinds = _KINDS.get(type(leaf.value))
+        if kinds is None:
+            return
+        stored = recipe.tensors[0].dtype
+        if not recipe.transform.plain:
+            raise MisfitError("bad rule", "a plain number is one tensor as it is stored")
+        if stored.kind not in kinds:
+            wanted = type(leaf.value).__name__
+            raise MisfitError("wrong dtype", f"wants a Python {wanted}, stored is {stored}")
+
+    def numbers(self, recipes: dict[int, Recipe]) -> dict[int, TensorInfo]:
+        """Takes the recipes of plain numbers out; returns their tensors, by number of the leaf."""
+        found = [n for n in recipes if type(self.leaves[n].value) in _KINDS]
+        return {n: recipes.pop(n).tensors[0] for n in found}
+
+    def read(
+        self,
+        numbers: Mapping[int, TensorInfo],
+        sources: Sequence[Source],
+        options: LoadOptions,
+    ) -> dict[int, Any]:
+        """The plain numbers, by number of the leaf."""
+        found = {n: self._values.get(info.name) for n, info in numbers.items()}
+        left = [n for n, value in found.items() if value is None]
+        if left:
+            infos = [numbers[n] for n in left]
+            values = nested.numbers(self.index, sources, infos, options)
+            found |= dict(zip(left, values, strict=True))
+        return {n: type(self.leaves[n].value)(value) for n, value in found.items()}
+
+    def finished(self, number: int, array: Any) -> Any:
+        """What becomes of a leaf's array: a scalar of NumPy's, if the target has one."""
+        scalar = isinstance(self.leaves[number].value, np.generic)
+        return array[()] if scalar and isinstance(array, np.ndarray) else array
+
+
+class SavedState(PlainNumbers):
     """What a checkpoint holds for a target.
 
     Attributes:
         leaves: Those of the target, all of which are wanted; keys have the shape of their data.
         index: The checkpoint's, with the plain numbers of its tree as tensors.
         picked: Names of the tensors that `names=` asks for; None for all.
-        notes: Which items of the checkpoint the target has no place for.
     """
 
     def __init__(
         self, index: Index, leaves: Sequence[Leaf], names: Names, *, mapped: bool = False
     ) -> None:
-        self.leaves = list(map(_wanted, leaves))
+        super().__init__(index, list(map(_wanted, leaves)))
         self._by_name: dict[str, str] = {}
         short: dict[str, set[str]] = {}
         for leaf in self.leaves:
@@ -66,11 +121,8 @@ class SavedState:
         self._short = {name: min(found) for name, found in short.items() if len(found) == 1}
         if [*self._by_name] == [""] and len(index.tensors) == 1:  # One array, however it is named.
             self._by_name |= dict.fromkeys(index.tensors, "")
-        self._values: dict[str, Any] = {}
-        self._paths: dict[
-            str, str
-        ] = {}  # Of tensors in the tree, by name; not what mapping= gives.
-        self.notes: list[str] = []
+        # Of tensors in the tree, by name; not what `mapping=` gives.
+        self._paths: dict[str, str] = {}
         self.index = self._with_numbers(index, mapped)
         picked = None if names is None else selection.select(self.index, names)
         self.picked = None if picked is None else frozenset(picked.names)
@@ -139,23 +191,6 @@ class SavedState:
             return tree[full[0]]
         return {name: each for name, each in tree.items() if name not in left}
 
-    def fits(self, leaf: Leaf, recipe: Recipe) -> None:
-        """Raises MisfitError if a plain number of the target can't be what is stored."""
-        kinds = _KINDS.get(type(leaf.value))
-        if kinds is None:
-            return
-        stored = recipe.tensors[0].dtype
-        if not recipe.transform.plain:
-            raise MisfitError("bad rule", "a plain number is one tensor as it is stored")
-        if stored.kind not in kinds:
-            wanted = type(leaf.value).__name__
-            raise MisfitError("wrong dtype", f"wants a Python {wanted}, stored is {stored}")
-
-    def numbers(self, recipes: dict[int, Recipe]) -> dict[int, TensorInfo]:
-        """Takes the recipes of plain numbers out; returns their tensors, by number of the leaf."""
-        found = [n for n in recipes if type(self.leaves[n].value) in _KINDS]
-        return {n: recipes.pop(n).tensors[0] for n in found}
-
     def read(
         self,
         numbers: Mapping[int, TensorInfo],
@@ -163,13 +198,7 @@ class SavedState:
         options: LoadOptions,
     ) -> dict[int, Any]:
         """The plain numbers, and texts of the tree that the target has a place for."""
-        found = {n: self._values.get(info.name) for n, info in numbers.items()}
-        left = [n for n, value in found.items() if value is None]
-        if left:
-            infos = [numbers[n] for n in left]
-            values = nested.numbers(self.index, sources, infos, options)
-            found |= dict(zip(left, values, strict=True))
-        made = {n: type(self.leaves[n].value)(value) for n, value in found.items()}
+        made = super().read(numbers, sources, options)
         if self.picked is not None:
             return made
         by_leaf = {self.resolve(name): value for name, value in self._values.items()}
@@ -180,10 +209,10 @@ class SavedState:
         return made
 
     def finished(self, number: int, array: Any) -> Any:
-        """What becomes of a leaf's array: a typed key, if the target has one."""
+        """What becomes of a leaf's array: also a typed key, if the target has one."""
         implementation = _implementation(getattr(self.leaves[number].value, "dtype", None))
         if implementation is None:
-            return array
+            return super().finished(number, array)
         return jax.random.wrap_key_data(array, impl=implementation)
 
 

@@ -77,6 +77,37 @@ def assert_documented(framework: str) -> None:
     assert tables.documented(text, framework) == tables.column(told)
 
 
+@st.composite
+def indices_with_a_list(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    """Integers, slices and one list, and perhaps an Ellipsis, which may stand for nothing."""
+    rank = len(shape)
+    start = draw(st.integers(0, rank))
+    stop = draw(st.integers(start, rank))
+    dims = [n for n in range(rank) if not start <= n < stop]
+    listed = draw(st.sampled_from(dims)) if dims else None
+    items: list[Any] = []
+    for n in dims:
+        length = shape[n]
+        numbers = st.integers(-length, length - 1)
+        if n == listed:
+            items.append(draw(st.lists(numbers, min_size=1, max_size=4)) if length else [])
+        else:
+            items.append(draw(st.slices(length) | numbers if length else st.slices(length)))
+    if stop > start or draw(st.booleans()):
+        items.insert(start, ...)
+    return tuple(items)
+
+
+def lists_in_place(array: Any, index: tuple[Any, ...]) -> Any:
+    """What PyTorch and Paddle take, to which an integer is no list of one."""
+    items = list(index)
+    at = items.index(...) if ... in items else len(items)
+    items[at : at + 1] = [slice(None)] * (array.ndim - len(items) + (... in items))
+    kept = [slice(n % size, n % size + 1) if type(n) is int else n
+            for n, size in zip(items, array.shape, strict=True)]  # fmt: skip
+    return array[tuple(kept)].squeeze(tuple(n for n, item in enumerate(items) if type(item) is int))
+
+
 class Conformance:
     """The suite.
 
@@ -90,6 +121,7 @@ class Conformance:
         parts_alias: Whether a part of an array is a view that keeps the memory.
         on_gpu: Whether the framework is to be tried on a GPU where there is one.
         no_device: Devices that are not there.
+        lists_lead: Whether the dim of a list that is apart from an integer comes first.
     """
 
     framework: ClassVar[str]
@@ -101,6 +133,7 @@ class Conformance:
     parts_alias: ClassVar[bool] = True
     on_gpu: ClassVar[bool] = True
     no_device: ClassVar[tuple[Any, ...]] = ("cuda:0", "nonsense", "no:such:device", "")
+    lists_lead: ClassVar[bool] = True
 
     # What a subclass tells of its arrays.
 
@@ -522,6 +555,24 @@ class Conformance:
         part = np.asarray(row.array()[index])
         taken = Stored(row.name, row.dtype, part.shape, part.tobytes())
         assert self.found(array) == self.expected(taken)
+
+    @given(data=st.data())
+    @settings(
+        max_examples=4 * settings.default.max_examples,
+        suppress_health_check=[HealthCheck.differing_executors],
+    )
+    def test_slices_with_lists(self, sliced: Any, data: st.DataObject) -> None:
+        """In the order of dims that the framework's own indexing gives."""
+        path, rows = sliced
+        row = rows[data.draw(st.sampled_from([name for name in rows if rows[name].array().ndim]))]
+        array = row.array()
+        index = data.draw(indices_with_a_list(array.shape))
+        engine = data.draw(st.sampled_from(["pread", "mmap", "direct"]))
+        with self.open(path, engine=engine) as opened:
+            found = opened.get_slice(row.name)[index]
+        part = np.asarray(array[index] if self.lists_lead else lists_in_place(array, index))
+        taken = Stored(row.name, row.dtype, part.shape, part.tobytes())
+        assert self.found(found) == self.expected(taken)
 
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("compressed", [False, True])

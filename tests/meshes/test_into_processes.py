@@ -42,6 +42,12 @@ def test_the_same_as_on_one_process(tmp_path: Path, count: int, devices: int) ->
             assert case.startswith("rows") or ended[0].said[case]["exchanged"], case
 
 
+def test_leaves_of_numpy_beside_sharded_ones(tmp_path: Path) -> None:
+    for each in launching.launch(tmp_path, ["numpy", "rows:once"], count=2, devices=2, seconds=90):
+        assert each.code == 0, each.log
+        assert each.said["numpy"]["error"] is None, each.said["numpy"]["text"]
+
+
 def test_what_fails_in_one_fails_in_all(tmp_path: Path) -> None:
     cases = ["map", "rows:once", "target", "grid:never", "own"]
     ended = launching.launch(tmp_path, cases, count=2, devices=2, seconds=90)

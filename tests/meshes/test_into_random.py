@@ -92,8 +92,18 @@ def test_any_rule_on_any_mesh(load: Any, allocator: Any, way: str) -> None:
             mapping={r"w(\d)": mfload.rule("w", **arguments)},
             options=mfload.Options(allocator=allocator, max_host_overhead=cap, threads=1),
         )
+        on_host = mfload.load_into(
+            {"w": np.zeros_like(result)},
+            path,
+            mapping={r"w(\d)": mfload.rule("w", **arguments)},
+            options=mfload.Options(max_host_overhead=cap, threads=1),
+        )["w"]
     shards.assert_sharded(made["w"], result, sharding)
-    del made
+    assert type(on_host) is np.ndarray
+    assert samples.same(on_host, result)
+    assert on_host.flags.writeable
+    assert on_host.flags.c_contiguous
+    del made, on_host
 
 
 @pytest.mark.parametrize("seed", range(4))

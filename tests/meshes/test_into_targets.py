@@ -89,7 +89,11 @@ def test_containers(two, kind, leaf):
     assert made is not target
     part = (lambda key: getattr(made, key)) if kind in (Pair, Named) else made.__getitem__
     same(part("w"), W, P("x", "y"))
-    same(part("b"), B, P())
+    if leaf is np.zeros_like:  # What no rule asks for on the mesh stays NumPy's.
+        assert type(part("b")) is np.ndarray
+        assert part("b").tobytes() == B.tobytes()
+    else:
+        same(part("b"), B, P())
 
 
 def test_lists_and_numbers_as_keys(tmp_path):
@@ -135,7 +139,8 @@ def test_what_is_no_array_stays(two):
 def test_a_plain_number_is_filled_where_the_checkpoint_has_one(tmp_path):
     path = save(tmp_path / "m.safetensors", {"w": W, "step": np.array(7, np.int32)})
     made = mfload.load_into({"w": sds(W), "step": 0}, path)
-    same(made["step"], np.array(7, np.int32))
+    assert made["step"] == 7
+    assert type(made["step"]) is int
 
 
 def test_random_keys_stay(two):
@@ -750,6 +755,8 @@ class Unknown:
     [
         (None, ["NoneType", "a pytree with"]),
         ({}, ["dict", "a pytree with"]),
+        ({"w": None}, ["dict", "a pytree with"]),
+        ({"w": "text"}, ["dict", "a pytree with"]),
         (Unknown(sds(W)), ["Unknown", "jax.tree_util.register_dataclass"]),
         (Unknown, ["the class Unknown", "such as nnx.eval_shape"]),
         (nnx.Linear, ["the class Linear", "nnx.eval_shape"]),

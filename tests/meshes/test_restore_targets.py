@@ -85,7 +85,7 @@ def test_numbers_of_numpy_stay_what_they_are() -> None:
     found = mfload.restore(raw, {"a": np.float64(0), "w": np.zeros(2, "f4")})
     assert type(found["a"]) is np.float64
     assert found["a"] == 0.1
-    assert isinstance(found["w"], jax.Array)
+    assert type(found["w"]) is np.ndarray
 
 
 def test_texts_come_from_the_checkpoint() -> None:

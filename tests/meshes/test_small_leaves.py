@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -110,12 +111,13 @@ def test_what_is_scaled_or_large_is_compiled(
     stored = {name: np.full((4, size), 1e-38, np.float32) for name, size in (("a", 4), ("b", 8))}
     path = samples.save(tmp_path / "m.safetensors", stored)
     monkeypatch.setattr(small_leaves, "MOST", 64)
-    made = mfload.load_into(stored, path, mapping={"a|b": mfload.rule(r"\g<0>", scale=0.5)})
+    scaled = {"a|b": mfload.rule(r"\g<0>", scale=0.5)}
+    made = mfload.load_into(jax.tree.map(jnp.asarray, stored), path, mapping=scaled)
     assert np.unique(made["a"]).tobytes() == np.unique(made["b"]).tobytes()
     asked: list[Any] = []
     real = small_leaves.make
     monkeypatch.setattr(small_leaves, "make", lambda each: real(asked.append(e) or e for e in each))
-    target = {name: array.T for name, array in stored.items()}
+    target = {name: jnp.asarray(array.T) for name, array in stored.items()}
     made = mfload.load_into(target, path, mapping={"a|b": TURNED})
     assert [kind.shape for kind, _ in asked] == [(4, 4)]
     assert all((np.asarray(made[name]) == array).all() for name, array in target.items())
@@ -127,13 +129,14 @@ def test_leaves_that_one_device_holds_whole(tmp_path: Path, allocator: Any) -> N
     stored = {f"w{n}": np.full((4, 16), n, np.float32) for n in range(300)}
     path = samples.save(tmp_path / "m.safetensors", stored)
     options, report = mfload.Options(allocator=allocator), mfload.Report()
-    made = mfload.load_into(stored, path, report=report, options=options)
+    like = jax.ShapeDtypeStruct((4, 16), np.float32)
+    made = mfload.load_into(dict.fromkeys(stored, like), path, report=report, options=options)
     assert report.result_bytes == sum(array.nbytes for array in stored.values())
     assert report.aliased_share == 1
     there = SingleDeviceSharding(jax.devices()[0])
     assert all(array.sharding == there for array in made.values())
     assert all(made[name].tobytes() == array.tobytes() for name, array in stored.items())
-    target = {f"{n}": stored["w7"] for n in range(300)}
+    target = {f"{n}": like for n in range(300)}
     made = mfload.load_into(target, path, mapping={"w7": list(target), ".*": None}, options=options)
     addresses = {array.unsafe_buffer_pointer() for array in made.values()}
     assert len(addresses) == 300

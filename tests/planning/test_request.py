@@ -119,10 +119,30 @@ def test_a_list_repeats_a_dim_of_length_one(tmp_path: Path, index: Any) -> None:
         assert samples.same(opened.get_slice("a")[index], array[index])
 
 
-def test_a_list_apart_from_an_integer_is_refused() -> None:
-    # NumPy puts the list's dim first.
-    with pytest.raises(errors.SliceError):
-        select(_info((5, 7, 3)), ([0, 1, 4], slice(None), 1))
+@pytest.mark.parametrize(
+    ("index", "leads"),
+    [
+        ((slice(None), 2, ..., [0, 2]), 1),
+        ((slice(None), [0, 2], ..., 2), 1),
+        ((slice(None), 2, [0, 2]), 0),
+        ((2, slice(None), [0, 2]), 1),
+        (([0, 1, 4], slice(None), 1), 0),
+        ((2, ..., [0, 2]), 1),
+        ((slice(None), slice(None), [0, 2]), 0),
+        ((..., [0, 2]), 0),
+    ],
+)
+def test_a_list_apart_from_an_integer_leads_in_numpy(index: Any, leads: int) -> None:
+    selection = select(_info((5, 7, 3)), index)
+    assert selection is not None
+    assert selection.leads == leads
+    array = np.zeros((5, 7, 3))
+    assert np.moveaxis(np.zeros(selection.shape), leads, 0).shape == array[index].shape
+
+
+def test_two_lists_are_refused() -> None:
+    with pytest.raises(errors.SliceError, match="one list of integers at most"):
+        select(_info((5, 7, 3)), ([0, 1, 4], [0, 1, 2]))
 
 
 @pytest.mark.parametrize("index", REFUSED.values(), ids=REFUSED.keys())

@@ -1,0 +1,107 @@
+"""Leaves that stay NumPy's: read on the host, and arranged there.
+
+Each process of a load reads its own, since nothing of them is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mfload import errors
+from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.index import Index
+from mfload.load_options import OVERHEAD, LoadOptions
+from mfload.loading.session import Loader
+from mfload.mesh import base
+from mfload.planning.memory import grouped
+from mfload.planning.request import Request
+from mfload.planning.slicing import boxed
+from mfload.report import Report
+from mfload.sources.base import Source
+from mfload.trees import batches
+from mfload.trees.batches import LeafPart
+from mfload.trees.recipe import Recipe
+
+
+class NumpyLeaves:
+    """Makes a NumPy array of each recipe, which can be written to."""
+
+    def __init__(
+        self,
+        index: Index,
+        sources: Sequence[Source],
+        recipes: Sequence[Recipe],
+        options: LoadOptions,
+    ) -> None:
+        every = [(n, _whole(recipe)) for n, recipe in enumerate(recipes)]
+        self._plain = [(n, part) for n, part in every if part.transform.plain]
+        self._arranged = [(n, part) for n, part in every if not part.transform.plain]
+        given = options.max_host_overhead
+        limit = OVERHEAD if given is None else given
+        waits, slots = max((part.nbytes for _, part in self._arranged), default=0), limit
+        if self._arranged:
+            slots = limit // batches.SLOTS  # The rest is for what waits to be arranged.
+        if given is not None and waits > limit - slots:
+            most = max(self._arranged, key=lambda each: each[1].nbytes)[1]
+            raise errors.MemoryLimitError(
+                "what the tensor is made of exceeds the overhead",
+                tensor=most.recipe.name,
+                expected=f"{errors.amount(batches.least_overhead(waits), given)} or more",
+                found=errors.amount(given, given),
+            )
+        self._limit = limit - slots
+        options = options.replace(allocator="mfload", max_device_overhead=None)
+        if given is not None:
+            options = options.replace(max_host_overhead=slots)
+        self._loader = Loader(index, sources, NumpyAdapter(), options)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the files that they are made of."""
+        every = [part for _, part in (*self._plain, *self._arranged)]
+        return base.stored_bytes([request for part in every for request in _requests(part)])
+
+    def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
+        """The arrays, in the order of the recipes."""
+        made: dict[int, Any] = {}
+        for batch in self._batches():
+            one, wanted = Report(), [request for _, part in batch for request in _requests(part)]
+            landed = iter(self._loader.load(wanted, report=one, advance=advance))
+            for number, part in batch:
+                arrays = [next(landed) for _ in part.sources]
+                made[number] = arrays[0] if part.transform.plain else _arranged(part, arrays)
+            report.add(one)
+        return [made[number] for number in range(len(made))]
+
+    def _batches(self) -> Iterator[list[tuple[int, LeafPart]]]:
+        """What is read at once: all that lands as it is stored, and groups of what waits."""
+        if self._plain:
+            yield self._plain
+        yield from grouped(self._arranged, self._limit, lambda each: each[1].nbytes)
+
+
+def _whole(recipe: Recipe) -> LeafPart:
+    """All of a leaf as one part."""
+    transform = recipe.transform
+    box = tuple((0, length) for length in transform.shape)
+    if transform.plain or 0 in transform.shape:
+        sources = ((recipe.tensors[0], box),) if transform.plain else ()
+        return LeafPart(recipe, box, (), sources, transform, 0)
+    (part,) = batches.parts(recipe, [base.Share(0, 0, box)])
+    return part
+
+
+def _requests(part: LeafPart) -> Iterator[Request]:
+    recipe = part.recipe
+    for info, box in part.sources:
+        yield Request(info, recipe.landed, boxed(info, box), recipe.checked, ())
+
+
+def _arranged(part: LeafPart, arrays: Sequence[Any]) -> Any:
+    """A leaf in memory of its own, in C order."""
+    if not arrays:
+        return np.empty(part.shape, part.recipe.dtype.numpy)
+    return np.array(part.transform.evaluate(arrays, np), order="C")
