@@ -5,6 +5,7 @@ Versions that have an 8-bit type and don't import it get bytes and are told what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -165,10 +166,13 @@ def export(array: Any) -> base.Exported:
         base.refuse("torch", None if shape else "two elements have no shape []", array)
         shape = (*shape[:-1], row.elements * shape[-1])
     plain = array.detach()
-    span = None
+    span = lies = None
     if plain.device.type == "cpu":
         span = base.span_of(base.host_units(plain, plain.stride(), plain.element_size()))
-    return base.Exported(row, shape, lambda: _units(plain), span)
+        if plain.layout == torch.strided and not (plain.is_conj() or plain.is_neg()):
+            # After a call of its method `numpy`, its storage could never be resized.
+            lies = functools.partial(base.host_units, plain, plain.stride(), plain.element_size())
+    return base.Exported(row, shape, lambda: _units(plain), span, lies)
 
 
 def _units(plain: Any) -> Any:
