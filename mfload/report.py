@@ -94,8 +94,8 @@ class Report(Printable):
         tensors: Number of tensors.
         result_bytes: Bytes of the arrays. Of a sharded load: those of this process, with replicas
             that share memory counted once.
-        read_bytes: Bytes requested of the files, without the edges of direct reads (at most two
-            pages each).
+        read_bytes: Bytes requested of the files, without headers, and without the edges of direct
+            reads (at most two pages each).
         over_read_bytes: Bytes read that no tensor wanted.
         whole_reads: Operations on lazy tensors that read all of them, because mfload does not know
             which part they need (see `mfload.stream`).
