@@ -94,8 +94,8 @@ class Report(Printable):
         tensors: Number of tensors.
         result_bytes: Bytes of the arrays. Of a sharded load: those of this process, with replicas
             that share memory counted once.
-        read_bytes: Bytes requested of the files, without the edges of direct reads (at most two
-            pages each).
+        read_bytes: Bytes requested of the files, without headers, and without the edges of direct
+            reads (at most two pages each).
         over_read_bytes: Bytes read that no tensor wanted.
         whole_reads: Operations on lazy tensors that read all of them, because mfload does not know
             which part they need (see `mfload.stream`).
@@ -118,7 +118,7 @@ class Report(Printable):
         page_faults: Page faults meanwhile. Many system seconds a fault: the kernel is slow to
             provide pages, as on a virtual machine whose memory is touched for the first time.
         route: (file, engine, why) for each file.
-        threads: Number of reader threads.
+        threads: Number of threads that read; 1 is mostly the one that loads.
         notes: Other decisions that the load made.
         timeline: What each thread did when: (thread, kind, start, stop, nbytes, file), with seconds
             of `time.perf_counter()`. Its rows make a data frame; `plot` draws them. At most 1,024

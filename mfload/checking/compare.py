@@ -3,7 +3,7 @@
 The left side is scanned in file order, in blocks that hold many small tensors or a part of a large
 one. For each block the same elements of the right side are read, neighbours together. Memory held
 is a block of each side for each reader, and some 400 bytes for each part. A tensor that is not one
-raw range on both sides is loaded whole on both.
+raw range on both sides is loaded on both in slabs, which together stay within `max_host_overhead`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from mfload import errors, packed
 from mfload.checking import numeric_diff, scan as scanning
+from mfload.checking.copying import boxes_of
 from mfload.checking.numeric_diff import SAME, NumericDiff, Tolerance
 from mfload.checking.scan import (
     Advance,
@@ -32,17 +33,19 @@ from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
 from mfload.io.direct import DirectReader
 from mfload.io.pread import PreadReader
-from mfload.load_options import LoadOptions
+from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import execute
-from mfload.planning.blocks import Block
+from mfload.planning.blocks import Block, Costs
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
+from mfload.planning.slicing import boxed
 from mfload.sources.base import Source
 
 # Packed elements come in blocks of up to four: parts of so many begin and end with whole blocks.
 _WHOLE = 8
 # Bytes that are compared sooner as `bytes` than by NumPy, whose calls take some microseconds.
 _SMALL = 16 << 10
+_SLABS = 3  # What is read of a slab on either side, and what reads them.
 
 
 class Pair(NamedTuple):
@@ -70,11 +73,15 @@ class Pair(NamedTuple):
         known = left.dtype.known and right.dtype.known
         return known or (self.same_dtype and self.simple and left.nbytes == right.nbytes)
 
+    def step(self) -> int:
+        """Elements of which the larger side has at most the bytes of a block."""
+        most = max(element_bits(info) for info in self)
+        return max(_WHOLE, scanning.BLOCK * 8 // most // _WHOLE * _WHOLE)
+
     def parts(self) -> Iterator[Part]:
         """The pair in parts, the larger side of which has at most the bytes of a block."""
         bits = [element_bits(info) for info in self]
-        count = self.left.nbytes * 8 // bits[0]
-        step = max(_WHOLE, scanning.BLOCK * 8 // max(bits) // _WHOLE * _WHOLE)
+        count, step = self.left.nbytes * 8 // bits[0], self.step()
         for first in range(0, count, step):
             sides: list[Piece] = []
             for info, width in zip(self, bits, strict=True):
@@ -159,15 +166,20 @@ class Comparison:
             raise
         check_unchanged(self._right, sizes, options)
         for pair in self._apart:
-            left = _whole(self._left, pair.left, options)
-            right = _whole(self._right, pair.right, options)
-            base = [info.pieces[0].offset for info in pair]
-            for part in pair.parts():
-                self._compare(
-                    part, _cut(left, part.left, base[0]), _cut(right, part.right, base[1])
-                )
-            if advance is not None:
-                advance(pair.left.nbytes)
+            first, bits = 0, [element_bits(info) for info in pair]
+            step = pair.step()
+            for left, right in _slabs(pair, options.max_host_overhead):
+                ours = _load(self._left, left, options)
+                theirs = _load(self._right, right, options)
+                count = ours.size * 8 // bits[0]
+                for start in range(0, count, step):
+                    stop = min(count, start + step)
+                    cut = [slice(start * width // 8, stop * width // 8) for width in bits]
+                    self._compare(pair, first + start, ours[cut[0]], theirs[cut[1]])
+                first += count
+                ours = theirs = None
+                if advance is not None:
+                    advance(left.nbytes)
         return notes
 
     def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
@@ -189,12 +201,12 @@ class Comparison:
                         del self._under_way[me]
                         for part in map(parts.__getitem__, members):
                             mine = _cut(data, part.left, offset)
-                            self._compare(part, mine, _cut(other, part.right, block.offset))
+                            theirs = _cut(other, part.right, block.offset)
+                            self._compare(part.pair, part.first, mine, theirs)
             except OSError as error:
                 raise errors.from_os(error, file.name, "read") from error
 
-    def _compare(self, part: Part, data: Any, other: Any) -> None:
-        pair, element = part.pair, part.first
+    def _compare(self, pair: Pair, element: int, data: Any, other: Any) -> None:
         same_dtype = pair.same_dtype
         if same_dtype and data.size <= _SMALL:
             if data.tobytes() == other.tobytes():
@@ -245,15 +257,44 @@ def _cut(data: Any, piece: Piece, origin: int) -> Any:
     return data[offset - origin : offset - origin + nbytes]
 
 
-def _whole(sources: Sequence[Source], info: TensorInfo, options: LoadOptions) -> Any:
-    """The bytes of a whole tensor in C order, however it is stored."""
-    plan = make_plan([Request(info, info.dtype)], alignment=1)
+def _slabs(pair: Pair, limit: int | None) -> Iterator[tuple[Request, Request]]:
+    """The same parts of both sides, which follow each other in C order.
+
+    Raises MemoryLimitError for one that is larger than half the limit, and can't be cut.
+    """
+    most = (OVERHEAD if limit is None else limit) // _SLABS
+    # Boxes fit the chunks of the side that has some; a larger element makes them smaller.
+    info = pair.right if pair.left.simple else pair.left
+    most = most * info.nbytes // max(1, pair.left.nbytes, pair.right.nbytes)
+    packed = max(info.dtype.elements for info in pair) > 1
+    for box in [None] if packed else boxes_of(info, most, most):
+        sides = (
+            Request(each, each.dtype, None if box is None else boxed(each, box)) for each in pair
+        )
+        left, right = sides
+        if limit is not None and max(left.nbytes, right.nbytes) > limit // 2:
+            raise errors.MemoryLimitError(
+                "a tensor that can't be compared in parts is larger than max_host_overhead allows",
+                tensor=left.info.name,
+                expected=f"at least {errors.amount(2 * max(left.nbytes, right.nbytes), limit)}",
+                found=errors.amount(limit, limit),
+            )
+        yield left, right
+
+
+def _load(sources: Sequence[Source], request: Request, options: LoadOptions) -> Any:
+    """The bytes of a part of a tensor in C order, however it is stored."""
+    info, threads = request.info, options.threads or execute.reader_threads(direct=True)
+    slots = options.max_host_overhead or OVERHEAD
+    slot = max(buffers.PAGE, slots // _SLABS // threads // buffers.PAGE * buffers.PAGE)
+    usual = Costs()
+    costs = usual._replace(block=min(usual.block, slot), staged=min(usual.staged, slot))
+    plan = make_plan([request], alignment=1, costs=costs)
     memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
     route = choose_route(sources, total_sizes(info.pieces), options)
-    threads = options.threads or execute.reader_threads(direct=True)
     execute.run(plan, memory, sources, route, threads=threads, deadline=options.deadline)
     _, buffer, at = plan.places[0]
-    return memory[buffer][at : at + info.nbytes]
+    return memory[buffer][at : at + request.nbytes]
 
 
 def element_bits(info: TensorInfo) -> int:

@@ -207,7 +207,7 @@ def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Reques
     at, limit = len(made.header), how.max_host_overhead
     for row in made.entries:
         if not row.simple and row.nbytes:
-            boxes = [None] if row.dtype.elements > 1 else _boxes(row, _slab_bytes(limit), limit)
+            boxes = [None] if row.dtype.elements > 1 else boxes_of(row, _slab_bytes(limit), limit)
             start = at
             for box in boxes:
                 info, checked = (row.info, row.checked) if isinstance(row, Cast) else (row, False)
@@ -225,7 +225,7 @@ def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Reques
         at += row.nbytes
 
 
-def _boxes(info: Row, most: int, limit: int | None) -> Iterator[Box | None]:
+def boxes_of(info: Row, most: int, limit: int | None) -> Iterator[Box | None]:
     """Boxes of up to `most` bytes that follow each other in C order.
 
     Compressed chunks are decoded once if they can be: boxes hold whole ones, or are larger.

@@ -164,9 +164,9 @@ def diff(
 
     Values are compared as numbers, whatever dtypes they are stored in: a float32 checkpoint and
     its bfloat16 copy differ by their rounding. Both are read once, in parts: about 8 MiB of
-    memory a reader, and some hundred bytes for each of the parts. A tensor is loaded whole from
-    both if either stores it in another way than as one raw range in C order. Arrays on a device are
-    copied to the host one by one.
+    memory a reader, and some hundred bytes for each of the parts. A tensor is loaded from both in
+    slabs, within `max_host_overhead`, if either stores it in another way than as one raw range in C
+    order. Arrays on a device are copied to the host one by one.
 
     The result is true if nothing differs. Without a tolerance that takes the same dtypes and bits:
     0.0 differs from -0.0, and NaN from NaN with other bits. With `rtol` or `atol`, values alone
@@ -183,7 +183,7 @@ def diff(
         rtol: Relative tolerance, a part of |b|. Default: 0 if `atol` is given.
         atol: Absolute tolerance. Default: 0 if `rtol` is given.
         progress: True for a bar, or a function of (bytes done, bytes in all).
-        options: Engine, threads and timeout; see `mfload.Options`.
+        options: Engine, threads, timeout and `max_host_overhead`; see `mfload.Options`.
 
     Raises:
         UsageError: An argument is invalid.

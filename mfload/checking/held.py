@@ -13,6 +13,7 @@ import numpy as np
 from mfload import errors
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
 from mfload.saving import export
+from mfload.saving.save import fetched
 from mfload.sources.memory import MemorySource
 from mfload.trees import outline
 
@@ -71,7 +72,7 @@ class HeldArrays(MemorySource):
             stop = min(end, start + tensor.nbytes)
             with self._lock:
                 if n not in self._copies:
-                    self._copies[n] = tensor.fetch()
+                    self._copies[n] = fetched(tensor)
                 pieces.append(self._copies[n][offset - start : stop - start])
                 self._left[n] -= stop - offset
                 if self._left[n] <= 0:

@@ -284,12 +284,14 @@ class Exported(NamedTuple):
             the array's own memory where possible. Items may be integers of the same width.
         span: Host addresses [first, past last) of its elements, gaps between them included; None
             if they lie on a device or in several pieces.
+        lies: The same as `read` as it lies, with any strides, for an array in host memory.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     read: Callable[[], Any]
     span: Span | None = None
+    lies: Callable[[], Any] | None = None
 
 
 def refuse(framework: str, why: str | None, array: Any) -> None:
@@ -319,7 +321,7 @@ def row_of(framework: str, name: str) -> DType:
 def export_numpy(framework: str, array: Any) -> Exported:
     """A NumPy array with one item an element, in either byte order and with any strides."""
     row = row_of(framework, array.dtype.name)
-    return Exported(row, array.shape, lambda: array, span_of(array))
+    return Exported(row, array.shape, lambda: array, span_of(array), lambda: array)
 
 
 def span_of(array: Any) -> Span:

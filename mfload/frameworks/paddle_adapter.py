@@ -120,7 +120,7 @@ def export(array: Any) -> base.Exported:
     if not array.place.is_cpu_place():
         return base.Exported(row, shape, lambda: _units(array.cpu()))
     units = _units(array)
-    return base.Exported(row, shape, lambda: units, base.span_of(units))
+    return base.Exported(row, shape, lambda: units, base.span_of(units), lambda: units)
 
 
 def _units(array: Any) -> Any:

@@ -6,6 +6,7 @@ Versions that have an 8-bit type and don't import it get bytes and are told what
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -188,12 +189,16 @@ def export(array: Any) -> base.Exported:
     if row.elements > 1:
         base.refuse("torch", None if shape else "two elements have no shape []", array)
         shape = (*shape[:-1], row.elements * shape[-1])
-    span = None
+    span = lies = None
     with private_api.torch_undispatched():
         plain = array.detach()
         if plain.device.type == "cpu":
-            span = base.span_of(base.host_units(plain, plain.stride(), plain.element_size()))
-    return base.Exported(row, shape, lambda: _units(plain), span)
+            units = functools.partial(base.host_units, plain, plain.stride(), plain.element_size())
+            span = base.span_of(units())
+            if plain.layout == torch.strided and not (plain.is_conj() or plain.is_neg()):
+                # After a call of its method `numpy`, its storage could never be resized.
+                lies = units
+    return base.Exported(row, shape, lambda: _units(plain), span, lies)
 
 
 def _units(plain: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mfload import errors
+from mfload.dlpack import array_at
 from mfload.frameworks.base import Adapter, Lent
 from mfload.io import buffers
 from mfload.planning.layout import BufferSpec
@@ -105,7 +107,8 @@ def allocate(
             memory.append(lent[number].memory)
         elif source is not None:
             ranges = ranges or _mapped_ranges(plan)
-            memory.append(_map(sources[source], ranges[number], adapter.readonly_maps))
+            some = ranges[number] or [(0, 1)]  # Of empty tensors alone.
+            memory.append(_map(sources[source], some, adapter.readonly_maps))
         elif device is None:
             memory.append(buffers.allocate(nbytes))
         else:
@@ -135,10 +138,16 @@ def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:
 
 
 def _map(source: Source, ranges: list[tuple[int, int]], readonly: bool) -> Any:
-    """A private map of a file, of which the parts that the plan uses are brought in."""
+    """A private map of what the plan uses of a file; indices are offsets in the file."""
     from mfload.io.mapped import map_file
 
-    mapped = map_file(source, ranges)
+    # For one tensor of a large file, to map all would take address space again and again.
+    begin = min(ranges)[0] // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    end = max(map(sum, ranges))
+    wanted = [(start - begin, nbytes) for start, nbytes in ranges]
+    part = map_file(source, wanted, begin, end - begin)
+    # What lies around it is not mapped, and no place of the plan.
+    mapped = array_at(part, part.ctypes.data - begin, (source.size,))
     if readonly:
         mapped.flags.writeable = False
     return mapped

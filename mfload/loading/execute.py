@@ -38,7 +38,7 @@ _MOST_THREADS = 8
 _A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
 _WORTH_A_THREAD = 64 << 10  # Bytes a block.
 _DIRECT, _COLD = map(attrgetter, ("direct", "cold"))  # Of a leg.
-_NBYTES, _ROWS, _SOURCE = map(attrgetter, ("nbytes", "rows", "source"))
+_NBYTES, _SOURCE = map(attrgetter, ("nbytes", "source"))
 
 
 def reader_threads(direct: bool, devices: int = 0, *, concurrency: int | None = None) -> int:
@@ -99,22 +99,19 @@ def run(
         cold = [sources[number] for number, leg in route.items() if leg.cold]
         kept = deadline.bound(partial(read_ahead, cold), "opening the files")
     mapped = _mapped_blocks(plan) if observer is not None else []
-    # A small load is over before a second thread has started, and one block occupies one thread;
-    # but a long one of a scan is to tell of its progress.
     nbytes = sum(map(_NBYTES, plan.blocks)) + sum(map(_NBYTES, mapped))
-    if plan.decoding:
-        nbytes += sum(block.filled - block.nbytes for block in plan.blocks)
-    alone = advance is None and (len(plan.blocks) + len(mapped) == 1 or threads == 1)
-    waits = any(map(_DIRECT, route.values())) or any(map(_COLD, route.values()))
-    # Of rows in the page cache, mostly only what is wanted is touched.
-    rows = any(map(_ROWS, plan.blocks)) and not waits
-    small = (plan.wanted_bytes if rows else nbytes) <= INLINE or alone
     concurrency = sources[plan.blocks[0].source].costs.concurrency if plan.blocks else None
-    # Short reads that are waited for are worth their threads.
-    inline = small and (alone or concurrency is None) and deadline.seconds is None
-    if nbytes < len(plan.blocks) * _WORTH_A_THREAD and not waits and staging is None:
-        # Threads that share the interpreter take turns. A server is waited for, as a disk is.
-        threads = threads if concurrency else 1
+    threads = count_readers(
+        plan,
+        route,
+        threads,
+        concurrency,
+        mapped=mapped,
+        told=advance is not None,
+        bounded=deadline.seconds is not None,
+        staged=staging is not None,
+    )
+    inline = not threads
     rounds: list[list[Pool]] = []
     blocks = plan.blocks
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
@@ -164,6 +161,38 @@ def run(
         look = partial(together, check, some) if concurrency else partial(list, map(check, some))
         deadline.bound(look, "looking at the files again")
     return tuple(notes)
+
+
+def count_readers(
+    plan: Plan,
+    route: Mapping[int, Leg],
+    threads: int,
+    concurrency: int | None,
+    *,
+    mapped: Sequence[Block] = (),
+    told: bool = False,
+    bounded: bool = False,
+    staged: bool = False,
+) -> int:
+    """How many of so many threads are worth starting; 0: the loading thread reads by itself.
+
+    `concurrency` is that of the source, `mapped` what is shown besides. Loads may be `told` of
+    their progress, `bounded` by a timeout, or `staged` on their way to a device.
+    """
+    blocks = len(plan.blocks) + len(mapped)
+    nbytes = sum(map(_NBYTES, plan.blocks)) + sum(map(_NBYTES, mapped))
+    if plan.decoding:
+        nbytes += sum(block.filled - block.nbytes for block in plan.blocks)
+    # A small load is over before a second thread has started, and one block occupies one thread;
+    # but a long one of a scan is to tell of its progress.
+    alone = not told and (blocks == 1 or threads == 1)
+    waits = any(map(_DIRECT, route.values())) or any(map(_COLD, route.values()))
+    # Short reads that are waited for are worth their threads.
+    if not bounded and (alone or (nbytes <= INLINE and concurrency is None)):
+        return 0
+    if nbytes < len(plan.blocks) * _WORTH_A_THREAD and not (waits or staged or concurrency):
+        return 1  # Threads that share the interpreter take turns.
+    return min(threads, max(1, blocks))
 
 
 def _mapped_blocks(plan: Plan) -> list[Block]:

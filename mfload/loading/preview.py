@@ -24,7 +24,7 @@ class Preview(Printable):
             be copied.
         threads: Readers at once.
         notes: What else was decided without being asked for.
-        read_bytes: Bytes that would be read, in all batches.
+        read_bytes: Bytes that would be read, in all batches, without headers.
         wanted_bytes: Those of them that tensors want.
         copied_bytes: Bytes that would be copied in memory after they were read, at most: those
             that pass through a slot, and those of tensors that the framework copies.

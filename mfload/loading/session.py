@@ -285,7 +285,7 @@ class Session:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
         chosen = execute.reader_threads(self._direct, count, concurrency=concurrency)
-        self.threads = options.threads or chosen
+        self.threads, self.used = options.threads or chosen, 0
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
         readers.threads, readers.costs, readers.decodes = self.threads, costs, bool(apart)
@@ -474,7 +474,7 @@ class Session:
             tuple(self.route.values()),
             self.adapter.name,
             max(batch.overhead for batch in batches),
-            self.threads,
+            max(self.readers(batch, told=False) for batch in batches),
             notes,
             read_bytes=sum(batch.plan.read_bytes for batch in batches),
             wanted_bytes=sum(batch.plan.wanted_bytes for batch in batches),
@@ -506,6 +506,13 @@ class Session:
             own = nbytes - lent + batch.device_overhead.get(device, 0)
             allocate.check_device(self.adapter, device, own, 0 if held else lent)
 
+    def readers(self, batch: Batch, *, told: bool) -> int:
+        """How many threads read a batch: the loading one, if nothing is worth another."""
+        bounded = self._options.timeout is not None
+        given = batch.plan, self.route, self.threads, self.limits.costs.concurrency
+        staged = batch.staging is not None
+        return execute.count_readers(*given, told=told, bounded=bounded, staged=staged) or 1
+
     def load(
         self,
         batch: Sequence[int],
@@ -527,6 +534,7 @@ class Session:
         times.append(time.perf_counter())
         if fill is not None:
             filled = fill(plan, memory, self, self._sources)
+            self.used = self.threads
         else:
             notes = execute.run(
                 plan,
@@ -543,6 +551,7 @@ class Session:
                 kits=None if self._shared is None else self._shared.kits,
             )
             filled = [plan], notes, 0
+            self.used = max(self.used, self.readers(planned, told=advance is not None))
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)
@@ -606,7 +615,7 @@ def _describe(
     report.mapped_bytes = sum(plan.mapped_bytes for plan in plans)
     report.exchanged_bytes = sum(exchanged for _, _, exchanged in filled)
     report.device_peak_bytes = device_memory.peak_bytes()
-    report.threads = session.threads
+    report.threads = session.used
     report.route = tuple((leg.file, leg.engine, leg.why) for leg in session.route.values())
     notes = (*session.notes, *(note for _, notes, _ in filled for note in notes))
     report.notes = tuple(dict.fromkeys(notes))

@@ -38,6 +38,8 @@ class TensorToSave(NamedTuple):
         owner: A number that no other array has, if only views of this one share its memory;
             None if it may be such a view.
         given: The dtype of the array, if it is one that safetensors lacks.
+        cut: The same as `fetch`, but what lies in another order is copied in parts, when slices of
+            them are taken, one after the other.
     """
 
     name: str
@@ -48,6 +50,7 @@ class TensorToSave(NamedTuple):
     fetch: Callable[[], Any]
     owner: int | None = None
     given: DType | None = None
+    cut: Callable[[], Any] | None = None
 
     @property
     def span(self) -> Span | None:
@@ -69,6 +72,7 @@ _U8 = np.dtype(np.uint8)
 # apart share few places in the cache. Within so many bytes NumPy is faster.
 _TILE, _LAST = 1 << 14, 64
 _CACHE = 512 << 10
+_PART = 32 << 20  # Bytes that are copied at once of an array that lies in another order.
 _NATIVE = {
     row.numpy: row for row in dtypes.TABLE.values() if row.numpy is not None and row.elements == 1
 }
@@ -128,7 +132,59 @@ def _any(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSav
         )
     fetch = functools.partial(_fetch, name, exported)
     given = None if row is exported.dtype else exported.dtype
-    return TensorToSave(name, row, shape, nbytes, exported.span, fetch, given=given)
+    cut = functools.partial(_cut, name, exported, fetch)
+    return TensorToSave(name, row, shape, nbytes, exported.span, fetch, given=given, cut=cut)
+
+
+def _cut(name: str, exported: Exported, fetch: Callable[[], Any]) -> Any:
+    row = exported.dtype
+    if exported.lies is None or row.elements > 1 or row.wide is not row:
+        return fetch()
+    with _naming(name):
+        array = exported.lies()
+        native = array.dtype.newbyteorder("=")
+        if array.flags.c_contiguous and array.dtype == native:
+            return _as_bytes(array)
+        return _InOrder(array, native) if array.nbytes > _PART else fetch()
+
+
+class _InOrder:
+    """The bytes of an array in C order, of which a window is copied when a slice begins there."""
+
+    def __init__(self, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        self._array, self._dtype = array, dtype
+        self.nbytes = self.size = array.nbytes
+        self._first, self._window = 0, np.empty(0, _U8)
+
+    def __getitem__(self, part: slice) -> Any:
+        start, stop, _ = part.indices(self.nbytes)
+        if not self._first <= start <= stop <= self._first + self._window.size:
+            self._window = np.empty(0, _U8)
+            width = self._dtype.itemsize
+            first, end = start // width, -(-max(stop, start + _PART) // width)
+            made = np.empty(min(end, self._array.size) - first, self._dtype)
+            _copy_in_order(made, self._array, first)
+            self._first, self._window = first * width, made.view(_U8)
+        return self._window[start - self._first : stop - self._first]
+
+
+def _copy_in_order(made: NDArray[Any], array: NDArray[Any], first: int) -> None:
+    """Fills one dim with the elements of an array from number `first` on, in C order."""
+    if array.ndim == 1:
+        made[:] = array[first : first + made.size]
+        return
+    row = math.prod(array.shape[1:])
+    while made.size:
+        n, ahead = divmod(first, row)
+        rows = 0 if ahead else made.size // row
+        if rows:
+            taken = rows * row
+            part = array[n : n + rows]
+            _copy_in_tiles(made[:taken].reshape(part.shape), part)
+        else:
+            taken = min(row - ahead, made.size)
+            _copy_in_order(made[:taken], array[n], ahead)
+        made, first = made[taken:], first + taken
 
 
 def _fetch(name: str, exported: Exported) -> Any:
@@ -139,21 +195,25 @@ def _fetch(name: str, exported: Exported) -> Any:
         if exported.dtype.elements > 1 and array.size != exported.dtype.size_of(exported.shape):
             return packed.pack(array, exported.dtype)
         native = array.dtype.newbyteorder("=")
-        steps = [
-            abs(step) for step, size in zip(array.strides, array.shape, strict=True) if size > 1
-        ]
-        if array.size > _TILE and min(steps) < steps[-1] and steps[-1] * array.shape[-1] > _CACHE:
-            return _as_bytes(_in_tiles(array, native))
-        return _as_bytes(array.astype(native, order="C", copy=False, subok=False))
+        if array.flags.c_contiguous and array.dtype == native:
+            return _as_bytes(array.view(np.ndarray))
+        made = np.empty(array.shape, native)
+        _copy_in_tiles(made, array)
+        return _as_bytes(made)
 
 
-def _in_tiles(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A copy in C order of a transposed array, whose rows lie far apart.
+def _copy_in_tiles(made: NDArray[Any], array: NDArray[Any]) -> None:
+    """Copies an array to one in C order.
 
-    It is made in tiles that stay in the processor's cache: their lines are used whole, however the
-    tile is read. NumPy would fetch a line for each element.
+    If its rows lie far apart, as those of a transposed one do, it is copied in tiles that stay in
+    the processor's cache: their lines are used whole, however the tile is read. NumPy would fetch a
+    line for each element.
     """
-    made = np.empty(array.shape, dtype)
+    steps = [abs(step) for step, size in zip(array.strides, array.shape, strict=True) if size > 1]
+    far = array.size > _TILE and min(steps) < steps[-1]
+    if not (far and steps[-1] * array.shape[-1] > _CACHE):
+        made[...] = array
+        return
     *tile, last = array.shape
     last = min(last, _LAST)
     while math.prod(tile) * last > _TILE:
@@ -164,7 +224,6 @@ def _in_tiles(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     for corner in itertools.product(*starts):
         part = tuple(slice(start, start + n) for start, n in zip(corner, tile, strict=True))
         made[part] = array[part]
-    return made
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def _writes(draft: Draft, made: Layout) -> Iterator[Write]:
 
 def fetched(tensor: TensorToSave) -> Any:
     """The bytes of a tensor, as many as it said."""
-    data = tensor.fetch()
+    data = (tensor.cut or tensor.fetch)()
     if data.nbytes != tensor.nbytes:
         raise errors.UnsupportedArrayError(
             "the array gave other bytes than it said it would",

@@ -225,10 +225,31 @@ class HttpSource:
         return HttpHandle(self)
 
     def keep(self, keeps: bool) -> None:
-        """Forgets the header, and closes the connections that wait at the checkpoint's end."""
-        self._head, self.keeps = b"", keeps
+        """At the checkpoint's end, forgets the first bytes, and closes connections that wait."""
+        self.keeps = keeps
         if not keeps:
+            self._head = b""
             self.pool.close()
+
+    def take(self, views: deque[memoryview], offset: int) -> int:
+        """Fills buffers with what the first answer held from an offset on; returns the bytes.
+
+        What lies behind a header is asked for once, and held until it is read.
+        """
+        head = memoryview(self._head)[offset:]
+        taken = 0
+        while views and taken < len(head):
+            part = head[taken : taken + views[0].nbytes]
+            views[0][: len(part)] = part
+            views[0] = views[0][len(part) :]
+            taken += len(part)
+            if not views[0]:
+                views.popleft()
+        if taken:
+            self.unchecked = True
+            if taken == len(head):
+                self._head = b""
+        return taken
 
     def check(self) -> None:
         """Asks for a byte, so that the answer names the version.
@@ -238,7 +259,7 @@ class HttpSource:
         if self.unchecked:
             self.unchecked = False
             with self.open() as opened:
-                opened.read([memoryview(bytearray(1))], 0)
+                opened.fill(deque([memoryview(bytearray(1))]), 0, 1)
 
     def beside(self, name: str) -> HttpSource:
         """The file of that name in the same directory or below; the query stays the same."""
@@ -281,11 +302,16 @@ class HttpHandle(ClosedAtEnd):
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector by one request, and by more if it breaks off."""
-        views = deque(memoryview(part) for part in vector if part.nbytes)
+        views = deque(memoryview(part).cast("B") for part in vector if part.nbytes)
         wanted = sum(view.nbytes for view in views)
         stop = min(offset + wanted, self._source.size)
         if stop - offset < (wanted if least is None else least):
             raise shrunk(self._source.name, offset + wanted, self._source.size)
+        self.fill(views, offset + self._source.take(views, offset), stop)
+        return stop - offset
+
+    def fill(self, views: deque[memoryview], offset: int, stop: int) -> None:
+        """Asks for a range, and fills buffers with it."""
         self._came = 0
 
         def step() -> None:
@@ -303,7 +329,6 @@ class HttpHandle(ClosedAtEnd):
         if stop > offset:
             self._persist(step)
         self._source.unchecked |= stop - offset > _HEAD
-        return stop - offset
 
     def first_answer(self) -> tuple[Version, bytes]:
         """The version of the file, and its first bytes."""

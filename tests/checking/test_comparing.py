@@ -379,3 +379,30 @@ def test_it_shows_itself(one: Path, tmp_path: Path) -> None:
     same = mfload.diff(one, one)
     assert "no difference" in str(same)
     assert "max rel" not in str(same)
+
+
+@pytest.mark.parametrize("kind", ["deflated", "fortran", "both"])
+def test_what_is_stored_otherwise_is_compared_within_the_limit(tmp_path: Path, kind: str) -> None:
+    limit, array = 12 << 20, samples.numbers((3000, 4000), np.float32)
+    a = samples.save(tmp_path / "a.safetensors", {"w": array})
+    other = array.copy()
+    other[2900, 3] += 1
+    other = np.asfortranarray(other) if kind == "fortran" else other
+    if kind == "fortran":
+        np.save(tmp_path / "b.npy", other)
+        b, name = tmp_path / "b.npy", "b"
+        a = samples.save(tmp_path / "c.safetensors", {"b": array})
+    else:
+        np.savez_compressed(tmp_path / "b.npz", w=other)
+        b, name = tmp_path / "b.npz", "w"
+    if kind == "both":
+        a = tmp_path / "a.npz"
+        np.savez_compressed(a, w=array)
+    options = mfload.Options(max_host_overhead=limit, threads=2)
+    buffers.peak_bytes(reset=True)
+    (change,) = mfload.diff(a, b, options=options).changed
+    assert (change.name, change.differing, change.at) == (name, 1, (2900, 3))
+    found = mfload.verify(a, against=b, checksums="never", options=options)
+    assert buffers.peak_bytes() <= limit + (4 << 20)  # What decoders hold comes on top.
+    assert "[2900, 3]" in str(found)
+    assert not found.ok

@@ -700,9 +700,14 @@ def test_huge_pages_are_asked_for_within_what_is_filled(
     monkeypatch.setattr(buffers, "_MOST_ASKED", 0)
     target.copy_(lazily)
     assert len(asked) == 2
-    monkeypatch.setattr(buffers, "_asked", set())
+    monkeypatch.setattr(buffers._Asked, "ranges", set())
+    monkeypatch.setattr(buffers, "_MOST_MAPS", 0)
     target.copy_(lazily)
     assert len(asked) == 2
+    monkeypatch.setattr(buffers, "_MOST_MAPS", 1 << 30)
+    buffers._Asked.ranges.clear()
+    target.copy_(lazily)
+    assert len(asked) == 3
 
 
 def test_huge_pages_reach_beyond_a_part_as_far_as_its_storage(
@@ -712,7 +717,7 @@ def test_huge_pages_reach_beyond_a_part_as_far_as_its_storage(
     save_file(model, tmp_path / "model.safetensors")
     (lazily,) = Opened(tmp_path).tensors.values()
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(buffers, "_asked", set())
+    monkeypatch.setattr(buffers._Asked, "ranges", set())
 
     def madvise(address: int, nbytes: int, advice: int) -> None:
         if advice == 14:
@@ -733,7 +738,7 @@ def test_huge_pages_reach_beyond_a_part_as_far_as_its_storage(
     # Many small parts of one tensor leave some for others.
     for n in range(64):
         whole[inner + n : inner + n + MIB].copy_(lazily)
-    assert len(buffers._asked) < 8
+    assert len(buffers._Asked.ranges) < 8
 
 
 @pytest.mark.parametrize(

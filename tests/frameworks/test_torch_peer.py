@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,18 @@ def test_a_storage_that_is_made_smaller() -> None:
             tensor.untyped_storage().resize_(0)
         found = mfload.load(seed.url, framework="torch", options=by("http"))
     assert torch.equal(found["w"], expected)
+
+
+def test_what_was_saved_can_be_resized(tmp_path: Path) -> None:
+    """Not what was published, not even after that: PyTorch has no way back."""
+    tensor, strided = torch.arange(1 << 16), torch.zeros(300, 400).T
+    mfload.save({"w": tensor, "s": strided}, tmp_path / "a.safetensors")
+    assert mfload.diff({"w": tensor, "s": strided}, tmp_path / "a.safetensors")
+    assert tensor.untyped_storage().resizable()
+    assert strided.untyped_storage().resizable()
+    with mfload.publish({"w": tensor}, model="m"):
+        pass
+    assert not tensor.untyped_storage().resizable()
 
 
 def test_a_parameter_gets_other_memory() -> None:

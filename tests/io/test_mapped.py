@@ -160,3 +160,19 @@ def test_a_range_is_mapped_alone_or_out_of_one_map(tmp_path: Path) -> None:
         mapped.map_range(source, 2 * mmap.PAGESIZE, 9)
     with pytest.raises(errors.SourceChangedError):
         shared(source, 2 * mmap.PAGESIZE, 9)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_tensor_maps_its_own_part_of_a_file(tmp_path: Path, framework: Any) -> None:
+    """Not the file once a tensor, which takes address space, and of a page table, for each."""
+    arrays = {f"t{n}": np.full(3 << 20, n, np.uint8) for n in range(20)} | {"empty": np.zeros(0)}
+    path, kept = samples.save(tmp_path / "a.safetensors", arrays), list[Any]()
+    with mfload.open(path, framework=framework, options=mfload.Options(engine="mmap")) as opened:
+        for name, array in arrays.items():
+            kept.append(opened.get_tensor(name))
+            assert np.array_equal(np.asarray(kept[-1]), array)
+        maps = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+        sizes = [int(each.split("Size:")[1].split()[0]) << 10 for each in maps]
+        assert len(sizes) >= 1
+        assert sum(sizes) <= 20 * (4 << 20)
+    del kept

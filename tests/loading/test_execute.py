@@ -268,3 +268,25 @@ def test_ctrl_c_drains_and_the_next_load_works(
         child.kill()
         child.communicate()
     assert (child.returncode, out, err) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        ([1 << 10], {}, 1),
+        ([3 << 20], {}, 2),
+        ([3 << 20], {"threads": 1}, 1),
+        ([3 << 20] * 9, {"threads": 2, "max_host_overhead": 1 << 20}, 2),
+        ([1 << 10], {"engine": "mmap"}, 1),
+        ([1 << 10], {"timeout": 60}, 1),
+    ],
+)
+def test_plan_and_report_tell_how_many_threads_read(
+    tmp_path: Path, sizes: list[int], options: Any, expected: int
+) -> None:
+    arrays = {f"t{n}": np.zeros(size, np.uint8) for n, size in enumerate(sizes)}
+    path, report = samples.save(tmp_path / "a.safetensors", arrays), mfload.Report()
+    how = mfload.Options(**{"threads": 4} | options)
+    mfload.load(path, "numpy", report=report, options=how)
+    seen = {span.thread for span in report.timeline if "reader" in span.thread}
+    assert len(seen) <= report.threads == mfload.plan(path, options=how).threads == expected
