@@ -2,10 +2,7 @@
 # Each makes an environment of its own under .venv/ and needs nothing but Python and make.
 PYTHON ?= python3
 MODEL := examples/minilm/model-requirements.txt
-FRAMEWORKS := numpy jax jax_landing torch torch_into torch_lazy torch_dcp torch_mesh shard \
-  tensorflow tensorflow_mesh keras_into paddle paddle_into paddle_mesh cupy several gpu_streams \
-  torch_peer keras_peer paddle_peer peer_frameworks torch_ondemand jax_ondemand torch_neurons \
-  jax_neurons tensorflow_ondemand paddle_ondemand
+FRAMEWORKS := $(patsubst tests/frameworks/test_%.py,%,$(wildcard tests/frameworks/test_*.py))
 SEAMS := transformers libraries tunix vllm sglang
 QUIET := --quiet --disable-pip-version-check
 
