@@ -143,22 +143,22 @@ import mfload
 from mfload.io import mapped
 
 path, call = sys.argv[1:]
-real = mapped.map_range
+real = mapped.map_file
 
-def map_range(*given, **more):
+def map_file(*given, **more):
     made = real(*given, **more)
     os.truncate(path, 5000)
     return made
 
-mapped.map_range = map_range
+mapped.map_file = map_file
 fcntl.fcntl = lambda *_: 0  # A file system that grants leases, and does not hold to them.
 try:
     if call == "rows":
         mfload.open(path).get_slice("a")[:, 8:16]
     elif call == "convert":
-        mfload.load(path, "numpy", dtype="float16")
+        mfload.load(path, "numpy", dtype={"a": "float16"})
     else:
-        mfload.verify(path, against=path)
+        mfload.verify(path, checksums="write")
 except errors.SourceChangedError:
     pass
 """

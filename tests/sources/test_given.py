@@ -179,7 +179,7 @@ def test_what_is_no_source(name: str) -> None:
             if key != name and not key.startswith("__") and not hasattr(lacking, key):
                 setattr(lacking, key, value)
     with pytest.raises(errors.UsageError, match="Lacking is not a source") as caught:
-        mfload.load(lacking(), "numpy")  # pyright: ignore[reportArgumentType]  # pyright: ignore[reportCallIssue]
+        mfload.load(lacking(), "numpy")  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert caught.value.found == f"missing or of another type: {name}"
 
 
