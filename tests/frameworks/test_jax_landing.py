@@ -249,7 +249,12 @@ class TestTrial:
         assert "no room" in caplog.text
         assert jax_memory.fillable(cpu(0), land)
 
-    @pytest.mark.parametrize("verb", ["stream", "pin", "copy_in", "synchronize"])
+    def test_memory_that_is_not_locked_will_do(self) -> None:
+        land = FakeDevice(fail={"pin": 1})
+        assert jax_memory.fillable(cpu(0), land)
+        land.assert_clean()
+
+    @pytest.mark.parametrize("verb", ["stream", "copy_in", "synchronize"])
     def test_a_device_that_fails(self, verb: str, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO", "mfload")
         land = FakeDevice(fail={verb: 1})
