@@ -174,8 +174,7 @@ class ExpertCache(ClosedAtEnd):
             ReadError: The system can't read it.
             LoadTimeoutError: The timeout passed. A read under way keeps its slots until it returns.
         """
-        number, keys = self._known(layer, experts)
-        names = self._layers[layer][1]
+        number, keys, names = self._known(layer, experts)
         leases = self._pools.use(number, keys)
         return Experts(self._pools, number, {int(names[key]): leases[key] for key in leases})
 
@@ -192,7 +191,7 @@ class ExpertCache(ClosedAtEnd):
         Raises:
             UsageError: As `use`.
         """
-        self._pools.prefetch([self._known(layer, experts)])
+        self._pools.prefetch([self._known(layer, experts)[:2]])
 
     def report(self) -> OndemandReport:
         """What it did so far; keys are experts."""
@@ -206,8 +205,8 @@ class ExpertCache(ClosedAtEnd):
         """
         self._pools.close()
 
-    def _known(self, layer: int, experts: Iterable[int] | Numbers) -> tuple[int, Numbers]:
-        """The number of a layer, and the keys of its experts as an array."""
+    def _known(self, layer: int, experts: Iterable[int] | Numbers) -> tuple[int, Numbers, Numbers]:
+        """The number of a layer, the keys of its experts, and the numbers of all that it has."""
         known = whole(layer)
         if known is None or known not in self._layers:
             layers = ", ".join(map(str, self._layers))
@@ -223,7 +222,7 @@ class ExpertCache(ClosedAtEnd):
                 expected=f"numbers from {low} to {high}{gaps}",
                 found=wrong[0],
             )
-        return number, keys
+        return number, keys, there
 
 
 class _Pattern:
