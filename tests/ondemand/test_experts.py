@@ -347,6 +347,7 @@ class TestFaults:
 
     def test_a_cache_that_is_dropped(self, path: Path) -> None:
         """Its thread ends, and its files are closed; arrays live on."""
+        gc.collect()  # What errors of other tests refer to.
         descriptors = len(os.listdir("/proc/self/fd"))
         cache = ExpertCache(path, budget=4 * SLOT)
         cache.prefetch(0, [0, 1, 2])
