@@ -76,14 +76,17 @@ def _basic(text: str) -> str:
     return f"Basic {base64.b64encode(text.encode()).decode()}"
 
 
-def from_netrc(host: str) -> dict[str, str]:
+def from_netrc(host: str, *, named: bool = False) -> dict[str, str]:
     """The header that `.netrc` gives for a host; the environment variable NETRC names the file.
 
     A file that can't be read gives none, as with `requests`, and a warning in the log.
+
+    `named`: only an entry with the host's name, and not the default for all.
     """
     path = os.environ.get("NETRC")
     try:
-        found = netrc.netrc(path).authenticators(host)
+        entries = netrc.netrc(path)
+        found = entries.hosts.get(host) if named else entries.authenticators(host)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, netrc.NetrcParseError):  # Their texts may quote the file.
