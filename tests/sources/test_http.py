@@ -654,6 +654,7 @@ class TestCredentials:
 
     @pytest.mark.parametrize("place", [
         "u:{}@127.0.0.1:{}/m", "{}@127.0.0.1:{}/m", "u:a/{}@127.0.0.1:{}/m", "u:{}@[::1]:{}/m",
+        "u:1@{}#@127.0.0.1:{}/m",
     ])  # fmt: skip
     def test_a_password_in_a_url(self, server: Server, place: str) -> None:
         url = "http://" + place.format(SECRET, server.port)
