@@ -334,6 +334,8 @@ def _check_names(
     for at, (info, target) in enumerate(claims.stray):
         if target is not None and target.startswith(judged):
             continue
+        if target in unheld and unheld[target].value is ...:  # Orbax's mark for what stays out.
+            continue
         if target is None:
             reason, hint = "no rule matches", _meant(info.name, wanted, at)
             entries = claims.entries if at < _GUESSED else ()

@@ -236,6 +236,27 @@ def test_a_step_of_json_alone(tmp_path: Path) -> None:
             mfload.restore(tmp_path, step=step)
 
 
+@settings(max_examples=10)
+@given(out=st.sets(st.sampled_from(range(6))))
+@example(out={1, 2, 3, 4, 5})
+def test_placeholders(out: set[int]) -> None:
+    """A leaf `...` of a target stays as it is, and its tensor in the checkpoint."""
+    state = {"w": jnp.ones(2), "n": 3, "s": "x", "l": [jnp.ones(1), jnp.zeros(3)], "half": 0.5}
+    leaves, tree = jax.tree.flatten(state)
+    arrays = {number for number, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+    chosen = [... if number in out else leaf for number, leaf in enumerate(leaves)]
+    target = jax.tree.unflatten(tree, chosen)
+    with tempfile.TemporaryDirectory() as path:
+        orbax_savers.save("pytree", Path(path, "x"), state)
+        if arrays <= out:
+            return  # What holds nothing is no target.
+        found = jax.tree.leaves(mfload.restore(Path(path, "x"), target))
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            how = ocp.args.PyTreeRestore(target)
+            wanted = jax.tree.leaves(checkpointer.restore(Path(path, "x"), args=how))
+    assert_same(found, wanted)
+
+
 def test_keys_that_are_called_like_an_item(tmp_path: Path) -> None:
     item = {"b": jnp.zeros(2), "a": {"b": jnp.ones(2)}}
     args = {"a": ocp.args.StandardSave(item), "config": ocp.args.JsonSave({"n": 1})}
