@@ -332,9 +332,10 @@ def _check_names(
     wanted = [name for leaf in empty for name in leaf.names]
     wanted += spare if len(wanted) + len(spare) <= _AMONG else []
     for at, (info, target) in enumerate(claims.stray):
-        if target is not None and target.startswith(judged):
+        leaf = unheld.get(target or "")
+        if leaf is not None and leaf.value is ...:  # Orbax's mark for what stays out.
             continue
-        if target in unheld and unheld[target].value is ...:  # Orbax's mark for what stays out.
+        if target is not None and target.startswith(judged):
             continue
         if target is None:
             reason, hint = "no rule matches", _meant(info.name, wanted, at)
