@@ -31,7 +31,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 # Names that stand for a whole checkpoint. Two of them side by side hold two versions of a model,
 # or a model and its adapter, and loading both is never what was meant.
 _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
-                    "diffusion_pytorch_model", "optimizer"})  # fmt: skip
+                    "diffusion_pytorch_model", "pytorch_lora_weights", "optimizer"})  # fmt: skip
 
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _ONE_ARRAY = ".npy"

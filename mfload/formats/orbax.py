@@ -74,18 +74,21 @@ def read_directory(
         SourceError: A file is missing or can't be read; others as `ocdbt.read` does.
     """
     if os.path.isfile(os.path.join(directory, TREE)):
-        files, rows, tree, custom, keys = _item(directory, source)
-        custom = _custom(os.path.dirname(directory)) | custom
-        return files, rows, _metadata(tree, custom, keys)
-    found = orbax_directories.items(directory)
-    handlers = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+        above, name = os.path.split(os.path.abspath(directory))
+        handlers = _handlers(above)
+        single = handlers.get(name, "").endswith(_ARRAY_HANDLER)
+        files, rows, tree, custom, keys = _item(directory, source, single=single)
+        strings = _metadata(tree, _custom(above) | custom, keys)
+        if name in handlers:
+            strings[structure.ITEMS] = json.dumps({name: True})
+        return files, rows, strings
+    found, handlers = orbax_directories.items(directory), _handlers(directory)
     made: dict[str, Any] = {name: _json_item(file) for name, file in found.plain.items()}
     items = dict.fromkeys(found.other, False)
     files, rows, custom, keys = list[Source](), list[TensorInfo](), _custom(directory), {}
     for name, place in found.trees.items():
         # Orbax's items of one array, and of random keys, are no trees.
-        handler = str(handlers.get(name)) if isinstance(handlers, dict) else ""
-        single = handler.endswith(_ARRAY_HANDLER) or os.path.basename(place) != name
+        single = handlers.get(name, "").endswith(_ARRAY_HANDLER) or os.path.basename(place) != name
         item = _item(place, source + len(files), name if len(found.trees) > 1 else "", single)
         made[name], files, rows = item.tree, files + item.files, rows + item.rows
         custom |= {name: item.custom} if item.custom else {}
@@ -239,6 +242,12 @@ def _plain(file: Source, node: Any, path: tuple[str, ...]) -> Any:
     if len(made) < len(node) or _SEQUENCE in kinds:
         raise _bad(file, "malformed list in the tree", ".".join(path), "0, 1, …", brief([*made]))
     return made
+
+
+def _handlers(directory: str) -> dict[str, str]:
+    """What wrote each of the items of a checkpoint; nothing if it does not say."""
+    found = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+    return {name: str(each) for name, each in found.items()} if isinstance(found, dict) else {}
 
 
 def _custom(directory: str) -> dict[str, Any]:

@@ -182,7 +182,10 @@ def _choose(directory: str, found: Sequence[Step], step: Number | None) -> Step:
     wanted = [each for each in mine if asked(each)]
     finished = [each for each in wanted if each.finished]
     if not finished and wanted:
-        raise _unfinished(os.path.join(directory, wanted[-1].name))
+        place = os.path.join(directory, wanted[-1].name)
+        if _committed(place):
+            _content(place, listed(place))  # It may say that there are no arrays.
+        raise _unfinished(place)
     if not finished:
         there = sorted({each.number for each in mine if each.finished})[-_SHOWN:]
         what, expected = f"there is no step {step}", ", ".join(map(str, there)) or "a step"

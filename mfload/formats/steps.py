@@ -45,7 +45,8 @@ def locate(path: Any, step: Any = None, prefix: Any = None) -> Any:
         directory = os.fsdecode(path)
         names = orbax_directories.listed(directory)
         files = [] if orbax_directories.is_checkpoint(names) else _files(directory, names, prefix)
-        if files or orbax_directories.recognise_directory(directory, names):
+        others = prefix is not None and _files(directory, names, None)
+        if files or others or orbax_directories.recognise_directory(directory, names):
             return orbax_directories.locate(directory, step, prefix, files)
     for argument, value in (("step", step), ("prefix", prefix)):
         if value is not None:

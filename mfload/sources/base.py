@@ -184,10 +184,11 @@ def shrunk(name: str, expected: int, found: int) -> errors.SourceChangedError:
 
 def redacted(url: str) -> str:
     """A URL without what may be secret in it: user, password, query."""
-    scheme, _, rest = url.partition("://")
-    rest, query, _ = rest.partition("#")[0].partition("?")
+    scheme, _, whole = url.partition("://")
+    rest, query, _ = whole.partition("#")[0].partition("?")
     host, slash, path = rest.partition("/")
     host = host.rpartition("@")[2]
-    if not re.fullmatch(_HOST, host):  # A password with a slash in it looks like a port.
+    # A password with a slash in it looks like a port; one with `?` or `#` ends the host.
+    if not re.fullmatch(_HOST, host) or (not slash and "@" in whole[len(rest) :]):
         host, slash, path = "…", "", ""
     return f"{scheme}://{host}{slash}{path}{'?…' if query else ''}"

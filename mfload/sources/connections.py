@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from mfload import errors
-from mfload.sources.base import redacted
 from mfload.sources.tls import Tls
 
 _INTERIM = 100  # Answers before the final one, at most.
@@ -41,7 +40,7 @@ def proxy_of(scheme: str, host: str, port: int) -> Proxy | None:
     excepted only if it is named there.
 
     Raises:
-        UsageError: It is not an http:// proxy.
+        UsageError: It is not an http:// proxy, or its password has characters that end a host.
     """
     known = urllib.request.getproxies()
     url = known.get(scheme) or known.get("all")
@@ -50,14 +49,16 @@ def proxy_of(scheme: str, host: str, port: int) -> Proxy | None:
     url = url if "://" in url else f"http://{url}"
     with suppress(ValueError):
         parts = urlsplit(url)
-        if parts.scheme.lower() == "http" and parts.hostname:
+        cut = "@" in parts.path + parts.query + parts.fragment  # By a password with `/`, `?`, `#`.
+        if parts.scheme.lower() == "http" and parts.hostname and not cut:
             headers: dict[str, str] = {}
             if parts.username:
                 given = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
                 headers["Proxy-Authorization"] = _basic(given)
             return Proxy(parts.hostname, parts.port or 80, headers)
     what = f"the proxy for {scheme}:// in the environment can't be used"
-    raise errors.UsageError(what, expected="http://host:port", found=redacted(url))
+    expected = "http://host:port; %23 for # in a password"
+    raise errors.UsageError(what, expected=expected, found=f"{url.partition('://')[0]}://…")
 
 
 def _excepted(host: str, port: int, entries: str) -> bool:
@@ -76,14 +77,17 @@ def _basic(text: str) -> str:
     return f"Basic {base64.b64encode(text.encode()).decode()}"
 
 
-def from_netrc(host: str) -> dict[str, str]:
+def from_netrc(host: str, *, named: bool = False) -> dict[str, str]:
     """The header that `.netrc` gives for a host; the environment variable NETRC names the file.
 
     A file that can't be read gives none, as with `requests`, and a warning in the log.
+
+    `named`: only an entry with the host's name, and not the default for all.
     """
     path = os.environ.get("NETRC")
     try:
-        found = netrc.netrc(path).authenticators(host)
+        entries = netrc.netrc(path)
+        found = entries.hosts.get(host) if named else entries.authenticators(host)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, netrc.NetrcParseError):  # Their texts may quote the file.

@@ -178,6 +178,7 @@ class HttpSource:
         self._given, self._version, self._head = (url, headers, timeout, tls), version, b""
         self.whole = 0  # The size, of a server that does not say it beside a range.
         self.keeps = True
+        self._others = dict[str, dict[str, str]]()  # Headers for hosts that redirects lead to.
         self.unchecked = False  # Whether the file may have changed within an answer.
 
     def __eq__(self, other: object) -> bool:
@@ -269,6 +270,14 @@ class HttpSource:
         path = f"{posixpath.dirname(path).rstrip('/')}/{quote(posixpath.normpath(name))}"
         made = self.first._replace(path=path + mark + query)
         return HttpSource(made.url, *self._given[1:])
+
+    def headers_for(self, target: Target) -> dict[str, str]:
+        """What another server than that of the URL is sent: the entry in `.netrc` with its name."""
+        if self.first.same_server(target):
+            return self.headers
+        if target.host not in self._others:
+            self._others[target.host] = from_netrc(target.host, named=True)
+        return self._others[target.host]
 
     def follow(self, target: Target, location: str | None) -> Target:
         """Where a redirect leads; raises SourceError if it must not be followed."""
@@ -436,14 +445,17 @@ class HttpHandle(ClosedAtEnd):
                 target = source.first
             else:
                 break
+        span = response.getheader("Content-Range", "").strip()
+        said = _RANGE.fullmatch(span)
+        if response.status == 200 and said and int(said[2]) <= last:
+            response.status = 206  # Of a server that does as it is asked, and says OK.
+        empty = span.lower() == "bytes */0" or (response.status, response.length) == (200, 0)
         if response.status == 206:
             if not opening:
                 version, _ = self._version(response, first, last)
                 if version != source.identity:
                     self._changed(version)
-        elif not (
-            opening and response.getheader("Content-Range", "").strip().lower() == "bytes */0"
-        ):
+        elif not (opening and empty):
             self._refuse(response, opening)
         return response
 
@@ -457,8 +469,7 @@ class HttpHandle(ClosedAtEnd):
         if connection.sock is not None:
             connection.sock.settimeout(source.stalled)
         headers = {"User-Agent": "mfload"} | ({} if span is None else {"Range": span})
-        if source.first.same_server(target):
-            headers |= source.headers
+        headers |= source.headers_for(target)
         while True:
             kept = connection.sock is not None
             try:

@@ -332,6 +332,9 @@ def _check_names(
     wanted = [name for leaf in empty for name in leaf.names]
     wanted += spare if len(wanted) + len(spare) <= _AMONG else []
     for at, (info, target) in enumerate(claims.stray):
+        leaf = unheld.get(target or "")
+        if leaf is not None and leaf.value is ...:  # Orbax's mark for what stays out.
+            continue
         if target is not None and target.startswith(judged):
             continue
         if target is None:

@@ -169,12 +169,16 @@ class SavedState(PlainNumbers):
     def _of_target(self, tree: Any, items: Mapping[str, bool], file: str, mapped: bool) -> Any:
         """The tree without items that have no tensors and no place in the target.
 
-        If one item has tensors, and the target is not a dict by item, it is that item's tree.
+        If one item has tensors, and the target is not a dict by item, it is that item's tree. The
+        tree of a single item is put under its name if the target has nothing but that.
         """
         there = [name for name, held in items.items() if held]
+        asked = {leaf.name.partition(".")[0] for leaf in self.leaves}
+        if len(there) == 1 and not mapped:
+            own = tree if isinstance(tree, dict) else {}
+            return tree if there[0] in own or asked != {*there} else {there[0]: tree}
         if not isinstance(tree, dict) or len(there) < 2:
             return tree
-        asked = {leaf.name.partition(".")[0] for leaf in self.leaves}
         full = [name for name in there if [*nested.tensors(tree.get(name))]]
         by_item = not asked.isdisjoint(there)
         if not by_item and len(full) > 1 and not mapped:

@@ -199,6 +199,14 @@ def several_families(root: Path) -> Path:
     return root
 
 
+@refused(errors.CheckpointError, "several checkpoints", "pytorch_lora_weights.safetensors",
+         "x.safetensors")  # fmt: skip
+def an_adapter_and_more(root: Path) -> Path:
+    for name in ("pytorch_lora_weights", "x"):
+        shard(root / f"{name}.safetensors", **{name: 1})
+    return root
+
+
 @refused(errors.CheckpointError, "several checkpoints", "consolidated.00.safetensors",
          "model-00001-of-00002.safetensors … (2 files)")  # fmt: skip
 def several_families_of_shards(root: Path) -> Path:

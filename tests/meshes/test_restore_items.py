@@ -198,6 +198,65 @@ def test_the_only_item_with_arrays(root: Path) -> None:
     assert_same(whole, mfload.restore(root, blank(whole)))
 
 
+@pytest.mark.parametrize("item", [
+    {"w": jnp.ones(2), "b": {"n": 3}}, {"params": {"w": jnp.ones(2)}}, {"params": jnp.ones(2)},
+])  # fmt: skip
+def test_the_name_of_a_single_item(tmp_path: Path, item: dict[str, Any]) -> None:
+    """A target may have it as its only key, as with several; the item's own key counts first."""
+    args = ocp.args.Composite(params=ocp.args.StandardSave(item))
+    with orbax_savers.manager(tmp_path, enable_async_checkpointing=False) as manager:
+        manager.save(1, args=args)
+    assert_same(mfload.restore(tmp_path), item)
+    assert_same(mfload.restore(tmp_path, blank(item)), item)
+    if "params" not in item:
+        wanted = {"params": item}
+        assert_same(mfload.restore(tmp_path, blank(wanted)), wanted)
+        assert_same(mfload.restore(tmp_path / "1" / "params", blank(wanted)), wanted)
+        with pytest.raises(errors.MappingError, match=r"params\.w"):
+            mfload.restore(tmp_path, blank({**wanted, "x": jnp.ones(2)}))
+
+
+def test_an_array_as_the_only_item(tmp_path: Path) -> None:
+    args = ocp.args.Composite(weights=ocp.args.ArraySave(jnp.arange(3.0)))
+    with orbax_savers.manager(tmp_path, enable_async_checkpointing=False) as manager:
+        manager.save(1, args=args)
+        wanted = manager.restore(1, args=ocp.args.Composite(weights=ocp.args.ArrayRestore()))
+    assert_same(mfload.restore(tmp_path), wanted["weights"])
+    assert_same(mfload.restore(tmp_path, jnp.zeros(3)), wanted["weights"])
+    assert_same(mfload.restore(tmp_path, {"weights": jnp.zeros(3)}), dict(wanted))
+
+
+def test_a_step_of_json_alone(tmp_path: Path) -> None:
+    """It is finished: the error says that there are no arrays."""
+    args = ocp.args.Composite(config=ocp.args.JsonSave({"a": 1}))
+    with orbax_savers.manager(tmp_path, enable_async_checkpointing=False) as manager:
+        manager.save(1, args=args)
+    for step in (None, 1):
+        with pytest.raises(errors.CheckpointError, match="or holds no arrays"):
+            mfload.restore(tmp_path, step=step)
+
+
+@settings(max_examples=10)
+@given(out=st.sets(st.sampled_from(range(6))))
+@example(out={1, 2, 3, 4, 5})
+def test_placeholders(out: set[int]) -> None:
+    """A leaf `...` of a target stays as it is, and its tensor in the checkpoint."""
+    state = {"w": jnp.ones(2), "n": 3, "s": "x", "l": [jnp.ones(1), jnp.zeros(3)], "half": 0.5}
+    leaves, tree = jax.tree.flatten(state)
+    arrays = {number for number, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+    chosen = [... if number in out else leaf for number, leaf in enumerate(leaves)]
+    target = jax.tree.unflatten(tree, chosen)
+    with tempfile.TemporaryDirectory() as path:
+        orbax_savers.save("pytree", Path(path, "x"), state)
+        if arrays <= out:
+            return  # What holds nothing is no target.
+        found = jax.tree.leaves(mfload.restore(Path(path, "x"), target))
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            how = ocp.args.PyTreeRestore(target)
+            wanted = jax.tree.leaves(checkpointer.restore(Path(path, "x"), args=how))
+    assert_same(found, wanted)
+
+
 def test_keys_that_are_called_like_an_item(tmp_path: Path) -> None:
     item = {"b": jnp.zeros(2), "a": {"b": jnp.ones(2)}}
     args = {"a": ocp.args.StandardSave(item), "config": ocp.args.JsonSave({"n": 1})}

@@ -97,6 +97,8 @@ def test_prefixes_side_by_side(tmp_path: Path, kind: str) -> None:
     assert found(tmp_path, step=2.5) == [2.5, 2.5]  # Of one prefix only.
     with pytest.raises(errors.SourceNotFoundError, match=r"no step 1 .*expected: 2\.5, 3"):
         found(tmp_path, step=1, prefix="last_")
+    with pytest.raises(errors.SourceNotFoundError, match="no step with the prefix 'other_'"):
+        found(tmp_path, prefix="other_")
     save(tmp_path, 2)
     assert found(tmp_path) == [2, 2]  # Flax looks for this one.
     assert found(tmp_path, prefix="last_") == [3, 3]

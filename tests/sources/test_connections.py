@@ -170,6 +170,7 @@ def test_a_proxy_that_is_gone(server: Server, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("value", [
     f"socks5://u:{SECRET}@host:1080", f"https://u:{SECRET}@host", "http://", "http://[::1", "http://h:x",
+    f"http://u:1@{SECRET}#@host:80", f"http://{SECRET}?@host", f"u/{SECRET}@host",
 ])  # fmt: skip
 def test_proxies_that_are_refused(
     server: Server, monkeypatch: pytest.MonkeyPatch, value: str

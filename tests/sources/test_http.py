@@ -404,6 +404,23 @@ class TestFaults:
                 copied = pickle.loads(pickle.dumps(opened))
             assert np.array_equal(copied.get_tensor("b"), MODEL["b"])
 
+    def test_a_range_with_the_status_of_a_whole_file(self, server: Server) -> None:
+        """Such as ModelScope answers with: what counts is Content-Range."""
+        server.always = answer(200)
+        samples.assert_same(load(server), MODEL)
+        server.always = answer(200, Content_Range="bytes 7-65535/1200312")
+        with pytest.raises(errors.ReadError, match="another range"):
+            load(server)
+        server.always = answer(200, Content_Range="bytes 0-1200311/1200312")
+        with pytest.raises(errors.SourceError, match="requests for ranges: download"):
+            load(server)
+
+    @pytest.mark.parametrize("reply", [refuse(200), refuse(416, Content_Range="bytes */0")])
+    def test_an_empty_file(self, server: Server, reply: Any) -> None:
+        server.always = reply
+        with pytest.raises(errors.HeaderError, match="an empty file"):
+            load(server)
+
     def test_a_size_that_is_nowhere(self, server: Server) -> None:
         def hidden(handler: Any) -> bool:
             first, last = handler.span()
@@ -637,6 +654,7 @@ class TestCredentials:
 
     @pytest.mark.parametrize("place", [
         "u:{}@127.0.0.1:{}/m", "{}@127.0.0.1:{}/m", "u:a/{}@127.0.0.1:{}/m", "u:{}@[::1]:{}/m",
+        "u:1@{}#@127.0.0.1:{}/m",
     ])  # fmt: skip
     def test_a_password_in_a_url(self, server: Server, place: str) -> None:
         url = "http://" + place.format(SECRET, server.port)
@@ -703,6 +721,24 @@ class TestRedirects:
             assert {each.authorization for each in other.asked} == {None}
             assert {each.authorization for each in server.asked} == {SECRET}
             assert len(server.asked) == 1  # What it leads to is remembered.
+
+    @pytest.mark.parametrize(("entry", "sent"), [
+        ("machine localhost login me password pw", "Basic bWU6cHc="),
+        ("default login me password pw", None),  # A signed URL must not come with a password.
+        ("machine 127.0.0.1 login me password pw", None),
+    ])  # fmt: skip
+    def test_to_another_server_with_its_own_credentials(
+        self, server: Server, raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        entry: str, sent: str | None,
+    ) -> None:  # fmt: skip
+        """The entry of a host in `.netrc` is for it, however a request comes there."""
+        (tmp_path / "netrc").write_text(entry)
+        monkeypatch.setenv("NETRC", os.fspath(tmp_path / "netrc"))
+        with serving.serving({"/there": raw}) as other:
+            place = other.url("/there").replace("127.0.0.1", "localhost")
+            server.always = refuse(302, Location=place)
+            samples.assert_same(load(server, headers={"Authorization": SECRET}), MODEL)
+            assert {each.authorization for each in other.asked} == {sent}
 
     def test_on_the_same_server_with_them(self, server: Server) -> None:
         server.always = lambda each: (
