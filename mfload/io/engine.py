@@ -143,7 +143,10 @@ class Engine:
                 if deadline.left() <= 0:
                     at_hand = (share.block for share in self._shares if share.block is not None)
                     self.block = next(at_hand, blocks[-left])
-                    raise deadline.error(self._waiting_for(time.monotonic() - last))
+                    hung = sum(share.block is not None for share in self._shares)
+                    behind = f"; {counted(hung, 'reader')} left behind until the read returns"
+                    waited = f"reading; {time.monotonic() - last:.1f} s without data"
+                    raise deadline.error(waited + (behind if hung else ""))
                 if nbytes or count:
                     left -= count
                     last = time.monotonic()
@@ -155,11 +158,6 @@ class Engine:
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
             self._error = None  # It would keep itself alive, and the buffers in its frames.
-
-    def _waiting_for(self, seconds: float) -> str:
-        count = sum(share.block is not None for share in self._shares)
-        left = f"; {counted(count, 'reader')} left behind until the read returns" if count else ""
-        return f"reading; {seconds:.1f} s without data{left}"
 
     def _start(self, pool: Pool) -> None:
         blocks, work, threads = pool

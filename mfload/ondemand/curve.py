@@ -88,9 +88,9 @@ class Curve:
                 found = None
         points = found.get("points") if isinstance(found, Mapping) else None
         if not isinstance(points, list):
-            raise errors.UsageError(
-                "not a curve of random reads", file=name, expected=_EXPECTED, found=_kind(found)
-            )
+            what, kind = "not a curve of random reads", type(found).__name__
+            kind = "no JSON" if found is None else kind
+            raise errors.UsageError(what, file=name, expected=_EXPECTED, found=kind)
         try:
             return cls(points, engine)
         except errors.UsageError as error:
@@ -132,7 +132,3 @@ def _between(grid: NDArray[Any], value: NDArray[Any]) -> tuple[NDArray[Any], NDA
 def _preference(engine: str) -> tuple[int, str]:
     order = ("io_uring", "aio", "threads")
     return (order.index(engine) if engine in order else len(order)), engine
-
-
-def _kind(found: Any) -> str:
-    return "no JSON" if found is None else type(found).__name__
