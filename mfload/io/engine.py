@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mfload.errors import counted
 from mfload.io.buffers import WorkerSlot
+from mfload.io.pread import SHOWN, PreadReader
 from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
 
@@ -220,7 +221,7 @@ def fill(
                     share.done(block)
                     continue
                 if observer is not None and not block.segments:
-                    _show(reader.shown(block, slot), block, observer, share)
+                    _show(reader, block, slot, observer, share)
                     continue
                 landed = reader.fill(block, memory, slot)
                 if track is not None and not track.reads:
@@ -247,14 +248,14 @@ def _work(block: Block) -> str:
 
 
 def _show(
-    parts: Generator[tuple[int, Any]], block: Block, observer: Observer, share: Share
+    reader: PreadReader, block: Block, slot: WorkerSlot, observer: Observer, share: Share
 ) -> None:
-    end = block.offset + block.nbytes
-    with closing(parts):  # An error must not keep the lease of a map.
-        for offset, data in parts:
-            if share.stopped():
-                return
-            observer.saw(block.source, offset, data, share.stopped)
-            if share.track is not None:
-                share.track.mark("check", 0, block.source)
-            share.done(block._replace(nbytes=data.size), last=offset + data.size == end)
+    source, end = block.source, block.offset + block.nbytes
+    for at in range(block.offset, end, SHOWN):
+        if share.stopped():
+            return
+        data = reader.land(Block(source, at, min(SHOWN, end - at), ()), slot)
+        observer.saw(source, at, data, share.stopped)
+        if share.track is not None:
+            share.track.mark("check", 0, source)
+        share.done(block._replace(nbytes=data.size), last=at + data.size == end)

@@ -227,7 +227,7 @@ def _values(
     """The values of all leaves of a target, and what `done` reports of them."""
     from mfload.frameworks.jax_adapter import JaxAdapter
     from mfload.mesh import load as mesh_load
-    from mfload.trees import assemble, jax_shardings, jax_trees
+    from mfload.trees import assemble, jax_shardings, jax_trees, ties
     from mfload.trees.saved_state import PlainNumbers, SavedState
 
     errors.check_choice("unmatched", asked.unmatched, UNMATCHED)
@@ -255,7 +255,7 @@ def _values(
         )
         notes += found.notes
         if found.ties:
-            importlib.import_module("mfload.trees.ties").warn(found.ties, index, sources, how)
+            ties.warn(found.ties, index, sources, how)
         _tell_what_stays(leaves, found.recipes, notes)
         numbers = state.numbers(found.recipes)
         chosen = jax_shardings.resolve(leaves, found.recipes, *placed)
