@@ -87,8 +87,7 @@ def save(
         lines = [f"{os.fspath(path)!r}, overwrite={overwrite}"]
         lines += [f"{n}: {each.shape} {each.dtype}" for n, each in spread.items()]
         # Global arrays are one array; what each process made for itself may differ.
-        digests = (hashlib.blake2b(fetched(each), digest_size=16).hexdigest() for each in local)
-        lines += map("{0.name}: values {1}".format, local, digests)
+        lines += [f"{each.name}: values {_digest(fetched(each))}" for each in local]
         lines += [hashlib.sha256(made.header).hexdigest() for made in layouts]
         group.agree("arrays to save and arguments", lines)
         prefix, target, drafts = "", None, list[Draft]()
@@ -126,6 +125,10 @@ def save(
         said = group.gather("publishing", json.dumps(done))[group.ranks[0]]
         files, took, notes = json.loads(said)
     return Saved(tuple(files), len(given), size, took, tuple(notes))
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _global(name: str, array: Any) -> TensorToSave:
