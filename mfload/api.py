@@ -615,22 +615,10 @@ def restore(
 
     locate = partial(steps.locate, step=step, prefix=prefix)
     if target is not None:
-        return filling.fill(
-            target,
-            discovery.Opening(path, locate),
-            mapping=mapping,
-            mesh=mesh,
-            shardings=shardings,
-            unmatched=unmatched,
-            logical_axis_rules=logical_axis_rules,
-            dtype=dtype,
-            strict=strict,
-            progress=progress,
-            report=report,
-            options=options,
-            whole=True,
-            names=names,
-        )
+        placed = mesh, shardings, unmatched, logical_axis_rules
+        asked = filling.Wishes(mapping, *placed, dtype, strict, progress, report, names)
+        opening = discovery.Opening(path, locate)
+        return filling.fill(target, asked, opening, options=options, whole=True)
     for name, value in {"mapping": mapping, "logical_axis_rules": logical_axis_rules}.items():
         if value is not None:
             raise errors.UsageError(f"{name}= is for a target", expected="target=", found=value)

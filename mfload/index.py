@@ -296,17 +296,14 @@ class Index:
         try:
             return self.tensors[name]
         except (KeyError, TypeError):
-            close = errors.close_names(name, self.tensors)
+            close, some = errors.close_names(name, self.tensors), itertools.islice(self.names, 2)
+            like = ", ".join(close or some)
             raise errors.TensorNotFoundError(
                 "no such tensor",
                 file=self.files[0] if len(self.files) == 1 else None,
                 tensor=name,
-                expected=f"a name like {', '.join(close)}" if close else self._examples(),
+                expected=f"a name {'like' if close else 'such as'} {like}" if like else None,
             ) from None
-
-    def _examples(self) -> str | None:
-        some = ", ".join(itertools.islice(self.names, 2))
-        return f"a name such as {some}" if some else None
 
     def __contains__(self, name: object) -> bool:
         return name in self.names

@@ -211,6 +211,17 @@ def said(world: World, cases: list[str], run: Callable[[str], dict[str, Any] | N
     return failed
 
 
+def play(world: World, functions: dict[str, Any]) -> None:
+    """Runs the cases of the command line, `function:argument:…`, and ends the process."""
+
+    def run(case: str) -> Any:
+        name, *rest = case.split(":")
+        return functions[name](world, *rest)
+
+    said(world, sys.argv[5:], run)
+    leave(world)
+
+
 def leave(world: World) -> None:
     """Ends the process; the first keeps the store of the others, so it leaves last."""
     (world.directory / f"done.{world.rank}").touch()

@@ -46,7 +46,8 @@ def find(source: CheckpointFiles, target: str) -> tuple[list[str], list[str]]:
         return [], []
     try:
         names = sorted(os.listdir(directory))
-        if not any(name.endswith(_CONFIG) for name in names) or _same(directory, target):
+        same = os.path.realpath(directory) == os.path.realpath(target)
+        if same or not any(name.endswith(_CONFIG) for name in names):
             return [], []
         names = [n for n in names if _BROUGHT.fullmatch(n) and not n.endswith(_LEFT)]
     except OSError as error:
@@ -62,10 +63,6 @@ def find(source: CheckpointFiles, target: str) -> tuple[list[str], list[str]]:
     left = [os.path.basename(path) for path in files if path not in fitting]
     note = f"not copied, for more than {human(_LARGEST)} or {_MOST} files: {', '.join(left[:8])}"
     return fitting, [note] if left else []
-
-
-def _same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 class Beside:

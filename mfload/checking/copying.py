@@ -197,17 +197,13 @@ def _blocks(parts: Sequence[Piece]) -> Iterator[tuple[Block, list[int]]]:
             yield block, [numbers[n] for n in each]
 
 
-def _slab_bytes(limit: int | None) -> int:
-    """Bytes of a slab of a tensor that can be cut anywhere, given `max_host_overhead`."""
-    return min(stream.BATCH, (OVERHEAD if limit is None else limit) // 4)
-
-
 def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Request, Piece]]:
     """The tensors that are to be loaded, in slabs that follow each other, and where each goes."""
     at, limit = len(made.header), how.max_host_overhead
+    most = min(stream.BATCH, (OVERHEAD if limit is None else limit) // 4)
     for row in made.entries:
         if not row.simple and row.nbytes:
-            boxes = [None] if row.dtype.elements > 1 else boxes_of(row, _slab_bytes(limit), limit)
+            boxes = [None] if row.dtype.elements > 1 else boxes_of(row, most, limit)
             start = at
             for box in boxes:
                 info, checked = (row.info, row.checked) if isinstance(row, Cast) else (row, False)

@@ -51,7 +51,7 @@ def scan(
     route = route or choose_route(sources, sizes, options)
     direct = any(leg.direct for leg in route.values())
     concurrency = sources[0].costs.concurrency if sources else None
-    notes = execute.run(
+    notes, _ = execute.run(
         Plan((), (), tuple(blocks), max((each.nbytes for each in blocks), default=0)),
         [],
         sources,

@@ -6,6 +6,7 @@ Each imports what it needs when it runs. `mfload bench` has a module of its own.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -183,23 +184,10 @@ def verify(
     manifest beside the checkpoint is compared with. The rest is done where it is asked for; all
     that is hashed is read once. Exit code 1 says that something is wrong.
     """
+    given = locals()
     from mfload.checking.verify import verify
 
-    way: Any = checksums
-    hashes: Any = algorithm
-    with bar("verifying") as progress:
-        found = verify(
-            path,
-            against=against,
-            checksums=way,
-            algorithm=hashes,
-            manifest=manifest,
-            sha256=sha256,
-            overwrite=overwrite,
-            progress=progress,
-            options=how,
-        )
-    _print(found, as_json)
+    found = _run("verifying", verify, given)
     return failures.FINE if found.ok else failures.DIFFERENT
 
 
@@ -276,20 +264,10 @@ def align(
     Bytes are streamed, hashed on the way, and read back from the disk before the new files take
     their names. Until then the old ones are untouched: so a checkpoint can be aligned in place.
     """
-    from mfload.checking.convert import align
+    given = locals()
+    from mfload.checking import convert
 
-    with bar("aligning") as progress:
-        done = align(
-            source,
-            target,
-            align=alignment,
-            max_shard_size=max_shard_size,
-            only_weights=only_weights,
-            overwrite=overwrite,
-            progress=progress,
-            options=how,
-        )
-    _print(done, as_json)
+    _run("aligning", convert.align, given, align=given.pop("alignment"))
 
 
 _INTO = "A file, or a directory: one that exists, or with a slash at its end."
@@ -328,23 +306,12 @@ def convert(
     names. After a kill or Ctrl-C, the same command goes on where it ended. Config, tokenizer and
     the like of a Hugging Face model go to a directory as well.
     """
-    from mfload.checking.convert import convert
+    given = locals()
+    from mfload.checking import convert
 
-    with bar("converting") as progress:
-        done = convert(
-            source,
-            target,
-            names=names,
-            dtype=options.by_name("--dtype", dtype),
-            mapping=options.pairs("--rename", rename),
-            align=alignment,
-            max_shard_size=max_shard_size,
-            only_weights=only_weights,
-            overwrite=overwrite,
-            progress=progress,
-            options=how,
-        )
-    _print(done, as_json)
+    given["dtype"] = options.by_name("--dtype", dtype)
+    given["mapping"] = options.pairs("--rename", given.pop("rename"))
+    _run("converting", convert.convert, given, align=given.pop("alignment"))
 
 
 _LAYER = "its group is the number of the layer: 'layers\\.(\\d+)\\.fc1\\.weight'."
@@ -377,21 +344,10 @@ def bundle(
     What a neuron needs of the projections becomes one range of bytes; the file is safetensors.
     Streams and compares as `convert` does.
     """
-    from mfload.ondemand import bundle
+    given = locals()
+    from mfload import ondemand
 
-    with bar("bundling") as progress:
-        done = bundle(
-            source,
-            target,
-            up=up,
-            down=down,
-            gate=gate,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            progress=progress,
-            options=how,
-        )
-    _print(done, as_json)
+    _run("bundling", ondemand.bundle, given)
 
 
 @command(how=bounds)
@@ -405,18 +361,10 @@ def unbundle(
     as_json: options.Json = False,
 ) -> None:
     """Undo what `bundle` did: the same tensors in the same order."""
-    from mfload.ondemand import unbundle
+    given = locals()
+    from mfload import ondemand
 
-    with bar("unbundling") as progress:
-        done = unbundle(
-            source,
-            target,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            progress=progress,
-            options=how,
-        )
-    _print(done, as_json)
+    _run("unbundling", ondemand.unbundle, given)
 
 
 _LOOK = "A checkpoint, to look at its disk and its files too."
@@ -550,6 +498,15 @@ def _started(url: str, as_json: bool) -> None:
 
 def _say(text: str) -> None:
     remark(f"mfload: {text}")
+
+
+def _run(what: str, call: Callable[..., Any], given: dict[str, Any], **more: Any) -> Any:
+    """Calls a function with the arguments of a command, with a bar, and prints what it returns."""
+    as_json, how = given.pop("as_json"), given.pop("how")
+    with bar(what) as progress:
+        found = call(**given, **more, progress=progress, options=how)
+    _print(found, as_json)
+    return found
 
 
 def _print(found: Any, as_json: bool) -> None:

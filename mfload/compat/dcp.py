@@ -226,7 +226,9 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
                     torch.autograd.graph.increment_version(view)
                 else:  # What inference mode made is changed in it alone, and by views made there.
                     with torch.inference_mode(view.is_inference()):
-                        self._check_range(parts[n][1], array, view.dtype)
+                        info = self._index.tensors[parts[n][1]]
+                        with errors.about(file=self._index.files[info.pieces[0].source]):
+                            torch_adapter.check_range(info.name, array, view.dtype)
                         view[...].copy_(array)
         return report
 
@@ -256,10 +258,12 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
 
     def _parts(self, plan: Any) -> list[_Part]:
         """What the items of a plan want."""
-        return [
-            (n, self._stored[item.storage_index], _box(item.storage_offsets, item.lengths))
-            for n, item in enumerate(plan.items)
-        ]
+        made: list[_Part] = []
+        for n, item in enumerate(plan.items):
+            dims = zip(item.storage_offsets, item.lengths, strict=True)
+            box = tuple((start, start + length) for start, length in dims)
+            made.append((n, self._stored[item.storage_index], box))
+        return made
 
     def _requests(self, wanted: _Wanted) -> dict[int, list[Request]]:
         made: dict[int, list[Request]] = {rank: [] for rank in wanted}
@@ -286,11 +290,6 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
             raise errors.UnsupportedShapeError(
                 what, **given, expected=expected, found=f"shape {shape}"
             )
-
-    def _check_range(self, name: str, array: Any, dtype: Any) -> None:
-        piece = self._index.tensors[name].pieces[0]
-        with errors.about(file=self._index.files[piece.source]):
-            torch_adapter.check_range(name, array, dtype)
 
     def _memory(self, part: _Part, target: Any, alone: bool) -> Any:
         """The memory of a tensor that a part can be read straight into; None if it can't.
@@ -323,10 +322,6 @@ def _slabs(info: TensorInfo, most: int) -> list[Box]:
     rows = max(1, most * length // max(1, info.nbytes))
     cuts = [(start, min(length, start + rows)) for start in range(0, length, rows)]
     return [(*whole[:dim], cut, *whole[dim + 1 :]) for cut in cuts]
-
-
-def _box(first: Sequence[int], shape: Sequence[int]) -> Box:
-    return tuple((start, start + length) for start, length in zip(first, shape, strict=True))
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from mfload import errors
 
+_Pairs = list[tuple[str, Any]]
+
 MAX_DEPTH = 127
 """Objects and lists within each other that the reference reader takes."""
 
@@ -35,7 +37,8 @@ def loads(raw: bytes, path: str, what: str = "header", loose: str | None = None)
 
     parse = functools.partial(json.loads, parse_constant=_reject, parse_float=_float)
     if b"-0" in raw:
-        parse.keywords["parse_int"] = _integer
+        # Minus zero is an integer to Python, and not to readers of unsigned numbers.
+        parse.keywords["parse_int"] = lambda text: -0.0 if text == "-0" else int(text)
     try:
         text = raw.decode("utf-8")
         value = parse(text)
@@ -47,12 +50,12 @@ def loads(raw: bytes, path: str, what: str = "header", loose: str | None = None)
                 names += len(each)
         if names != raw.count(b":"):
             value = None  # Freed before it is made once more.
-            twice: list[tuple[dict[str, Any], errors.HeaderError]] = []
+            twice: list[tuple[dict[str, Any], _Pairs]] = []
             value = parse(text, object_pairs_hook=functools.partial(_table, twice))
             spared = value.get(loose) if type(value) is dict else None
-            for table, error in twice:
-                if table is not spared:
-                    raise error
+            for table, pairs in twice:  # Strings alone are spared, also of those that don't count.
+                if table is not spared or {type(each) for _, each in pairs} != {str}:
+                    raise _repeated(pairs)
         # A lone surrogate can only come from an escape: UTF-8 itself has none.
         if b"\\u" in raw and re.search(rb"\\u[dD][89a-fA-F]", raw):
             check(value, path)
@@ -105,21 +108,19 @@ brief = _brief.repr
 """A value for an error message, however long or deep it is."""
 
 
-def _table(
-    twice: list[tuple[dict[str, Any], errors.HeaderError]], pairs: list[tuple[str, Any]]
-) -> dict[str, Any]:
-    """An object of the JSON; those that give a name twice are noted, with the error."""
+def _table(twice: list[tuple[dict[str, Any], _Pairs]], pairs: _Pairs) -> dict[str, Any]:
+    """An object of the JSON; those that give a name twice are noted."""
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        name, value = next(pair for pair in pairs if pair[0] in seen or seen.add(pair[0]))
-        error = errors.HeaderError(
-            "the JSON gives a name twice in one object",
-            tensor=name if isinstance(value, dict) else None,
-            found=brief(name),
-        )
-        twice.append((table, error))
+        twice.append((table, pairs))
     return table
+
+
+def _repeated(pairs: _Pairs) -> errors.HeaderError:
+    seen: set[str] = set()
+    name, value = next(pair for pair in pairs if pair[0] in seen or seen.add(pair[0]))
+    tensor, what = name if isinstance(value, dict) else None, "the JSON gives a name twice"
+    return errors.HeaderError(f"{what} in one object", tensor=tensor, found=brief(name))
 
 
 def _said(raw: bytes, error: ValueError) -> str:
@@ -138,11 +139,6 @@ def _said(raw: bytes, error: ValueError) -> str:
 
 def _reject(constant: str) -> NoReturn:
     raise ValueError(constant)
-
-
-def _integer(text: str) -> int | float:
-    # Minus zero is an integer to Python, and not to readers of unsigned numbers.
-    return -0.0 if text == "-0" else int(text)
 
 
 def _float(text: str) -> float:

@@ -149,15 +149,12 @@ def allocate(wanted: Sequence[NewArray]) -> list[Any]:
     made: dict[int, Any] = {}
     for (run, devices), kinds in runs.items():
         kinds.sort(key=repr)  # The same order in every run: then it is the same program.
-        for kind, array in zip(kinds, _run(devices, tuple(kinds)), strict=True):
+        with full_device(), undisturbed():
+            arrays = jax.block_until_ready(_program(devices, tuple(kinds))())
+        for kind, array in zip(kinds, arrays, strict=True):
             for shard in array.addressable_shards:
                 made[places[run, kind][shard.device]] = shard.data
     return [made[number] for number in range(len(wanted))]
-
-
-def _run(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> tuple[Any, ...]:
-    with full_device(), undisturbed():
-        return jax.block_until_ready(_program(devices, kinds)())
 
 
 full_device = functools.partial(

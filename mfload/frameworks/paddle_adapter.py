@@ -44,7 +44,9 @@ class PaddleAdapter(base.Adapter):
     ) -> None:
         super().__init__(place, device, notes)
         self.on_host = isinstance(place, paddle.CPUPlace)
-        self._take = private_api.paddle_constructor() or _copy
+        self._take = private_api.paddle_constructor() or functools.partial(
+            paddle.to_tensor, place=paddle.CPUPlace()
+        )
 
     def owner(self, allocator: str) -> Owner:
         return "framework"
@@ -85,10 +87,6 @@ class PaddleAdapter(base.Adapter):
             self.devices[number].memory_info().free + kept,
             "delete tensors that are no longer needed, and end other processes on the device",
         )
-
-
-def _copy(array: Any) -> Any:
-    return paddle.to_tensor(array, place=paddle.CPUPlace())
 
 
 def _empty(kind: str, shape: tuple[int, ...]) -> Any:

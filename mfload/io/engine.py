@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mfload.errors import counted
 from mfload.io.buffers import WorkerSlot
+from mfload.io.pread import SHOWN, PreadReader
 from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
 
@@ -143,7 +144,10 @@ class Engine:
                 if deadline.left() <= 0:
                     at_hand = (share.block for share in self._shares if share.block is not None)
                     self.block = next(at_hand, blocks[-left])
-                    raise deadline.error(self._waiting_for(time.monotonic() - last))
+                    hung = sum(share.block is not None for share in self._shares)
+                    behind = f"; {counted(hung, 'reader')} left behind until the read returns"
+                    waited = f"reading; {time.monotonic() - last:.1f} s without data"
+                    raise deadline.error(waited + (behind if hung else ""))
                 if nbytes or count:
                     left -= count
                     last = time.monotonic()
@@ -155,11 +159,6 @@ class Engine:
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
             self._error = None  # It would keep itself alive, and the buffers in its frames.
-
-    def _waiting_for(self, seconds: float) -> str:
-        count = sum(share.block is not None for share in self._shares)
-        left = f"; {counted(count, 'reader')} left behind until the read returns" if count else ""
-        return f"reading; {seconds:.1f} s without data{left}"
 
     def _start(self, pool: Pool) -> None:
         blocks, work, threads = pool
@@ -222,7 +221,7 @@ def fill(
                     share.done(block)
                     continue
                 if observer is not None and not block.segments:
-                    _show(reader.shown(block, slot), block, observer, share)
+                    _show(reader, block, slot, observer, share)
                     continue
                 landed = reader.fill(block, memory, slot)
                 if track is not None and not track.reads:
@@ -249,14 +248,14 @@ def _work(block: Block) -> str:
 
 
 def _show(
-    parts: Generator[tuple[int, Any]], block: Block, observer: Observer, share: Share
+    reader: PreadReader, block: Block, slot: WorkerSlot, observer: Observer, share: Share
 ) -> None:
-    end = block.offset + block.nbytes
-    with closing(parts):  # An error must not keep the lease of a map.
-        for offset, data in parts:
-            if share.stopped():
-                return
-            observer.saw(block.source, offset, data, share.stopped)
-            if share.track is not None:
-                share.track.mark("check", 0, block.source)
-            share.done(block._replace(nbytes=data.size), last=offset + data.size == end)
+    source, end = block.source, block.offset + block.nbytes
+    for at in range(block.offset, end, SHOWN):
+        if share.stopped():
+            return
+        data = reader.land(Block(source, at, min(SHOWN, end - at), ()), slot)
+        observer.saw(source, at, data, share.stopped)
+        if share.track is not None:
+            share.track.mark("check", 0, source)
+        share.done(block._replace(nbytes=data.size), last=at + data.size == end)

@@ -326,8 +326,10 @@ def open_gather(
     try:
         if direct:
             try:
+                from mfload.io.probes import direct_alignment
+
                 handles.extend(source.open(os.O_DIRECT) for source in sources)
-                unit = max(max(_alignment(handle.fd)) for handle in handles)
+                unit = max(max(direct_alignment(each.fd) or (4096,)) for each in handles)
                 problem = _try(handles, sizes, unit, lambda fd, view: os.preadv(fd, [view], 0))
             except errors.SourceError as error:  # Of several file systems, some may refuse it.
                 problem = str(error)
@@ -353,12 +355,6 @@ def open_gather(
 def _close(handles: list[Handle]) -> None:
     while handles:
         handles.pop().close()
-
-
-def _alignment(fd: int) -> tuple[int, int]:
-    from mfload.io import probes
-
-    return probes.direct_alignment(fd) or (4096, 4096)
 
 
 def _try(

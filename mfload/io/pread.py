@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,8 @@ from mfload.planning.blocks import Block, Copy, Rows, Segment
 from mfload.sources.base import Source
 
 SHOWN = 4 << 20
-"""Bytes of a block that an observer sees at once; longer ones are shown in parts."""
+"""Bytes of a block that an observer sees at once; longer ones, of files that the page cache holds,
+are shown in parts."""
 
 FETCHED = 256 << 10
 """Bytes that the kernel is asked for at once: it leaves out what is more than a disk request."""
@@ -93,15 +94,6 @@ class PreadReader:
             landed = self.land(Block(block.source, start, nbytes, ()), slot)
             _place_rows(landed, block, rows, slice(first, first + count), memory)
         return None
-
-    def shown(self, block: Block, slot: WorkerSlot) -> Generator[tuple[int, Any]]:
-        """The bytes of a block for an observer, with their offsets; each part until the next one.
-
-        A block of more than `SHOWN` bytes is one of a file that the page cache holds.
-        """
-        end = block.offset + block.nbytes
-        for at in range(block.offset, end, SHOWN):
-            yield at, self.land(Block(block.source, at, min(SHOWN, end - at), ()), slot)
 
     def land(self, block: Block, slot: WorkerSlot) -> Any:
         """Reads a block into a slot, and returns its bytes there."""

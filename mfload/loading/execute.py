@@ -66,8 +66,8 @@ def run(
     recorder: Recorder | None = None,
     start: Start | None = None,
     kits: Kits | None = None,
-) -> tuple[str, ...]:
-    """Fills the buffers of a plan, and returns notes, such as on a fall-back.
+) -> tuple[tuple[str, ...], int]:
+    """Fills the buffers of a plan; returns notes, as on a fall-back, and how many threads read.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
@@ -111,14 +111,13 @@ def run(
         bounded=deadline.seconds is not None,
         staged=staging is not None,
     )
-    inline = not threads
     rounds: list[list[Pool]] = []
     blocks = plan.blocks
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
         from mfload.cuda.engine import onto_devices
 
         gds = {number: sources[number] for number, leg in route.items() if leg.engine == "gds"}
-        how = staging, open_reader, 0 if inline else threads, gds, note, observer, kits
+        how = staging, open_reader, threads, gds, note, observer, kits
         raw = [block for block in blocks if block.decode is None]
         rounds.append(onto_devices(raw, memory, *how))
         blocks = tuple(block for block in blocks if block.decode is not None)
@@ -133,7 +132,7 @@ def run(
     for pools in rounds:
         some, work, _ = pools[0]
         here = Share(deque(some), bool, bool)  # bool(): never stopped, reports nothing.
-        engine = None if inline else Engine(pools, recorder, start)
+        engine = Engine(pools, recorder, start) if threads else None
         try:
             if engine is None:
                 here.track = None if recorder is None else recorder.begin("reader 1")
@@ -153,14 +152,14 @@ def run(
         finally:
             for source in kept:
                 source.keep(False)
-    if inline and advance is not None and nbytes:
+    if not threads and advance is not None and nbytes:
         advance(nbytes)
     if plan.places:
         used = {*map(_SOURCE, plan.blocks), *map(_SOURCE, plan.buffers)} - {None}
         check, some = methodcaller("check"), map(sources.__getitem__, used)
         look = partial(together, check, some) if concurrency else partial(list, map(check, some))
         deadline.bound(look, "looking at the files again")
-    return tuple(notes)
+    return tuple(notes), threads or 1
 
 
 def count_readers(

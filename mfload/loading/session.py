@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ _SMALLER = 8  # The part of a slot of full size that small reads have.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
+_FIRST = itemgetter(0)
 
 
 Filled = tuple[Sequence[Plan], tuple[str, ...], int]
@@ -303,7 +304,7 @@ class Session:
             readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
         self.notes = (*index.notes, *adapter.notes)
-        for name in sorted({name for name, *_ in self._known} & dtypes.NARROW.keys()):
+        for name in sorted(dtypes.NARROW.keys() & map(_FIRST, self._known)):
             if (kind := adapter.forms[name].type) != name:
                 what = f"{name} arrives as {kind}, with its numbers"
                 self.notes += (f"{what}: {adapter.name} has no such arrays",)
@@ -447,7 +448,7 @@ class Session:
         from mfload.loading.preview import Preview
 
         whole = self.plan()
-        batches, notes = [whole], self.notes
+        batches, notes, options = [whole], self.notes, self._options
         if len(self.limits.batches) > 1:
             batches = [self.plan(batch) for batch in self.limits.batches]
             notes += ("this plan shows its batches as one",)
@@ -457,8 +458,11 @@ class Session:
         except errors.MemoryLimitError as error:
             notes += (f"a load would be refused now: {error}",)
         peak = kept = copied = beside = 0
+        how, bounded = (self.route, self.threads, self.limits.costs.concurrency), options.timeout
+        readers = [1]
         for batch in batches:
-            plan = batch.plan
+            plan, staged = batch.plan, batch.staging is not None
+            readers.append(execute.count_readers(plan, *how, bounded=bool(bounded), staged=staged))
             own, waiting = plan.buffer_bytes - plan.lent_bytes[None], plan.copied_bytes
             peak = max(peak, kept + own + batch.slots)
             kept += own - waiting.get(None, 0)
@@ -474,7 +478,7 @@ class Session:
             tuple(self.route.values()),
             self.adapter.name,
             max(batch.overhead for batch in batches),
-            max(self.readers(batch, told=False) for batch in batches),
+            max(readers),
             notes,
             read_bytes=sum(batch.plan.read_bytes for batch in batches),
             wanted_bytes=sum(batch.plan.wanted_bytes for batch in batches),
@@ -506,13 +510,6 @@ class Session:
             own = nbytes - lent + batch.device_overhead.get(device, 0)
             allocate.check_device(self.adapter, device, own, 0 if held else lent)
 
-    def readers(self, batch: Batch, *, told: bool) -> int:
-        """How many threads read a batch: the loading one, if nothing is worth another."""
-        bounded = self._options.timeout is not None
-        given = batch.plan, self.route, self.threads, self.limits.costs.concurrency
-        staged = batch.staging is not None
-        return execute.count_readers(*given, told=told, bounded=bounded, staged=staged) or 1
-
     def load(
         self,
         batch: Sequence[int],
@@ -536,7 +533,7 @@ class Session:
             filled = fill(plan, memory, self, self._sources)
             self.used = self.threads
         else:
-            notes = execute.run(
+            notes, readers = execute.run(
                 plan,
                 memory,
                 self._sources,
@@ -551,7 +548,7 @@ class Session:
                 kits=None if self._shared is None else self._shared.kits,
             )
             filled = [plan], notes, 0
-            self.used = max(self.used, self.readers(planned, told=advance is not None))
+            self.used = max(self.used, readers)
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)

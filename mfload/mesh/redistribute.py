@@ -248,7 +248,8 @@ def load(
                 slots = None if link.device is None else _slots(plans[-1], there, block)
                 # Of a copy, as a failure empties the list: this process takes part further.
                 held = [*there]
-                notes.extend(execute_run(plans[-1], held, sources, session.route, staging=slots))
+                more, _ = execute_run(plans[-1], held, sources, session.route, staging=slots)
+                notes.extend(more)
 
             def ahead(some: Sequence[Request]) -> None:
                 blocks = make_plan(some, costs=costs).blocks

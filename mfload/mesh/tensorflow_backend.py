@@ -59,7 +59,9 @@ class TensorflowBackend:
     def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
         """The clients in the mesh; all of them if it does not say."""
         owners = _owners(mesh) if isinstance(mesh, dtensor.Mesh) else None
-        return tuple(sorted({process for process, _ in owners or _every(self.group()[1])}))
+        if owners is None:
+            return tuple(range(self.group()[1]))
+        return tuple(sorted({process for process, _ in owners}))
 
     def resolve(
         self,
@@ -142,10 +144,6 @@ class TensorflowBackend:
 def make() -> MeshBackend:
     """A backend for one load."""
     return TensorflowBackend()
-
-
-def _every(clients: int) -> list[tuple[int, int]]:
-    return [(client, 0) for client in range(clients)]
 
 
 def _owners(mesh: Any) -> list[tuple[int, int]] | None:

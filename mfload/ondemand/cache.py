@@ -382,24 +382,19 @@ class SlotCache:
     def _room(self, missing: Numbers, asked: Numbers) -> Numbers | None:
         """Slots for missing keys, from which others left; None if there are not enough."""
         idle = self._idle(asked)
-        self._expire(self.key_of[idle & (self.key_of >= 0)])
+        # Some the policy keeps no longer, though there is room.
+        self._evict(self.policy.expired(self.key_of[idle & (self.key_of >= 0)]))
         free = np.flatnonzero(idle & (self.key_of < 0))
         if free.size < missing.size:
             leaving = self.key_of[idle & (self.key_of >= 0)]
             if free.size + leaving.size < missing.size:
                 return None
-            free = np.append(free, self._evict(leaving, missing.size - free.size))
+            victims = self.policy.victims(leaving, missing.size - free.size)
+            free = np.append(free, self._evict(victims))
         return free[: missing.size]
 
-    def _expire(self, keys: Numbers) -> None:
-        """Has those of the keys leave that the policy keeps no longer, though there is room."""
-        gone = self.policy.expired(keys)
-        self._forget(gone, self.slot_of[gone])
-        self.counts.evictions += gone.size
-
-    def _evict(self, keys: Numbers, count: int) -> Numbers:
-        """Has that many of the keys leave; returns the slots that they had."""
-        gone = self.policy.victims(keys, count)
+    def _evict(self, gone: Numbers) -> Numbers:
+        """Has keys leave; returns the slots that they had."""
         slots = self.slot_of[gone]
         self._forget(gone, slots)
         self.counts.evictions += gone.size

@@ -46,8 +46,9 @@ class Curve:
         if not fine:
             found = f"{len(points)} points" if points else "no points"
             raise errors.UsageError("not a curve of random reads", expected=_EXPECTED, found=found)
-        there = sorted({name for name, _, _ in cells}, key=_preference)
-        self.engine: str = next((each for each in there if each == engine), there[0])
+        there = sorted({name for name, _, _ in cells})
+        liked = [each for each in (engine, "io_uring", "aio", "threads") if each in there]
+        self.engine: str = [*filter(None, liked), *there][0]
         own = {key[1:]: speed for key, speed in cells.items() if key[0] == self.engine}
         self._blocks, self._depths = (np.unique([key[n] for key in own]) for n in (0, 1))
         missing = [(b, d) for b in self._blocks for d in self._depths if (b, d) not in own]
@@ -88,9 +89,9 @@ class Curve:
                 found = None
         points = found.get("points") if isinstance(found, Mapping) else None
         if not isinstance(points, list):
-            raise errors.UsageError(
-                "not a curve of random reads", file=name, expected=_EXPECTED, found=_kind(found)
-            )
+            what, kind = "not a curve of random reads", type(found).__name__
+            kind = "no JSON" if found is None else kind
+            raise errors.UsageError(what, file=name, expected=_EXPECTED, found=kind)
         try:
             return cls(points, engine)
         except errors.UsageError as error:
@@ -127,12 +128,3 @@ def _between(grid: NDArray[Any], value: NDArray[Any]) -> tuple[NDArray[Any], NDA
     place = np.interp(np.log2(value), np.log2(grid), np.arange(len(grid)))
     low = place.astype(np.int64)
     return low, place - low
-
-
-def _preference(engine: str) -> tuple[int, str]:
-    order = ("io_uring", "aio", "threads")
-    return (order.index(engine) if engine in order else len(order)), engine
-
-
-def _kind(found: Any) -> str:
-    return "no JSON" if found is None else type(found).__name__

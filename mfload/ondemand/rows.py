@@ -40,10 +40,11 @@ class RowCache(SlotCache):
             there = self.slot_of >= 0
             there[asked] = False
             others = np.flatnonzero(there)
-            self._expire(others)
+            self._evict(self.policy.expired(others))
             others = others[self.slot_of[others] >= 0]
             held = int(np.count_nonzero(self.key_of >= 0))
-            self._evict(others, max(0, held + missing.size - self.capacity))
+            more = held + missing.size - self.capacity
+            self._evict(self.policy.victims(others, max(0, more)))
             self._close_gaps(missing.size)
         used = self._used()
         gaps = np.flatnonzero(self.key_of[:used] < 0)

@@ -249,7 +249,7 @@ class Slots:
         begins[1:] = (
             (np.diff(key) != 0)
             | (np.diff(source) != 0)
-            | (_down(offset[1:], unit) > _up(end[:-1], unit))
+            | (offset[1:] // unit * unit > _up(end[:-1], unit))
             | (np.diff(offset) % align != 0)
         )
         first, read = np.flatnonzero(begins), np.cumsum(begins) - 1
@@ -330,10 +330,6 @@ def regex(name: str, given: str | re.Pattern[str]) -> re.Pattern[str]:
         what = f"{name} is no regex: {error}"
         raise errors.UsageError(what, expected="a regex", found=repr(given)) from error
     return made
-
-
-def _down(value: Any, unit: int) -> Any:
-    return value // unit * unit
 
 
 def _up(value: Any, unit: int) -> Any:

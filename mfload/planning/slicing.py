@@ -94,14 +94,12 @@ def within(info: TensorInfo, outer: Selection | None, index: Any) -> Selection |
         raise _bad(part, index, "integers, slices and Ellipsis")
     if outer is None:
         return inner
-    rest = iter(inner)
-    axes = [axis if axis.drop else _nested(axis, next(rest)) for axis in outer]
+    axes, rest = list(outer), iter(inner)
+    for n, (start, _, step, drop, *_) in enumerate(outer):
+        if not drop:
+            axis = next(rest)
+            axes[n] = Axis(start + axis.start * step, axis.size, step * axis.step, axis.drop)
     return _unless_whole(info, index, Selection(axes))
-
-
-def _nested(outer: Axis, inner: Axis) -> Axis:
-    start = outer.start + inner.start * outer.step
-    return Axis(start, inner.size, outer.step * inner.step, inner.drop)
 
 
 def one_range(info: TensorInfo, index: Any) -> tuple[int, tuple[int, ...]] | None:

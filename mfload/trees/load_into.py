@@ -19,12 +19,13 @@ from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading import attempts
 from mfload.loading.session import let_go
 from mfload.options import Options
-from mfload.planning.selection import Names, Regex
+from mfload.planning.selection import Regex
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.sources import PathOrBytes
 from mfload.trees import matching, outline
+from mfload.trees.matching import Wishes
 from mfload.trees.recipe import Leaf, brief, new_row
 
 T = TypeVar("T")
@@ -145,18 +146,9 @@ def load_into(
         MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded; a
             module that is filled in place may be, of which a note of the exception tells.
     """
+    placed = mesh, shardings, unmatched, logical_axis_rules
     call = functools.partial(
-        fill,
-        target,
-        mapping=mapping,
-        mesh=mesh,
-        shardings=shardings,
-        unmatched=unmatched,
-        logical_axis_rules=logical_axis_rules,
-        dtype=dtype,
-        strict=strict,
-        progress=progress,
-        report=report,
+        fill, target, Wishes(mapping, *placed, dtype, strict, progress, report)
     )
     if not attempts.needed(fallback, options):
         return call(path, options=options)
@@ -165,20 +157,11 @@ def load_into(
 
 def fill(
     target: Any,
+    asked: Wishes,
     path: PathOrBytes | Sequence[PathOrBytes],
     *,
-    mapping: Any,
-    mesh: Any,
-    shardings: Any,
-    unmatched: Unmatched,
-    logical_axis_rules: Any,
-    dtype: Any,
-    strict: bool,
-    progress: Progress,
-    report: Report | None,
     options: Options | None,
     whole: bool = False,
-    names: Names = None,
 ) -> Any:
     """`load_into`; with `whole`, `mfload.restore` with a target.
 
@@ -189,35 +172,16 @@ def fill(
         from mfload.trees import modules
 
         made = importlib.import_module(f"mfload.trees.{framework}_modules").make(target)
-        asked = None if unmatched == "replicate" else unmatched
-        modules.load_into(
-            made,
-            path,
-            refused={
-                "mesh": mesh,
-                "shardings": shardings,
-                "unmatched": asked,
-                "logical_axis_rules": logical_axis_rules,
-                "names": names,
-            },
-            mapping=mapping,
-            dtype=dtype,
-            strict=strict,
-            progress=progress,
-            report=report,
-            options=options,
-        )
+        modules.load_into(made, asked, path, options)
         return target
     try:
         frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
     except errors.FrameworkMissingError:
         _check_order(target)
         raise
-    from mfload.frameworks.jax_adapter import JaxAdapter
     from mfload.mesh import load as mesh_load
     from mfload.mesh.jax_backend import JaxBackend
-    from mfload.trees import assemble, jax_shardings, jax_trees
-    from mfload.trees.saved_state import PlainNumbers, SavedState
+    from mfload.trees import jax_shardings, jax_trees
 
     tree: jax_trees.Tree | None = None
     how, wrong = LoadOptions(), None
@@ -228,79 +192,86 @@ def fill(
             tree = jax_trees.take_apart_target(target, numbered=whole)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
         wrong = error
-    ranks = jax_shardings.processes(mesh, shardings, tree and tree.leaves)
+    ranks = jax_shardings.processes(asked.mesh, asked.shardings, tree and tree.leaves)
     try:
-        cleared(report)
+        cleared(asked.report)
         how = started(options)
     except Exception as error:  # noqa: BLE001 - as above
         wrong = wrong or error
-    done = Report(processes=len(ranks))
-    notes: list[str] = []
+    done, values = Report(processes=len(ranks)), list[Any]()
     try:
         with mesh_load.together(backend, ranks, how.deadline) as group:
             if wrong is not None or tree is None:
                 raise wrong or AssertionError("a target without leaves")
-            errors.check_choice("unmatched", unmatched, UNMATCHED)
-            if not isinstance(strict, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise errors.UsageError("strict is invalid", expected="a bool", found=repr(strict))
-            leaves = tree.leaves
-            start = time.perf_counter()
-            index, sources = checkpoint.read_every(path, how)
-            read = time.perf_counter()
-            done.add_stage("headers", start, read)
-            state = (
-                SavedState(index, leaves, names, mapped=mapping is not None)
-                if whole
-                else PlainNumbers(index, leaves)
-            )
-            index, leaves = state.index, state.leaves
-            notes += state.notes
-            if index.tensors:
-                jax_trees.check_places(target, leaves)
-            with gc_paused():
-                forms = JaxAdapter.forms.items()
-                arrays = {name for name, form in forms if form.how != "bytes"}
-                found = matching.match(
-                    index,
-                    leaves,
-                    mapping,
-                    strict=strict,
-                    dtype=dtype,
-                    arrays=arrays,
-                    **state.matching(),
-                )
-                notes += found.notes
-                if found.ties:
-                    importlib.import_module("mfload.trees.ties").warn(
-                        found.ties, index, sources, how
-                    )
-                _tell_what_stays(leaves, found.recipes, notes)
-                numbers = state.numbers(found.recipes)
-                chosen = jax_shardings.resolve(
-                    leaves, found.recipes, mesh, shardings, unmatched, logical_axis_rules
-                )
-                pairs = zip(found.recipes.values(), chosen, strict=True)
-                goals = [new_row(assemble.Goal, (recipe, *place)) for recipe, place in pairs]
-                assembly = assemble.Assembly(index, sources, goals, how, backend)
-            done.add_stage("matching", read, time.perf_counter())
-            if group is not None:
-                arguments = list(assembly.arguments())
-                mesh_load.agree_on_inputs(group, index.columns, sources, how, arguments)
-            with shown(progress, assembly.stored_bytes if progress else 0) as advance:
-                loaded = assembly.run(group, done, advance)
-            plain = state.read(numbers, sources, how)
+            values = _values(target, tree.leaves, asked, path, how, done, backend, group, whole)
     except BaseException as error:
         let_go(error)
         raise
-    values = [leaf.value for leaf in leaves]
-    for number, array in zip(found.recipes, loaded, strict=True):
-        values[number] = state.finished(number, array)
-    for number, value in plain.items():
-        values[number] = value
-    if report is not None:
-        done.notes = tuple(dict.fromkeys((*notes, *done.notes)))
-        vars(report).update(vars(done))
+    if asked.report is not None:
+        done.notes = tuple(dict.fromkeys(done.notes))
+        vars(asked.report).update(vars(done))
     return tree.rebuild(values)
+
+
+def _values(
+    target: Any,
+    leaves: Sequence[Leaf],
+    asked: Wishes,
+    path: Any,
+    how: LoadOptions,
+    done: Report,
+    backend: Any,
+    group: Any,
+    whole: bool,
+) -> list[Any]:
+    """The values of all leaves of a target, and what `done` reports of them."""
+    from mfload.frameworks.jax_adapter import JaxAdapter
+    from mfload.mesh import load as mesh_load
+    from mfload.trees import assemble, jax_shardings, jax_trees, ties
+    from mfload.trees.saved_state import PlainNumbers, SavedState
+
+    errors.check_choice("unmatched", asked.unmatched, UNMATCHED)
+    asked.check_strict()
+    placed = asked.mesh, asked.shardings, asked.unmatched, asked.logical_axis_rules
+    start = time.perf_counter()
+    index, sources = checkpoint.read_every(path, how)
+    read = time.perf_counter()
+    done.add_stage("headers", start, read)
+    state = PlainNumbers(index, leaves)
+    if whole:
+        state = SavedState(index, leaves, asked.names, mapped=asked.mapping is not None)
+    index, leaves, notes = state.index, state.leaves, state.notes
+    if index.tensors:
+        jax_trees.check_places(target, leaves)
+    with gc_paused():
+        found = matching.match(
+            index,
+            leaves,
+            asked.mapping,
+            strict=asked.strict,
+            dtype=asked.dtype,
+            arrays={name for name, form in JaxAdapter.forms.items() if form.how != "bytes"},
+            **state.matching(),
+        )
+        notes += found.notes
+        if found.ties:
+            ties.warn(found.ties, index, sources, how)
+        _tell_what_stays(leaves, found.recipes, notes)
+        numbers = state.numbers(found.recipes)
+        chosen = jax_shardings.resolve(leaves, found.recipes, *placed)
+        pairs = zip(found.recipes.values(), chosen, strict=True)
+        goals = [new_row(assemble.Goal, (recipe, *place)) for recipe, place in pairs]
+        assembly = assemble.Assembly(index, sources, goals, how, backend)
+    done.add_stage("matching", read, time.perf_counter())
+    if group is not None:
+        arguments = list(assembly.arguments())
+        mesh_load.agree_on_inputs(group, index.columns, sources, how, arguments)
+    with shown(asked.progress, assembly.stored_bytes if asked.progress else 0) as advance:
+        loaded = assembly.run(group, done, advance)
+    done.notes = (*notes, *done.notes)
+    made = {n: state.finished(n, array) for n, array in zip(found.recipes, loaded, strict=True)}
+    made |= state.read(numbers, sources, how)
+    return [made.get(n, leaf.value) for n, leaf in enumerate(leaves)]
 
 
 def _check_order(target: Any) -> None:

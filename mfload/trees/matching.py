@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from mfload import dtypes, errors
 from mfload.index import Index, TensorInfo
 from mfload.planning import selection
+from mfload.planning.selection import Names
+from mfload.progress import Progress
+from mfload.report import Report
 from mfload.trees import keymap
 from mfload.trees.keymap import Entry, Rule
 from mfload.trees.recipe import Claim, Leaf, MisfitError, Recipe, Recipes, brief, new_row
@@ -35,6 +38,27 @@ class Matched(NamedTuple):
     notes: tuple[str, ...]
     ties: tuple[tuple[Recipe, Recipe], ...] = ()  # What `ties.warn` compares.
     stray: tuple[str, ...] = ()  # Names of the target's that it has no place for.
+
+
+class Wishes(NamedTuple):
+    """What is asked of `load_into` or `restore` with a target; fields as their arguments."""
+
+    mapping: Any
+    mesh: Any
+    shardings: Any
+    unmatched: Any
+    logical_axis_rules: Any
+    dtype: Any
+    strict: bool
+    progress: Progress
+    report: Report | None
+    names: Names = None
+
+    def check_strict(self) -> None:
+        """Refuses what is no bool."""
+        if not isinstance(self.strict, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            given = repr(self.strict)
+            raise errors.UsageError("strict is invalid", expected="a bool", found=given)
 
 
 _REMEDY = "the same names; or mapping=, which gives others, or strict=False, which loads what fits"

@@ -39,11 +39,12 @@ from mfload.options import Options
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import shape_of
-from mfload.progress import Progress, shown
+from mfload.progress import shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.trees import batches, matching, ties
 from mfload.trees.batches import BatchItem, LeafPart
+from mfload.trees.matching import Wishes
 from mfload.trees.recipe import OPEN, Leaf, MisfitError, Recipe, brief
 
 # `batches` counts what has landed twice; NumPy may hold two more copies of a part.
@@ -233,22 +234,11 @@ def tied(state: Mapping[str, Any], key: Callable[[Any], Any]) -> list[tuple[list
     return list(found.values())
 
 
-def load_into(
-    module: Module,
-    path: Any,
-    *,
-    refused: Mapping[str, Any],
-    mapping: Any,
-    dtype: Any,
-    strict: Any,
-    progress: Progress,
-    report: Report | None,
-    options: Options | None,
-) -> None:
-    """Fills a module; arguments as for `mfload.load_into`, of which `refused` must be None."""
+def load_into(module: Module, asked: Wishes, path: Any, options: Options | None) -> None:
+    """Fills a module; arguments as for `mfload.load_into`."""
     how, wrong = LoadOptions(), None
     try:
-        cleared(report)
+        cleared(asked.report)
         how = started(options)
     except Exception as error:  # noqa: BLE001 - raised where the other processes hear of it
         wrong = error
@@ -262,7 +252,7 @@ def load_into(
         with together as group:
             if wrong is not None:
                 raise wrong
-            _check(module, refused, strict)
+            _check(module, asked)
             start = time.perf_counter()
             index, sources = checkpoint.read_every(path, how)
             read = time.perf_counter()
@@ -270,14 +260,14 @@ def load_into(
             with gc_paused():
                 loader = Loader(index, sources, module.adapter(), how)
                 filling = _Filling(module, backend, group, loader)
-                found = filling.match(mapping, strict=strict, dtype=dtype)
+                found = filling.match(asked)
                 if found.ties:
                     ties.warn(found.ties, index, sources, how)
             done.add_stage("matching", read, time.perf_counter())
-            with shown(progress, filling.stored_bytes if progress else 0) as advance:
+            with shown(asked.progress, filling.stored_bytes if asked.progress else 0) as advance:
                 filling.run(done, advance)
         module.install(filling.made, filling.landing)
-        stay = filling.finish(found, strict=strict)
+        stay = filling.finish(found, strict=asked.strict)
     except BaseException as error:
         if filling is not None and (begun := filling.begun):
             error.add_note(
@@ -287,12 +277,12 @@ def load_into(
             )
         session.let_go(error)
         raise
-    if report is not None:
+    if asked.report is not None:
         notes = [*found.notes, *done.notes]
         if stay:
             notes.append(f"the checkpoint has nothing for {brief(stay, 3)}: they stay as they are")
         done.notes = tuple(dict.fromkeys(notes))
-        vars(report).update(vars(done))
+        vars(asked.report).update(vars(done))
     if bare := module.bare():
         errors.warn(
             f"the module still has {counted(len(bare), 'tensor')} without memory: {brief(bare)}. "
@@ -301,16 +291,16 @@ def load_into(
         )
 
 
-def _check(module: Module, refused: Mapping[str, Any], strict: Any) -> None:
-    for name, value in refused.items():
-        if value is not None:
+def _check(module: Module, asked: Wishes) -> None:
+    for name in ("mesh", "shardings", "unmatched", "logical_axis_rules", "names"):
+        value = getattr(asked, name)
+        if value is not None and (name, value) != ("unmatched", "replicate"):
             raise errors.UsageError(
                 f"{name}= is for trees of JAX; a module says itself how it is sharded",
                 expected=module.sharded_by,
                 found=f"{name}={value!r}",
             )
-    if not isinstance(strict, bool):
-        raise errors.UsageError("strict is invalid", expected="a bool", found=repr(strict))
+    asked.check_strict()
 
 
 class _Step(NamedTuple):
@@ -345,13 +335,13 @@ class _Filling:
         self.made: dict[int, New] = {}
         self.landing: Collection[int] = ()
 
-    def match(self, mapping: Any, *, strict: bool, dtype: Any) -> matching.Matched:
+    def match(self, asked: Wishes) -> matching.Matched:
         """Plans everything; what can be refused is refused here, on all processes."""
         index, sources, options = self._loader.index, self._loader.sources, self._loader.options
         forms = self._loader.adapter.forms.items()
-        self._wish, self._strict = matching.read_dtype(dtype), strict
+        self._wish, self._strict = matching.read_dtype(asked.dtype), asked.strict
         if self._module.own_code:
-            targets = matching.Claims(index.tensors.values(), None, mapping).by_target
+            targets = matching.Claims(index.tensors.values(), None, asked.mapping).by_target
             names = {name: None for name in targets if name.startswith(self._module.own_code)}
             names |= dict.fromkeys(self._module.own_names)  # Rules may be for these.
             some = (Leaf((name,), OPEN, abstract=True) for name in names)
@@ -359,16 +349,18 @@ class _Filling:
         found = matching.match(
             index,
             self._module.leaves,
-            mapping,
-            strict=strict,
-            dtype=dtype,
+            asked.mapping,
+            strict=asked.strict,
+            dtype=asked.dtype,
             arrays={name for name, form in forms if form.how != "bytes"},
             fits=self._fit,
             judged=self._module.judged,
         )
         if self._group is not None:
             recipes = found.recipes.values()
-            lines = [f"{each.name}: {each.dtype} {_digest(each)}" for each in recipes]
+            digests = (hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in recipes)
+            named = zip(recipes, digests, strict=True)
+            lines = [f"{each.name}: {each.dtype} {digest}" for each, digest in named]
             mesh_load.agree_on_inputs(self._group, index.columns, sources, options, lines)
         self._plan(found.recipes)
         return found
@@ -656,7 +648,3 @@ def gather_rows(group: Any, rows: Any) -> dict[int, Any]:
         for rank, piece in group.gather("parts", text[at : at + _PIECE]).items():
             said[rank] += piece
     return {rank: json.loads(zlib.decompress(base64.b85decode(said[rank]))) for rank in said}
-
-
-def _digest(recipe: Recipe) -> str:
-    return hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]

@@ -5,6 +5,7 @@ Each process of a load reads its own, since nothing of them is sharded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,7 +68,9 @@ class NumpyLeaves:
     def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
         """The arrays, in the order of the recipes."""
         made: dict[int, Any] = {}
-        for batch in self._batches():
+        # All that lands as it is stored at once, and what waits in groups.
+        groups = grouped(self._arranged, self._limit, lambda each: each[1].nbytes)
+        for batch in filter(None, itertools.chain([self._plain], groups)):
             one, wanted = Report(), [request for _, part in batch for request in _requests(part)]
             landed = iter(self._loader.load(wanted, report=one, advance=advance))
             for number, part in batch:
@@ -75,12 +78,6 @@ class NumpyLeaves:
                 made[number] = arrays[0] if part.transform.plain else _arranged(part, arrays)
             report.add(one)
         return [made[number] for number in range(len(made))]
-
-    def _batches(self) -> Iterator[list[tuple[int, LeafPart]]]:
-        """What is read at once: all that lands as it is stored, and groups of what waits."""
-        if self._plain:
-            yield self._plain
-        yield from grouped(self._arranged, self._limit, lambda each: each[1].nbytes)
 
 
 def _whole(recipe: Recipe) -> LeafPart:

@@ -61,7 +61,13 @@ def parts(module: Any, also: Iterable[int] = ()) -> list[Part]:
         return [Part("", module)]
     every = _prefixes(module)
     forced = set(also)
-    own = {part.prefix for part in every if id(part.module) in forced or _own(part.module)}
+    own = {
+        prefix
+        for prefix, each in every
+        if id(each) in forced
+        or _overrides(each)
+        or not all(name.startswith("torch.distributed.") for name in _pre_hooks(each))
+    }
     found: list[Part] = []
     for part in every:
         if found and part.prefix.startswith(found[-1].prefix):
@@ -167,11 +173,6 @@ def _met(module: Any, meet: Meet) -> Generator[None]:
 def _prefixes(module: Any) -> list[Part]:
     every = module.named_modules(remove_duplicate=False)
     return [Part(f"{path}." if path else "", each) for path, each in every]
-
-
-def _own(module: Any) -> bool:
-    hooks = _pre_hooks(module)
-    return _overrides(module) or not all(name.startswith("torch.distributed.") for name in hooks)
 
 
 def _overrides(module: Any) -> bool:

@@ -119,6 +119,7 @@ refused("field-twice", header(w=entry()[:-1] + ',"dtype":"F32"}'), "name twice")
 refused("offsets-twice", header(w='{"data_offsets":[0,0],' + entry()[1:]), "name twice")
 refused("unknown-field-twice", header(w=entry(x="1")[:-1] + ',"x":2}'), "name twice", ours=True)
 refused("metadata-twice", '{"__metadata__":{},"__metadata__":{},' + GOOD[1:], "name twice")
+refused("metadata-null-twice", '{"__metadata__":{"":null,"":""},' + GOOD[1:], "name twice")
 
 # --- fields of a wrong type ------------------------------------------------------------------
 

@@ -8,9 +8,6 @@ A case is `spec:exchange` or the name of a failure. Writes a line of JSON for ea
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -19,11 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors.numpy
+import world
 from calls import as_options
 from jax.sharding import Mesh, PartitionSpec as P
+from world import World
 
 import mfload
-from mfload import errors
 
 SPECS: dict[str, Any] = {
     "rows": P(("a", "b")),
@@ -163,24 +161,9 @@ def main() -> None:
         (directory / "model.tmp").rename(directory / "model.safetensors")
     while not (directory / "model.safetensors").exists():
         time.sleep(0.02)
-    failed = False
-    with (directory / f"said.{rank}").open("w") as out:
-        for case in sys.argv[5:]:
-            line: dict[str, Any] = {"case": case, "error": None}
-            try:
-                line |= run(rank, directory, mesh, case)
-            except BaseException as error:
-                line |= {"error": type(error).__name__, "text": str(error)}
-                line["typed"] = isinstance(error, errors.MfloadError)
-            failed = failed or line["error"] is not None
-            gc.collect()
-            line["live"] = mfload.live_bytes()
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-    if failed:
-        # JAX waits at its exit for processes that are gone; process 0 keeps its store.
-        time.sleep(0 if rank else 1)
-        os._exit(0)
+    here = World(rank, count, directory)
+    if world.said(here, sys.argv[5:], lambda case: run(rank, directory, mesh, case)):
+        world.leave(here)  # JAX waits at its exit for processes that are gone.
 
 
 if __name__ == "__main__":

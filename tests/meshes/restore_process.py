@@ -8,23 +8,20 @@ line of JSON for each to `DIRECTORY/said.RANK`.
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax_savers
+import world
 from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from restore_cases import Net, linen_state
+from world import World
 
 import mfload
-from mfload import errors
 
 RULES = [("kernel", P(("a", "b"), None)), ("bias", P("b"))]
 
@@ -100,24 +97,9 @@ def main() -> None:
     directory = Path(sys.argv[4])
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
     mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("a", "b"))
-    failed = False
-    with (directory / f"said.{rank}").open("w") as out:
-        for case in sys.argv[5:]:
-            line: dict[str, Any] = {"case": case, "error": None}
-            try:
-                line |= run(rank, directory, mesh, case)
-            except BaseException as error:
-                line |= {"error": type(error).__name__, "text": str(error)}
-                line["typed"] = isinstance(error, errors.MfloadError)
-            failed = failed or line["error"] is not None
-            gc.collect()
-            line["live"] = mfload.live_bytes()
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-    if failed:
-        # JAX waits at its exit for processes that are gone; process 0 keeps its store.
-        time.sleep(0 if rank else 1)
-        os._exit(0)
+    here = World(rank, count, directory)
+    if world.said(here, sys.argv[5:], lambda case: run(rank, directory, mesh, case)):
+        world.leave(here)  # JAX waits at its exit for processes that are gone.
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ python save_process.py RANK COUNT PORT DIRECTORY CASE…
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -17,8 +16,10 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import world
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from world import World
 
 import mfload
 from mfload.saving import together
@@ -137,21 +138,9 @@ def main() -> None:
     directory = Path(sys.argv[4])
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
     mesh = Mesh(np.array(jax.devices()).reshape(count, -1), ("a", "b"))
-    failed = False
-    with (directory / f"said.{rank}").open("w") as out:
-        for case in sys.argv[5:]:
-            line: dict[str, Any] = {"case": case, "error": None}
-            try:
-                line |= run(rank, directory, mesh, case)
-            except Exception as error:
-                line |= {"error": type(error).__name__, "text": str(error)}
-                failed = True
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-    if failed:
-        # JAX waits at its exit for processes that are gone; process 0 keeps its store.
-        time.sleep(0 if rank else 1)
-        os._exit(0)
+    here = World(rank, count, directory)
+    if world.said(here, sys.argv[5:], lambda case: run(rank, directory, mesh, case)):
+        world.leave(here)  # JAX waits at its exit for processes that are gone.
 
 
 if __name__ == "__main__":

@@ -344,13 +344,7 @@ def main() -> None:
     if count > 1:
         dist.init_parallel_env()
     here = World(rank, count, Path(sys.argv[4]))
-
-    def run(case: str) -> Any:
-        head, *rest = case.split(":")
-        return globals()[head](here, *rest)
-
-    world.said(here, sys.argv[5:], run)
-    world.leave(here)
+    world.play(here, globals())
 
 
 if __name__ == "__main__":

@@ -163,13 +163,7 @@ def main() -> None:
         "DTENSOR_JOBS": (directory / "ports").read_text(),
     }
     here = World(rank, count, directory)
-
-    def run(case: str) -> Any:
-        head, *rest = case.split(":")
-        return globals()[head](here, *rest)
-
-    world.said(here, sys.argv[5:], run)
-    world.leave(here)
+    world.play(here, globals())
 
 
 if __name__ == "__main__":

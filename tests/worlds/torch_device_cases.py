@@ -294,13 +294,7 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=count)
     here = Rank(rank, count, Path(sys.argv[4]))
-
-    def run(case: str) -> Any:
-        head, *rest = case.split(":")
-        return globals()[head](here, *rest)
-
-    world.said(here, sys.argv[5:], run)
-    world.leave(here)
+    world.play(here, globals())
 
 
 if __name__ == "__main__":

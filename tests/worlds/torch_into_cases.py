@@ -317,13 +317,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=count)
     here = World(rank, count, Path(sys.argv[4]))
-
-    def run(case: str) -> Any:
-        head, *rest = case.split(":")
-        return globals()[head](here, *rest)
-
-    world.said(here, sys.argv[5:], run)
-    world.leave(here)
+    world.play(here, globals())
 
 
 if __name__ == "__main__":
