@@ -550,8 +550,10 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
             rows = seen.chosen(rows, source.name)
         for row in tensors.add(rows):
             holders = f"{seen.file_of(tensors[row.name])} and {source.name}"
-            what = "two files hold the tensor"
-            problems.append(Problem(what, None, row.name, "one file", holders))
+            what, expected = "two files hold the tensor", "one file"
+            if found.placed is not None:
+                expected += ", or an index that lists the tensor"
+            problems.append(Problem(what, None, row.name, expected, holders))
     if found.placed is not None:
         _compare_index(seen, found.placed)
     return seen
