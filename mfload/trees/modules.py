@@ -578,7 +578,7 @@ class _Filling:
             wrong += (f"extra: {name}: the module has no place for it" for name in extra)
         if wrong:
             raise errors.MappingError(
-                "the checkpoint does not fit the module, which load_state_dict fills with its hooks",
+                "the checkpoint does not fit the module, says load_state_dict with its hooks",
                 expected="what load_state_dict takes; missing and extra names: or strict=False",
                 problems=tuple(wrong),
             )
