@@ -171,7 +171,7 @@ def load(
             device) pairs puts a tensor on the device of the first regex found in its name;
             `{name: device}` takes exact names.
         names: Which tensors: a regex that is searched for, a list of exact names, or a
-            function from a name to bool. Default: all.
+            function from a name to bool. One that chooses none is refused. Default: all.
         dtype: A dtype (of any framework, or its name) for all floating tensors, or rules: a list of
             (regex, dtype) pairs, of which the first regex found in the name counts, or a mapping
             from exact names. A conversion that loses values (float to int, 64 to 32 bit ints) must
@@ -690,7 +690,8 @@ def save(
             names `mfload.load_into` takes. Names of a tree are the paths, joined by dots
             (`params.layers.0.kernel`), and the tree itself, with its numbers, strings and Nones, is
             kept in the metadata, from which `mfload.restore` rebuilds it. Boxes and variables are
-            saved as their arrays, typed PRNG keys as their data, shared variables once.
+            saved as their arrays, typed PRNG keys as their data, shared variables once, integers of
+            2 and 4 bits as 8-bit ones, with a note.
         path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
             in it. Missing directories are made. Of a symbolic link, the file it leads to is
             replaced. A name that ends as another format's, such as `x.pt`, is refused.
