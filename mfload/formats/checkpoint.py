@@ -448,7 +448,7 @@ def _whole(found: CheckpointFiles, *, missing_ok: bool = False) -> Index:
     if seen.copies:
         count, name = errors.counted(len(seen.copies), "tensor"), next(iter(seen.copies))
         which = f"{brief(name)} in {', '.join(seen.copies[name])}"
-        seen.notes.append(f"copies that the index does not choose are left: {count}, {which}")
+        seen.notes.append(f"copies that the index does not choose, not loaded: {count}, {which}")
     kind = Index if found.directory is None else partial(DirectoryIndex, found)
     made = kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
     return PartialIndex(found, made, missing, missing_ok=missing_ok) if missing else made

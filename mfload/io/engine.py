@@ -252,7 +252,7 @@ def _show(
     parts: Generator[tuple[int, Any]], block: Block, observer: Observer, share: Share
 ) -> None:
     end = block.offset + block.nbytes
-    with closing(parts):  # An error must not keep the lease of a map.
+    with closing(parts):  # An error must not keep the slot.
         for offset, data in parts:
             if share.stopped():
                 return
