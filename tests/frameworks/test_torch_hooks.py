@@ -477,7 +477,7 @@ def test_what_is_wrong_after_hooks_comes_in_one_error(tmp_path: Path) -> None:
     write(path, {"0.bias": torch.zeros(4)})
     with pytest.raises(KeyError) as failed:  # The hook's own, as by `load_state_dict`.
         mfload.load_into(net, path, strict=False)
-    assert any("in load_state_dict of 0, which has load hooks" in note for note in failed.value.__notes__)
+    assert any("in load_state_dict of 0," in note for note in failed.value.__notes__)
 
 
 def test_a_limit_that_hooks_do_not_fit_in_is_refused_before_anything_is_read(
