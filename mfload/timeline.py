@@ -31,8 +31,8 @@ class Span(NamedTuple):
         thread: "load" for the thread that called, whose spans are the stages; "reader 1", … for
             those that read; "copies 1", … for the copies onto devices that a reader began;
             "exchange" for what travels between processes.
-        kind: A stage, or "read", "map" (rows that the kernel copied out of a map of the file, put in
-            place), "copy" (into place, also with a conversion; onto a device),
+        kind: A stage, or "read", "map" (rows that the kernel copied out of a map of the file), "copy"
+            (into place, also with a conversion; onto a device),
             "decode", "check" (checksums), "wait" (for a copy onto a device), "exchange" (with
             other processes).
         start: Seconds, as `time.perf_counter()` counts them.
