@@ -85,9 +85,8 @@ report.plot(ceiling=ceiling)
 # %% [markdown]
 # ## What a conversion costs
 #
-# Each thread now rounds to bfloat16 as well. What the page cache holds is converted out of a map of
-# it, in one pass ("map" in the rows, "read in place" here); from a disk it would be read and then
-# copied.
+# Each thread now rounds to bfloat16 as well: it reads 2 MiB into a slot, and what it copies from
+# there into place, rounded, is "copy".
 
 # %%
 del params

@@ -159,7 +159,8 @@ def load(
 
     Args:
         path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of
-            files. Of a directory, the index is loaded if there is one, otherwise all its files.
+            files. Of a directory with an index, the files that this names are loaded, with all that
+            they hold; otherwise all its files.
             A file or an index may be an http:// or https:// URL, and a file may be bytes in
             memory, which are copied.
         framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", an alias ("np",
@@ -170,12 +171,13 @@ def load(
             device) pairs puts a tensor on the device of the first regex found in its name;
             `{name: device}` takes exact names.
         names: Which tensors: a regex that is searched for, a list of exact names, or a
-            function from a name to bool. Default: all.
+            function from a name to bool. One that chooses none is refused. Default: all.
         dtype: A dtype (of any framework, or its name) for all floating tensors, or rules: a list of
             (regex, dtype) pairs, of which the first regex found in the name counts, or a mapping
             from exact names. A conversion that loses values (float to int, 64 to 32 bit ints) must
             be asked for by a rule, and a value outside an integer dtype's range still stops the
-            load. Narrower floats round, and overflow as their dtype does (infinity or NaN).
+            load. Narrower floats round, and overflow to infinity; a value beyond the range of a
+            float8 without infinity stops the load.
         mesh: The framework's own mesh of devices: the arrays are sharded over it, or replicated if
             `shardings` has no rule for them. A `jax.sharding.Mesh` (default: that of
             `jax.set_mesh`, if `shardings` names no devices); a PyTorch `DeviceMesh` or a
@@ -313,7 +315,7 @@ def open(
     """Opens a checkpoint to take tensors and slices from; reads headers only.
 
     If an index file says which shard holds each tensor, a shard's header is read when it is needed,
-    and what is wrong with it is found then.
+    and what is wrong with it is found then. `keys()` looks at all shards.
 
     Takes the place of `safetensors.safe_open`, for whole checkpoints too. The arguments are those
     of `load`; the timeout is for the headers, and for each request.
@@ -676,10 +678,11 @@ def save(
             names `mfload.load_into` takes. Names of a tree are the paths, joined by dots
             (`params.layers.0.kernel`), and the tree itself, with its numbers, strings and Nones, is
             kept in the metadata, from which `mfload.restore` rebuilds it. Boxes and variables are
-            saved as their arrays, typed PRNG keys as their data, shared variables once.
+            saved as their arrays, typed PRNG keys as their data, shared variables once, integers of
+            2 and 4 bits as 8-bit ones, with a note.
         path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
             in it. Missing directories are made. Of a symbolic link, the file it leads to is
-            replaced.
+            replaced. A name that ends as another format's, such as `x.pt`, is refused.
         metadata: Strings for the header.
         align: The data of each file begins on a multiple of so many bytes: a power of two, at
             least 8, also as a text such as "4KiB".

@@ -31,10 +31,9 @@ class Span(NamedTuple):
         thread: "load" for the thread that called, whose spans are the stages; "reader 1", … for
             those that read; "copies 1", … for the copies onto devices that a reader began;
             "exchange" for what travels between processes.
-        kind: A stage, or "read", "map" (read and put in place at once, out of a map of the page
-            cache), "copy" (into place, also with a conversion; onto a device),
-            "decode", "check" (checksums), "wait" (for a copy onto a device), "exchange" (with
-            other processes).
+        kind: A stage, or "read", "map" (rows that the kernel copied out of a map of a file),
+            "copy" (into place, also with a conversion; onto a device), "decode", "check"
+            (checksums), "wait" (for a copy onto a device), "exchange" (with other processes).
         start: Seconds, as `time.perf_counter()` counts them.
         stop: Seconds, likewise.
         nbytes: Bytes read, copied, decoded or received; 0 of other kinds.

@@ -88,7 +88,8 @@ def convert(
     r"""Turns a checkpoint of any format into safetensors, in bounded memory.
 
     Tensors keep their names, dtypes and bytes unless others are asked for, and the metadata is
-    kept, also the tree that `mfload.restore` rebuilds. The new files are read back from the disk
+    kept, also the tree that `mfload.restore` rebuilds. Integers of 2 and 4 bits, which safetensors
+    lacks, become 8-bit ones, with a note. The new files are read back from the disk
     and compared before they get their names, all of them at once. If a manifest lies beside the
     source, the source is compared with it, and one is written for the new files.
 
@@ -104,6 +105,7 @@ def convert(
     Args:
         source: As for `load`.
         target: Where to, as for `save`: a file, or a directory, which exists or ends with a slash.
+            A name that ends as another format's is refused.
         names: Which tensors, as for `load`: "^params" takes the parameters of a train state. The
             tree becomes that of these tensors.
         dtype: As for `load`: a dtype for all floating tensors, or rules for names of the source.

@@ -132,7 +132,8 @@ def verify(
             says. The cache also counts wherever SHA-256 sums are written or compared.
         overwrite: Whether "write" may replace a manifest.
         progress: True for a bar, or a function of (bytes done, bytes in all).
-        options: Engine, threads and timeout; see `mfload.Options`.
+        options: Engine, threads and timeout, and `max_host_overhead` for `against`; see
+            `mfload.Options`.
 
     Returns:
         What was found. Damage is a problem in it, not an error.

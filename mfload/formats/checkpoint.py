@@ -448,7 +448,7 @@ def _whole(found: CheckpointFiles, *, missing_ok: bool = False) -> Index:
     if seen.copies:
         count, name = errors.counted(len(seen.copies), "tensor"), next(iter(seen.copies))
         which = f"{brief(name)} in {', '.join(seen.copies[name])}"
-        seen.notes.append(f"copies that the index does not choose are left: {count}, {which}")
+        seen.notes.append(f"copies that the index does not choose, not loaded: {count}, {which}")
     kind = Index if found.directory is None else partial(DirectoryIndex, found)
     made = kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
     return PartialIndex(found, made, missing, missing_ok=missing_ok) if missing else made
@@ -550,8 +550,10 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
             rows = seen.chosen(rows, source.name)
         for row in tensors.add(rows):
             holders = f"{seen.file_of(tensors[row.name])} and {source.name}"
-            what = "two files hold the tensor"
-            problems.append(Problem(what, None, row.name, "one file", holders))
+            what, expected = "two files hold the tensor", "one file"
+            if found.placed is not None:
+                expected += ", or an index that lists the tensor"
+            problems.append(Problem(what, None, row.name, expected, holders))
     if found.placed is not None:
         _compare_index(seen, found.placed)
     return seen

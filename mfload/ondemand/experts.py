@@ -287,7 +287,7 @@ def _by_layer(store: Store, match: _Pattern) -> dict[int, dict[int, Sequence[Par
         names = {name for each in experts.values() for name in each}
         if layer in stacked and all(len(info.shape) < 3 for info in stacked[layer]):
             raise errors.UnsupportedShapeError(
-                "the tensor has no dim of experts",
+                "the tensor has no dim of experts: reshape it, and save it anew",
                 file=store.file,
                 tensor=stacked[layer][0].name,
                 expected="[experts, rows, columns], of one of the layer's tensors at least",

@@ -52,14 +52,12 @@ class GivenSource:
         """Reads exactly that range (see `Source`)."""
         with _typed(self.name, "read()"):
             found = self._given.read(offset, nbytes)
-        if not isinstance(found, bytes | bytearray | memoryview) or len(found) > nbytes:
+        given = len(found) if isinstance(found, bytes | bytearray | memoryview) else None
+        if given is None or given > nbytes:
             what = "read() of the source gives something else than the bytes of the range"
-            raise errors.ReadError(
-                what,
-                file=self.name,
-                expected=errors.amount(nbytes),
-                found=errors.shown(repr(found)),
-            )
+            expected = errors.amount(nbytes)
+            it = type(found).__name__ if given is None else errors.amount(given)
+            raise errors.ReadError(what, file=self.name, expected=expected, found=it)
         if len(found) < nbytes:
             raise shrunk(self.name, offset + nbytes, offset + len(found))
         return bytes(found)

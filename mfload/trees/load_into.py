@@ -141,7 +141,7 @@ def load_into(
         UsageError: The target has no leaf that could hold a tensor, though the checkpoint has
             tensors, or an argument is invalid.
         MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
-            before data is read.
+            before data is read. What load hooks refuse is known once they have run.
         ShardingError: A sharding does not fit its leaf.
         MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded; a
             module that is filled in place may be, of which a note of the exception tells.

@@ -570,8 +570,8 @@ class _Filling:
             wrong += (f"extra: {name}: the module has no place for it" for name in extra)
         if wrong:
             raise errors.MappingError(
-                "the checkpoint does not fit the module, as its own code for loading says",
-                expected="what load_state_dict takes; or strict=False, if it is for names alone",
+                "the checkpoint does not fit the module, says load_state_dict with its hooks",
+                expected="what load_state_dict takes; missing and extra names: or strict=False",
                 problems=tuple(wrong),
             )
         return missing

@@ -341,7 +341,8 @@ def _product(stored: Collection[DType], result: DType, scale: float) -> DType:
         text = "scale= makes floats of floats, or of integers up to 16 bits"
         raise MisfitError("wrong dtype", f"{names} to {result}: {text}")
     if result.name in dtypes.NO_INFINITY:
-        text = f"scale= can't make {result}, which has no infinity for products beyond its range"
+        text = f"scale= can't make {result}, which has no infinity for products beyond its range: "
+        text += "load a wider float, and convert that"
         raise MisfitError("bad rule", text)
     if "complex" in {*kinds, result.kind}:
         made = dtypes.TABLE["C64"]

@@ -40,8 +40,8 @@ def warn(
         if kept.landed != other.landed or _differ(kept, other, loader):
             errors.warn(
                 f"{other.name} and {kept.name} are one variable, and the checkpoint holds "
-                f"different values for them: {kept.name} was loaded, the last one, as by "
-                "load_state_dict; untie the two, or map the tensor that is not wanted to None"
+                f"different values for them: {kept.name} was loaded, the last one; untie the two, "
+                "or map the tensor that is not wanted to None"
             )
 
 

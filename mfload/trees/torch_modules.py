@@ -216,7 +216,8 @@ class TorchModule(Module):
         try:
             self._wrong[prefix] = torch_hooks.load(part, state, meet, strict, own)
         except Exception as error:
-            error.add_note(f"raised by what {prefix[:-1] or 'the module'} does when it is loaded")
+            where = prefix[:-1] or "the module"
+            error.add_note(f"raised in load_state_dict of {where}, which has load hooks of its own")
             raise
 
     def _meet(self, wish: Any, module: Any, state: dict[str, Any], prefix: str) -> None:
@@ -231,7 +232,8 @@ class TorchModule(Module):
             kind = _asked(wish, key, tensor, value)
             if kind != tensor.dtype and not tensor.is_meta:
                 what = f"the module holds {tensor.dtype} and keeps it, {kind} is asked for"
-                raise errors.MappingError(what, tensor=key, expected="a module without memory")
+                expected = "the module converted first, or made without memory (on meta)"
+                raise errors.MappingError(what, tensor=key, expected=expected)
             torch_adapter.check_range(key, value, kind)
             sharded = _is_dtensor(tensor) and not _is_dtensor(value)
             if sharded:

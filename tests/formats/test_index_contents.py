@@ -160,7 +160,7 @@ def test_the_index_chooses_and_a_note_says_what_it_leaves(tmp_path: Path) -> Non
     assert as_bytes(found.items()) == {"a": b"aa", "b": b"bb", "c": b"cc"}
     assert [note for note in report.notes if "index" in note] == [
         "in the shards but not in the index: 1 tensor",
-        "copies that the index does not choose are left: 1 tensor, 'a' in "
+        "copies that the index does not choose, not loaded: 1 tensor, 'a' in "
         f"{tmp_path / '2.safetensors'}",
     ]
     mfload.load(tmp_path, "numpy", names="b|c", report=report)

@@ -209,6 +209,9 @@ def test_what_a_source_gives_is_checked() -> None:
         load(read=short)
     with pytest.raises(errors.ReadError, match="something else than the bytes"):
         load(read=lambda *_: "text")
+    with pytest.raises(errors.ReadError, match="something else than the bytes") as caught:
+        load(read=lambda *given: b"secret" * given[-1])
+    assert "secret" not in str(caught.value)  # It may also be long.
     assert mfload.verify(Vector()).ok  # pyright: ignore[reportArgumentType]
     with mfload.open(Vector(), framework="numpy") as opened:  # pyright: ignore[reportArgumentType]
         assert samples.same(pickle.loads(pickle.dumps(opened)).get_tensor("w"), W)
