@@ -34,7 +34,7 @@ class GivenSource:
         if wrong:
             raise errors.UsageError(
                 f"{type(source).__name__} is not a source",
-                expected=f"the attributes and methods of mfload.sources.base.Source: "
+                expected="the attributes and methods that make a source: "
                 f"{', '.join([*_KINDS, *_METHODS])}",
                 found=f"missing or of another type: {', '.join(wrong)}",
             )
