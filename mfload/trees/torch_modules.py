@@ -56,9 +56,10 @@ class TorchModule(Module):
         self.tensors = [tensor for _, tensor in found]
         self._parts: dict[str, Any] = {}
         self._wrong: dict[str, torch_hooks.Wrong] = {}
-        if says:
+        sharing = _overlapping(self.tensors)
+        if says or sharing:
             self._aliases = {name: names for names, _ in found for name in names}
-            self._parts = {part.prefix: part.module for part in self._find_parts(state)}
+            self._parts = {part.prefix: part.module for part in self._find_parts(state, sharing)}
             self.own_code = tuple(self._parts)
             self.own_names = [name for name in state if name.startswith(self.own_code)]
             self.judged = (*self.own_code, *torch_hooks.listening(module))
@@ -76,9 +77,12 @@ class TorchModule(Module):
         self._new: dict[int, Any] = {}
         self._mesh = next((t.device_mesh for t in self.tensors if _is_dtensor(t)), None)
 
-    def _find_parts(self, state: Mapping[str, Any]) -> list[torch_hooks.Part]:
-        """What loads by code of its own, and owners of what that shares: the last value counts."""
-        also: set[int] = set()
+    def _find_parts(self, state: Mapping[str, Any], sharing: list[Any]) -> list[torch_hooks.Part]:
+        """What loads by code of its own, and owners of what that shares: the last value counts.
+
+        Also owners of tensors that share memory with another.
+        """
+        also = {id(owner) for each in sharing for owner, _ in self._owners.get(id(each), ())}
         while parts := torch_hooks.parts(self._module, also):
             inside = tuple(part.prefix for part in parts)
             shared = {
@@ -305,11 +309,30 @@ def _variables(module: Any, *, recurse: bool = True) -> Any:
     return itertools.chain(module.named_parameters(**how), module.named_buffers(**how))
 
 
+def _has_memory(tensor: Any) -> bool:
+    """Whether a tensor is a plain one with an address."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
+        return False
+    return not tensor.is_meta and tensor.layout == torch.strided and bool(tensor.numel())
+
+
+def _overlapping(tensors: Iterable[Any]) -> list[Any]:
+    """Those that begin inside another, such as views of it, and these others."""
+    plain = (t for t in tensors if _has_memory(t) and t.untyped_storage().data_ptr())
+    spans = sorted(((t.data_ptr(), t.nbytes, t) for t in plain), key=lambda span: span[:2])
+    found: dict[int, Any] = {}
+    end, reaching = 0, None
+    for start, size, tensor in spans:
+        if start < end:
+            found |= {id(reaching): reaching, id(tensor): tensor}
+        if start + size > end:
+            end, reaching = start + size, tensor
+    return [*found.values()]
+
+
 def _key(tensor: Any) -> Any:
     """What parameters have in common that are one: the object, or all of their memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
-        return id(tensor)
-    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+    if not _has_memory(tensor):
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 import mfload
 from mfload import errors
 from mfload.trees import torch_modules
+from mfload.trees.torch_modules import TorchModule
 
 # -- modules with a say ----------------------------------------------------------------------
 
@@ -350,6 +351,31 @@ def test_of_two_names_the_last_counts_if_one_is_a_hooked_modules(
     check(quietly(net, path), like)
     del whole["0.weight" if not first else "1.weight"]
     check(quietly(build(), write(path, whole)), like if not first else net_of(build(), whole))
+
+
+def test_of_views_of_one_another_the_last_counts(tmp_path: Path) -> None:
+    class Split(torch.nn.Module):
+        """As bridges hold q and k beside the tensor that has both."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.plain = torch.nn.Linear(2, 6, bias=False), torch.nn.Linear(2, 2)
+            self.parts = torch.nn.ParameterList(self.qkv.weight.data[n : n + 2] for n in (0, 2))
+            self.turned = torch.nn.Parameter(self.plain.weight.data.t())
+
+    net, like = Split(), Split()
+    assert TorchModule(net).own_code == ("",)  # The root has one of them itself.
+    del net.turned, like.turned
+    assert TorchModule(net).own_code == ("qkv.", "parts.")
+    whole = {name: torch.randn(each.shape) for name, each in like.state_dict().items()}
+    like.load_state_dict(whole)
+    path = write(tmp_path / "x.safetensors", whole)
+    check(mfload.load_into(net, path), like)
+    assert torch.equal(net.qkv.weight[:2], whole["parts.0"])
+
+    net, like = Split(), Split()
+    like.load_state_dict(whole, strict=False)
+    check(mfload.load_into(net, path, strict=False), like)
 
 
 def net_of(net: Any, state: dict[str, Any]) -> Any:
