@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -52,11 +53,12 @@ class TorchModule(Module):
         for each in module.modules():
             for name, tensor in _variables(each, recurse=False):
                 self._owners.setdefault(id(tensor), []).append((each, name))
-        found = tied(state, _key)
+        by_key = tied(state, _key)
+        found = list(by_key.values())
         self.tensors = [tensor for _, tensor in found]
         self._parts: dict[str, Any] = {}
         self._wrong: dict[str, torch_hooks.Wrong] = {}
-        sharing = _overlapping(self.tensors)
+        sharing = _overlapping(by_key)
         if says or sharing:
             self._aliases = {name: names for names, _ in found for name in names}
             self._parts = {part.prefix: part.module for part in self._find_parts(state, sharing)}
@@ -309,32 +311,27 @@ def _variables(module: Any, *, recurse: bool = True) -> Any:
     return itertools.chain(module.named_parameters(**how), module.named_buffers(**how))
 
 
-def _has_memory(tensor: Any) -> bool:
-    """Whether a tensor is a plain one with an address."""
+def _key(tensor: Any) -> Any:
+    """What parameters have in common that are one: the object, or all of their memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
-        return False
-    return not tensor.is_meta and tensor.layout == torch.strided and bool(tensor.numel())
+        return id(tensor)
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _overlapping(tensors: Iterable[Any]) -> list[Any]:
-    """Those that begin inside another, such as views of it, and these others."""
-    plain = (t for t in tensors if _has_memory(t) and t.untyped_storage().data_ptr())
-    spans = sorted(((t.data_ptr(), t.nbytes, t) for t in plain), key=lambda span: span[:2])
+def _overlapping(by_key: Mapping[Any, tuple[list[str], Any]]) -> list[Any]:
+    """Tensors that begin inside another, such as views of it, and these others."""
+    spans = [(key[0], each.nbytes, each) for key, (_, each) in by_key.items() if type(key) is tuple]
     found: dict[int, Any] = {}
     end, reaching = 0, None
-    for start, size, tensor in spans:
-        if start < end:
+    for start, size, tensor in sorted(spans, key=operator.itemgetter(0)):
+        # Where memory was given back, it is an offset.
+        if start < end and tensor.untyped_storage().data_ptr():
             found |= {id(reaching): reaching, id(tensor): tensor}
         if start + size > end:
             end, reaching = start + size, tensor
     return [*found.values()]
-
-
-def _key(tensor: Any) -> Any:
-    """What parameters have in common that are one: the object, or all of their memory."""
-    if not _has_memory(tensor):
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _parameter(old: Any, data: Any) -> Any:
