@@ -452,6 +452,34 @@ def test_floats_without_infinity_are_checked_here_too(tmp_path: Path) -> None:
         mfload.load_into(Narrow(), path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fits", "more"),
+    [
+        (torch.int32, torch.tensor([7]), torch.tensor([2**40])),
+        (torch.int64, torch.tensor([2.0]), torch.tensor([2.5])),
+        (torch.int64, torch.tensor([2.0]), torch.tensor([torch.nan])),
+        (torch.float32, torch.tensor([2**24]), torch.tensor([2**24 + 1])),
+        (torch.bool, torch.tensor([1]), torch.tensor([2])),
+        (torch.uint8, torch.tensor([True]), torch.tensor([-1])),
+        (torch.complex64, torch.tensor([1.5]), torch.tensor([2**24 + 1])),
+    ],
+)
+def test_other_dtypes_are_kept_or_refused(
+    tmp_path: Path, kind: torch.dtype, fits: torch.Tensor, more: torch.Tensor
+) -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(1, dtype=kind))
+            self._register_load_state_dict_pre_hook(lambda *_: None)
+
+    made = mfload.load_into(Counts(), write(tmp_path / "fits.safetensors", {"n": fits}))
+    assert made.n.dtype == kind
+    assert made.n.tolist() == fits.tolist()
+    with pytest.raises(errors.LossyCastError, match="a value does not fit the dtype of its target"):
+        mfload.load_into(Counts(), write(tmp_path / "more.safetensors", {"n": more}))
+
+
 def test_key_maps_give_the_names_that_hooks_see(tmp_path: Path) -> None:
     state = {f"old.{name}": torch.randn(4, 4) for name in "qkv"}
     state |= {"o.w": torch.randn(4, 4), "o.b": torch.randn(2), "o.c": torch.randn(2)}
