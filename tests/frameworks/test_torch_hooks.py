@@ -21,7 +21,6 @@ from torch.nn.utils import parametrizations, parametrize
 import mfload
 from mfload import errors
 from mfload.trees import torch_modules
-from mfload.trees.torch_modules import TorchModule
 
 # -- modules with a say ----------------------------------------------------------------------
 
@@ -364,9 +363,9 @@ def test_of_views_of_one_another_the_last_counts(tmp_path: Path) -> None:
             self.turned = torch.nn.Parameter(self.plain.weight.data.t())
 
     net, like = Split(), Split()
-    assert TorchModule(net).own_code == ("",)  # The root has one of them itself.
+    assert torch_modules.make(net).own_code == ("",)  # The root has one of them itself.
     del net.turned, like.turned
-    assert TorchModule(net).own_code == ("qkv.", "parts.")
+    assert torch_modules.make(net).own_code == ("qkv.", "parts.")
     whole = {name: torch.randn(each.shape) for name, each in like.state_dict().items()}
     like.load_state_dict(whole)
     path = write(tmp_path / "x.safetensors", whole)
@@ -376,6 +375,51 @@ def test_of_views_of_one_another_the_last_counts(tmp_path: Path) -> None:
     net, like = Split(), Split()
     like.load_state_dict(whole, strict=False)
     check(mfload.load_into(net, path, strict=False), like)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("how", ["drops", "copies"])
+def test_what_a_hook_of_state_dict_hides_is_loaded_and_missed(
+    tmp_path: Path, how: str, meta: bool
+) -> None:
+    def hook(module: Any, state: Any, prefix: str, _: Any) -> None:
+        """As adapters save nothing of what is frozen."""
+        frozen = state.pop(f"{prefix}1.weight")
+        if how == "copies":
+            state[f"{prefix}1.weight"] = frozen.clone()
+
+    def build() -> Any:
+        with torch.device("meta" if meta else "cpu"):
+            net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+        net._register_state_dict_hook(hook)
+        return net
+
+    whole = {"0.weight": torch.randn(2, 2), "0.bias": torch.randn(2), "1.weight": torch.ones(2, 2)}
+    net = mfload.load_into(build(), write(tmp_path / "x.safetensors", whole))
+    assert {name: each.tolist() for name, each in net.named_parameters()} == {
+        name: each.tolist() for name, each in whole.items()
+    }
+    del whole["1.weight"]
+    with pytest.raises(errors.MappingError, match="missing: 1.weight"):
+        mfload.load_into(build(), write(tmp_path / "y.safetensors", whole))
+
+
+def test_counts_and_scalars_of_old_files_on_meta(tmp_path: Path) -> None:
+    class Scale(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+            self._register_load_state_dict_pre_hook(lambda *_: None)
+
+    def build() -> Any:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(3), Scale())
+
+    state = build().state_dict() | {"1.scale": torch.tensor([5.0])}
+    del state["0.num_batches_tracked"]
+    with torch.device("meta"):
+        net, like = build(), build()
+    like.load_state_dict(state, assign=True)
+    check(mfload.load_into(net, write(tmp_path / "x.safetensors", state)), like)
 
 
 def net_of(net: Any, state: dict[str, Any]) -> Any:
