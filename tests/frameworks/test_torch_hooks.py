@@ -400,7 +400,7 @@ def test_what_a_hook_of_state_dict_hides_is_loaded_and_missed(
         name: each.tolist() for name, each in whole.items()
     }
     del whole["1.weight"]
-    with pytest.raises(errors.MappingError, match="missing: 1.weight"):
+    with pytest.raises(errors.MappingError, match=r"missing: 1\.weight"):
         mfload.load_into(build(), write(tmp_path / "y.safetensors", whole))
 
 
