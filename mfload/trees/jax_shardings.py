@@ -2,8 +2,8 @@
 
 What `shardings=` says goes first, then the sharding that a leaf has, then the axes that Flax's
 variables and boxes name, then the mesh, on which the leaf is replicated. Without a mesh a leaf
-lies where the target's array does, else on the default device, and is not committed. NumPy's stay NumPy's unless `shardings=`
-or the axes that they name say where they lie.
+lies where the target's array does, else on the default device, and is not committed. NumPy's stay
+NumPy's unless `shardings=` or the axes that they name say where they lie.
 """
 
 from __future__ import annotations
