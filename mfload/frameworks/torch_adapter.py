@@ -134,15 +134,28 @@ def _tensor(view: View) -> Any:
 
 
 def check_range(name: str, tensor: Any, dtype: Any) -> None:
-    """Raises LossyCastError if `copy_` to a float without infinity would change numbers."""
+    """Raises LossyCastError if `copy_` would change numbers, other than by rounding floats."""
     row = base.ROWS.get(str(dtype).removeprefix("torch."))
-    if row is None or row.name not in NO_INFINITY or tensor.dtype == dtype or not tensor.numel():
+    if row is None or tensor.dtype == dtype or not tensor.numel():
         return
-    from mfload.io import convert  # A load that converts nothing does without it.
+    if not (tensor.is_floating_point() and dtype.is_floating_point):
+        wide = torch.float64 if tensor.is_floating_point() else torch.int64
+        wide = torch.complex128 if tensor.is_complex() or dtype.is_complex else wide
+        given = tensor.detach().to(wide)
+        changed = given != tensor.detach().to(dtype).to(wide)
+        if changed.any():
+            raise errors.LossyCastError(
+                "a value does not fit the dtype of its target",
+                tensor=name,
+                expected=f"values that {dtype} holds, or a target of {tensor.dtype}",
+                found=given[changed][0].item(),
+            )
+    elif row.name in NO_INFINITY:
+        from mfload.io import convert  # A load that converts nothing does without it.
 
-    wide = torch.float64 if tensor.element_size() > 4 else torch.float32
-    most = tensor.detach().to(wide).abs().nan_to_num(0.0, torch.inf).max().reshape(1).cpu().numpy()
-    convert.convert(most, np.empty(1, row.numpy), name, checked=True)
+        wide = torch.float64 if tensor.element_size() > 4 else torch.float32
+        most = tensor.detach().to(wide).abs().nan_to_num(0.0, torch.inf).max().reshape(1).cpu()
+        convert.convert(most.numpy(), np.empty(1, row.numpy), name, checked=True)
 
 
 def make(device: object) -> TorchAdapter:

@@ -6,6 +6,7 @@ batch is made of waits on its devices until the transforms have run, within the 
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import itertools
@@ -332,13 +333,13 @@ class Assembly:
     def _settle(self) -> None:
         """Gives leaves the layout that they ask for, and commits none to a default device."""
         done = set(itertools.chain.from_iterable(self._alone.values()))
-        uncommit = Uncommitter()
-        for number, (recipe, _, committed, form) in enumerate(self._goals):
+        uncommit = collections.defaultdict[Any, Uncommitter](Uncommitter)
+        for number, (recipe, sharding, committed, form) in enumerate(self._goals):
             if form is not None:
                 self._whole[number] = laid_out(self._whole[number], form)
             elif not committed and number not in done:
                 array = self._whole[number]
-                self._whole[number] = uncommit(array, recipe.dtype, array.shape)
+                self._whole[number] = uncommit[sharding](array, recipe.dtype, array.shape)
 
     def _fetch(
         self, requests: base.Requests, loader: Loader, group: Any, report: Report, advance: Advance

@@ -2,8 +2,8 @@
 
 What `shardings=` says goes first, then the sharding that a leaf has, then the axes that Flax's
 variables and boxes name, then the mesh, on which the leaf is replicated. Without a mesh a leaf
-lies on the default device, to which it is not committed. NumPy's stay NumPy's unless `shardings=`
-or the axes that they name say where they lie.
+lies where the target's array does, else on the default device, and is not committed. NumPy's stay
+NumPy's unless `shardings=` or the axes that they name say where they lie.
 """
 
 from __future__ import annotations
@@ -58,14 +58,19 @@ def resolve(
     some = [leaves[number] for number in filled]
     mesh = _mesh(mesh, asked, some)
     # They are known again by what they are, not by what they are equal to.
-    anywhere, nowhere = (SingleDeviceSharding(jax_adapter.default_device()) for _ in range(2))
+    default = jax_adapter.default_device()
+    nowhere, free = SingleDeviceSharding(default), {default: SingleDeviceSharding(default)}
     forms: dict[int, Any] = {}
 
     def own(number: int) -> Any:
         leaf = some[number]
         said = _own(leaf, mesh, pairs)
         if said is None:
-            return anywhere if mesh is None and asked is None else None
+            if mesh is not None or asked is not None:
+                return None
+            array = isinstance(leaf.value, jax.Array)  # On one device, as it is not committed.
+            (device,) = leaf.value.sharding.device_set if array else (default,)
+            return free.get(device) or free.setdefault(device, SingleDeviceSharding(device))
         if said is NUMPY:
             return nowhere
         if leaf.sharding is said and (form := _form(leaf.value)) is not None:
@@ -82,7 +87,8 @@ def resolve(
         aliases=[leaf.names for leaf in some],
         known=(name for leaf in leaves for name in leaf.names),
     )
-    places = {id(anywhere): Place(anywhere, committed=False), id(nowhere): Place(None)}
+    places = {id(each): Place(each, committed=False) for each in free.values()}
+    places[id(nowhere)] = Place(None)
     for number, form in forms.items():
         chosen[number] = Place(chosen[number], form=form)
     return [each if type(each) is Place else places.get(id(each)) or Place(each) for each in chosen]

@@ -273,7 +273,7 @@ def _leaf(paths: list[_Path], value: Any, role: Leaf) -> Leaf:
         return role._replace(names=names, value=value, **said)
     optional = role.optional or _STATISTICS in parts
     sharding = role.sharding
-    # Others merely lie on the default device.
+    # Others merely lie on a device.
     if not array or getattr(value, "committed", getattr(value, "_committed", True)):
         sharding = NUMPY if numpy else getattr(value, "sharding", None)
     held, also = row is not None, _also(paths)

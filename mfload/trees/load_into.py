@@ -113,8 +113,8 @@ def load_into(
             to several leaves; `{regex: None}` for tensors that are left out, unless another regex
             matches them. Or a function from a name to a name, or to None.
         mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves of JAX that name
-            no devices. Default: that of `jax.set_mesh`. Without a mesh they lie on the default
-            device, to which they are not committed.
+            no devices. Default: that of `jax.set_mesh`. Without a mesh they lie where the array of
+            the target does, else on the default device, and are not committed to it.
         shardings: As for `mfload.load`, for names of the target. It takes precedence over the
             shardings of the leaves, and makes arrays of JAX of NumPy's.
         unmatched: What becomes of leaves for which neither a rule nor the leaf itself gives a

@@ -226,12 +226,12 @@ def unfit(names: Sequence[str], why: str, optional: bool = False) -> Leaf:
     return Leaf(tuple(names), (), None, Unfit(why), optional=optional, held=False)
 
 
-def tied(state: Mapping[str, Any], key: Callable[[Any], Any]) -> list[tuple[list[str], Any]]:
-    """Each variable once, with all of its names; those with one key are one."""
+def tied(state: Mapping[str, Any], key: Callable[[Any], Any]) -> dict[Any, tuple[list[str], Any]]:
+    """Each variable once, by its key, with all of its names."""
     found: dict[Any, tuple[list[str], Any]] = {}
     for name, variable in state.items():
         found.setdefault(key(variable), ([], variable))[0].append(name)
-    return list(found.values())
+    return found
 
 
 def load_into(module: Module, asked: Wishes, path: Any, options: Options | None) -> None:

@@ -28,7 +28,7 @@ class PaddleModule(Module):
         self._layer = layer
         own = set(map(id, (*layer.parameters(), *layer.buffers())))
         state: dict[str, Any] = layer.state_dict()
-        found = tied(state, _key)
+        found = tied(state, _key).values()
         self.tensors = [tensor for _, tensor in found]
         leaves = [_leaf(names, tensor, own) for names, tensor in found]
         saved = set(map(id, state.values()))

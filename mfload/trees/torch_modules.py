@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -52,13 +53,16 @@ class TorchModule(Module):
         for each in module.modules():
             for name, tensor in _variables(each, recurse=False):
                 self._owners.setdefault(id(tensor), []).append((each, name))
-        found = tied(state, _key)
+        by_key = tied(state, _key)
+        found = list(by_key.values())
         self.tensors = [tensor for _, tensor in found]
         self._parts: dict[str, Any] = {}
         self._wrong: dict[str, torch_hooks.Wrong] = {}
-        if says:
+        saved = set(map(id, state.values()))
+        also = self._left_to_torch(by_key, saved)
+        if says or also:
             self._aliases = {name: names for names, _ in found for name in names}
-            self._parts = {part.prefix: part.module for part in self._find_parts(state)}
+            self._parts = {part.prefix: part.module for part in self._find_parts(state, also)}
             self.own_code = tuple(self._parts)
             self.own_names = [name for name in state if name.startswith(self.own_code)]
             self.judged = (*self.own_code, *torch_hooks.listening(module))
@@ -66,7 +70,6 @@ class TorchModule(Module):
             filled = [tensor for _, tensor in found]
             self.tensors = [*filled, *(state[name] for name in self.own_names)]
         self.leaves: Sequence[Leaf] = [self._leaf(*each) for each in found]
-        saved = set(map(id, state.values()))
         self.leaves += [
             unfit((name,), "a buffer that the module does not save (persistent=False)", True)
             for name, buffer in module.named_buffers(remove_duplicate=False)
@@ -76,9 +79,18 @@ class TorchModule(Module):
         self._new: dict[int, Any] = {}
         self._mesh = next((t.device_mesh for t in self.tensors if _is_dtensor(t)), None)
 
-    def _find_parts(self, state: Mapping[str, Any]) -> list[torch_hooks.Part]:
+    def _left_to_torch(self, by_key: Mapping[Any, Any], saved: set[int]) -> set[int]:
+        """Owners of tensors that share memory, and of those that hooks keep out of `state_dict`."""
+        found = set(map(id, _overlapping(by_key))) | (self._owners.keys() - saved)
+        return {
+            id(owner)
+            for each in found
+            for owner, name in self._owners.get(each, ())
+            if private_api.torch_saves(owner, name)
+        }
+
+    def _find_parts(self, state: Mapping[str, Any], also: set[int]) -> list[torch_hooks.Part]:
         """What loads by code of its own, and owners of what that shares: the last value counts."""
-        also: set[int] = set()
         while parts := torch_hooks.parts(self._module, also):
             inside = tuple(part.prefix for part in parts)
             shared = {
@@ -194,6 +206,10 @@ class TorchModule(Module):
             if new.sharding is not None:
                 sharded += (owner for owner, _ in self._owners[id(old)])
         torch_hooks.tell_fsdp(dict.fromkeys(sharded))
+        for number, leaf in enumerate(self.leaves):
+            if leaf.optional and leaf.abstract and number not in made:
+                old = self.tensors[number]  # A count that starts anew.
+                self._replace(old, torch.zeros_like(old, device=self._on_device().place))
 
     def _replace(self, old: Any, array: Any, *where: tuple[Any, str]) -> None:
         """Puts a new tensor in the place of another: in its owners, or `where` if it is new."""
@@ -227,6 +243,8 @@ class TorchModule(Module):
             value: Any = state.get(key)
             if not isinstance(value, torch.Tensor) or not private_api.torch_saves(module, name):
                 continue
+            if value.shape == (1,) and not (torch.nn.parameter.is_lazy(tensor) or tensor.ndim):
+                value = state[key] = value[0]  # As `load_state_dict` does for old files.
             if torch.nn.parameter.is_lazy(tensor) or tensor.shape != value.shape:
                 continue  # Said by `load_state_dict`.
             kind = _asked(wish, key, tensor, value)
@@ -313,7 +331,21 @@ def _key(tensor: Any) -> Any:
         return id(tensor)
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _overlapping(by_key: Mapping[Any, tuple[list[str], Any]]) -> list[Any]:
+    """Tensors that begin inside another, such as views of it, and these others."""
+    spans = [(key[0], each.nbytes, each) for key, (_, each) in by_key.items() if type(key) is tuple]
+    found: dict[int, Any] = {}
+    end, reaching = 0, None
+    for start, size, tensor in sorted(spans, key=operator.itemgetter(0)):
+        # Where memory was given back, it is an offset.
+        if start < end and tensor.untyped_storage().data_ptr():
+            found |= {id(reaching): reaching, id(tensor): tensor}
+        if start + size > end:
+            end, reaching = start + size, tensor
+    return [*found.values()]
 
 
 def _parameter(old: Any, data: Any) -> Any:

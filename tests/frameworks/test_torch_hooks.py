@@ -352,6 +352,76 @@ def test_of_two_names_the_last_counts_if_one_is_a_hooked_modules(
     check(quietly(build(), write(path, whole)), like if not first else net_of(build(), whole))
 
 
+def test_of_views_of_one_another_the_last_counts(tmp_path: Path) -> None:
+    class Split(torch.nn.Module):
+        """As bridges hold q and k beside the tensor that has both."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.plain = torch.nn.Linear(2, 6, bias=False), torch.nn.Linear(2, 2)
+            self.parts = torch.nn.ParameterList(self.qkv.weight.data[n : n + 2] for n in (0, 2))
+            self.turned = torch.nn.Parameter(self.plain.weight.data.t())
+
+    net, like = Split(), Split()
+    assert torch_modules.make(net).own_code == ("",)  # The root has one of them itself.
+    del net.turned, like.turned
+    assert torch_modules.make(net).own_code == ("qkv.", "parts.")
+    whole = {name: torch.randn(each.shape) for name, each in like.state_dict().items()}
+    like.load_state_dict(whole)
+    path = write(tmp_path / "x.safetensors", whole)
+    check(mfload.load_into(net, path), like)
+    assert torch.equal(net.qkv.weight[:2], whole["parts.0"])
+
+    net, like = Split(), Split()
+    like.load_state_dict(whole, strict=False)
+    check(mfload.load_into(net, path, strict=False), like)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("how", ["drops", "copies"])
+def test_what_a_hook_of_state_dict_hides_is_loaded_and_missed(
+    tmp_path: Path, how: str, meta: bool
+) -> None:
+    def hook(module: Any, state: Any, prefix: str, _: Any) -> None:
+        """As adapters save nothing of what is frozen."""
+        frozen = state.pop(f"{prefix}1.weight")
+        if how == "copies":
+            state[f"{prefix}1.weight"] = frozen.clone()
+
+    def build() -> Any:
+        with torch.device("meta" if meta else "cpu"):
+            net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+        net._register_state_dict_hook(hook)
+        return net
+
+    whole = {"0.weight": torch.randn(2, 2), "0.bias": torch.randn(2), "1.weight": torch.ones(2, 2)}
+    net = mfload.load_into(build(), write(tmp_path / "x.safetensors", whole))
+    assert {name: each.tolist() for name, each in net.named_parameters()} == {
+        name: each.tolist() for name, each in whole.items()
+    }
+    del whole["1.weight"]
+    with pytest.raises(errors.MappingError, match=r"missing: 1\.weight"):
+        mfload.load_into(build(), write(tmp_path / "y.safetensors", whole))
+
+
+def test_counts_and_scalars_of_old_files_on_meta(tmp_path: Path) -> None:
+    class Scale(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+            self._register_load_state_dict_pre_hook(lambda *_: None)
+
+    def build() -> Any:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(3), Scale())
+
+    state = build().state_dict() | {"1.scale": torch.tensor([5.0])}
+    del state["0.num_batches_tracked"]
+    with torch.device("meta"):
+        net, like = build(), build()
+    like.load_state_dict(state, assign=True)
+    check(mfload.load_into(net, write(tmp_path / "x.safetensors", state)), like)
+
+
 def net_of(net: Any, state: dict[str, Any]) -> Any:
     net.load_state_dict(state, strict=False)
     return net
@@ -424,6 +494,34 @@ def test_floats_without_infinity_are_checked_here_too(tmp_path: Path) -> None:
     write(path, {"w": torch.tensor([1.0, 3, 1000])})
     with pytest.raises(errors.LossyCastError, match="a value does not fit"):
         mfload.load_into(Narrow(), path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits", "more"),
+    [
+        (torch.int32, torch.tensor([7]), torch.tensor([2**40])),
+        (torch.int64, torch.tensor([2.0]), torch.tensor([2.5])),
+        (torch.int64, torch.tensor([2.0]), torch.tensor([torch.nan])),
+        (torch.float32, torch.tensor([2**24]), torch.tensor([2**24 + 1])),
+        (torch.bool, torch.tensor([1]), torch.tensor([2])),
+        (torch.uint8, torch.tensor([True]), torch.tensor([-1])),
+        (torch.complex64, torch.tensor([1.5]), torch.tensor([2**24 + 1])),
+    ],
+)
+def test_other_dtypes_are_kept_or_refused(
+    tmp_path: Path, kind: torch.dtype, fits: torch.Tensor, more: torch.Tensor
+) -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(1, dtype=kind))
+            self._register_load_state_dict_pre_hook(lambda *_: None)
+
+    made = mfload.load_into(Counts(), write(tmp_path / "fits.safetensors", {"n": fits}))
+    assert made.n.dtype == kind
+    assert made.n.tolist() == fits.tolist()
+    with pytest.raises(errors.LossyCastError, match="a value does not fit the dtype of its target"):
+        mfload.load_into(Counts(), write(tmp_path / "more.safetensors", {"n": more}))
 
 
 def test_key_maps_give_the_names_that_hooks_see(tmp_path: Path) -> None:

@@ -181,3 +181,25 @@ def test_in_the_place_of_safetensors(path: Path) -> None:
         with safetensors.safe_open(path, "flax") as f:
             made += [f.get_tensor("w"), f.get_slice("w")[1:], f.get_slice("w")[2]]
     assert {array.committed for array in made} == {False}
+
+
+def test_an_array_that_is_free_is_filled_where_it_lies(tmp_path: Path) -> None:
+    """As models are made whose weights are to lie beside the default device."""
+    stored = {name: samples.numbers((4, 6), np.float32, n) for n, name in enumerate("abcde")}
+    path = tmp_path / "x.safetensors"
+    mfload.save(stored, path)
+    devices = dict(zip("abcde", (5, 0, 3, 5, 0), strict=True))
+    target: dict[str, Any] = {}
+    for name, number in devices.items():
+        with jax.default_device(jax.devices()[number]):
+            target[name] = jnp.zeros((4, 6), "bfloat16" if name > "c" else "float32")
+    for made in (
+        mfload.load_into(target, path),
+        mfload.load_into(target, path, mapping={"(.*)": mfload.rule(r"\1", scale=1.0)}),
+        mfload.restore(path, target),
+    ):
+        for name, number in devices.items():
+            assert not made[name].committed
+            assert made[name].sharding == SingleDeviceSharding(jax.devices()[number])
+            expected = stored[name].astype(target[name].dtype)
+            np.testing.assert_array_equal(np.asarray(made[name]), expected)
