@@ -126,7 +126,8 @@ class TorchAdapter(base.Adapter):
 
 def _tensor(view: View) -> Any:
     if 0 in view.shape and view.dtype.elements == 1:  # NumPy refuses some of their shapes.
-        return torch.empty(view.shape, dtype=_OWN[view.dtype.name], device="cpu")
+        kind = getattr(torch, TorchAdapter.forms[view.dtype.name].type)
+        return torch.empty(view.shape, dtype=kind, device="cpu")
     kind = _VIEWED.get(view.dtype.name)
     if kind is None:
         return dlpack.from_dlpack(capsule(view))

@@ -128,7 +128,10 @@ def save(
 
 
 def _digest(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    made = hashlib.blake2b(digest_size=16)
+    for at in range(0, data.size, BLOCK):
+        made.update(data[at : at + BLOCK])
+    return made.hexdigest()
 
 
 def _global(name: str, array: Any) -> TensorToSave:

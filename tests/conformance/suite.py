@@ -233,8 +233,13 @@ class Conformance:
             kind, wide = getattr(ml_dtypes, name), "uint8" if name.startswith("u") else "int8"
             numbers = codes.view(kind).astype(wide)
             wanted = numbers.astype(kind if self.narrow else wide)
-            part = opened.get_slice(name)[3:7, 50:]
-            for array, expected in ((loaded[name], wanted), (part, wanted[3:7, 50:])):
+            part, none = (opened.get_slice(name)[rows, 50:] for rows in (slice(3, 7), slice(0)))
+            for array, expected in (
+                (loaded[name], wanted),
+                (part, wanted[3:7, 50:]),
+                (none, wanted[:0, 50:]),
+            ):
+                assert self.shape(array) == expected.shape
                 assert self.type_name(array) == (name if self.narrow else wide)
                 assert self.raw(array) == expected.tobytes()
         cast = self.load(path, dtype=[("", "float32")])

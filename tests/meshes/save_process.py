@@ -57,7 +57,8 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
     match case:
         case "flat":
             seen: list[tuple[int, int]] = []
-            given = {**arrays, "host": np.arange(5)}
+            turned = np.arange(9 << 20, dtype=np.float32).reshape(3, -1).T  # Fetched in parts.
+            given = {**arrays, "host": np.arange(5), "turned": turned}
             done = mfload.save(given, path, progress=lambda *each: seen.append(each))
             return {"files": len(done.files), "seen": seen[-1]}
         case "tree":

@@ -42,6 +42,7 @@ def test_each_writes_what_it_holds(tmp_path: Path) -> None:
     found = mfload.load(tmp_path / "flat.safetensors", "numpy")
     _assert_same(found)
     assert (found["host"] == np.arange(5)).all()
+    assert (found["turned"].T.ravel() == np.arange(9 << 20)).all()
     tree = mfload.restore(tmp_path / "tree.safetensors", framework="numpy")
     assert tree["step"] == 3
     _assert_same(tree["params"])
