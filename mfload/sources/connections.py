@@ -98,14 +98,21 @@ def from_netrc(host: str) -> dict[str, str]:
 class Answer(http.client.HTTPResponse):
     """An answer; those before it, such as 103 Early Hints, are passed over."""
 
+    _heads = 0
+
     def begin(self) -> None:
         """Reads the head of the final one."""
-        for _ in range(_INTERIM):
-            super().begin()
-            if not 100 <= self.status < 200 or self.status == http.HTTPStatus.SWITCHING_PROTOCOLS:
-                return
+        super().begin()
+        while 100 <= self.status < 200 and self.status != http.HTTPStatus.SWITCHING_PROTOCOLS:
             self.headers = self.msg = None  # pyright: ignore - so that `begin` reads the next
-        raise http.client.BadStatusLine("no answer but interim ones")
+            super().begin()
+
+    def _read_status(self) -> tuple[str, int, str]:
+        # `begin` passes over those with 100 by itself, however many come.
+        self._heads += 1
+        if self._heads > _INTERIM:
+            raise http.client.BadStatusLine("no answer but interim ones")
+        return super()._read_status()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Forwarded(http.client.HTTPConnection):
