@@ -47,7 +47,7 @@ def proxy_of(scheme: str, host: str, port: int) -> Proxy | None:
     url = known.get(scheme) or known.get("all")
     if not url or _excepted(host, port, known.get("no", "")):
         return None
-    url = url if "://" in url else f"http://{url}"
+    url = url if "://" in url else f"http://{url.lstrip('/')}"
     with suppress(ValueError):
         parts = urlsplit(url)
         if parts.scheme.lower() == "http" and parts.hostname:
@@ -142,7 +142,8 @@ class Pool:
         proxy = proxy_of(scheme, host, port)
         if scheme == "http" and proxy is not None:
             name = f"[{host}]" if ":" in host else host
-            made: http.client.HTTPConnection = _Forwarded(proxy, f"http://{name}:{port}")
+            server = f"http://{name}" + (f":{port}" if port != 80 else "")
+            made: http.client.HTTPConnection = _Forwarded(proxy, server)
         elif scheme == "http":
             made = http.client.HTTPConnection(host, port)
         else:
