@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -308,10 +308,22 @@ def torch_load_hooks(module: Any) -> tuple[Collection[Any], Collection[Any]]:
     return before.values(), getattr(module, "_load_state_dict_post_hooks", {}).values()
 
 
-def torch_before_loading(module: Any, hook: Callable[..., None]) -> Any:
-    """Adds a hook that `load_state_dict` calls before a module is filled; gives its handle."""
+@contextlib.contextmanager
+def torch_before_loading(module: Any, hook: Callable[..., None]) -> Generator[None]:
+    """Has `load_state_dict` call a hook as the last one before it fills a module.
+
+    Meanwhile the module has a copy of its hooks: one may take itself away, or load the module
+    again, and what is walked through must not change.
+    """
+    own = module._load_state_dict_pre_hooks
+    vars(module)["_load_state_dict_pre_hooks"] = held = own.copy()
     given = {"with_module": True}  # What the public method, which came with 2.5, is short for.
-    return module._register_load_state_dict_pre_hook(hook, **given)
+    last = module._register_load_state_dict_pre_hook(hook, **given).id
+    try:
+        yield
+    finally:
+        own.update((number, each) for number, each in held.items() if number > last)
+        vars(module)["_load_state_dict_pre_hooks"] = own
 
 
 def torch_saves(module: Any, buffer: str) -> bool:

@@ -46,7 +46,7 @@ def proxy_of(scheme: str, host: str, port: int) -> Proxy | None:
     url = known.get(scheme) or known.get("all")
     if not url or _excepted(host, port, known.get("no", "")):
         return None
-    url = url if "://" in url else f"http://{url}"
+    url = url if "://" in url else f"http://{url.lstrip('/')}"
     with suppress(ValueError):
         parts = urlsplit(url)
         cut = "@" in parts.path + parts.query + parts.fragment  # By a password with `/`, `?`, `#`.
@@ -102,14 +102,21 @@ def from_netrc(host: str, *, named: bool = False) -> dict[str, str]:
 class Answer(http.client.HTTPResponse):
     """An answer; those before it, such as 103 Early Hints, are passed over."""
 
+    _heads = 0
+
     def begin(self) -> None:
         """Reads the head of the final one."""
-        for _ in range(_INTERIM):
-            super().begin()
-            if not 100 <= self.status < 200 or self.status == http.HTTPStatus.SWITCHING_PROTOCOLS:
-                return
+        super().begin()
+        while 100 <= self.status < 200 and self.status != http.HTTPStatus.SWITCHING_PROTOCOLS:
             self.headers = self.msg = None  # pyright: ignore - so that `begin` reads the next
-        raise http.client.BadStatusLine("no answer but interim ones")
+            super().begin()
+
+    def _read_status(self) -> tuple[str, int, str]:
+        # `begin` passes over those with 100 by itself, however many come.
+        self._heads += 1
+        if self._heads > _INTERIM:
+            raise http.client.BadStatusLine("no answer but interim ones")
+        return super()._read_status()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Forwarded(http.client.HTTPConnection):
@@ -139,7 +146,8 @@ class Pool:
         proxy = proxy_of(scheme, host, port)
         if scheme == "http" and proxy is not None:
             name = f"[{host}]" if ":" in host else host
-            made: http.client.HTTPConnection = _Forwarded(proxy, f"http://{name}:{port}")
+            server = f"http://{name}" + (f":{port}" if port != 80 else "")
+            made: http.client.HTTPConnection = _Forwarded(proxy, server)
         elif scheme == "http":
             made = http.client.HTTPConnection(host, port)
         else:

@@ -52,6 +52,7 @@ _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _EXPIRED = (400, 401, 403, 404, 410)  # What servers say to a signed URL whose time is up.
 # Numbers fit 64 bits.
 _RANGE = re.compile(r"bytes[ =]+(\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.IGNORECASE)
+_TUNNEL = re.compile(r"Tunnel connection failed: (?=(\d+))")
 _PLAIN = re.compile(r"[!-~]+")
 _SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
 # `http.client` raises a ValueError for a chunk of a negative size.
@@ -424,6 +425,8 @@ class HttpHandle(ClosedAtEnd):
             return f"no byte came for {self._source.stalled:g} s"
         if isinstance(error, http.client.IncompleteRead):
             return "the connection ended before the data"
+        if refused := _TUNNEL.match(str(error)):  # What follows may be what the proxy was sent.
+            return f"{refused[0]}{_status(int(refused[1]))}"
         text = getattr(error, "strerror", None) or str(error)  # It may quote the server.
         return errors.shown(text, 100) or type(error).__name__
 
@@ -523,7 +526,7 @@ class HttpHandle(ClosedAtEnd):
         if status == 400 and self._source.target.scheme == "http":  # So nginx answers to no TLS.
             self._drop()
             self._check_scheme(ConnectionResetError())
-        found = f"{status} {http.client.responses.get(status, '')}".rstrip()
+        found = _status(status)
         if status in _BUSY:
             raise _BusyError(found, response.getheader("Retry-After", ""))
         if status == 416 and not opening:
@@ -563,7 +566,7 @@ class _BusyError(http.client.HTTPException):
         if after.strip().isdecimal():
             self.after = float(after)
         else:
-            with suppress(ValueError, TypeError):  # It may be none, or a date.
+            with suppress(ValueError, TypeError, OverflowError):  # It may be none, or a date.
                 self.after = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
         asks = f", and asks for a pause of {self.after:.0f} s" if self.after else ""
         super().__init__(f"it answers {status}{asks}")
@@ -571,6 +574,10 @@ class _BusyError(http.client.HTTPException):
 
 # A pool lives as long as a source of its server does.
 _pools: weakref.WeakValueDictionary[tuple[Any, ...], Pool] = weakref.WeakValueDictionary()
+
+
+def _status(number: int) -> str:
+    return f"{number} {http.client.responses.get(number, '')}".rstrip()
 
 
 def _validator(response: http.client.HTTPResponse) -> str | None:

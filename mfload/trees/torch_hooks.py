@@ -166,7 +166,7 @@ def _met(module: Any, meet: Meet) -> Generator[None]:
 
     with contextlib.ExitStack() as handles:
         for each in module.modules():
-            handles.callback(private_api.torch_before_loading(each, hook).remove)
+            handles.enter_context(private_api.torch_before_loading(each, hook))
         yield
 
 

@@ -589,3 +589,29 @@ def test_a_limit_that_hooks_do_not_fit_in_is_refused_before_anything_is_read(
     assert not net.w.any()
     mfload.load_into(net, path, options=mfload.Options(max_host_overhead="16MiB"))
     assert torch.equal(net.w, -safetensors.torch.load_file(path)["w"])
+
+
+@pytest.mark.parametrize("how", ["removes itself", "loads again", "adds another"])
+def test_hooks_may_change_while_they_are_called(tmp_path: Path, how: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4))
+    state = {name: torch.randn_like(tensor) for name, tensor in net.state_dict().items()}
+    path = write(tmp_path / "x.safetensors", state)
+    called, added = list[str](), list[Any]()
+
+    def hook(module: Any, state: Any, prefix: str, *_: Any) -> None:
+        called.append(prefix)
+        if how == "removes itself":
+            own.remove()
+        elif how == "adds another":
+            added.append(net[1].register_load_state_dict_pre_hook(lambda *_: None))
+        elif len(called) == 1:
+            mfload.load_into(net, path)
+
+    own = net[0].register_load_state_dict_pre_hook(hook)
+    before = own.hooks_dict_ref()
+    mfload.load_into(net, path)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
+    assert net[0]._load_state_dict_pre_hooks is before
+    assert len(before) == (how != "removes itself")
+    assert len(net[1]._load_state_dict_pre_hooks) == len(added)
+    assert len(called) == 2 if how == "loads again" else 1

@@ -159,6 +159,41 @@ def test_a_proxy_that_asks_for_a_password(
         assert len(proxy.asked) == seen + 1  # It does not help to ask again.
 
 
+def test_a_proxy_that_quotes_what_it_was_sent(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http, "TRIES", 2)
+
+    def quoted(handler: Any) -> None:
+        handler.send_response(502, f"no way for {SECRET}")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr(serving.Handler, "do_CONNECT", quoted, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", f"//u:{SECRET}@127.0.0.1:{server.port}")
+    with pytest.raises(errors.ReadError, match="Tunnel connection failed: 502 Bad Gateway") as info:
+        load("https://host.example/m.safetensors")
+    assert SECRET not in str(info.value) + caplog.text
+
+
+def test_a_proxy_is_told_the_url_as_a_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signed URL counts the `Host`, which has the port if it is not the usual one."""
+    seen: list[tuple[str, str]] = []
+
+    def told(handler: Any) -> bool:
+        seen.append((handler.path, handler.headers["Host"]))
+        return refuse(404)(handler)
+
+    with serving.serving({}) as server:
+        server.always = told
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.port}")
+        hosts = ("host.example", "host.example:8080", "[fd00::7]")
+        for host in hosts:
+            with pytest.raises(errors.SourceNotFoundError):
+                load(f"http://{host}/m.safetensors")
+    assert seen == [(f"http://{host}/m.safetensors", host) for host in hosts]
+
+
 def test_a_proxy_that_is_gone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "TRIES", 2)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
@@ -292,11 +327,14 @@ def test_interim_answers(server: Server, status: int, count: int) -> None:
     assert len({each.connection for each in server.asked}) == 1
 
 
-def test_interim_answers_for_ever(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [100, 103])
+def test_interim_answers_for_ever(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     monkeypatch.setattr(http, "TRIES", 2)
 
     def early(handler: Any) -> bool:
-        handler.wfile.write(b"HTTP/1.1 103 Soon\r\n\r\n" * 200)
+        handler.wfile.write(b"HTTP/1.1 %d Soon\r\n\r\n" % status * 200)
         return refuse(404)(handler)
 
     server.always = early

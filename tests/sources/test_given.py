@@ -215,3 +215,76 @@ def test_what_a_source_gives_is_checked() -> None:
     assert mfload.verify(Vector()).ok  # pyright: ignore[reportArgumentType]
     with mfload.open(Vector(), framework="numpy") as opened:  # pyright: ignore[reportArgumentType]
         assert samples.same(pickle.loads(pickle.dumps(opened)).get_tensor("w"), W)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_a_source_says_of_itself_is_asked_once_and_checked() -> None:
+    """Attributes that raise, change or can't be are typed errors in every call, and no secrets."""
+
+    class Request(OSError):  # As those of `requests`, whose texts have the URL.
+        pass
+
+    def raising(error: Exception) -> Any:
+        def get(_: Any) -> Any:
+            raise error
+
+        return property(get)
+
+    def later(good: Any, bad: Any) -> Any:
+        left = iter([good])
+        return property(lambda _: next(left, bad))
+
+    def fails(*_: Any) -> None:
+        raise ValueError
+
+    def load(**parts: Any) -> Any:
+        source = type("Faulty", (Vector,), {"__init__": lambda self: None, **parts})()
+        return mfload.load(source, "numpy")["w"]
+
+    size = os.path.getsize("w.safetensors")
+    right = {"name": "w.safetensors", "size": size}
+    for name in ("name", "size", "identity", "engine"):
+        for error in (ValueError("token=secret"), Request("token=secret")):
+            with pytest.raises(errors.ReadError, match=f"{name} of the source raised") as caught:
+                load(**right | {name: raising(error)})
+            assert "secret" not in str(caught.value)
+    for name, good in (("size", size), ("identity", 1), ("engine", "own")):
+        assert samples.same(load(**right | {name: later(good, None)}), W)
+    for costs in (Costs(block=0), Costs(staged=None), Costs(merge_gap=-1), Costs(concurrency=0)):  # pyright: ignore
+        with pytest.raises(errors.UsageError, match="is not a source"):
+            load(**right, costs=costs)
+    with pytest.raises(errors.ReadError, match=r"keep\(\) of the source raised ValueError"):
+        mfload.open(type("Faulty", (Vector,), {"keep": fails})())  # pyright: ignore
+
+
+@pytest.mark.usefixtures("here")
+def test_what_a_handle_gives_is_checked() -> None:
+    def released(*_: Any) -> Any:
+        view = memoryview(b"1234")
+        view.release()
+        return view
+
+    def load(engine: Any = "auto", **parts: Any) -> Any:
+        made = type("Faulty", (Vector,), parts)()
+        return mfload.load(made, "numpy", options=mfload.Options(engine=engine))["w"]
+
+    def opens(**parts: Any) -> Any:
+        return lambda self, _=0: type("Handle", (Opened,), parts)(self)
+
+    for found in (float("nan"), 1e9, None):
+        with pytest.raises(errors.ReadError, match="raised TypeError"):
+            load(open=opens(read=lambda *_, found=found: found))
+    with pytest.raises(errors.ReadError, match="raised ValueError"):
+        load(read=released)
+    wide = lambda _, __, nbytes: memoryview(np.zeros(nbytes, np.int32))  # noqa: E731
+    with pytest.raises(errors.ReadError, match="something else than the bytes"):
+        load(read=wide)
+    for engine in ("auto", "mmap", "pread", "direct"):
+        with pytest.raises(errors.UsageError, match="no descriptor"):
+            load(engine, file="w.safetensors")
+    assert samples.same(load(open=opens(fd="none")), W)  # Without a file it counts for nothing.
+    arrays = {f"{STEM}.{n}.up_proj.weight": W for n in range(3)}
+    samples.save(Path("some"), arrays)
+    source = type("Faulty", (Vector,), {"open": opens(fd="none")})("some")
+    with ondemand.ExpertCache(source) as cache:
+        assert samples.same(cache.use(0, [1])[1]["up_proj"], W)

@@ -452,6 +452,14 @@ class TestFaults:
                 load(server, timeout=timeout)
             assert time.monotonic() - start < 5
 
+    @pytest.mark.parametrize("value", [
+        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "Mon, 01 Jan 2030 00:00:00 +99999999999",
+        "-1", "nan", "soon", "",
+    ])  # fmt: skip
+    def test_a_pause_that_makes_no_sense(self, server: Server, value: str) -> None:
+        server.faults.append(refuse(503, Retry_After=value))
+        samples.assert_same(load(server), MODEL)
+
     def test_an_error_holds_no_connection(
         self, server: Server, monkeypatch: pytest.MonkeyPatch
     ) -> None:
