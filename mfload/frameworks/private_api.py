@@ -318,7 +318,8 @@ def torch_before_loading(module: Any, hook: Callable[..., None]) -> Generator[No
     own = module._load_state_dict_pre_hooks
     vars(module)["_load_state_dict_pre_hooks"] = held = own.copy()
     given = {"with_module": True}  # What the public method, which came with 2.5, is short for.
-    last = module._register_load_state_dict_pre_hook(hook, **given).id
+    base = sys.modules["torch"].nn.Module  # Modules of TorchScript refuse their own.
+    last = base._register_load_state_dict_pre_hook(module, hook, **given).id
     try:
         yield
     finally:

@@ -615,3 +615,15 @@ def test_hooks_may_change_while_they_are_called(tmp_path: Path, how: str) -> Non
     assert len(before) == (how != "removes itself")
     assert len(net[1]._load_state_dict_pre_hooks) == len(added)
     assert len(called) == 2 if how == "loads again" else 1
+
+
+def test_a_module_with_hooks_may_hold_one_of_torchscript(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(3, 4)))
+    state = {name: torch.randn_like(tensor) for name, tensor in net.state_dict().items()}
+    called: list[str] = []
+    net.register_load_state_dict_pre_hook(lambda *given: called.append(given[2]))
+    mfload.load_into(net, write(tmp_path / "x.safetensors", state))
+    assert called == [""]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())

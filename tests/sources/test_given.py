@@ -276,7 +276,7 @@ def test_what_a_handle_gives_is_checked() -> None:
             load(open=opens(read=lambda *_, found=found: found))
     with pytest.raises(errors.ReadError, match="raised ValueError"):
         load(read=released)
-    wide = lambda _, __, nbytes: memoryview(np.zeros(nbytes, np.int32))  # noqa: E731
+    wide = lambda _, __, nbytes: memoryview(bytes(4 * nbytes)).cast("i")  # noqa: E731
     with pytest.raises(errors.ReadError, match="something else than the bytes"):
         load(read=wide)
     for engine in ("auto", "mmap", "pread", "direct"):
