@@ -108,7 +108,7 @@ def test_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(copying.stream, "BATCH", nbytes)
         monkeypatch.setattr(copying, "OVERHEAD", nbytes)
         boxes = [
-            list(copying._boxes(info, nbytes, None))  # pyright: ignore[reportPrivateUsage]
+            list(copying.boxes_of(info, nbytes, None))
             for info in mfload.open(path)._index.tensors.values()  # pyright: ignore
             if info.nbytes
         ]
