@@ -154,6 +154,8 @@ class Options:
             _check_count("threads", self.threads, 1)
         if self.timeout is not None:
             Deadline(self.timeout)
+            if not isinstance(self.timeout, int | float):  # pyright: ignore - NumPy's, say
+                object.__setattr__(self, "timeout", float(self.timeout))
         for name in ("max_host_overhead", "max_device_overhead"):
             value = getattr(self, name)
             if value is not None:

@@ -7,11 +7,16 @@ import math
 import threading
 import time
 import weakref
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import samples
 import watch
 
+import mfload
 from mfload import errors
 from mfload.runtime import Deadline
 
@@ -20,6 +25,13 @@ from mfload.runtime import Deadline
 def test_what_is_no_time_is_refused(seconds: Any) -> None:
     with pytest.raises(errors.UsageError, match="timeout"):
         Deadline(seconds)
+
+
+@pytest.mark.parametrize("seconds", [np.float32(60), np.int64(60), Fraction(60)])
+def test_numbers_of_every_type(tmp_path: Path, seconds: Any) -> None:
+    path = samples.save(tmp_path / "a.safetensors", {"w": np.ones(2)})
+    made = mfload.load(path, "numpy", options=mfload.Options(timeout=seconds))
+    assert made["w"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("seconds", [None, math.inf, 1e300])

@@ -21,7 +21,7 @@ from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
 from mfload.checking.copying import Copier, read_back
 from mfload.checking.manifest import Algorithm, FileEntry, Manifest
-from mfload.checking.scan import scan
+from mfload.checking.scan import readers, scan
 from mfload.checking.verify import verify, with_manifest
 from mfload.dtypes import DTypeLike
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
@@ -258,6 +258,7 @@ class _Rewrite:
             self._check_dtypes()
         in_files &= target is None or self.place.place.whole
         self.layouts = self._layouts(each_file=in_files)
+        readers(how, min(BLOCK, max((made.size for made in self.layouts), default=0)))
         self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
         self.old = manifest.beside(self.index.files, found.index_file)
         self.new = manifest.beside([self.place.path])

@@ -14,12 +14,14 @@ from operator import methodcaller
 
 from mfload.index import Piece
 from mfload.io import route as routing
+from mfload.io.buffers import PAGE
 from mfload.io.engine import Observer
 from mfload.io.pread import SHOWN
 from mfload.io.route import Leg
 from mfload.load_options import LoadOptions
 from mfload.loading import execute
 from mfload.planning.blocks import Block
+from mfload.planning.memory import too_small
 from mfload.planning.plan import Plan
 from mfload.report import human
 from mfload.sources import together
@@ -47,22 +49,39 @@ def scan(
     shown in parts. Raises SourceChangedError if a file is no longer the one whose header was read.
     """
     blocks = [block for block in blocks if block.nbytes]
-    sizes = total_sizes(blocks)
+    sizes, largest = total_sizes(blocks), max((each.nbytes for each in blocks), default=0)
     route = route or choose_route(sources, sizes, options)
     direct = any(leg.direct for leg in route.values())
     concurrency = sources[0].costs.concurrency if sources else None
+    usual = execute.reader_threads(direct, concurrency=concurrency)
     notes, _ = execute.run(
-        Plan((), (), tuple(blocks), max((each.nbytes for each in blocks), default=0)),
+        Plan((), (), tuple(blocks), largest),
         [],
         sources,
         route,
-        threads=options.threads or execute.reader_threads(direct, concurrency=concurrency),
+        threads=readers(options, min(largest, SHOWN), usual),
         deadline=options.deadline,
         advance=advance,
         observer=observer,
     )
     check_unchanged(sources, sizes, options)
     return notes
+
+
+def readers(options: LoadOptions, block: int, usual: int = 1) -> int:
+    """The number of threads that scan blocks of up to `block` bytes, within `max_host_overhead`.
+
+    Raises UsageError if there is no room for one, or for as many as are asked for.
+    """
+    count, limit = options.threads or usual, options.max_host_overhead
+    if limit is None or not block:
+        return count
+    slots = 2 * (block + 2 * PAGE)  # A block, and what it is compared with, or written from.
+    if options.threads is None:
+        count = max(1, min(count, limit // slots))
+    if count * slots > limit:
+        raise too_small("max_host_overhead", count * slots, limit)
+    return count
 
 
 def joined(ranges: Sequence[Piece], gap: int, most: int) -> Iterator[tuple[Block, list[int]]]:
@@ -98,14 +117,15 @@ def scan_ranges(
     """Shows an observer long ranges, each of which it must see in order (see `scan`).
 
     One of a file in the page cache stays whole, so that the thread that takes it never waits for
-    another one. Others are cut to reads, so that the next ones are read while one is hashed.
+    another one, unless memory is limited. Others are cut to reads, so that the next ones are read
+    while one is hashed.
     """
     route = choose_route(sources, total_sizes(ranges), options)
 
     def cached(number: int) -> bool:
         return (route[number].cached or 0) >= _CACHED  # Or unknown, as on some kernels.
 
-    whole = set(filter(cached, route))
+    whole = set(filter(cached, route)) if options.max_host_overhead is None else set[int]()
     rows = [
         [part] if part.source in whole and part.nbytes > SHOWN else cut(part) for part in ranges
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields
 from os import path as os_path
@@ -9,6 +10,7 @@ from typing import Any
 
 import mfload
 from mfload import errors
+from mfload.formats import discovery
 from mfload.runtime import set_local_processes
 
 _OPTIONS = [field.name for field in fields(mfload.Options)]
@@ -110,14 +112,29 @@ class Weights:
             given["shardings"] = _whole
             given["shard"] = distributed.get_rank(), distributed.get_world_size()
         # It is not closed: what loads a layer at a time keeps lazy tensors for later.
-        for name, tensor in mfload.stream(
-            path, "torch", lazy=not self.once, options=self._options, **given
-        ):
+        given |= {"lazy": not self.once, "options": self._options}
+        try:
+            opened = mfload.stream(path, "torch", **given)
+        except errors.CheckpointError:  # Such as two files with tensors of one name.
+            if (index := _index_of(path)) is None:
+                raise
+            opened = mfload.stream(index, "torch", **given)
+        for name, tensor in opened:
             if skip is None or not skip(name):
                 # A model may keep all its weights in a list first.
                 if not self.once and tensor.like.dim() < 2 and tensor.like.nbytes <= _SMALL:
                     tensor.whole.part = _Kept(tensor.whole.part, {}, ())
                 yield name, tensor
+
+
+def _index_of(path: str | list[str]) -> str | None:
+    """The index of just these files, if they have one beside them."""
+    if isinstance(path, list):
+        with contextlib.suppress(errors.MfloadError):
+            found = discovery.find(os_path.dirname(path[0]))
+            named, given = ({*map(os_path.basename, each)} for each in (found.names, path))
+            return found.index_file if named == given else None
+    return None
 
 
 class _Kept:

@@ -165,10 +165,17 @@ class ShardedIndex(Index):
                 absent.append(source.name)
         absent += self._read_new(more) if more else ()
         self.notes = _absent_notes(_absent_lines(self.found, absent))
-        held = (name for number in sorted(self._seen) for name in self._seen[number])
-        if beside := dict.fromkeys(name for name in held if name not in self._left):
+        beside: dict[str, list[str]] = {}
+        for number in sorted(self._seen):
+            for name in self._seen[number]:
+                if name not in self._left:
+                    beside.setdefault(name, []).append(self.files[number])
+        if beside:
             self.notes += (_beside(beside),)
             self.names = {**self._left, **beside}.keys()
+            # All headers are needed to refuse one that two files hold.
+            alone = {name: files[0] for name, files in beside.items() if len(files) == 1}
+            self._left = {**self._left, **alone}
         self._searched = True
 
     def __contains__(self, name: object) -> bool:

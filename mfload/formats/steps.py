@@ -35,7 +35,8 @@ def locate(path: Any, step: Any = None, prefix: Any = None) -> Any:
             side by side.
         SourceError: The directory can't be listed.
     """
-    if step is not None and (not hasattr(step, "__float__") or getattr(step, "ndim", 0)):
+    number = hasattr(step, "__float__") and not getattr(step, "ndim", 0)
+    if step is not None and (not number or isinstance(step, bool)):
         raise errors.UsageError("step is invalid", expected="a number", found=repr(step))
     if prefix is not None and not isinstance(prefix, str):
         raise errors.UsageError("prefix is invalid", expected="a string", found=repr(prefix))

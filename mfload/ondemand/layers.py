@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mfload.options import Options
     from mfload.sources import PathOrBytes
 
-PATTERN = r"layers\.(\d+)\."
+PATTERN = r"(?<!\bmtp\.)layers\.(\d+)\."
 _FIRST = np.zeros(1, np.int64)
 
 
@@ -47,7 +47,8 @@ class LayerStream(ClosedAtEnd):
     Args:
         path: As for `mfload.load`; tensors are stored raw, in one piece, as in all safetensors.
         pattern: A regex that is searched for in each name. Its group is the layer: the first, or
-            "(?P<layer>…)".
+            "(?P<layer>…)". Default: as most models name them, without those below `mtp.`, which
+            predict further tokens.
         budget: Bytes, or a text such as "4GiB", for layers and what is resident. Default: what is
             resident and `ahead` + 1 of the largest layers, two at least.
         ahead: Layers that are read ahead of the one that computes.

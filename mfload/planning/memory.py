@@ -113,7 +113,7 @@ class Limits:
             most = limit // count // (1 + self.growth) // _PAGE * _PAGE - _ROUNDED
             # Of mapped files mostly nothing is read: see `slots`.
             if most < _LEAST_BLOCK and not readers.mapped:
-                raise _too_small("max_host_overhead", self.least, limit)
+                raise too_small("max_host_overhead", self.least, limit)
             block = min(block, max(_LEAST_BLOCK, most))
             # The pages of a map belong to the page cache, but count as resident in this process.
             self.costs = self.costs._replace(block=block, span=min(self.costs.span, max(0, most)))
@@ -124,7 +124,7 @@ class Limits:
             limit = OVERHEAD if limit is None else limit
             block = limit // (threads * readers.depth) // _PAGE * _PAGE - readers.gds
             if block < _LEAST_BLOCK:
-                raise _too_small("max_device_overhead", self.least_on_device, limit)
+                raise too_small("max_device_overhead", self.least_on_device, limit)
             staged, block = min(self.costs.staged, block), min(self.costs.block, block)
             self.costs = self.costs._replace(block=block, staged=staged)
 
@@ -138,7 +138,7 @@ class Limits:
         if not read_bytes:
             return decoding * self._readers.threads
         if self._limit is not None and self._limit < self.least:
-            raise _too_small("max_host_overhead", self.least, self._limit)
+            raise too_small("max_host_overhead", self.least, self._limit)
         if self._readers.direct:
             slot = max(self.costs.block, staged) + _ROUNDED
         else:
@@ -220,7 +220,8 @@ def least_past_host(threads: int, depth: int, gds: int) -> int:
     return threads * depth * (_LEAST_BLOCK + _PAGE + gds)
 
 
-def _too_small(name: str, least: int, limit: int) -> errors.UsageError:
+def too_small(name: str, least: int, limit: int) -> errors.UsageError:
+    """The error of an overhead that has no room for the slots of all readers."""
     expected = f"{errors.amount(least, limit)} or more, or fewer threads"
     what, found = f"{name} is too small for one slot for each reader", errors.amount(limit, limit)
     return errors.UsageError(what, expected=expected, found=found)

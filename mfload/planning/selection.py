@@ -46,7 +46,7 @@ def select(index: Index, names: Names) -> Columns:
         expected = "a regular expression, a list of names, or a function"
         raise errors.UsageError("invalid names", expected=expected, found=repr(names)) from None
     for name in wanted:
-        if name not in index.names and name not in index.tensors:
+        if name not in index.names and name not in index.searched:
             if _PATTERN.search(str(name)):
                 text = "no such tensor; names=[…] takes exact names, names='…' a regular expression"
                 raise errors.TensorNotFoundError(text, tensor=name, expected="exact names")

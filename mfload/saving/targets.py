@@ -19,8 +19,9 @@ from mfload.saving.layout import REPLACED
 from mfload.sources.local import kind_of
 
 _FOREIGN = (
-    ".bin", ".ckpt", ".distcp", ".ggml", ".gguf", ".h5", ".hdf5", ".keras", ".onnx", ".pb",
-    ".pdopt", ".pdparams", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".tflite", ".zip",
+    ".bin", ".ckpt", ".distcp", ".ggml", ".gguf", ".h5", ".hdf5", ".joblib", ".keras", ".nemo",
+    ".onnx", ".pb", ".pdopt", ".pdparams", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".tar",
+    ".tflite", ".zarr", ".zip",
 )  # fmt: skip
 OTHERS = (*(suffix for suffix in FORMATS if suffix != SUFFIX), *_FOREIGN)
 """Ends of names by which files are taken for another format than the one that is written."""

@@ -75,7 +75,7 @@ class NumpyLeaves:
             landed = iter(self._loader.load(wanted, report=one, advance=advance))
             for number, part in batch:
                 arrays = [next(landed) for _ in part.sources]
-                made[number] = arrays[0] if part.transform.plain else _arranged(part, arrays)
+                made[number] = _own(part, arrays)
             report.add(one)
         return [made[number] for number in range(len(made))]
 
@@ -97,8 +97,10 @@ def _requests(part: LeafPart) -> Iterator[Request]:
         yield Request(info, recipe.landed, boxed(info, box), recipe.checked, ())
 
 
-def _arranged(part: LeafPart, arrays: Sequence[Any]) -> Any:
-    """A leaf in memory of its own, in C order."""
+def _own(part: LeafPart, arrays: Sequence[Any]) -> Any:
+    """A leaf that can be written to, in C order."""
+    if part.transform.plain:
+        return np.require(arrays[0], requirements="W")  # A map of a file can't be.
     if not arrays:
         return np.empty(part.shape, part.recipe.dtype.numpy)
     return np.array(part.transform.evaluate(arrays, np), order="C")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import samples
 from hypothesis import given, strategies as st
 
 import mfload
@@ -210,3 +212,32 @@ def test_ranges_are_shown_in_parts(
         assert max(len(each[2]) for each in shown) <= (300_000 if cached else 100_000)
     assert buffers.live_bytes() == 0
     assert sum(told) == sum(each.nbytes for each in ranges)
+
+
+CALLS: dict[str, Callable[[Path, mfload.Options], Any]] = {
+    "verify": lambda path, how: mfload.verify(path, checksums="write", overwrite=True, options=how),
+    "diff": lambda path, how: mfload.diff(path, path, options=how),
+    "convert": lambda path, how: mfload.convert(
+        path, path.parent / "made.safetensors", overwrite=True, options=how
+    ),
+    "align": lambda path, how: mfload.align(
+        path, path.parent / "made.safetensors", overwrite=True, options=how
+    ),
+}
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_limit_of_memory(tmp_path: Path, call: str, threads: int | None) -> None:
+    """One without room for the blocks of a reader is refused, before anything is written."""
+    path = samples.save(tmp_path / "a.safetensors", {"w": samples.numbers((4 << 20,), np.float32)})
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(errors.UsageError, match="max_host_overhead is too small") as caught:
+        CALLS[call](path, mfload.Options(max_host_overhead=1, threads=threads))
+    assert sorted(os.listdir(tmp_path)) == before
+    least = int(str(caught.value.expected).split()[0])
+    buffers.peak_bytes(reset=True)
+    CALLS[call](path, mfload.Options(max_host_overhead=least, threads=threads))
+    assert buffers.peak_bytes() <= least
+    with pytest.raises(errors.UsageError, match="max_host_overhead is too small"):
+        CALLS[call](path, mfload.Options(max_host_overhead=least - 1, threads=threads))

@@ -167,6 +167,21 @@ def test_the_index_chooses_and_a_note_says_what_it_leaves(tmp_path: Path) -> Non
     assert "in the shards but not in the index: 1 tensor" in report.notes
 
 
+def test_what_the_index_leaves_out_needs_no_missing_shard(tmp_path: Path) -> None:
+    placed = {"a": "1.safetensors", "z": "2.safetensors"}
+    lay(tmp_path, {"1.safetensors": {"a": b"aa", "x": b"xx"}}, placed)
+    for names in (["x"], "x", lambda name: name == "x"):
+        assert as_bytes(mfload.load(tmp_path, "numpy", names=names).items()) == {"x": b"xx"}
+        assert as_bytes(mfload.stream(tmp_path, "numpy", names=names)) == {"x": b"xx"}
+        assert mfload.plan(tmp_path, names=names).tensors == 1
+    with mfload.open(tmp_path, "numpy") as file:
+        assert file.keys() == ["a", "x", "z"]
+        assert file.get_tensor("x").tobytes() == b"xx"
+        assert {*file.get_tensors(["x", "a"])} == {"a", "x"}
+        with pytest.raises(errors.ShardNotFoundError):
+            file.get_tensor("z")
+
+
 def test_a_copy_is_not_taken_in_the_place_of_what_is_missing(tmp_path: Path) -> None:
     """The shard that the index means may be missing, or lack the tensor, and a copy be there."""
     shards = {"1.safetensors": {"a": b"aa"}, "2.safetensors": {"c": b"cc", "a": b"--"}}

@@ -162,6 +162,16 @@ def test_one_tensor_for_several_leaves(tmp_path: Path) -> None:
     assert (report.tensors, report.result_bytes, report.framework) == (4, 4 * WIDE.nbytes, "jax")
 
 
+def test_leaves_of_numpy_of_a_mapped_file(tmp_path: Path) -> None:
+    array = samples.numbers((600, 512), np.float32)
+    path = samples.save(tmp_path / "a.safetensors", {"w": array})
+    options = mfload.Options(engine="mmap")
+    made = mfload.load_into({"w": np.zeros_like(array)}, path, options=options)["w"]
+    of_numpy(made, array)
+    made[:] = 1
+    exact(mfload.load(path, "numpy")["w"], array)
+
+
 def test_shardings_make_arrays_of_jax(tmp_path: Path) -> None:
     """What is asked for goes first; a mesh alone asks for nothing."""
     path = samples.save(tmp_path / "m.safetensors", {"w": WIDE, "v": WIDE})

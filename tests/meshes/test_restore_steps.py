@@ -119,7 +119,7 @@ def test_steps_of_arrays(tmp_path: Path, kind: str) -> None:
         save(tmp_path, step)
     assert found(tmp_path, step=np.float32(0.1)) == found(tmp_path, step=jnp.float32(0.1))
     assert found(tmp_path, step=jnp.int32(7)) == found(tmp_path, step=7.0) == [7, 7]
-    for bad in ("7", [7], np.arange(2), 1j):
+    for bad in ("7", [7], np.arange(2), 1j, True, False):
         with pytest.raises(errors.UsageError, match="step is invalid"):
             found(tmp_path, step=bad)
 

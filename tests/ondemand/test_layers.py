@@ -142,6 +142,19 @@ def test_a_pass_that_is_left_early(path: Path) -> None:
         del one, other
 
 
+def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    """As in Qwen3-Next: they are others than the model's, and stay."""
+    made = {
+        f"{stem}layers.{n}.w": np.full(64, n)
+        for stem, n in (("model.", 0), ("model.", 1), ("mtp.", 0))
+    }
+    with LayerStream(samples.save(tmp_path / "a.safetensors", made)) as stream:
+        assert stream.layers == (0, 1)
+        assert [*stream.resident] == ["mtp.layers.0.w"]
+        for layer, tensors in stream:
+            assert [*tensors] == [f"model.layers.{layer}.w"]
+
+
 def test_what_stays(path: Path) -> None:
     """What the user names, also of layers; nothing else that is of no layer."""
     with LayerStream(path, budget="200KB", resident=r"embed|\.norm$") as stream:

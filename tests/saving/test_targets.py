@@ -63,7 +63,9 @@ class TestResolve:
         with pytest.raises(errors.UsageError, match="index"):
             resolve(tmp_path / name)
 
-    @pytest.mark.parametrize("name", ["x.pt", "X.PT", "pytorch_model.bin", "w.gguf", "w.npz"])
+    @pytest.mark.parametrize(
+        "name", ["x.pt", "X.PT", "pytorch_model.bin", "w.gguf", "w.npz", "w.zarr"]
+    )
     def test_names_of_other_formats(self, name: str, tmp_path: Path) -> None:
         (tmp_path / "linked.pt").symlink_to(tmp_path / "w.safetensors")
         for path in (tmp_path / name, tmp_path / "linked.pt"):
