@@ -68,11 +68,12 @@ class Deadline:
     """The moment when a timeout of `seconds` has run out; never, for None and infinity."""
 
     def __init__(self, seconds: float | None) -> None:
-        fits = isinstance(seconds, Real) and not isinstance(seconds, bool)  # pyright: ignore
-        if seconds is not None and not (fits and seconds > 0):
-            raise errors.UsageError(
-                "timeout must be positive", expected="seconds above 0", found=repr(seconds)
-            )
+        if seconds is not None:  # Asked first: an abstract class takes longer than all the rest.
+            fits = isinstance(seconds, Real) and not isinstance(seconds, bool)  # pyright: ignore
+            if not (fits and seconds > 0):
+                raise errors.UsageError(
+                    "timeout must be positive", expected="seconds above 0", found=repr(seconds)
+                )
         # No clock of the system counts further than this: some 290 years.
         self.seconds = None if seconds is None or seconds > TIMEOUT_MAX else seconds
         self._end = None if self.seconds is None else time.monotonic() + self.seconds

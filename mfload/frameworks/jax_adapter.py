@@ -67,20 +67,19 @@ class JaxAdapter(base.Adapter):
         return jax_memory.pool(self.place, self.devices[number])
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
+        views = list(views)  # Of columns, each pass makes the views anew.
+        forms = map(self.forms.__getitem__, {view.dtype.name for view in views})
+        if self.on_host and not any(form.how == "copy" for form in forms):
+            return self._arrays(self.take, views)
         copied = [view.memory for view in views if self.copies(view)]
-        if copied:
-            before = references(copied)
-            made = self._arrays(self.array, views)
-            wait_for_release(lambda: references(copied), before)
-            return made
-        return self._arrays(self.array if self.devices else self.take, views)
+        before = references(copied)
+        made = self._arrays(self.array, views)
+        wait_for_release(lambda: references(copied), before)
+        return made
 
     def _arrays(self, array: Callable[[View], Any], views: Sequence[View]) -> list[Any]:
-        uncommit = self._uncommit
-        if uncommit is None:
-            return [array(view) for view in views]
-        # What each is made of is let go at once.
-        return [uncommit(array(view), view.dtype, view.shape) for view in views]
+        made = map(array, views)
+        return list(made) if self._uncommit is None else self._uncommit.each(made, views)
 
     def copies(self, view: View) -> bool:
         """Whether `array` makes a copy of a view."""

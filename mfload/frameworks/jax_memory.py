@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from mfload.io import buffers
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
     from mfload.cuda.memory import DeviceBuffer
+    from mfload.dlpack import View
     from mfload.dtypes import DType
 
 log = logging.getLogger("mfload")
@@ -64,13 +65,25 @@ class Uncommitter:
 
     def __call__(self, array: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
         """The array for one of a tensor; those of one dtype and shape are on one device."""
-        kind = id(dtype), shape  # Rows of the table, which stay.
-        wrap = self._known.get(kind)
+        return self._wrap_of((id(dtype), shape), array)((array,))
+
+    def each(self, arrays: Iterable[Any], views: Iterable[View]) -> list[Any]:
+        """The same for the arrays of many views, each of which is let go at once."""
+        known, wrap_of = self._known.get, self._wrap_of
+        made: list[Any] = []
+        for view, array in zip(views, arrays, strict=True):
+            kind = id(view.dtype), view.shape
+            made.append((known(kind) or wrap_of(kind, array))((array,)))
+            del array
+        return made
+
+    def _wrap_of(self, kind: tuple[int, tuple[int, ...]], array: Any) -> Any:
+        wrap = self._known.get(kind)  # Of rows of the table, which stay.
         if wrap is None:
             if len(self._known) >= _KINDS:
                 self._known.clear()
             wrap = self._known[kind] = self._wrapper(array)
-        return wrap((array,))
+        return wrap
 
 
 def _uncommitted(arrays: tuple[Any]) -> Any:

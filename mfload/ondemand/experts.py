@@ -212,8 +212,8 @@ class ExpertCache(ClosedAtEnd):
             layers = ", ".join(map(str, self._layers))
             raise errors.UsageError("no such layer of experts", expected=layers, found=repr(layer))
         asked, (number, there) = numbers(experts, "expert"), self._layers[known]
-        keys = np.searchsorted(there, asked)
-        wrong = asked[there[np.minimum(keys, there.size - 1)] != asked]
+        keys = there.searchsorted(asked)
+        wrong = asked[there.take(keys, mode="clip") != asked]
         if wrong.size:
             low, high, count = there[0], there[-1], there.size
             gaps = f", {count} of them" if count <= high - low else ""

@@ -147,7 +147,8 @@ def match(
         names = list(filter(made.__contains__, leaf.names))
         if names:
             kept = recipes[number] = made[names.pop()]
-            ties += ((kept, made[other]) for other in names)
+            if names:  # A generator for each leaf would take a hundredth of the load.
+                ties += ((kept, made[other]) for other in names)
     for kept, other in ties:
         notes.append(f"{other.name} was not loaded: it is the same variable as {kept.name}")
     if isinstance(wish, selection.Rules):
