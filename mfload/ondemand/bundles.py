@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.checking.convert import Converted, Wishes, rewrite
+from mfload.checking.convert import Converted
+from mfload.checking.rewriting import Wishes, rewrite
 from mfload.formats import strict_json
 from mfload.index import Index, Piece, TensorInfo
 from mfload.options import Options

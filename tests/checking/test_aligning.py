@@ -26,7 +26,7 @@ from hypothesis import given, strategies as st
 
 import mfload
 from mfload import errors
-from mfload.checking import convert as aligning, copying
+from mfload.checking import copying, rewriting as aligning
 from mfload.checking.manifest import Manifest
 from mfload.io import buffers
 from mfload.saving.drafts import Draft

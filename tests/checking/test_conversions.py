@@ -15,7 +15,7 @@ import samples
 import mfload
 from mfload import errors
 from mfload.checking import beside, copying
-from mfload.checking.convert import Copier
+from mfload.checking.copying import Copier
 from mfload.formats import discovery
 from mfload.saving.publishing import SaveTarget
 

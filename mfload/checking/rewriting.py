@@ -1,0 +1,354 @@
+"""Rewrites a checkpoint as safetensors: what `convert`, `align` and bundles have in common.
+
+What is written is noted in a journal beside the drafts, so that a rewrite that was killed goes on
+where it ended; the drafts get their names when they were read back and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mfload import dtypes, errors
+from mfload.checking import beside, manifest, published, renaming
+from mfload.checking.beside import Beside
+from mfload.checking.checksums import Hasher, refuse
+from mfload.checking.copying import Copier, read_back
+from mfload.checking.manifest import Algorithm, FileEntry, Manifest
+from mfload.checking.scan import readers, scan
+from mfload.checking.verify import verify, with_manifest
+from mfload.formats import base, checkpoint, discovery, safetensors, structure
+from mfload.formats.discovery import CheckpointFiles
+from mfload.index import Index
+from mfload.load_options import LoadOptions, started
+from mfload.options import Options
+from mfload.planning import selection
+from mfload.planning.selection import Dtypes, Names
+from mfload.progress import Progress, shown
+from mfload.saving import layout
+from mfload.saving.drafts import BLOCK, Draft
+from mfload.saving.journal import Journal
+from mfload.saving.layout import Layout
+from mfload.saving.publishing import SaveTarget
+from mfload.saving.save import Saved
+from mfload.sources import PathOrBytes
+from mfload.sources.memory import MemorySource
+from mfload.trees import nested
+
+# What a second run can go on after, so that drafts and journal stay.
+_CONTINUES = (KeyboardInterrupt, errors.LoadTimeoutError, errors.SourceError)
+
+# Names by which adapters and models of diffusers are found in a directory.
+_NAMED = frozenset({"adapter_model", "diffusion_pytorch_model"})
+
+# Of the ranges in which drafts are written: other ones are not gone on with.
+_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a checkpoint is rewritten.
+
+    Attributes:
+        limit: Bytes of tensors a file; None for one file, or those of the source.
+        align: Multiple of which the data begins.
+        change: Makes other tensors of those of the source, which then lie in the order in which it
+            gives them.
+        beside: Whether what lies beside the weights goes to another directory as well.
+        resume: Whether drafts are kept. Only then are other formats than safetensors taken.
+    """
+
+    limit: int | None
+    align: int
+    overwrite: bool
+    progress: Progress
+    options: Options | None
+    names: Names = None
+    dtype: Dtypes = None
+    mapping: Any = None
+    change: Callable[[Index], Index] | None = None
+    beside: bool = False
+    resume: bool = False
+
+
+class _Rewrite:
+    """A checkpoint that is rewritten, and where to.
+
+    Attributes:
+        index: The source, with the metadata to write.
+        rows: What is written.
+        others: Whether names differ from those of the source.
+        place: The target.
+        old: Where the manifest of the source lies, if it has one; `new` is the one of the target.
+    """
+
+    def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
+        self.wishes, self._source, self._how = wishes, source, how
+        self.index, self.sources = checkpoint.read_every(source, how)
+        self.found = found = discovery.find(source, how)
+        directory = found.directory is not None
+        foreign = [s for s in self.sources if directory or base.find(s) is not safetensors]
+        if foreign and not wishes.resume:
+            raise errors.UsageError(
+                "align rewrites safetensors files; mfload.convert takes other formats",
+                file=foreign[0].name,
+            )
+        if wishes.names is not None:
+            self.index = _part(self.index, wishes.names)
+        if wishes.mapping is None:
+            self.index.require(self.index.tensors)
+        if wishes.change is not None:
+            self.index = wishes.change(self.index)
+        self.rows: Sequence[Any]  # Of `renaming.Row`.
+        self.rows, self.others = renaming.entries(self.index, wishes.dtype, wishes.mapping)
+        if self.others:
+            self.index = renaming.without_tree(self.index)
+        in_files = not foreign and wishes.names is None and wishes.change is None
+        name = _named(self.index.files) if in_files else None
+        where = _own_place(self.index.files, found) if target is None else target
+        self.place = SaveTarget(where, wishes.overwrite, name)
+        self._check_place(target is None)
+        if foreign:
+            self._check_dtypes()
+        in_files &= target is None or self.place.place.whole
+        self.layouts = self._layouts(each_file=in_files)
+        readers(how, min(BLOCK, max((made.size for made in self.layouts), default=0)))
+        self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
+        self.old = manifest.beside(self.index.files, found.index_file)
+        self.new = manifest.beside([self.place.path])
+        self.same = os.path.realpath(self.new) == os.path.realpath(self.old)
+
+    def _check_place(self, own: bool) -> None:
+        """Refuses to replace files whose checksums the client of Hugging Face keeps."""
+        path, files = self.place.path, self.index.files
+        in_place = [file for file in files if own or os.path.realpath(file) == path]
+        for file, recorded in published.expected("auto", in_place).items():
+            raise errors.UsageError(
+                "the Hugging Face client keeps the SHA-256 of the file; name another target",
+                file=file,
+                found=recorded.origin,
+            )
+
+    def _check_dtypes(self) -> None:
+        for row in self.rows:
+            if not row.dtype.known:
+                raise errors.UnsupportedDtypeError(
+                    "safetensors has no such dtype",
+                    file=self.index.files[row.pieces[0].source],
+                    tensor=row.name,
+                    expected=dtypes.INSTEAD.get(row.dtype.name),
+                    found=row.dtype.name,
+                )
+
+    def _layouts(self, *, each_file: bool) -> list[Layout]:
+        wishes, rows, ranked = self.wishes, self.rows, self.wishes.change is None
+        if wishes.limit is not None or len(self.sources) == 1 or not each_file:
+            parts = layout.split(rows, wishes.limit, ranked=ranked)
+            given = self.index.metadata, wishes.align
+            return [layout.lay_out(part, *given, ranked=ranked) for part in parts]
+        files: list[list[Any]] = [[] for _ in self.sources]
+        for row in rows:
+            files[row.pieces[0].source].append(row)
+        # Each file keeps metadata of its own.
+        metadata = [safetensors.read(file, n)[1] for n, file in enumerate(self.sources)]
+        if self.others and metadata:
+            tree = structure.KEY
+            metadata = [m and {key: m[key] for key in m if key != tree} for m in metadata]
+        return [layout.lay_out(*each, wishes.align) for each in zip(files, metadata, strict=True)]
+
+    def known(self) -> tuple[Manifest | None, Manifest | None]:
+        """The manifest of the source if it holds for the target too, or else one to make anew."""
+        if not os.path.exists(self.old):
+            return None, None
+        known = Manifest.read(self.old)
+        manifest.check_target(self.new, overwrite=self.wishes.overwrite or self.same)
+        if not (self.loaded or self.others) and known.hashed:
+            return known, None
+        given: Any = {"manifest": known, "options": self.wishes.options}
+        held = {self.index.files[piece.source] for row in self.rows for piece in row.pieces}
+        for problem in verify(self._source, **given).problems:
+            if self.index.absent and problem.file not in held:
+                continue  # It is of a shard that nothing is taken from.
+            fields = problem._asdict()
+            raise errors.ChecksumError(fields.pop("what"), **fields)
+        # Bytes of tensors that are stored in another way have other sums when they are raw.
+        return (None, known) if self.loaded or self.others else (known, None)
+
+    def key(self) -> str:
+        """Tells conversions apart: what is read, and what is written where."""
+        key = hashlib.sha256(f"{_VERSION} {BLOCK}".encode())
+        for each in self.sources:
+            key.update(f"\n{each.name}\n{each.identity!r}".encode(errors="surrogatepass"))
+        for row in self.rows if self.others else self.loaded:
+            key.update(repr(row.pieces).encode())
+        for made in self.layouts:
+            key.update(made.header)
+        return key.hexdigest()[:32]
+
+    def copy(
+        self, drafts: Sequence[Draft], journal: Journal | None, known: Manifest | None
+    ) -> tuple[dict[str, str] | None, list[str], list[str]]:
+        """Fills the drafts; returns digests of tensors, SHA-256 of files, and notes."""
+        how, index, sources = self._how, self.index, self.sources
+        rows = self.rows
+        hasher = Hasher(rows if known is not None and known.hashed else ())
+        notes: list[str] = []
+        # Both passes tell of the same bytes, but for the headers.
+        nbytes = sum(made.size for made in self.layouts) + sum(row.nbytes for row in rows)
+        with shown(self.wishes.progress, nbytes) as advance:
+            copier = Copier(drafts, self.layouts, sources, hasher, journal)
+            if copier.resumed:
+                notes.append(
+                    f"went on after {errors.amount(copier.resumed)} that an earlier run wrote"
+                )
+            scan(sources, copier.left(advance), copier, how, advance)
+            copier.load(index, sources, how, advance)
+            for draft in drafts:
+                how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
+            digests = hasher.digests() or None
+            if known is not None:
+                refuse([*known.differences(rows, digests)], len(rows), index.files)
+            wants_sums = known is not None and bool(known.files)
+            return digests, read_back(copier, how, advance, sums=wants_sums), notes
+
+    def publish(
+        self,
+        drafts: Sequence[Draft],
+        known: Manifest | None,
+        digests: dict[str, str] | None,
+        *,
+        anew: bool,
+    ) -> tuple[list[str], list[str]]:
+        """Gives the drafts their names; returns the paths, and notes."""
+        new, same = self.new, self.same
+        if same and digests is not None:
+            # Files change when the drafts get their names; tensors are the same before and after.
+            Manifest.of(self.index.tensors, digests).write(new, overwrite=True)
+        elif (known is not None or anew) and os.path.lexists(new):
+            os.unlink(new)
+        try:
+            return self.place.publish(drafts, self.layouts)
+        except BaseException:
+            if same and known is not None:
+                with contextlib.suppress(errors.MfloadError):
+                    for each in self.sources:
+                        each.check()
+                    known.write(new, overwrite=True)  # It still holds.
+            raise
+
+
+def rewrite(
+    source: PathOrBytes | Sequence[PathOrBytes],
+    target: str | os.PathLike[str] | None,
+    wishes: Wishes,
+) -> tuple[Any, ...]:
+    """Rewrites a checkpoint; returns the values of `Saved`."""
+    start = time.perf_counter()
+    work = _Rewrite(source, target, wishes, started(wishes.options))
+    files, notes = [], [*work.index.notes]
+    narrow = dtypes.NARROW.keys() & {kind.name for kind, _ in work.index.columns.kinds}
+    notes += [f"{n} as {dtypes.NARROW[n].wide}: safetensors has no {n}" for n in sorted(narrow)]
+    if wishes.beside and work.place.place.whole:
+        files, more = beside.find(work.found, work.place.place.directory)
+        notes += more
+    others = Beside(files, work.place)
+    known, anew = work.known()
+    # Sums of the source are of all its bytes, read in one go. Bytes in memory have no identity.
+    in_memory = any(isinstance(each, MemorySource) for each in work.sources)
+    key = work.key() if wishes.resume and known is None and not in_memory else None
+    with work.place.drafts(work.layouts, key) as drafts, contextlib.ExitStack() as stack:
+        journal = stack.enter_context(Journal(drafts, key)) if key else None
+        stack.enter_context(_kept(drafts))
+        digests, sums, more = work.copy(drafts, journal, known)
+        notes += more
+        with others.written(), others.published():
+            there, more = work.publish(drafts, known, digests, anew=anew is not None)
+    notes += more
+    if others.names:
+        notes.append(f"copied with it: {', '.join(others.names)}")
+    if known is not None:
+        _write_manifest(work, there, digests, sums)
+        notes.append(f"checksums written to {work.new}")
+    took, size = time.perf_counter() - start, sum(made.size for made in work.layouts)
+    saved = Saved(tuple(there), len(work.rows), size, took, tuple(dict.fromkeys(notes)))
+    if anew is not None:
+        algorithm: Algorithm = "xxh3" if not anew.files else "both" if anew.hashed else "sha256"
+        saved = with_manifest(saved, write=algorithm)
+    return saved.files, saved.tensors, saved.bytes, saved.seconds, saved.notes
+
+
+def _write_manifest(
+    work: _Rewrite, there: Sequence[str], digests: dict[str, str] | None, sums: Sequence[str]
+) -> None:
+    # The index comes last, and has no sum.
+    files = {
+        os.path.basename(file): FileEntry(made.size, digest)
+        for file, made, digest in zip(there, work.layouts, sums, strict=False)
+    }
+    try:
+        Manifest.of(work.index.tensors, digests, files).write(work.new, overwrite=True)
+    except errors.TargetError as error:
+        error.message += "; the checkpoint itself is whole and in its place"
+        raise
+
+
+def _part(index: Index, names: Names) -> Index:
+    """The index of some of the tensors, with the part of the tree that holds them."""
+    part = index.part(selection.select(index, names))
+    part.metadata = dict(index.metadata or {})
+    if structure.KEY in part.metadata:
+        tree, wanted = nested.tree_of(index), {*part.names}
+        kept = {str(name): name for name in nested.tensors(tree) if name in wanted}
+        part.metadata[structure.KEY] = structure.dumps(nested.filled(tree, kept, plain=False))
+    return part
+
+
+@contextlib.contextmanager
+def _kept(drafts: Sequence[Draft]) -> Generator[None]:
+    """Has lasting drafts stay after errors that a second run can go on after, and no others."""
+    try:
+        yield
+    except BaseException as error:
+        goes_on = isinstance(error, _CONTINUES) and not isinstance(error, errors.SourceChangedError)
+        for draft in drafts:
+            draft.lasting = draft.lasting and goes_on
+        raise
+    for draft in drafts:
+        draft.lasting = False
+
+
+def _own_place(files: Sequence[str], found: CheckpointFiles) -> str:
+    """The place of the source itself; a UsageError if only a part of it would be replaced."""
+    directory = os.path.dirname(found.index_file or files[0])
+    if found.index_file is not None:
+        # The new index takes the place of this one, so the files must lie beside it.
+        beside = all(os.path.dirname(file) == directory for file in files)
+        if beside and found.index_file.endswith(discovery.INDEX_SUFFIX):
+            return found.index_file.removesuffix(discovery.INDEX_SUFFIX) + discovery.SUFFIX
+        raise errors.UsageError(
+            "the files of the index can't all be replaced beside it; name a target",
+            file=found.index_file,
+            expected=f"NAME{discovery.INDEX_SUFFIX}, and files in its own directory",
+        )
+    if len(files) == 1:
+        return files[0]
+    stem = os.path.join(directory, discovery.stem(os.path.basename(files[0])))
+    shard = re.compile(re.escape(stem) + r"-\d+-of-\d+" + re.escape(discovery.SUFFIX))
+    if found.name is None or not all(map(shard.fullmatch, files)):
+        raise errors.UsageError(
+            "several files that are not shards of one; name a target, or align one by one",
+            file=directory,
+        )
+    return stem + discovery.SUFFIX
+
+
+def _named(files: Sequence[str]) -> str | None:
+    """The name of the files in a directory, if their readers look for another than model."""
+    stems = {discovery.stem(os.path.basename(file)) for file in files}
+    return stems.pop() if len(stems) == 1 and stems <= _NAMED else None
