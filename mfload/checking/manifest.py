@@ -220,6 +220,20 @@ def beside(files: Sequence[str], index: str | None = None) -> str:
     return os.path.join(_directory(files, index), (stem or "checkpoint") + SUFFIX)
 
 
+def there(files: Sequence[str], index: str | None = None) -> str:
+    """The same for one to be read: also under the name that earlier versions gave it.
+
+    They left out the number of a file alone, so that of `w1` lies in w.checksums.json; if there is
+    a `w` beside it, that is the manifest of `w`.
+    """
+    path, name = beside(files, index), os.path.basename(files[-1])
+    if index or len(files) > 1 or os.path.lexists(path):
+        return path
+    stem = os.path.join(_directory(files, index), discovery.stem(name))
+    of_another = os.path.lexists(stem + discovery.SUFFIX)
+    return stem + SUFFIX if os.path.lexists(stem + SUFFIX) and not of_another else path
+
+
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
     """What a manifest calls the files of a checkpoint: paths relative to its directory."""
     directory = _directory(files, index)

@@ -120,7 +120,7 @@ class _Rewrite:
         self.layouts = self._layouts(each_file=in_files)
         readers(how, min(BLOCK, max((made.size for made in self.layouts), default=0)))
         self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
-        self.old = manifest.beside(self.index.files, found.index_file)
+        self.old = manifest.there(self.index.files, found.index_file)
         self.new = manifest.beside([self.place.path])
         self.same = os.path.realpath(self.new) == os.path.realpath(self.old)
 

@@ -154,7 +154,7 @@ def verify(
     seen = how.deadline.bound(
         lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
     )
-    beside = _manifest_beside(seen)
+    beside = _manifest_beside(seen, written=checksums == "write")
     given = beside if manifest is None else manifest
     known = target = None
     writes = checksums == "write"
@@ -293,9 +293,10 @@ def with_manifest(saved: Saved, *, write: bool | Algorithm) -> Saved:
     return replace(saved, notes=(*saved.notes, note))
 
 
-def _manifest_beside(seen: Headers) -> str | Source | None:
-    """Where the manifest of a checkpoint lies; None if nothing lies beside it."""
-    path = manifests.beside(seen.found.names, seen.found.index_file)
+def _manifest_beside(seen: Headers, *, written: bool) -> str | Source | None:
+    """Where the manifest of a checkpoint lies, or is written; None if nothing lies beside it."""
+    given = seen.found.names, seen.found.index_file
+    path = manifests.beside(*given) if written else manifests.there(*given)
     known = (each for each in seen.found.files if not isinstance(each, str))
     files = [each for each in known if each.file is None]
     if not files:

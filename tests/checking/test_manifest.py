@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -175,3 +176,15 @@ def test_it_is_taken_for_no_checkpoint(tmp_path: Path) -> None:
         mfload.open(tmp_path)
     with pytest.raises(errors.HeaderError):
         mfload.open(tmp_path / "model.checksums.json")
+
+
+def test_the_name_that_earlier_versions_gave_is_read(tmp_path: Path) -> None:
+    """The manifest of w1 was w.checksums.json; beside a `w`, that is the manifest of `w`."""
+    path, old = tmp_path / "w1.safetensors", tmp_path / "w.checksums.json"
+    mfload.save({"x": np.ones(3)}, path)
+    mfload.verify(path, checksums="write", manifest=old)
+    assert mfload.verify(path, checksums="check").manifest == str(old)
+    mfload.save({"x": np.zeros(3)}, tmp_path / "w.safetensors")
+    assert mfload.verify(path).manifest is None
+    mfload.verify(path, checksums="write")
+    assert (tmp_path / "w1.checksums.json").exists()
