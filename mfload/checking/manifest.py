@@ -226,10 +226,10 @@ def there(files: Sequence[str], index: str | None = None) -> str:
     They left out the number of a file alone, so that of `w1` lies in w.checksums.json; if there is
     a `w` beside it, that is the manifest of `w`.
     """
-    path, name = beside(files, index), os.path.basename(files[-1])
-    if index or len(files) > 1 or os.path.lexists(path):
+    path = beside(files, index)
+    if index or len(files) != 1 or os.path.lexists(path):
         return path
-    stem = os.path.join(_directory(files, index), discovery.stem(name))
+    stem = os.path.join(_directory(files, index), discovery.stem(os.path.basename(files[0])))
     of_another = os.path.lexists(stem + discovery.SUFFIX)
     return stem + SUFFIX if os.path.lexists(stem + SUFFIX) and not of_another else path
 
