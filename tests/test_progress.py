@@ -43,7 +43,6 @@ def _calls(path: Path, **options: Any) -> list[tuple[int, int]]:
         {},
         {"names": ["odd", "scalar", "wide"]},
         {"names": ["empty"]},
-        {"names": []},
         {"dtype": "float64"},
     ],
 )

@@ -252,9 +252,9 @@ def _show(
 ) -> None:
     source, end = block.source, block.offset + block.nbytes
     for at in range(block.offset, end, SHOWN):
-        if share.stopped():
-            return
         data = reader.land(Block(source, at, min(SHOWN, end - at), ()), slot)
+        if share.stopped():  # What the observer writes to may be closed.
+            return
         observer.saw(source, at, data, share.stopped)
         if share.track is not None:
             share.track.mark("check", 0, source)

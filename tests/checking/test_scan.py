@@ -18,7 +18,7 @@ from mfload import errors
 from mfload.checking import scan as scanning
 from mfload.checking.scan import cut, in_turns, joined, scan, scan_ranges
 from mfload.index import Piece
-from mfload.io import buffers, pread, probes
+from mfload.io import buffers, engine as engines, probes
 from mfload.load_options import started
 from mfload.planning.blocks import Block
 from mfload.sources.local import LocalFile
@@ -199,7 +199,7 @@ def test_ranges_are_shown_in_parts(
 ) -> None:
     source, raw = large
     monkeypatch.setattr(scanning, "BLOCK", 100_000)
-    monkeypatch.setattr(pread, "SHOWN", 300_000)
+    monkeypatch.setattr(engines, "SHOWN", 300_000)
     monkeypatch.setattr(scanning, "SHOWN", 300_000)
     if not cached:  # Or unknown.
         monkeypatch.setattr(probes, "cached_share", lambda *_: None)
