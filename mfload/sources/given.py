@@ -85,7 +85,9 @@ class GivenSource:
             opened.close()
             what = "the source has a file, and its handle no descriptor"
             found = errors.shown(repr(opened.fd))
-            raise errors.UsageError(what, file=self.name, expected="fd, or file=None", found=found)
+            raise errors.UsageError(
+                what, file=self.name, expected="a descriptor, or no file", found=found
+            )
         return opened
 
     def keep(self, keeps: bool) -> None:

@@ -21,7 +21,7 @@ import mfload
 from mfload import errors
 from mfload.checking import scan as scanning
 from mfload.checking.manifest import Manifest
-from mfload.io import pread
+from mfload.io import engine as engines
 
 MODEL = samples.model()
 
@@ -207,7 +207,7 @@ def test_any_flipped_byte_of_a_cached_file_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on the borders of what is shown at once, of tensors, and of members of an archive."""
-    monkeypatch.setattr(pread, "SHOWN", 5 << 20)
+    monkeypatch.setattr(engines, "SHOWN", 5 << 20)
     arrays = {f"t{n}": np.random.default_rng(n).bytes(size) for n, size in enumerate((9 << 20, 5))}
     rows = {name: np.frombuffer(raw, np.uint8) for name, raw in arrays.items()}
     path = samples.save(tmp_path / "large.safetensors", rows)

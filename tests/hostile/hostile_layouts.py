@@ -201,7 +201,7 @@ def several_families(root: Path) -> Path:
 
 @refused(errors.CheckpointError, "several checkpoints", "pytorch_lora_weights.safetensors",
          "x.safetensors")  # fmt: skip
-def an_adapter_and_more(root: Path) -> Path:
+def several_with_an_adapter(root: Path) -> Path:
     for name in ("pytorch_lora_weights", "x"):
         shard(root / f"{name}.safetensors", **{name: 1})
     return root
