@@ -14,7 +14,6 @@ from operator import methodcaller
 
 from mfload.index import Piece
 from mfload.io import route as routing
-from mfload.io.buffers import PAGE
 from mfload.io.engine import Observer
 from mfload.io.pread import SHOWN
 from mfload.io.route import Leg
@@ -76,7 +75,7 @@ def readers(options: LoadOptions, block: int, usual: int = 1) -> int:
     count, limit = options.threads or usual, options.max_host_overhead
     if limit is None or not block:
         return count
-    slots = 2 * (block + 2 * PAGE)  # A block, and what it is compared with, or written from.
+    slots = 2 * block  # A block, and what it is compared with, or written from.
     if options.threads is None:
         count = max(1, min(count, limit // slots))
     if count * slots > limit:
