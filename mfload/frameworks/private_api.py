@@ -96,9 +96,13 @@ def jax_wrapper() -> Callable[[Any], Callable[[tuple[Any]], Any]] | None:
     """
     import jax
 
-    try:
-        handler = importlib.import_module("jaxlib._jax").array_result_handler
-    except (ImportError, AttributeError):
+    handler: Any = None
+    for module in ("jaxlib._jax", "jaxlib.xla_extension"):  # The second in jaxlib 0.5.3.
+        with contextlib.suppress(ImportError):
+            handler = handler or getattr(
+                importlib.import_module(module), "array_result_handler", None
+            )
+    if handler is None:
         return None
 
     def wrapper(like: Any) -> Any:
