@@ -36,7 +36,7 @@ class Look(Conformance):
     """What looks into CuPy's arrays; the tests of the host are not for them."""
 
     framework = "cupy"
-    narrow = False
+    narrow = ()
     own = COMMON
 
     def type_name(self, array: Any) -> str:

@@ -76,7 +76,7 @@ def test_static_mode_is_asked_for_before_a_private_constructor_is_tried(
 
 class TestPaddle(WritableConformance):
     framework = "paddle"
-    narrow = False
+    narrow = ()
     lists_lead = False
     bfloat16 = paddle.bfloat16
     own: ClassVar = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import tensorflow as tf
 from conformance import material
 from conformance.device_memory import DeviceMemoryConformance, request
 from conformance.export import ExportConformance, give, read
-from conformance.material import BITS, COMMON, FLOATS8, Stored, save
+from conformance.material import BITS, COMMON, FLOATS8, NARROW, Stored, save
 from conformance.suite import ROOT, Conformance, no_gpu
 from devices.fake import FakeDevice
 from samples import save_raw
@@ -46,6 +47,7 @@ class TestTensorflow(Conformance):
     bfloat16 = tf.bfloat16
     own = COMMON
     copied: ClassVar = {key: name for key, name in FLOATS8.items() if key != "F8_E8M0"}
+    narrow = frozenset(filter(functools.partial(hasattr, tf.dtypes.experimental), NARROW))
     parts_alias = False
     no_device = ("cuda:0", "gpu:0", "cpu:99", "nonsense", "no:such:device", "")
 

@@ -30,7 +30,7 @@ from mfload.io import convert
 
 class TestTorch(WritableConformance):
     framework = "torch"
-    narrow = False
+    narrow = ()
     lists_lead = False
     bfloat16 = torch.bfloat16
     # What a version has no name for arrives as bytes.
