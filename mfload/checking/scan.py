@@ -70,6 +70,7 @@ def scan(
 def readers(options: LoadOptions, block: int, usual: int = 1) -> int:
     """The number of threads that scan blocks of up to `block` bytes, within `max_host_overhead`.
 
+    The page at each end of a slot, 16 KiB a thread at most, is not counted.
     Raises UsageError if there is no room for one, or for as many as are asked for.
     """
     count, limit = options.threads or usual, options.max_host_overhead

@@ -309,7 +309,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
 def stem(name: str, *, alone: bool = False) -> str:
     """The checkpoint's part of a file name: model-00001-of-00002.safetensors → model.
 
-    Of one file `alone`, a number without a total is part of it: model_1 is no shard of model.
+    With `alone`, the name of a single file keeps a number that has no total: model_1 → model_1.
     """
     stem, number, total = _shard(name)
     return name.removesuffix(SUFFIX) if alone and number is not None and total is None else stem

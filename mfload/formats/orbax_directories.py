@@ -325,5 +325,5 @@ def read_json(file: Source) -> dict[str, object]:
 
 
 def read_table(path: str) -> dict[str, object]:
-    """The same by path; nothing if there is no such file."""
+    """The object in the file at a path; an empty dict if the file does not exist."""
     return read_json(sources.local_file(path)) if os.path.exists(path) else {}

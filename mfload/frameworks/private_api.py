@@ -312,7 +312,7 @@ def torch_copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:
 def torch_load_hooks(module: Any) -> tuple[Collection[Any], Collection[Any]]:
     """The hooks that `load_state_dict` calls before and after a module is filled.
 
-    There is no public way to learn of them; of a version that keeps them elsewhere none is found.
+    PyTorch has no public call for this. Both are empty in a version without these attributes.
     """
     before = getattr(module, "_load_state_dict_pre_hooks", {})
     return before.values(), getattr(module, "_load_state_dict_post_hooks", {}).values()

@@ -55,7 +55,7 @@ class Wishes(NamedTuple):
     names: Names = None
 
     def check_strict(self) -> None:
-        """Refuses what is no bool."""
+        """Raises UsageError if `strict` is not a bool."""
         if not isinstance(self.strict, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             given = repr(self.strict)
             raise errors.UsageError("strict is invalid", expected="a bool", found=given)
