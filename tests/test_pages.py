@@ -8,6 +8,7 @@ docs/quickstart.md that is marked `sample`.
 
 from __future__ import annotations
 
+import filecmp
 import importlib.util
 import json
 import os
@@ -53,6 +54,8 @@ def environment() -> Environment:
         return lambda _: (Path(sys.executable), variables | {"PYTHONPATH": str(ROOT)})
     variables.pop("PYTHONPATH", None)
     made: dict[frozenset[str], Path] = {}
+    held: dict[tuple[Path, int], Path] = {}
+    _share(Path(sys.prefix), held)
     folder = ROOT / fresh
     shutil.rmtree(folder, ignore_errors=True)
     # Installs write into the checkout that they are made from.
@@ -66,10 +69,27 @@ def environment() -> Environment:
             for each in install.commands:
                 command = [python, "-m", "pip", "install", *QUIET, *PINS, *each]
                 subprocess.run(command, cwd=checkout, env=variables, check=True)
+                _share(place, held)
         python = made[install.packages]
         return python, variables | {"PATH": f"{python.parent}{os.pathsep}{variables['PATH']}"}
 
     return make
+
+
+def _share(environment: Path, held: dict[tuple[Path, int], Path]) -> None:
+    """Files that environments have in common become links to one: all of them took 16 GB else.
+
+    `held` has a file of each name and size, of the environments before.
+    """
+    for path in environment.rglob("*"):
+        if path.is_symlink() or not path.is_file() or (size := path.stat().st_size) < 4096:
+            continue
+        first = held.setdefault((path.relative_to(environment), size), path)
+        if first.samefile(path) or not filecmp.cmp(first, path, shallow=False):
+            continue
+        link = path.with_name(f"{path.name}.link")
+        link.hardlink_to(first)
+        link.replace(path)
 
 
 def _need(names: set[str]) -> None:
